@@ -1,0 +1,194 @@
+"""Tokens on disk, tokenizers and batches.
+
+A prepared data set is a folder with train.bin, val.bin (token ids, nothing else) and meta.json
+(tokenizer, dtype, counts, checksums). A batch is a pure function of (seed, step, rank, world size).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+VERIFY_BYTES = 2**30  # larger files are checked by size and by a sample of their ids, not read whole
+
+# -----------------------------------------------------------------------------
+# tokenizers: encode(text) -> ids, decode(ids) -> text, n_vocab, and meta, from which tokenizer() makes it
+
+
+class CharTokenizer:
+    """One id per character of `vocab`."""
+
+    def __init__(self, vocab: str):
+        self.vocab, self.n_vocab = vocab, len(vocab)
+        self.meta = {"kind": "char", "vocab": vocab}
+        self._id = {c: i for i, c in enumerate(vocab)}
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError naming the characters that are not in the vocabulary."""
+        if unknown := sorted(set(text) - set(self.vocab)):
+            raise ValueError(
+                f"the text holds {', '.join(map(repr, unknown[:10]))}, which the {self.n_vocab} "
+                f"characters of this vocabulary lack: {self.vocab!r}"
+            )
+        return [self._id[c] for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.vocab[i] for i in ids)
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte-pair encoding, through tiktoken (which downloads its two files once)."""
+
+    meta = {"kind": "gpt2"}
+
+    def __init__(self):
+        try:
+            import tiktoken
+        except ImportError:
+            raise ImportError("the GPT-2 tokenizer needs tiktoken: pip install tiktoken") from None
+        try:
+            self._bpe = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # requests' own exception classes
+            raise OSError(f"tiktoken could not load its gpt2 files (is there a network?): {error}") from None
+        self.n_vocab = self._bpe.n_vocab
+
+    def encode(self, text: str) -> list[int]:
+        return self._bpe.encode(text, allowed_special={"<|endoftext|>"})
+
+    def decode(self, ids: list[int]) -> str:
+        return self._bpe.decode(ids)
+
+
+def tokenizer(meta: dict) -> CharTokenizer | GPT2Tokenizer:
+    """The tokenizer that a meta.json (its "tokenizer") or a checkpoint describes."""
+    if meta.get("kind") == "char":
+        return CharTokenizer(meta["vocab"])
+    if meta.get("kind") == "gpt2":
+        return GPT2Tokenizer()
+    raise ValueError(f"unknown tokenizer {meta.get('kind')!r}; known are char and gpt2")
+
+
+# -----------------------------------------------------------------------------
+# writing
+
+
+def sha256(path: str) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def replace(path: str, data: bytes) -> None:
+    """Writes a file aside, flushes it to the disk and renames it: whole or not at all."""
+    with open(path + ".tmp", "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + ".tmp", path)
+
+
+def write(folder: str, tok: CharTokenizer, splits: dict[str, list[int]], source: dict) -> dict:
+    """Writes <split>.bin for each split and meta.json, in the smallest unsigned dtype that fits.
+
+    source: where the text came from, recorded as it is. Returns the meta data.
+    """
+    dtype = np.min_scalar_type(tok.n_vocab - 1)
+    meta = {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name, "source": source, "files": {}}
+    for split, ids in splits.items():
+        data = np.asarray(ids, dtype=dtype).tobytes()
+        replace(os.path.join(folder, f"{split}.bin"), data)
+        meta["files"][f"{split}.bin"] = {"tokens": len(ids), "sha256": hashlib.sha256(data).hexdigest()}
+    replace(os.path.join(folder, "meta.json"), json.dumps(meta, indent=1, ensure_ascii=False).encode())
+    return meta
+
+
+# -----------------------------------------------------------------------------
+# reading
+
+
+def folder_of(dataset: str) -> str:
+    """The folder of a data set, whatever the working directory. Raises ValueError naming what there is."""
+    folder = os.path.join(ROOT, "data", dataset)
+    if not os.path.isdir(folder):
+        known = sorted(d for d in os.listdir(os.path.join(ROOT, "data")) if d[0] not in "._")
+        raise ValueError(f"there is no data set {dataset!r} ({folder}); there are: {', '.join(known)}")
+    return folder
+
+
+def read_meta(folder: str) -> dict:
+    """meta.json of a prepared folder. Raises ValueError, naming the command that prepares it."""
+    path = os.path.join(folder, "meta.json")
+    prepare = f"python {os.path.relpath(os.path.join(folder, 'prepare.py'))}"
+    if not os.path.exists(path):
+        raise ValueError(f"{folder} is not prepared: meta.json is missing. Run: {prepare}")
+    try:
+        with open(path, encoding="utf-8") as f:
+            meta = json.load(f)
+        np.dtype(meta["dtype"]), meta["tokenizer"], meta["vocab_size"], meta["files"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). Run: {prepare}") from None
+    return meta
+
+
+class Tokens:
+    """One split of a prepared data set, memory-mapped and checked.
+
+    Raises ValueError where the file is missing, truncated, not what meta.json says, holds ids past the
+    vocabulary, or is shorter than block_size + 1 tokens.
+    """
+
+    def __init__(self, folder: str, split: str, block_size: int):
+        self.meta, self.block_size = read_meta(folder), block_size
+        path = os.path.join(folder, f"{split}.bin")
+        again = f"Run: python {os.path.relpath(os.path.join(folder, 'prepare.py'))}"
+        entry = self.meta["files"].get(f"{split}.bin")
+        if entry is None or not os.path.exists(path):
+            raise ValueError(f"{path} is missing. {again}")
+        dtype, size = np.dtype(self.meta["dtype"]), os.path.getsize(path)
+        if size != entry["tokens"] * dtype.itemsize:
+            raise ValueError(
+                f"{path} has {size:,} bytes, but meta.json promises {entry['tokens']:,} tokens of {dtype} "
+                f"({entry['tokens'] * dtype.itemsize:,} bytes): truncated, or from another run. {again}"
+            )
+        if entry["tokens"] < block_size + 1:
+            raise ValueError(
+                f"{path} has {entry['tokens']:,} tokens, but block_size {block_size} needs at least "
+                f"{block_size + 1}. Use --block_size={max(1, entry['tokens'] - 1)} or less, or more text"
+            )
+        self.ids = np.memmap(path, dtype=dtype, mode="r")
+        if size <= VERIFY_BYTES and sha256(path) != entry["sha256"]:
+            raise ValueError(f"{path} does not have the checksum that meta.json promises. {again}")
+        largest = int(self.ids[:: 1 + size // VERIFY_BYTES].max())
+        if largest >= self.meta["vocab_size"]:
+            raise ValueError(f"{path} holds the id {largest}, but the vocabulary ends at {self.meta['vocab_size'] - 1}")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def batch(self, step: int, size: int, *, seed: int = 0, rank: int = 0, world: int = 1) -> tuple:
+        """(x, y), int64 (size / world, T): this rank's rows of step's global batch of `size` windows.
+
+        y is x one token later. Windows are drawn uniformly, with replacement, and depend on (seed, step)
+        alone: ranks take turns, so that any world size sees the same global batch.
+        """
+        offsets = np.random.default_rng([seed, step]).integers(0, len(self) - self.block_size, size)
+        return self._windows(offsets[rank::world])
+
+    def eval_batches(self, n: int, size: int, *, rank: int = 0, world: int = 1) -> Iterator[tuple]:
+        """(x, y) batches of up to `size` rows that cover n * size fixed windows, evenly spaced.
+
+        The same windows at every call, in every run; at most as many as fit without overlap.
+        """
+        room = (len(self) - 1) // self.block_size
+        count = min(n * size, room)
+        offsets = np.linspace(0, len(self) - 1 - self.block_size, count).astype(np.int64)[rank::world]
+        for i in range(0, len(offsets), size):
+            yield self._windows(offsets[i : i + size])
+
+    def _windows(self, offsets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.ids[offsets[:, None] + np.arange(self.block_size + 1)].astype(np.int64)
+        rows = torch.from_numpy(rows)
+        return rows[:, :-1], rows[:, 1:]

@@ -1,0 +1,441 @@
+"""Trains a GPT, on one CPU, one GPU or many.
+
+    python train.py config/train_shakespeare_char_cpu.py
+    python train.py config/train_shakespeare_char_cpu.py --attention=laser
+    torchrun --standalone --nproc_per_node=4 train.py config/train_shakespeare_char.py
+
+Writes ckpt.pt (the latest state), best.pt (the lowest validation loss) and log.jsonl to out_dir.
+"""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import checkpoint
+import dataset as datasets
+from configurator import configure, fail, user_errors
+from model import GPT, GPTConfig
+
+# -----------------------------------------------------------------------------
+# flags; GPT-2 (124M) on OpenWebText by default. The fields of GPTConfig are flags too.
+# I/O
+out_dir = "out"  # where checkpoints and the log go
+eval_interval = 2000  # steps between evaluations
+log_interval = 1  # steps between log lines
+eval_iters = 200  # batches per evaluation, from fixed windows of each split
+eval_only = False  # evaluate once, write nothing, exit
+always_save_checkpoint = True  # ckpt.pt at every evaluation; False: only at the end and when interrupted
+save_interval = 0  # steps between saves of ckpt.pt; 0: at every evaluation
+init_from = "scratch"  # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a local folder of GPT-2
+sample_tokens = 300  # tokens of text printed at the end, 0: none
+# wandb
+wandb_log = False  # log to Weights & Biases
+wandb_project = "owt"  # its project
+wandb_run_name = "gpt2"  # its run
+# data
+dataset = "openwebtext"  # a folder of data/
+gradient_accumulation_steps = 5 * 8  # micro-batches per step, over all processes
+batch_size = 12  # sequences per micro-batch
+# model; None: the data's vocabulary
+vocab_size: int | None = None  # rows of the embedding, at least the data's vocabulary, which is the default
+bias = False  # in Linears and LayerNorms; without is a bit better and faster
+# AdamW
+learning_rate = 6e-4  # the largest
+max_iters = 600000  # steps
+weight_decay = 1e-1  # of matrices and embeddings
+beta1 = 0.9  # AdamW's
+beta2 = 0.95  # AdamW's
+grad_clip = 1.0  # largest gradient norm, 0.0: no clipping
+# learning rate: linear warm-up, then a cosine to min_lr
+decay_lr = True  # False: learning_rate throughout
+warmup_iters = 2000  # steps of warm-up
+lr_decay_iters = 600000  # the step at which min_lr is reached
+min_lr = 6e-5  # the smallest, learning_rate / 10 by Chinchilla
+# system
+backend = "auto"  # of torch.distributed: nccl on CUDA, gloo elsewhere
+device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on a GPU that has it, else float16
+compile: bool | None = None  # torch.compile the model; None: on CUDA only
+seed = 1337  # of weights, batches, dropout
+# -----------------------------------------------------------------------------
+config, given = configure(globals(), GPTConfig)
+RESTORED = {key for key in config if key not in ("init_from", "out_dir", "eval_only")}
+MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
+RESHAPABLE = ("dropout", "attn_dropout")  # the model fields that a resumed run may change
+
+saved = None
+if config["init_from"] == "resume":
+    with user_errors():
+        saved = checkpoint.load(os.path.join(config["out_dir"], checkpoint.LATEST))
+    theirs = {key: value for key, value in saved["config"].items() if key in RESTORED}
+    theirs |= {key: value for key, value in saved["model_args"].items() if key not in RESHAPABLE}
+    for key, value in theirs.items():
+        if given.get(key) != "command line":
+            if key in given and config[key] != value:
+                print(f"resume: keeping {key}={value}; {given[key]} has {config[key]}, --{key}={config[key]} changes it")
+            config[key] = value
+        elif config[key] != value:
+            if key in MODEL_FIELDS and key not in RESHAPABLE:
+                fail(f"--{key}={config[key]} does not fit the saved model, which has {key}={value}")
+            print(f"resume: {key} was {value}, now {config[key]}")
+globals().update(config)
+
+# -----------------------------------------------------------------------------
+# processes, device, precision
+rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+master = rank == 0
+
+
+def say(*args: object, **kwargs: object) -> None:
+    """print, by one process."""
+    if master:
+        print(*args, flush=True, **kwargs)
+
+
+with user_errors():
+    for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "eval_iters"):
+        if config[name] < 1:
+            raise ValueError(f"--{name}={config[name]} must be at least 1")
+    if decay_lr and lr_decay_iters <= warmup_iters:
+        raise ValueError(
+            f"lr_decay_iters={lr_decay_iters} must be greater than warmup_iters={warmup_iters}: the cosine "
+            f"lies between the two (--decay_lr=False keeps the learning rate constant)"
+        )
+    if gradient_accumulation_steps % world:
+        raise ValueError(
+            f"gradient_accumulation_steps={gradient_accumulation_steps} micro-batches cannot be shared by {world} "
+            f"processes; {math.ceil(gradient_accumulation_steps / world) * world} can"
+        )
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device_type = device.split(":")[0]
+    if device_type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"--device={device} is none of auto, cpu, cuda, cuda:N, mps")
+    if device_type != "cpu" and not getattr(torch, device_type).is_available():
+        raise ValueError(f"--device={device}: this PyTorch ({torch.__version__}) sees no such device; --device=cpu works")
+    if world > 1 and device == "cuda":
+        device = f"cuda:{local_rank}"
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+
+if dtype == "auto" and device_type == "cuda":
+    dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+elif dtype == "auto":
+    dtype = "float32"
+amp = contextlib.nullcontext()
+if dtype != "float32":
+    amp = torch.autocast(device_type, dtype=getattr(torch, dtype))
+compile = device_type == "cuda" if compile is None else compile
+if world > 1:
+    dist.init_process_group("nccl" if (backend, device_type) == ("auto", "cuda") else backend.replace("auto", "gloo"))
+torch.manual_seed(seed + rank)
+torch.set_float32_matmul_precision("high")  # TF32 where there is any
+
+# -----------------------------------------------------------------------------
+# data
+with user_errors():
+    data_dir = datasets.folder_of(dataset)
+    prepare = os.path.join(data_dir, "prepare.py")
+    if master and not os.path.exists(os.path.join(data_dir, "meta.json")) and os.path.exists(prepare):
+        say(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}")
+        if subprocess.run([sys.executable, prepare]).returncode:
+            raise ValueError(f"{prepare} failed, see above")
+    if world > 1:
+        dist.barrier()
+    data = {split: datasets.Tokens(data_dir, split, config["block_size"]) for split in ("train", "val")}
+    meta = data["train"].meta
+    config["vocab_size"] = config["vocab_size"] or meta["vocab_size"]
+    if config["vocab_size"] < meta["vocab_size"]:
+        raise ValueError(f"vocab_size={config['vocab_size']} is less than the {meta['vocab_size']} ids of {dataset}")
+
+rows = batch_size * gradient_accumulation_steps  # of the global batch
+micro_steps = gradient_accumulation_steps // world
+tokens_per_step = rows * config["block_size"]
+
+# -----------------------------------------------------------------------------
+# model
+with user_errors():
+    if init_from == "scratch":
+        model = GPT(GPTConfig(**{name: config[name] for name in MODEL_FIELDS}))
+    elif init_from == "resume":
+        model = GPT.from_checkpoint(saved, **{name: config[name] for name in RESHAPABLE})
+    elif init_from.startswith("gpt2") or os.path.isdir(init_from):
+        free = [name for name in ("dropout", "attn_dropout", "attention", "heads", "window") if name in config]
+        model = GPT.from_pretrained(init_from, {name: config[name] for name in free})
+        if config["block_size"] != model.config.block_size:
+            model.crop_block_size(config["block_size"])
+        if meta["vocab_size"] > model.config.vocab_size:
+            raise ValueError(f"{dataset} has {meta['vocab_size']} token ids, {init_from} {model.config.vocab_size}")
+    else:
+        raise ValueError(f"--init_from={init_from} is none of scratch, resume, gpt2..., a local folder")
+model_args = {name: getattr(model.config, name) for name in MODEL_FIELDS}
+config |= model_args
+model.to(device)
+optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), device_type)
+scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
+start, best_val_loss = 0, math.inf
+if saved:
+    start, best_val_loss = saved["iter_num"], saved["best_val_loss"]
+    with user_errors():
+        optimizer.load_state_dict(saved["optimizer"])
+    for group, decay in zip(optimizer.param_groups, (weight_decay, 0.0), strict=True):
+        group |= {"weight_decay": decay, "betas": (beta1, beta2)}  # a flag wins over what was saved
+    scaler.load_state_dict(saved.get("scaler", scaler.state_dict()))
+    if "rng" in saved and world == 1:
+        torch.set_rng_state(saved["rng"])
+    if "rng_cuda" in saved and world == 1 and device_type == "cuda":
+        torch.cuda.set_rng_state(saved["rng_cuda"])
+raw_model, saved = model, None
+
+c = model.config
+say(
+    f"{model.num_params() / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, "
+    f"block {c.block_size}, vocabulary {c.vocab_size}\n"
+    f"{c.attention} attention, heads {c.heads}{f' (span {c.window})' if c.window is not None else ''}, "
+    f"dropout {c.dropout} (on attention weights {c.attn_dropout})\n"
+    f"{tokens_per_step:,} tokens per step = {micro_steps} micro-batches x {world} processes x {batch_size} sequences "
+    f"x {c.block_size}; {device}, {dtype}"
+)
+
+
+def get_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This process's rows of a step's global batch, on the device."""
+    return to_device(data["train"].batch(step, rows, seed=seed, rank=rank, world=world))
+
+
+def to_device(batch: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    if device_type == "cuda":
+        return tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
+    return tuple(t.to(device) for t in batch)
+
+
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    """torch.compile(model), tried on one micro-batch; where that fails the model itself, saying why."""
+    x, y = (t[:batch_size] for t in get_batch(start))
+    try:
+        say("compiling the model (a minute or so)...")
+        fast = torch.compile(model)
+        with torch.random.fork_rng(), amp:
+            fast(x, y)[1].backward()
+    except Exception as error:
+        why = (str(error).strip() or "no reason given").splitlines()[0]
+        say(f"torch.compile does not work here, going on without it ({type(error).__name__}: {why})")
+        fast = model
+    model.zero_grad(set_to_none=True)
+    return fast
+
+
+if compile:
+    model = compiled(model)
+if world > 1:
+    model = DistributedDataParallel(model, device_ids=[device] if device_type == "cuda" else None)
+
+
+# -----------------------------------------------------------------------------
+# one evaluation, one learning rate, one checkpoint
+@torch.no_grad()
+def estimate_loss() -> dict[str, float]:
+    """Mean loss over fixed windows of each split; draws no random number and no training batch."""
+    raw_model.eval()
+    losses = {}
+    for split, tokens in data.items():
+        total = torch.zeros(2, dtype=torch.float64)
+        for batch in tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world):
+            x, y = to_device(batch)
+            with amp:
+                total += torch.tensor([raw_model(x, y)[1].item() * len(x), len(x)])
+        total = reduced(total)
+        losses[split] = (total[0] / total[1]).item()
+    raw_model.train()
+    return losses
+
+
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    """The sum of x over the processes."""
+    if world > 1:
+        x = x.float().to(device)
+        dist.all_reduce(x)
+    return x
+
+
+def get_lr(it: int) -> float:
+    """Linear warm-up, cosine decay to min_lr, then min_lr."""
+    if not decay_lr:
+        return learning_rate
+    if it < warmup_iters:
+        return learning_rate * (it + 1) / (warmup_iters + 1)
+    progress = min(1.0, (it - warmup_iters) / (lr_decay_iters - warmup_iters))
+    return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
+
+
+def save(name: str) -> None:
+    """The run's state to out_dir/name."""
+    if not master:
+        return
+    state = {
+        "model": raw_model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "model_args": model_args,
+        "iter_num": it,
+        "best_val_loss": best_val_loss,
+        "config": config,
+        "tokenizer": meta["tokenizer"],
+        "rng": torch.get_rng_state(),
+    }
+    if device_type == "cuda":
+        state["rng_cuda"] = torch.cuda.get_rng_state()
+    checkpoint.save(os.path.join(out_dir, name), state)
+
+
+# -----------------------------------------------------------------------------
+# logging
+PEAK_FLOPS = {  # of the tensor cores in bfloat16 or float16, dense, from the data sheets
+    "A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
+    "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12,
+}  # fmt: skip
+gpu = torch.cuda.get_device_name() if device_type == "cuda" and dtype != "float32" else ""
+peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu.replace("-", " ").split() or name in gpu), None)
+terminal = sys.stdout.isatty()
+log_file = None
+if master and not eval_only:
+    with user_errors():
+        os.makedirs(out_dir, exist_ok=True)
+        log_path = os.path.join(out_dir, checkpoint.LOG)
+        kept = []
+        if init_from == "resume" and os.path.exists(log_path):  # rows past the checkpoint are trained again
+            with open(log_path) as f:
+                kept = [line for line in f if line.endswith("}\n") and json.loads(line)["iter"] < start]
+        elif init_from != "resume":
+            checkpoint.set_aside(out_dir)
+        log_file = open(log_path, "w", buffering=1)
+        log_file.writelines(kept)
+if wandb_log and master and not eval_only:
+    with user_errors():
+        try:
+            import wandb
+        except ImportError:
+            raise ImportError("--wandb_log needs wandb: pip install wandb") from None
+        wandb.init(project=wandb_project, name=wandb_run_name, config=config)
+
+
+def log(row: dict, line: str, passing: bool = False) -> None:
+    """A row to log.jsonl and wandb, and its line; a passing line is overwritten by the next in a terminal."""
+    if log_file:
+        log_file.write(json.dumps(row) + "\n")
+        if wandb_log:
+            wandb.log(row, step=row["iter"])
+    say("\r" + line + "\x1b[K" if terminal else line, end="" if terminal and passing else "\n")
+
+
+stop_signal = 0
+
+
+def on_signal(number: int, frame: object) -> None:
+    """Asks for a stop at the end of the step; a second signal stops at once."""
+    global stop_signal
+    stop_signal = number
+    signal.signal(number, signal.SIG_DFL)
+
+
+signal.signal(signal.SIGINT, on_signal)
+signal.signal(signal.SIGTERM, on_signal)
+
+# -----------------------------------------------------------------------------
+# training
+model.train()
+it, stop = start, False
+since, since_it = time.perf_counter(), start  # of the last log line
+while True:
+    # evaluation and checkpoints, of the weights after `it` steps
+    pause = time.perf_counter()
+    last = it >= max_iters or stop
+    if eval_only or it % eval_interval == 0 or it == max_iters:
+        losses = estimate_loss()
+        row = {"iter": it, "train_loss": losses["train"], "val_loss": losses["val"]}
+        log(row, f"step {it}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+        if eval_only:
+            break
+        if losses["val"] < best_val_loss and it > 0:
+            best_val_loss = losses["val"]
+            save(checkpoint.BEST)
+        due = save_interval == 0 and always_save_checkpoint
+    else:
+        due = save_interval > 0 and it % save_interval == 0
+    if it > start and (due or last):
+        save(checkpoint.LATEST)
+    if last:
+        break
+    since += time.perf_counter() - pause  # the clock of the log line stands still meanwhile
+
+    # one step, on the mean of the micro-batches' gradients
+    lr = get_lr(it)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    x, y = get_batch(it)
+    loss = torch.zeros((), device=device)
+    for micro in range(micro_steps):
+        part = slice(micro * batch_size, (micro + 1) * batch_size)
+        if world > 1:
+            model.require_backward_grad_sync = micro == micro_steps - 1
+        with amp:
+            micro_loss = model(x[part], y[part])[1] / micro_steps
+        loss += micro_loss.detach()
+        scaler.scale(micro_loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+    # what all processes must agree on: the loss, and whether one of them was told to stop
+    total = reduced(torch.tensor([loss.item() / world, norm.item() / world, float(stop_signal)]))
+    mean_loss, mean_norm, stop = total[0].item(), total[1].item(), bool(total[2])
+    if not math.isfinite(mean_loss) or not (math.isfinite(mean_norm) or scaler.is_enabled()):
+        say(
+            f"\nstep {it}: the loss is {mean_loss} and the gradient norm {mean_norm}: stopped before the optimizer "
+            f"used them. The last checkpoints in {out_dir} are untouched; a smaller --learning_rate, "
+            f"--grad_clip or --dtype=float32 may help",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+
+    if it % log_interval == 0 and master:
+        seconds = (time.perf_counter() - since) / (it + 1 - since_it)
+        speed = tokens_per_step / seconds
+        row = {"iter": it, "loss": mean_loss, "lr": lr, "norm": mean_norm, "ms": seconds * 1e3, "tokens_per_s": speed}
+        line = f"iter {it}: loss {mean_loss:.4f}, time {seconds * 1e3:.2f}ms, {speed:,.0f} tok/s, norm {mean_norm:.3f}"
+        if peak:
+            row["mfu"] = raw_model.flops() * speed / (peak * world)
+            line += f", mfu {row['mfu'] * 100:.2f}%"
+        if terminal:
+            line += f", {(max_iters - it) * seconds / 60:.1f} min left"
+        log(row, line, passing=True)
+        since, since_it = time.perf_counter(), it + 1
+    it += 1
+
+# -----------------------------------------------------------------------------
+if stop:
+    say(f"\nstopped by signal after {it} steps; {out_dir} is saved: --init_from=resume --out_dir={out_dir} goes on")
+elif sample_tokens and not eval_only and master:
+    with user_errors():
+        tok = datasets.tokenizer(meta["tokenizer"])
+        raw_model.eval()
+        prompt = torch.tensor([tok.encode("\n")], device=device)
+        with amp:
+            ids = raw_model.generate(prompt, sample_tokens, 0.8, vocab_size=tok.n_vocab, seed=seed)
+        say(f"\na sample (more of them: python sample.py --out_dir={out_dir}):\n{tok.decode(ids[0].tolist())}")
+if world > 1:
+    dist.destroy_process_group()
+if stop:
+    sys.exit(128 + stop_signal)
