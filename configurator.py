@@ -81,7 +81,7 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
 def _flags(script: dict, dataclasses: tuple) -> dict[str, Flag]:
     flags = {}
     for name, hint, comment in _assignments(ast.parse(source := _source(script)).body, source):
-        if name in script and not name.startswith("_") and not name.isupper():
+        if name in script and name not in flags and not name.startswith("_") and not name.isupper():
             default = script[name]
             hint = eval(hint, script) if hint else type(default)
             if default is None or isinstance(default, (bool, int, float, str)):
@@ -232,3 +232,34 @@ def _print_help(script: dict, flags: dict[str, Flag]) -> None:
             if flag.section == section:
                 choices = f" ({_legal(flag.hint)})" if isinstance(_types(flag.hint)[0], str) else ""
                 print(f"  --{key}={flag.default!r}".ljust(40) + f"  {flag.comment}{choices}")
+
+
+# -----------------------------------------------------------------------------
+# what the flags --device and --dtype mean, to every script that has them
+
+
+def pick_device(device: str, dtype: str) -> tuple[str, str, contextlib.AbstractContextManager]:
+    """(device, dtype, autocast context) of the flags: auto is cuda, mps or cpu, the first that there is.
+
+    auto dtype: bfloat16 on a GPU that really has it (not emulated), float16 on other CUDA GPUs, else
+    float32. Raises ValueError for a device that is not there.
+    """
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or not (index.isdigit() or ":" not in device):
+        raise ValueError(f"--device={device} is none of auto, cpu, cuda, cuda:N, mps")
+    count = getattr(torch, kind).device_count()
+    if int(index or 0) >= count:
+        raise ValueError(
+            f"--device={device}: this PyTorch ({torch.__version__}) sees {count} {kind} devices; --device=cpu works"
+        )
+    if dtype == "auto" and kind == "cuda":
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    elif dtype == "auto":
+        dtype = "float32"
+    if dtype == "float32":
+        return device, dtype, contextlib.nullcontext()
+    return device, dtype, torch.autocast(kind, dtype=getattr(torch, dtype))

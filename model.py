@@ -167,8 +167,8 @@ class GPTConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.n_embd % self.n_head:
             near = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
-            near = sorted(near, key=lambda h: abs(h - self.n_head))[:3]
-            raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}; n_head={near} are fine")
+            near = sorted(sorted(near, key=lambda h: abs(h - self.n_head))[:3])
+            raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}, but of {near} it is")
         for name, table in (("attention", ATTENTION), ("mlp", ACTIVATION)):
             if getattr(self, name) not in table:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(table)}")
@@ -189,8 +189,7 @@ class GPTConfig:
         layers = self.heads.split("/")
         if not all(layers) or set(self.heads) - set("SL/"):
             raise ValueError(
-                f"heads={self.heads!r} must be made of S (short) and L (long) with / between layers: "
-                f"L, SSSL, S/S/S/L"
+                f"heads={self.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, S/S/S/L"
             )
         if len(layers) > self.n_layer or any(len(layer) > self.n_head for layer in layers):
             raise ValueError(
@@ -198,7 +197,9 @@ class GPTConfig:
                 f"are n_head={self.n_head} and n_layer={self.n_layer}: a longer pattern would lose its end"
             )
         if "S" not in self.heads and self.window is not None:
-            raise ValueError(f"window={self.window} needs a short head, but heads={self.heads!r} has no S: --heads=SSSL")
+            raise ValueError(
+                f"window={self.window} needs a short head, but heads={self.heads!r} has no S: --heads=SSSL"
+            )
         if "S" in self.heads:
             if self.window is None:
                 self.window = 50 if self.block_size <= 2048 else 100  # the LS paper's, section 5.1

@@ -7,7 +7,6 @@
 Writes ckpt.pt (the latest state), best.pt (the lowest validation loss) and log.jsonl to out_dir.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import dataset as datasets
-from configurator import configure, fail, user_errors
+from configurator import configure, fail, pick_device, user_errors
 from model import GPT, GPTConfig
 
 # -----------------------------------------------------------------------------
@@ -83,7 +82,9 @@ if config["init_from"] == "resume":
     for key, value in theirs.items():
         if given.get(key) != "command line":
             if key in given and config[key] != value:
-                print(f"resume: keeping {key}={value}; {given[key]} has {config[key]}, --{key}={config[key]} changes it")
+                print(
+                    f"resume: keeping {key}={value}; {given[key]} has {config[key]}, --{key}={config[key]} changes it"
+                )
             config[key] = value
         elif config[key] != value:
             if key in MODEL_FIELDS and key not in RESHAPABLE:
@@ -117,25 +118,12 @@ with user_errors():
             f"gradient_accumulation_steps={gradient_accumulation_steps} micro-batches cannot be shared by {world} "
             f"processes; {math.ceil(gradient_accumulation_steps / world) * world} can"
         )
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    device_type = device.split(":")[0]
-    if device_type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"--device={device} is none of auto, cpu, cuda, cuda:N, mps")
-    if device_type != "cpu" and not getattr(torch, device_type).is_available():
-        raise ValueError(f"--device={device}: this PyTorch ({torch.__version__}) sees no such device; --device=cpu works")
-    if world > 1 and device == "cuda":
+    if world > 1 and device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         device = f"cuda:{local_rank}"
-    if device.startswith("cuda:"):
-        torch.cuda.set_device(device)
-
-if dtype == "auto" and device_type == "cuda":
-    dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-elif dtype == "auto":
-    dtype = "float32"
-amp = contextlib.nullcontext()
-if dtype != "float32":
-    amp = torch.autocast(device_type, dtype=getattr(torch, dtype))
+    device, dtype, amp = pick_device(device, dtype)
+device_type = device.split(":")[0]
+if device_type == "cuda":
+    torch.cuda.set_device(device)
 compile = device_type == "cuda" if compile is None else compile
 if world > 1:
     dist.init_process_group("nccl" if (backend, device_type) == ("auto", "cuda") else backend.replace("auto", "gloo"))

@@ -1,0 +1,104 @@
+"""Prints text from a checkpoint, as it comes.
+
+python sample.py --out_dir=out-shakespeare-char
+python sample.py --out_dir=out-shakespeare-char --start="ROMEO:" --num_samples=2 --temperature=0
+python sample.py --init_from=gpt2-xl --start=FILE:prompt.txt
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+import checkpoint
+import dataset
+from configurator import configure, pick_device, user_errors
+from model import GPT
+
+init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ... or a local folder of GPT-2
+out_dir = "out"  # the folder that train.py wrote
+which: Literal["best", "latest"] = "best"  # the lowest validation loss, or the last state
+start = "\n"  # the prompt, or FILE:path to read it from a file
+num_samples = 10  # how many
+max_new_tokens = 500  # tokens per sample
+temperature = 0.8  # 0: greedy; 1.0: as the model says; more: wilder
+top_k: int | None = 200  # sample from the k most likely tokens; None: from all
+top_p: float | None = None  # sample from the fewest tokens that hold this probability; None: from all
+stop: str | None = None  # end a sample where this text comes up
+seed = 1337  # of the first sample; the others take the next ones
+device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on a GPU that has it, else float16
+compile = False  # torch.compile the model
+
+
+def tokenizer_of(state: dict) -> dataset.CharTokenizer | dataset.GPT2Tokenizer:
+    """The tokenizer in a checkpoint; of nanoGPT's checkpoints that of their data set, or else GPT-2's."""
+    if "tokenizer" in state:
+        return dataset.tokenizer(state["tokenizer"])
+    with contextlib.suppress(ValueError):
+        meta = dataset.read_meta(dataset.folder_of(state["config"].get("dataset", "")))
+        if meta["vocab_size"] == state["model_args"]["vocab_size"]:
+            return dataset.tokenizer(meta["tokenizer"])
+    if state["model_args"]["vocab_size"] < 50257:
+        raise ValueError(
+            "this checkpoint names no tokenizer, and its data set is not prepared in data/ to take it from"
+        )
+    return dataset.GPT2Tokenizer()
+
+
+def text_of(ids: Iterator[torch.Tensor], tok: object, stop: str | None) -> Iterator[str]:
+    """The text of a stream of tokens, in pieces, up to `stop`; half a character or half a `stop` waits."""
+    seen, shown = [], 0
+    for token in ids:
+        seen.append(token.item())
+        text = tok.decode(seen)
+        if stop and stop in text:
+            yield text[shown : text.index(stop)]
+            return
+        waiting = next((n for n in range(len(stop or "") - 1, 0, -1) if text.endswith(stop[:n])), 0)
+        ready = len(text.rstrip("\ufffd")) if waiting == 0 else len(text) - waiting
+        if ready > shown:
+            yield text[shown:ready]
+            shown = ready
+    yield tok.decode(seen)[shown:]
+
+
+def main() -> None:
+    device, _, amp = pick_device(config["device"], config["dtype"])
+    if init_from == "resume":
+        path = checkpoint.path_of(out_dir, which)
+        state = checkpoint.load(path)
+        model, tok = GPT.from_checkpoint(state), tokenizer_of(state)
+        print(f"{path}: step {state['iter_num']}, best validation loss {state['best_val_loss']:.4f}")
+    else:
+        model, tok = GPT.from_pretrained(init_from), dataset.GPT2Tokenizer()
+    model.eval().to(device)
+    if compile:
+        torch._dynamo.config.suppress_errors = True  # where it does not work, go on without and say why
+        model.compile()
+
+    text = start
+    if start.startswith("FILE:"):
+        with open(start[5:], encoding="utf-8") as f:
+            text = f.read()
+    prompt = tok.encode(text)
+    if not prompt:
+        raise ValueError("the prompt is empty: --start needs at least one character")
+    if len(prompt) > model.config.block_size:
+        print(f"the prompt has {len(prompt)} tokens; the model sees the last {model.config.block_size}")
+    with amp:
+        for i in range(num_samples):
+            ids = torch.tensor([prompt], device=device)
+            tokens = model.stream(ids, max_new_tokens, temperature, top_k, top_p, vocab_size=tok.n_vocab, seed=seed + i)
+            print(text, end="")
+            for piece in text_of(tokens, tok, stop):
+                print(piece, end="", flush=True)
+            print("\n---------------")
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()

@@ -1,0 +1,76 @@
+"""Fixtures: a small prepared data set, and the scripts run as a user runs them."""
+
+import os
+import random
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """run("train.py", "--flag=1") -> (exit code, stdout, stderr), in this process (importing torch is slow)."""
+
+    def run(script: str, *args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, args)])
+        handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+        capsys.readouterr()
+        try:
+            runpy.run_path(os.path.join(ROOT, script), run_name="__main__")
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        finally:
+            for s, handler in handlers.items():
+                signal.signal(s, handler)
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def text() -> str:
+    """A few thousand characters that can be learned: words in a random order."""
+    words = ["the", "lord", "of", "all", "speaks:", "noble", "Rome!", "and", "citizens,"]
+    return " ".join(random.Random(0).choices(words, k=1500)) + "\n"
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory, text: str) -> str:
+    """The folder of a prepared data set of that text."""
+    import dataset
+
+    folder = str(tmp_path_factory.mktemp("data"))
+    tok = dataset.CharTokenizer("".join(sorted(set(text))))
+    n = int(len(text) * 0.9)
+    splits = {"train": tok.encode(text[:n]), "val": tok.encode(text[n:])}
+    dataset.write(folder, tok, splits, {"from": "words"})
+    return folder
+
+
+SMALL = ["--block_size=32", "--batch_size=4", "--n_layer=2", "--n_head=4", "--n_embd=32", "--device=cpu"]
+
+
+@pytest.fixture
+def train(run: Callable, data: str, tmp_path: object) -> Callable:
+    """train("--max_iters=3") -> (exit code, stdout, stderr) of a small run into tmp_path / "out"."""
+
+    def train(*args: object) -> tuple[int, str, str]:
+        quick = ["--gradient_accumulation_steps=2", "--warmup_iters=2", "--lr_decay_iters=20", "--learning_rate=1e-2"]
+        quick += ["--eval_interval=5", "--eval_iters=2", "--sample_tokens=0", "--max_iters=10"]
+        return run("train.py", f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, *quick, *args)
+
+    return train
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

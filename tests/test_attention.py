@@ -1,0 +1,212 @@
+"""Every core in ATTENTION against its one-query form, and what must hold of each."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import model
+from model import ATTENTION, naive_attention
+
+T = 37
+WINDOWS = [None, 0, 1, 7, T - 1, 3 * T]
+cores = pytest.mark.parametrize("core", ATTENTION)
+windows = pytest.mark.parametrize("window", WINDOWS)
+
+
+def qkv(dtype: torch.dtype = torch.float64, dv: int = 8, T: int = T) -> list[torch.Tensor]:
+    return [torch.randn(2, 3, T, d, dtype=dtype, requires_grad=True) for d in (8, 8, dv)]
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    return (a.double() - b.double()).abs().max().item() <= tolerance * max(1.0, b.double().abs().max().item())
+
+
+@cores
+@windows
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_equals_naive_forward_and_backward(core, window, dtype, tolerance):
+    q, k, v = qkv(dtype)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    y, y_exact = ATTENTION[core](q, k, v, window=window), naive_attention(core, *exact, window=window)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    y_exact.backward(dy.double())
+    assert y.dtype == dtype
+    assert close(y, y_exact, tolerance)
+    for ours, theirs in zip((q, k, v), exact, strict=True):
+        assert close(ours.grad, theirs.grad, tolerance)
+
+
+@cores
+@windows
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 4e-3)])
+def test_half_precision_forward(core, window, dtype, tolerance):
+    q, k, v = (t.detach() for t in qkv(dtype))
+    y = ATTENTION[core](q, k, v, window=window)
+    assert y.dtype == dtype
+    assert close(y, naive_attention(core, q.double(), k.double(), v.double(), window=window), tolerance)
+
+
+@cores
+@windows
+def test_scale_bias_and_value_width(core, window):
+    q, k, v = qkv(dv=5)
+    bias = torch.randn(3, T, T, dtype=torch.float64)
+    y = ATTENTION[core](q, k, v, window=window, scale=0.7, bias=bias)
+    assert y.shape == (2, 3, T, 5)
+    assert close(y, naive_attention(core, q, k, v, window=window, scale=0.7, bias=bias), 1e-12)
+
+
+@cores
+@windows
+def test_causal_by_gradient(core, window):
+    """Output i depends on every key and value of its span, and on nothing else."""
+    q, k, v = qkv()
+    for i in (0, 5, T - 1):
+        y = ATTENTION[core](q, k, v, window=window)[..., i, :]
+        dq, dk, dv = torch.autograd.grad(y.sum() + (y**2).sum(), (q, k, v))
+        distance = i - torch.arange(T)
+        seen = (distance >= 0) & (distance <= (T if window is None else window))
+        for grad in (dk, dv):
+            nonzero = grad.abs().sum((0, 1, 3)) > 0
+            assert not nonzero[~seen].any()
+        assert (dv.abs().sum((0, 1, 3)) > 0)[seen].all()
+        assert not (dq.abs().sum((0, 1, 3)) > 0)[torch.arange(T) != i].any()
+
+
+@cores
+@windows
+@pytest.mark.parametrize("value", [120.0, 1000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_large_later_token_changes_nothing_before_it(core, window, value, dtype):
+    """Its value, in one channel of one head, then its key, must not reach earlier outputs or gradients."""
+    at = T - 1
+
+    def outputs(which: int | None) -> tuple:
+        torch.manual_seed(1)
+        x = [t.detach() for t in qkv(dtype)]
+        if which is not None:
+            x[which][0, 1, at, 2] = value
+        x = [t.requires_grad_() for t in x]
+        y = ATTENTION[core](*x, window=window)
+        grads = torch.autograd.grad(y[..., :at, :].square().sum(), x)
+        return y, x, [g[..., :at, :] for g in grads]
+
+    y, _, grads = outputs(None)
+    for which in (1, 2):
+        y_large, x, grads_large = outputs(which)
+        assert y_large.isfinite().all()
+        assert close(y_large[..., :at, :], y[..., :at, :], 1e-5)
+        assert all(close(a, b, 1e-5) for a, b in zip(grads_large, grads, strict=True))
+        exact = naive_attention(core, *(t.double() for t in x), window=window)
+        assert close(y_large, exact, 1e-5)  # the last row too, which sees the large token
+
+
+@pytest.mark.parametrize("value", [120.0, 1000.0, -1000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_laser_with_a_large_value_anywhere(value, dtype):
+    """Finite and right, forward and backward, also in the rows that see the large value."""
+    x = [t.detach() for t in qkv(dtype)]
+    x[2][0, 1, 11, 2] = value
+    x = [t.requires_grad_() for t in x]
+    exact = [t.detach().double().requires_grad_() for t in x]
+    y, y_exact = ATTENTION["laser"](*x), naive_attention("laser", *exact)
+    y.float().tanh().sum().backward()
+    y_exact.tanh().sum().backward()
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    assert close(y, y_exact, tolerance)
+    assert all(close(a.grad, b.grad, 2 * tolerance) for a, b in zip(x, exact, strict=True))
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.99 * model.LASER_RANGE, 1.01 * model.LASER_RANGE, 500.0])
+def test_laser_on_both_sides_of_its_range(spread, monkeypatch):
+    """The fast form where it is exact, log space beyond, and the two agree with the definition."""
+    slow = []
+    in_log_space = model._laser_in_log_space
+    monkeypatch.setattr(model, "_laser_in_log_space", lambda *a, **kw: slow.append(1) or in_log_space(*a, **kw))
+    q, k, v = qkv(torch.float32)
+    v = v.detach() / (v.max() - v.min()).item() * spread
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    v.requires_grad_()
+    y, y_exact = ATTENTION["laser"](q, k, v), naive_attention("laser", *exact)
+    y.sum().backward()
+    y_exact.sum().backward()
+    assert bool(slow) == ((v.amax(-2) - v.amin(-2)).max().item() >= model.LASER_RANGE)
+    assert close(y, y_exact, 1e-5)
+    assert all(close(a.grad, b.grad, 1e-4) for a, b in zip((q, k, v), exact, strict=True))
+
+
+def test_laser_of_a_key_that_softmax_gives_no_weight():
+    """A weight of exp(-200) on a value of 500: softmax rounds it to 0, log(softmax exp) must not."""
+    q = torch.full((1, 1, 2, 1), 20.0)
+    k = torch.tensor([-10.0, 0.0]).view(1, 1, 2, 1)
+    v = torch.tensor([500.0, 0.0]).view(1, 1, 2, 1)
+    assert ATTENTION["laser"](q, k, v, scale=1.0)[0, 0, 1, 0].item() == pytest.approx(300.0, abs=1e-3)
+
+
+@cores
+def test_a_window_past_the_start_is_full_attention(core):
+    q, k, v = qkv()
+    full = ATTENTION[core](q, k, v)
+    for window in (T - 1, T, 10 * T):
+        assert close(ATTENTION[core](q, k, v, window=window), full, 1e-14)
+
+
+@cores
+@windows
+def test_one_token(core, window):
+    q, k, v = qkv(T=1)
+    y = ATTENTION[core](q, k, v, window=window)
+    s = (q * k).sum(-1, keepdim=True) / math.sqrt(8)
+    assert close(y, s / (1 + s.abs()) * v if core == "beta" else v, 1e-12)
+
+
+@windows
+def test_equal_values_make_laser_softmax(window):
+    q, k, v = qkv()
+    v = v[..., :1, :].expand_as(v)  # then both are v itself
+    assert close(ATTENTION["laser"](q, k, v, window=window), v, 1e-12)
+    assert close(ATTENTION["softmax"](q, k, v, window=window), v, 1e-12)
+
+
+def test_laser_is_at_least_softmax():
+    """Jensen: log E[exp v] >= E[v], with equality for small v to first order."""
+    q, k, v = qkv()
+    soft, laser = ATTENTION["softmax"](q, k, v), ATTENTION["laser"](q, k, v)
+    assert (laser - soft >= -1e-12).all()
+    small = ATTENTION["laser"](q, k, 1e-4 * v)
+    assert close(small / 1e-4, soft, 1e-3)
+
+
+def test_beta_has_the_true_gradient_not_the_posts():
+    """d beta(x) h = h / (1+r) - <x,h> x / (r (1+r)^2); the post's f(x,h) beta(x) is another vector."""
+
+    def beta(x: torch.Tensor) -> torch.Tensor:
+        return x / (1 + x.norm())
+
+    x, h = torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
+    _, true = torch.func.jvp(beta, (x,), (h,))
+    r, xh = x.norm(), x @ h
+    assert close(true, h / (1 + r) - xh * x / (r * (1 + r) ** 2), 1e-12)
+    assert F.cosine_similarity(true, beta(x), dim=0).abs() < 0.99  # no multiple of beta(x), whatever f is
+    _, along = torch.func.jvp(beta, (x,), (x,))
+    assert F.cosine_similarity(along, beta(x), dim=0).item() == pytest.approx(1.0)  # only where h is along x
+
+
+@cores
+@windows
+def test_zero_queries_have_finite_gradients(core, window):
+    q, k, v = qkv(torch.float32)
+    x = [(t.detach() * z).requires_grad_() for t, z in ((q, 0.0), (k, 1.0), (v, 1.0))]
+    ATTENTION[core](*x, window=window).sum().backward()
+    assert all(t.grad.isfinite().all() for t in x)
+
+
+@pytest.mark.parametrize("core", ["softmax", "beta"])
+def test_dropout_on_weights_keeps_the_mean(core):
+    q, k, v = (t.detach() for t in qkv(torch.float32, T=6))
+    many = torch.stack([ATTENTION[core](q, k, v, dropout=0.3) for _ in range(3000)])
+    assert many.std(0).max() > 0.1
+    assert (many.mean(0) - ATTENTION[core](q, k, v)).abs().max() < 0.15

@@ -1,0 +1,305 @@
+"""The model around the cores: heads, GPT-2's weights, sampling, and every refused configuration."""
+
+import math
+
+import pytest
+import torch
+
+from model import ATTENTION, GPT, GPTConfig, naive_attention
+
+V, T = 65, 24
+HEADS = [("L", None), ("S", 3), ("SSSL", 3), ("SLSL", 5), ("S/L", 0), ("LS/SSSL", 4)]
+cores = pytest.mark.parametrize("core", ATTENTION)
+heads = pytest.mark.parametrize(("heads", "window"), HEADS)
+
+
+def config(**kwargs: object) -> GPTConfig:
+    sizes = {"block_size": T, "vocab_size": V, "n_layer": 2, "n_head": 4, "n_embd": 32}
+    return GPTConfig(**sizes | kwargs)
+
+
+def tokens(B: int = 2) -> torch.Tensor:
+    return torch.randint(V, (B, T))
+
+
+@cores
+@heads
+def test_shapes_and_loss_at_initialisation(core, heads, window):
+    gpt, x = GPT(config(attention=core, heads=heads, window=window)), tokens()
+    logits, loss = gpt(x, x.roll(-1, 1))
+    assert logits.shape == (2, T, V)
+    assert abs(loss.item() - math.log(V)) < 0.3
+    last, none = gpt(x)
+    assert none is None
+    torch.testing.assert_close(last, logits[:, [-1]])
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in gpt.parameters())
+    assert (gpt(x, torch.full_like(x, -1))[1]).isnan()  # every target ignored
+
+
+@cores
+@heads
+def test_the_last_token_changes_no_earlier_logit(core, heads, window):
+    gpt, x = GPT(config(attention=core, heads=heads, window=window)), tokens()
+    changed = x.clone()
+    changed[:, -1] = (x[:, -1] + 1) % V
+    with torch.no_grad():
+        gpt.transformer.wte.weight[changed[0, -1]] += 1000.0 * torch.randn(32)  # a token that hits hard
+        a, b = gpt(x, x)[0], gpt(changed, changed)[0]
+    rows = (x[:, :-1] != changed[0, -1]).all(1)
+    rows = rows if rows.any() else torch.ones_like(rows)
+    other = [i for i in range(V) if i != changed[0, -1]]  # the changed embedding is a row of the tied head too
+    assert (a - b)[rows][:, :-1][..., other].abs().max() < 1e-5
+    assert (a - b)[:, -1].abs().max() > 1e-3
+
+
+@cores
+@heads
+def test_causal_by_gradient_through_the_model(core, heads, window):
+    """In float64 no gradient of position i reaches a later embedding, and with short heads alone none reaches
+    one that n_layer windows cannot bridge."""
+    gpt, x = GPT(config(attention=core, heads=heads, window=window)).double(), tokens()
+    embedded = []
+    gpt.transformer.drop.register_forward_hook(
+        lambda module, args, out: embedded.append(out.detach().requires_grad_()) or embedded[-1]
+    )
+    logits, _ = gpt(x, x)
+    for i in (0, T // 2, T - 1):
+        (g,) = torch.autograd.grad(logits[:, i].square().sum(), embedded[-1], retain_graph=True)
+        reached = g.abs().sum((0, 2)) > 0
+        assert reached[i]
+        assert not reached[i + 1 :].any()
+        if set(heads) == {"S"}:
+            assert not reached[: max(0, i - 2 * window)].any()
+        elif i:
+            assert reached[0]
+
+
+@cores
+@heads
+def test_each_head_is_the_core_with_its_own_span(core, heads, window):
+    """The grouped, permuted heads of a layer against one naive call per head."""
+    c = config(attention=core, heads=heads, window=window)
+    gpt, x = GPT(c).double(), torch.randn(2, T, 32, dtype=torch.float64)
+    for layer, block in enumerate(gpt.transformer.h):
+        attn = block.attn
+        q, k, v = (t.view(2, T, 4, 8).transpose(1, 2) for t in attn.c_attn(x).split(32, dim=2))
+        y = []
+        for h, letter in enumerate(c.layer_heads(layer)):
+            one = slice(h, h + 1)
+            y.append(naive_attention(core, q[:, one], k[:, one], v[:, one], window=window if letter == "S" else None))
+        expected = attn.c_proj(torch.cat(y, 1).transpose(1, 2).reshape(2, T, 32))
+        torch.testing.assert_close(attn(x), expected, rtol=0, atol=1e-12)
+
+
+@cores
+def test_bfloat16_autocast_stays_near_float32(core):
+    gpt, x = GPT(config(attention=core, heads="SSSL", window=4)), tokens()
+    exact = gpt(x, x)[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = gpt(x, x)[1]
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert abs(loss.item() - exact.item()) < 0.02
+    assert all(p.grad.isfinite().all() for p in gpt.parameters())
+
+
+def test_layer_heads_are_tiled():
+    assert config(heads="SSL", window=1).layer_heads(0) == "SSLS"
+    c = config(heads="S/SL", window=1, n_layer=3)
+    assert [c.layer_heads(i) for i in range(3)] == ["SSSS", "SLSL", "SSSS"]
+    assert config(heads="S").window == 50  # the LS paper's span up to 2048
+    assert config(heads="S", block_size=8192).window == 100
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"attention": "sofmax"}, "softmax, laser, beta"),
+        ({"mlp": "relu7"}, "gelu, gelu_exact"),
+        ({"n_head": 5}, "of [2, 4, 8] it is"),
+        ({"n_layer": 0}, "at least 1"),
+        ({"block_size": -1}, "at least 1"),
+        ({"vocab_size": 0}, "at least 1"),
+        ({"dropout": 1.0}, "in [0, 1)"),
+        ({"attn_dropout": -0.1}, "in [0, 1)"),
+        ({"attention": "laser", "attn_dropout": 0.1}, "no dropout on attention weights"),
+        ({"heads": "SXL"}, "made of S (short) and L (long)"),
+        ({"heads": ""}, "made of S (short) and L (long)"),
+        ({"heads": "S//L"}, "made of S (short) and L (long)"),
+        ({"heads": "SSSSSL"}, "n_head=4"),
+        ({"heads": "S/S/L"}, "n_layer=2"),
+        ({"window": 5}, "needs a short head"),
+        ({"heads": "SL", "window": -1}, "0 (a token sees itself alone) or more"),
+    ],
+)
+def test_a_bad_config_says_what_is_legal(wrong, says):
+    with pytest.raises(ValueError) as error:
+        config(**wrong)
+    assert says in str(error.value)
+
+
+def test_dropout_on_weights_follows_the_core():
+    assert config(dropout=0.2).attn_dropout == 0.2
+    assert config(dropout=0.2, attn_dropout=0.0).attn_dropout == 0.0
+    assert config(dropout=0.2, attention="beta").attn_dropout == 0.2
+    laser = config(dropout=0.2, attention="laser", heads="SL", window=2)
+    assert laser.attn_dropout == 0.0
+    assert GPT(laser).train()(tokens(), tokens())[1].isfinite()
+
+
+def test_a_new_attention_is_one_function_and_one_line(monkeypatch):
+    def mean(q, k, v, *, window=None, scale=None, bias=None):
+        return v.cumsum(-2) / torch.arange(1, v.shape[-2] + 1)[:, None]
+
+    monkeypatch.setitem(ATTENTION, "mean", mean)
+    gpt = GPT(config(attention="mean", dropout=0.1))
+    assert gpt.config.attn_dropout == 0.0
+    gpt(tokens(), tokens())[1].backward()
+    with pytest.raises(ValueError, match="no dropout on attention weights"):
+        config(attention="mean", attn_dropout=0.1)
+
+
+def test_counts():
+    C, L = 32, 2
+    block = 2 * 2 * C + 3 * C * C + 3 * C + C * C + C + 8 * C * C + 5 * C  # norms, attention, MLP
+    n = V * C + L * block + 2 * C
+    gpt = GPT(config())
+    assert gpt.num_params() == n
+    assert gpt.num_params(non_embedding=False) == n + T * C
+    assert gpt.flops() == 6 * n + 12 * L * C * T
+    assert GPT(config(heads="SL", window=3)).flops() == 6 * n + 12 * L * 8 * (2 * T + 2 * 4)
+    assert GPT(config(bias=False)).num_params() == V * C + L * (2 * C + 12 * C * C) + C
+
+
+def test_optimizer_decays_matrices_alone():
+    gpt = GPT(config())
+    decayed, others = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu").param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert all(p.dim() == 2 for p in decayed["params"]) and all(p.dim() == 1 for p in others["params"])
+    assert len(decayed["params"]) + len(others["params"]) == len(list(gpt.parameters()))
+
+
+def test_context_past_block_size():
+    gpt = GPT(config())
+    with pytest.raises(ValueError, match=f"block_size={T}"):
+        gpt(torch.zeros(1, T + 1, dtype=torch.long))
+    with pytest.raises(ValueError, match="larger than the model's"):
+        gpt.crop_block_size(T + 1)
+    x = tokens()[:, :8]
+    before = gpt(x)[0]
+    gpt.crop_block_size(8)
+    torch.testing.assert_close(gpt(x)[0], before)
+    assert gpt.generate(x, 5).shape == (2, 13)
+
+
+# -----------------------------------------------------------------------------
+# other people's weights
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
+def test_equals_gpt2_of_transformers(tmp_path, activation):
+    """Logits and gradients of a GPT-2 with random weights, loaded from a local folder."""
+    transformers = pytest.importorskip("transformers")
+    c = transformers.GPT2Config(
+        vocab_size=V, n_positions=T, n_embd=32, n_layer=2, n_head=4, activation_function=activation,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    theirs = transformers.GPT2LMHeadModel(c)
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    ours, x = GPT.from_pretrained(str(tmp_path)), tokens()
+    logits, loss = ours(x[:, :-1], x[:, 1:])
+    out = theirs(x, labels=x)
+    torch.testing.assert_close(logits, out.logits[:, :-1], rtol=0, atol=1e-4)
+    assert loss.item() == pytest.approx(out.loss.item(), abs=1e-5)
+    loss.backward()
+    out.loss.backward()
+    grads = dict(theirs.named_parameters())
+    for name, p in ours.named_parameters():
+        g = grads[name].grad
+        torch.testing.assert_close(p.grad, g.T if p.grad.shape != g.shape or "c_" in name and g.dim() == 2 else g,
+                                   rtol=1e-3, atol=1e-5)  # fmt: skip
+
+
+def test_from_pretrained_swaps_the_attention_and_refuses_other_models(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    c = transformers.GPT2Config(vocab_size=V, n_positions=T, n_embd=32, n_layer=2, n_head=4, n_inner=50)
+    transformers.GPT2LMHeadModel(c).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="n_inner=50"):
+        GPT.from_pretrained(str(tmp_path))
+    c.n_inner = None
+    transformers.GPT2LMHeadModel(c).save_pretrained(tmp_path)
+    assert GPT.from_pretrained(str(tmp_path), {"attention": "laser"}).config.attention == "laser"
+
+
+def test_checkpoint_of_other_sizes_or_fields_is_explained():
+    gpt = GPT(config())
+    args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}
+    with pytest.raises(ValueError, match="do not fit"):
+        GPT.from_checkpoint({"model_args": args | {"n_embd": 16}, "model": gpt.state_dict()})
+    with pytest.raises(ValueError, match="unknown here: n_kv"):
+        GPT.from_checkpoint({"model_args": args | {"n_kv": 1}, "model": gpt.state_dict()})
+
+
+# -----------------------------------------------------------------------------
+# sampling
+
+
+def biased(logits: list[float]) -> GPT:
+    """A model that always gives these logits."""
+    gpt = GPT(config(vocab_size=len(logits)))
+    gpt.forward = lambda idx: (torch.tensor(logits).expand(len(idx), 1, -1), None)
+    return gpt.eval()
+
+
+def test_greedy_and_seeds():
+    gpt, x = GPT(config()).eval(), tokens()[:, :4]
+    greedy = gpt.generate(x, 40, temperature=0)
+    for t in range(4, T):
+        assert torch.equal(greedy[:, t], gpt(greedy[:, :t])[0][:, -1].argmax(-1))
+    state = torch.get_rng_state()
+    a, b = gpt.generate(x, 10, seed=7), gpt.generate(x, 10, seed=7)
+    assert torch.equal(a, b) and not torch.equal(a, gpt.generate(x, 10, seed=8))
+    assert torch.equal(state, torch.get_rng_state())
+    assert a.shape == (2, 14) and torch.equal(a[:, :4], x)
+    assert torch.equal(gpt.generate(x, 10, top_k=1), greedy[:, :14])
+
+
+def test_top_k_top_p_and_padding():
+    x = torch.zeros(2000, 1, dtype=torch.long)
+    log = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
+    gpt = biased(log)
+
+    def drawn(**kwargs: object) -> torch.Tensor:
+        return torch.bincount(gpt.generate(x, 1, seed=3, **kwargs)[:, 1], minlength=4) / 2000
+
+    torch.testing.assert_close(drawn(), torch.tensor([0.5, 0.3, 0.15, 0.05]), rtol=0, atol=0.04)
+    torch.testing.assert_close(drawn(top_k=2), torch.tensor([0.625, 0.375, 0, 0]), rtol=0, atol=0.04)
+    torch.testing.assert_close(drawn(top_k=99), drawn())
+    torch.testing.assert_close(drawn(top_p=0.7), torch.tensor([0.625, 0.375, 0, 0]), rtol=0, atol=0.04)
+    assert drawn(top_p=0.1)[0] == 1
+    assert drawn(temperature=0.05)[0] > 0.99
+    assert drawn(vocab_size=3)[3] == 0
+    assert biased([0.0, 0.0, 9.0]).generate(x, 1, temperature=0, vocab_size=2)[:, 1].max() < 2
+
+
+def test_stop_token():
+    gpt, x = biased([0.0, 0.0, 0.0]), torch.zeros(3, 1, dtype=torch.long)
+    out = gpt.generate(x, 200, stop=2, seed=1)
+    assert out.shape[1] < 201
+    for row in out[:, 1:]:
+        first = (row == 2).nonzero()[0].item()
+        assert (row[first:] == 2).all()
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}])
+def test_impossible_sampling_is_refused(wrong):
+    with pytest.raises(ValueError, match="sampling needs"):
+        GPT(config()).generate(tokens(), 1, **wrong)
+
+
+def test_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="prompt is empty"):
+        GPT(config()).generate(torch.zeros(1, 0, dtype=torch.long), 1)
