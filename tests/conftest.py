@@ -71,6 +71,9 @@ def train(run: Callable, data: str, tmp_path: object) -> Callable:
     return train
 
 
+torch.set_num_threads(1)  # the models are tiny
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

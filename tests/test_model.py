@@ -202,9 +202,16 @@ def test_equals_gpt2_of_transformers(tmp_path, activation):
     """Logits and gradients of a GPT-2 with random weights, loaded from a local folder."""
     transformers = pytest.importorskip("transformers")
     c = transformers.GPT2Config(
-        vocab_size=V, n_positions=T, n_embd=32, n_layer=2, n_head=4, activation_function=activation,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+        vocab_size=V,
+        n_positions=T,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        activation_function=activation,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     theirs = transformers.GPT2LMHeadModel(c)
     for p in theirs.parameters():
         torch.nn.init.normal_(p, std=0.2)
@@ -219,8 +226,9 @@ def test_equals_gpt2_of_transformers(tmp_path, activation):
     grads = dict(theirs.named_parameters())
     for name, p in ours.named_parameters():
         g = grads[name].grad
-        torch.testing.assert_close(p.grad, g.T if p.grad.shape != g.shape or "c_" in name and g.dim() == 2 else g,
-                                   rtol=1e-3, atol=1e-5)  # fmt: skip
+        torch.testing.assert_close(
+            p.grad, g.T if p.grad.shape != g.shape or "c_" in name and g.dim() == 2 else g, rtol=1e-3, atol=1e-5
+        )
 
 
 def test_from_pretrained_swaps_the_attention_and_refuses_other_models(tmp_path):

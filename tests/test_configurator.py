@@ -1,0 +1,180 @@
+"""Flags and config files: what is taken, and what is answered to a mistake."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from conftest import ROOT
+
+SCRIPT = f'''
+"""A script with flags."""
+import json, sys
+sys.path.insert(0, {ROOT!r})
+from dataclasses import dataclass
+from typing import Literal
+from configurator import configure
+
+@dataclass
+class Model:
+    n_head: int = 12  # heads of the model
+    bias: bool = True  # in every layer
+
+out_dir = "out"  # where files go
+learning_rate = 6e-4  # the largest
+max_iters = 600  # steps
+compile = True  # the model
+bias = False
+top_k: int | None = 200  # of the tokens
+kind: Literal["a", "b"] = "a"  # one of two
+maybe: bool | None = None  # None: decided later
+NOT_A_FLAG = 3
+config, given = configure(globals(), Model)
+learning_rate = "reassigned below, as scripts do"
+print(json.dumps([config, given]))
+'''
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "config").mkdir()
+
+    def run(*args: str, config: str | None = None) -> subprocess.CompletedProcess:
+        if config is not None:
+            (tmp_path / "config" / "my.py").write_text(textwrap.dedent(config))
+        command = [sys.executable, str(tmp_path / "script.py"), *args]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    return run
+
+
+def values(result: subprocess.CompletedProcess) -> dict:
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)[0]
+
+
+DEFAULTS = {
+    "out_dir": "out",
+    "learning_rate": 6e-4,
+    "max_iters": 600,
+    "compile": True,
+    "bias": False,
+    "top_k": 200,
+    "kind": "a",
+    "maybe": None,
+    "n_head": 12,
+}
+
+
+def test_defaults_are_the_scripts_then_the_dataclasses(script):
+    assert values(script()) == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--out_dir=a=b", {"out_dir": "a=b"}),
+        ("--out_dir=", {"out_dir": ""}),
+        ("--out_dir=5", {"out_dir": "5"}),
+        ("--learning_rate=1", {"learning_rate": 1.0}),
+        ("--learning_rate=1e-3", {"learning_rate": 1e-3}),
+        ("--max_iters=1e3", {"max_iters": 1000}),
+        ("--max_iters=-1", {"max_iters": -1}),
+        ("--compile", {"compile": True}),
+        ("--compile=False", {"compile": False}),
+        ("--no-compile", {"compile": False}),
+        ("--no_compile", {"compile": False}),
+        ("--maybe", {"maybe": True}),
+        ("--no-maybe", {"maybe": False}),
+        ("--maybe=None", {"maybe": None}),
+        ("--bias=true", {"bias": True}),
+        ("--top_k=None", {"top_k": None}),
+        ("--top_k=5", {"top_k": 5}),
+        ("--kind=b", {"kind": "b"}),
+        ("--n_head=3", {"n_head": 3}),
+    ],
+)
+def test_a_flag_is_taken(script, flag, expected):
+    result = script(flag)
+    assert values(result) == DEFAULTS | expected
+    assert json.loads(result.stdout)[1] == {next(iter(expected)): "command line"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--nhead=3", "did you mean `n_head`?"),
+        ("--max-iters=3", "did you mean `max_iters`?"),
+        ("--zzz=3", "unknown flag"),
+        ("--NOT_A_FLAG=4", "unknown flag"),
+        ("--learning_rate=fast", "needs a number"),
+        ("--max_iters=1.5", "needs an integer"),
+        ("--max_iters=True", "needs an integer"),
+        ("--max_iters", "needs a value, an integer: --max_iters=..."),
+        ("--compile=maybe", "needs True or False"),
+        ("--compile=2", "needs True or False"),
+        ("--kind=c", "needs one of a, b"),
+        ("--top_k=x", "needs an integer or None"),
+        ("-max_iters=3", "two dashes: --max_iters=3"),
+        ("--no-max_iters", "unknown flag"),
+        ("config/your.py", "did you mean config/my.py?"),
+        ("max_iters=3", "there is no config file max_iters=3"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_code_2(script, flag, says):
+    result = script(flag, config="")
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) <= 2
+    assert result.stdout == ""
+
+
+def test_a_config_file_overrides_defaults_and_flags_override_it(script):
+    text = """
+        import time
+        import os.path as _p
+        from math import pi as _pi
+        max_iters = 5 * 8
+        learning_rate = 1  # an int for a float
+        out_dir = "out-" + str(2 * 3)
+        def helper(): pass
+        n_head = 4
+    """
+    result = script("config/my.py", config=text)
+    expected = {"max_iters": 40, "learning_rate": 1.0, "out_dir": "out-6", "n_head": 4}
+    assert values(result) == DEFAULTS | expected
+    assert json.loads(result.stdout)[1] == dict.fromkeys(expected, "config/my.py")
+    for order in (["config/my.py", "--max_iters=7"], ["--max_iters=7", "config/my.py"]):
+        assert values(script(*order))["max_iters"] == 7
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("max_iter = 3", "did you mean `max_iters`?"),
+        ("max_iters = 'many'", "needs an integer"),
+        ("compile = 1", "needs True or False"),
+        ("max_iters = [1]", "needs an integer"),
+        ("max_iters = ", "SyntaxError"),
+        ("max_iters = unknown", "name 'unknown' is not defined"),
+        ("max_iters = max_iters * 2", "name 'max_iters' is not defined"),
+    ],
+)
+def test_a_mistake_in_a_config_file(script, config, says):
+    result = script("config/my.py", config=config)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert says in result.stderr and "config/my.py" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_lists_every_flag_with_default_and_comment(script):
+    result = script("--help")
+    assert result.returncode == 0
+    for name, default in DEFAULTS.items():
+        assert f"--{name}={default!r}" in result.stdout
+    for comment in ("A script with flags.", "heads of the model", "where files go", "in every layer", "one of a, b"):
+        assert comment in result.stdout
+    assert "NOT_A_FLAG" not in result.stdout

@@ -1,0 +1,132 @@
+"""Tokens on disk: what a batch is, and what is said of files that are not what they should be."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import dataset
+from dataset import CharTokenizer, Tokens
+
+
+@pytest.fixture
+def broken(data, tmp_path):
+    """A copy of the data set, to be damaged."""
+    return shutil.copytree(data, tmp_path / "broken")
+
+
+def test_batch_is_a_function_of_seed_and_step(data):
+    tokens = Tokens(data, "train", 16)
+    x, y = tokens.batch(3, 8, seed=1)
+    assert x.shape == y.shape == (8, 16) and x.dtype == torch.int64
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    torch.rand(5), np.random.rand(5)
+    tokens.batch(4, 8, seed=1)
+    assert torch.equal(x, Tokens(data, "train", 16).batch(3, 8, seed=1)[0])
+    assert not torch.equal(x, tokens.batch(4, 8, seed=1)[0])
+    assert not torch.equal(x, tokens.batch(3, 8, seed=2)[0])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_share_one_global_batch(data, world):
+    tokens = Tokens(data, "train", 16)
+    whole = tokens.batch(5, 8, seed=1)
+    parts = [tokens.batch(5, 8, seed=1, rank=r, world=world) for r in range(world)]
+    for i in (0, 1):
+        assert torch.equal(torch.stack([p[i] for p in parts], 1).flatten(0, 1), whole[i])
+
+
+def test_windows_reach_both_ends(data):
+    n = len(Tokens(data, "val", 8))
+    tokens = Tokens(data, "val", n - 2)
+    starts = {tokens.batch(step, 4)[0][i, 0].item() for step in range(20) for i in range(4)}
+    ends = {tokens.batch(step, 4)[1][i, -1].item() for step in range(20) for i in range(4)}
+    assert starts == set(tokens.ids[:2].tolist()) and ends == set(tokens.ids[-2:].tolist())
+    assert torch.equal(Tokens(data, "val", n - 1).batch(0, 1)[1][0], torch.from_numpy(tokens.ids[1:].astype(np.int64)))
+
+
+def test_eval_windows_are_fixed_and_do_not_overlap(data):
+    tokens = Tokens(data, "val", 16)
+    a, b = ([x for x, _ in tokens.eval_batches(3, 4)] for _ in range(2))
+    assert [len(x) for x in a] == [4, 4, 4] and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert torch.equal(a[0][0], torch.from_numpy(tokens.ids[:16].astype(np.int64)))
+    everything = [x for x, _ in tokens.eval_batches(10**6, 4)]
+    assert sum(map(len, everything)) == (len(tokens) - 1) // 16
+    ranks = [torch.cat([x for x, _ in tokens.eval_batches(3, 4, rank=r, world=2)]) for r in (0, 1)]
+    assert torch.equal(torch.stack(ranks, 1).flatten(0, 1), torch.cat(a))
+
+
+@pytest.mark.parametrize(("n_vocab", "dtype"), [(2, "uint8"), (256, "uint8"), (257, "uint16"), (65537, "uint32")])
+def test_the_smallest_dtype_that_fits(tmp_path, n_vocab, dtype):
+    tok = CharTokenizer("".join(map(chr, range(0xE000, 0xE000 + n_vocab))))
+    meta = dataset.write(str(tmp_path), tok, {"train": [0, n_vocab - 1] * 9, "val": [0, 1]}, {})
+    assert meta["dtype"] == dtype
+    assert Tokens(str(tmp_path), "train", 4).ids.max() == n_vocab - 1  # 65536 does not wrap to 0
+    assert dataset.tokenizer(dataset.read_meta(str(tmp_path))["tokenizer"]).decode([n_vocab - 1]) == tok.vocab[-1]
+
+
+def test_tokenizer(text, data):
+    tok = dataset.tokenizer(dataset.read_meta(data)["tokenizer"])
+    assert tok.decode(tok.encode(text)) == text
+    with pytest.raises(ValueError, match="'X', 'é'"):
+        tok.encode("aéX")
+    with pytest.raises(ValueError, match="known are char and gpt2"):
+        dataset.tokenizer({"kind": "morse"})
+
+
+def damage_meta(folder: str, **change: object) -> None:
+    path = os.path.join(folder, "meta.json")
+    with open(path) as f:
+        meta = json.load(f)
+    with open(path, "w") as f:
+        json.dump(meta | change, f)
+
+
+def truncate(folder: str, by: int) -> None:
+    path = os.path.join(folder, "train.bin")
+    os.truncate(path, os.path.getsize(path) - by)
+
+
+def flip(folder: str) -> None:
+    with open(os.path.join(folder, "train.bin"), "r+b") as f:
+        first = f.read(1)[0]
+        f.seek(0)
+        f.write(bytes([(first + 1) % 5]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda d: os.remove(d / "meta.json"), "Run: python"),
+        (lambda d: os.remove(d / "train.bin"), "Run: python"),
+        (lambda d: (d / "meta.json").write_text("{"), "is damaged"),
+        (lambda d: (d / "meta.json").write_text("[]"), "is damaged"),
+        (lambda d: truncate(d, 1), "truncated"),
+        (lambda d: os.truncate(d / "train.bin", 0), "truncated"),
+        (flip, "checksum"),
+        (lambda d: damage_meta(d, dtype="uint16"), "promises"),
+        (lambda d: damage_meta(d, dtype="uint9"), "is damaged"),
+        (lambda d: damage_meta(d, vocab_size=3), "the vocabulary ends at 2"),
+    ],
+)
+def test_damaged_data_is_explained(broken, damage, says):
+    damage(broken)
+    with pytest.raises(ValueError) as error:
+        Tokens(str(broken), "train", 16)
+    assert says in str(error.value) and str(broken) in str(error.value)
+
+
+def test_a_split_shorter_than_a_block_names_the_lengths(data):
+    n = len(Tokens(data, "val", 16))
+    with pytest.raises(ValueError, match=f"{n:,} tokens, but block_size {n} needs at least {n + 1}.*={n - 1}"):
+        Tokens(data, "val", n)
+
+
+def test_an_unknown_data_set_names_the_known(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # data sets are found from any working directory
+    assert os.path.isdir(dataset.folder_of("shakespeare_char"))
+    with pytest.raises(ValueError, match="there are: .*shakespeare_char"):
+        dataset.folder_of("shakespear")
