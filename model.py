@@ -14,13 +14,14 @@ replaces softmax by s / (1 + ||s||) in nanoGPT.
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recomputed
 
 # -----------------------------------------------------------------------------
 # Attention cores. f(q, k, v, *, window=None, scale=None, bias=None) -> y, causal:
@@ -72,7 +73,7 @@ def _laser_in_log_space(q, k, v, *, window, scale, bias):
     log_weights = scores(q, k, scale, bias).masked_fill(~mask, -math.inf).log_softmax(-1)  # (B, H, T, T)
     rows = max(1, 2**24 // v.numel())  # query rows at a time: 64 MiB of exponentials in float32
     parts = [
-        checkpoint(lambda w: (w[..., None] + v[:, :, None]).logsumexp(-2), part, use_reentrant=False)
+        recomputed(lambda w: (w[..., None] + v[:, :, None]).logsumexp(-2), part, use_reentrant=False)
         for part in log_weights.split(rows, dim=-2)
     ]
     return torch.cat(parts, dim=-2)
@@ -374,13 +375,19 @@ class GPT(nn.Module):
         """GPT-2's weights through transformers: 'gpt2', 'gpt2-medium', ... or a local folder.
 
         override_args: fields of GPTConfig that do not change the weights' shapes (dropout, attention, ...).
-        Raises ImportError without transformers, OSError where the weights cannot be had.
+        Raises ValueError for another model, ImportError without transformers, OSError without the weights.
         """
+        known = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+        if name not in known and not os.path.isdir(name):
+            raise ValueError(f"{name!r} is none of {', '.join(known)}, nor a local folder")
         try:
             from transformers import GPT2LMHeadModel
         except ImportError:
             raise ImportError("GPT-2's weights come through transformers: pip install transformers") from None
-        theirs = GPT2LMHeadModel.from_pretrained(name)
+        try:
+            theirs = GPT2LMHeadModel.from_pretrained(name)
+        except OSError as error:
+            raise OSError(f"cannot load {name} through transformers: {str(error).splitlines()[0]}") from None
         c = theirs.config
         activations = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
         if c.model_type != "gpt2" or c.activation_function not in activations or c.n_inner not in (None, 4 * c.n_embd):

@@ -158,15 +158,16 @@ with user_errors():
         model = GPT(GPTConfig(**{name: config[name] for name in MODEL_FIELDS}))
     elif init_from == "resume":
         model = GPT.from_checkpoint(saved, **{name: config[name] for name in RESHAPABLE})
-    elif init_from.startswith("gpt2") or os.path.isdir(init_from):
-        free = [name for name in ("dropout", "attn_dropout", "attention", "heads", "window") if name in config]
+    else:
+        free = ("dropout", "attn_dropout", "attention", "heads", "window")
         model = GPT.from_pretrained(init_from, {name: config[name] for name in free})
-        if config["block_size"] != model.config.block_size:
+        if "block_size" in given:
             model.crop_block_size(config["block_size"])
+        for name in set(MODEL_FIELDS) & set(given):
+            if name not in free and config[name] != getattr(model.config, name):
+                raise ValueError(f"{name}={config[name]} does not fit {init_from}: {getattr(model.config, name)}")
         if meta["vocab_size"] > model.config.vocab_size:
             raise ValueError(f"{dataset} has {meta['vocab_size']} token ids, {init_from} {model.config.vocab_size}")
-    else:
-        raise ValueError(f"--init_from={init_from} is none of scratch, resume, gpt2..., a local folder")
 model_args = {name: getattr(model.config, name) for name in MODEL_FIELDS}
 config |= model_args
 model.to(device)
@@ -226,6 +227,7 @@ def compiled(model: torch.nn.Module) -> torch.nn.Module:
 
 if compile:
     model = compiled(model)
+eval_model = model  # without DDP, whose ranks must run in step
 if world > 1:
     model = DistributedDataParallel(model, device_ids=[device] if device_type == "cuda" else None)
 
@@ -242,7 +244,7 @@ def estimate_loss() -> dict[str, float]:
         for batch in tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world):
             x, y = to_device(batch)
             with amp:
-                total += torch.tensor([raw_model(x, y)[1].item() * len(x), len(x)])
+                total += torch.tensor([eval_model(x, y)[1].item() * len(x), len(x)])
         total = reduced(total)
         losses[split] = (total[0] / total[1]).item()
     raw_model.train()
@@ -294,8 +296,18 @@ PEAK_FLOPS = {  # of the tensor cores in bfloat16 or float16, dense, from the da
     "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12,
 }  # fmt: skip
 gpu = torch.cuda.get_device_name() if device_type == "cuda" and dtype != "float32" else ""
-peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu.replace("-", " ").split() or name in gpu), None)
+peak = next((flops for name, flops in PEAK_FLOPS.items() if f" {name} " in f" {gpu.replace('-', ' ')} "), None)
 terminal = sys.stdout.isatty()
+if wandb_log and master and not eval_only:
+    with user_errors():
+        try:
+            import wandb
+
+            wandb.init(project=wandb_project, name=wandb_run_name, config=config)
+        except ImportError:
+            raise ImportError("--wandb_log needs wandb: pip install wandb") from None
+        except wandb.Error as error:
+            raise ValueError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from None
 log_file = None
 if master and not eval_only:
     with user_errors():
@@ -309,13 +321,6 @@ if master and not eval_only:
             checkpoint.set_aside(out_dir)
         log_file = open(log_path, "w", buffering=1)
         log_file.writelines(kept)
-if wandb_log and master and not eval_only:
-    with user_errors():
-        try:
-            import wandb
-        except ImportError:
-            raise ImportError("--wandb_log needs wandb: pip install wandb") from None
-        wandb.init(project=wandb_project, name=wandb_run_name, config=config)
 
 
 def log(row: dict, line: str, passing: bool = False) -> None:
@@ -334,6 +339,7 @@ def on_signal(number: int, frame: object) -> None:
     """Asks for a stop at the end of the step; a second signal stops at once."""
     global stop_signal
     stop_signal = number
+    say("\nstopping after this step (once more: at once)")
     signal.signal(number, signal.SIG_DFL)
 
 
@@ -419,7 +425,8 @@ elif sample_tokens and not eval_only and master:
     with user_errors():
         tok = datasets.tokenizer(meta["tokenizer"])
         raw_model.eval()
-        prompt = torch.tensor([tok.encode("\n")], device=device)
+        first = tok.encode("\n") if meta["tokenizer"].get("vocab", "\n").count("\n") else [int(data["val"].ids[0])]
+        prompt = torch.tensor([first], device=device)
         with amp:
             ids = raw_model.generate(prompt, sample_tokens, 0.8, vocab_size=tok.n_vocab, seed=seed)
         say(f"\na sample (more of them: python sample.py --out_dir={out_dir}):\n{tok.decode(ids[0].tolist())}")

@@ -166,7 +166,7 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
         (["--vocab_size=5"], "less than the"),
         (["--batch_size=0"], "at least 1"),
         (["--init_from=resume"], "no checkpoint"),
-        (["--init_from=gtp2"], "none of scratch, resume, gpt2"),
+        (["--init_from=gtp2"], "'gtp2' is none of gpt2, gpt2-medium"),
         (["--n_layers=3"], "did you mean `n_layer`"),
     ],
 )
@@ -330,6 +330,7 @@ def test_sample(run, trained, tmp_path):
         (["--temperature=-1"], "temperature >= 0"),
         (["--top_k=0"], "top_k >= 1"),
         (["--out_dir=/nowhere"], "no checkpoint /nowhere/ckpt.pt"),
+        (["--init_from=resum"], "'resum' is none of gpt2"),
         (["--which=last"], "one of best, latest"),
         (["--num_sample=1"], "did you mean `num_samples`"),
     ],

@@ -1,0 +1,68 @@
+"""The README's first table: five attentions on Tiny Shakespeare, three seeds each, with the CPU config.
+
+    python experiments/shakespeare_cores.py
+
+Runs train.py for each attention and seed (seeds in the outer loop, so that a slow hour of the machine
+falls on all of them) and prints the mean and the range of the best validation loss, the best minus the
+last one, and the median time per step. A run that is there already is not repeated.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+from configurator import configure, user_errors  # noqa: E402
+
+config_file = "config/train_shakespeare_char_cpu.py"  # of every run
+seeds = 3  # runs per attention, with the seeds 1, 2, ...
+out_dir = "out-shakespeare-cores"  # a folder per run goes there
+
+RUNS = {
+    "softmax": [],
+    "LASER": ["--attention=laser"],
+    "beta": ["--attention=beta"],
+    "LS": ["--heads=SSSL", "--window=16"],
+    "LASER + LS": ["--attention=laser", "--heads=SSSL", "--window=16"],
+}
+
+
+def read_log(folder: str) -> list[dict]:
+    with open(os.path.join(folder, "log.jsonl")) as f:
+        return [json.loads(line) for line in f]
+
+
+def main() -> None:
+    logs = {name: [] for name in RUNS}
+    for seed in range(1, seeds + 1):
+        for name, flags in RUNS.items():
+            folder = os.path.join(out_dir, f"{name.replace(' ', '')}-{seed}")
+            train = [sys.executable, os.path.join(ROOT, "train.py"), config_file, *flags]
+            if not os.path.exists(os.path.join(folder, "done")):
+                print(f"{name}, seed {seed}", flush=True)
+                run = [*train, f"--seed={seed}", f"--out_dir={folder}", "--sample_tokens=0"]
+                if subprocess.run(run, stdout=subprocess.DEVNULL).returncode:
+                    raise ValueError(f"this run failed: {' '.join(run)}")
+                open(os.path.join(folder, "done"), "w").close()
+            logs[name].append(read_log(folder))
+    print("\n| attention | flags | best val loss, mean (range) | last val loss | ms per step |\n|---|---|---|---|---|")
+    for name, runs in logs.items():
+        curves = [[row["val_loss"] for row in rows if "val_loss" in row] for rows in runs]
+        best, last = [min(c) for c in curves], statistics.mean(c[-1] for c in curves)
+        ms = statistics.median(row["ms"] for rows in runs for row in rows if "ms" in row)
+        flags = " ".join(RUNS[name])
+        print(
+            f"| {name} | {f'`{flags}`' if flags else ''} | {statistics.mean(best):.3f} "
+            f"({min(best):.3f} to {max(best):.3f}) | {last:.3f} | {ms:.0f} |"
+        )
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()
