@@ -61,11 +61,14 @@ def path_of(out_dir: str, which: str) -> str:
 
 
 def set_aside(out_dir: str) -> None:
-    """Moves the files of a run that is already in out_dir to out_dir/previous, and says so. One generation."""
+    """Moves a run that is already in out_dir to out_dir/previous, and says so. One generation is kept.
+
+    A run is what left a checkpoint: the log of one that died before its first is simply written over.
+    """
     files = [f for f in (LATEST, BEST, LOG) if os.path.exists(os.path.join(out_dir, f))]
-    if files:
+    if LATEST in files or BEST in files:
         previous = os.path.join(out_dir, "previous")
-        shutil.rmtree(previous, ignore_errors=True)
+        shutil.rmtree(previous, ignore_errors=True)  # while out_dir itself still holds the newer run
         os.makedirs(previous)
         for f in files:
             os.replace(os.path.join(out_dir, f), os.path.join(previous, f))

@@ -91,9 +91,10 @@ def _flags(script: dict, dataclasses: tuple) -> dict[str, Flag]:
         source = textwrap.dedent(inspect.getsource(cls))
         for name, _, comment in _assignments(ast.parse(source).body[0].body, source):
             if name in cls.__dataclass_fields__:
-                default = flags[name].default if name in flags else cls.__dataclass_fields__[name].default
-                hint = flags[name].hint if name in flags else hints[name]
-                flags[name] = Flag(default, hint, comment, f"fields of {cls.__name__}")
+                field = Flag(cls.__dataclass_fields__[name].default, hints[name], comment, "")
+                flags[name] = flags.get(name, field)  # the script's own default and comment win
+                flags[name].comment = flags[name].comment or comment
+                flags[name].section = f"fields of {cls.__name__}"
     return flags
 
 

@@ -127,8 +127,10 @@ def read_meta(folder: str) -> dict:
     try:
         with open(path, encoding="utf-8") as f:
             meta = json.load(f)
-        np.dtype(meta["dtype"]), meta["tokenizer"], meta["vocab_size"], meta["files"]
-    except (ValueError, TypeError, KeyError) as error:
+        np.dtype(meta["dtype"]), meta["tokenizer"]["kind"], int(meta["vocab_size"]), meta["source"].get("from")
+        for entry in meta["files"].values():
+            int(entry["tokens"]), entry["sha256"]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). Run: {prepare}") from None
     return meta
 
@@ -161,7 +163,8 @@ class Tokens:
         self.ids = np.memmap(path, dtype=dtype, mode="r")
         if size <= VERIFY_BYTES and sha256(path) != entry["sha256"]:
             raise ValueError(f"{path} does not have the checksum that meta.json promises. {again}")
-        largest = int(self.ids[:: 1 + size // VERIFY_BYTES].max())
+        stride = 1 + size // VERIFY_BYTES  # of a larger file one block of 2^20 ids in so many
+        largest = max(int(self.ids[i : i + 2**20].max()) for i in range(0, len(self), stride * 2**20))
         if largest >= self.meta["vocab_size"]:
             raise ValueError(f"{path} holds the id {largest}, but the vocabulary ends at {self.meta['vocab_size'] - 1}")
 

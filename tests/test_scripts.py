@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT, SMALL
 
 import checkpoint
+import dataset
 from model import ATTENTION, GPT, GPTConfig
 
 
@@ -119,6 +120,26 @@ def test_a_fresh_run_moves_the_old_one_aside(train, tmp_path):
     assert not same(weights(tmp_path), old)
 
 
+def test_a_run_that_died_early_does_not_push_out_the_last_good_one(train, tmp_path):
+    train("--max_iters=5")
+    old = weights(tmp_path)
+    dying = ("--grad_clip=0.0", "--warmup_iters=0", "--learning_rate=1e30", "--eval_interval=100")
+    assert train(*dying)[0] == 1 and train(*dying)[0] == 1
+    code, out, _ = train("--max_iters=5")
+    assert code == 0 and "held a run" not in out
+    assert same(checkpoint.load(str(tmp_path / "out" / "previous" / checkpoint.LATEST))["model"], old)
+
+
+@pytest.mark.parametrize(("flags", "saves"), [([], 2), (["--save_interval=5"], 2), (["--save_interval=2"], 5),
+                                              (["--always_save_checkpoint=False"], 1)])  # fmt: skip
+def test_when_ckpt_is_saved(train, tmp_path, monkeypatch, flags, saves):
+    saved = []
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda path, state: saved.append(path) or save(path, state))
+    train("--max_iters=10", "--eval_interval=5", *flags)
+    assert sum(path.endswith(checkpoint.LATEST) for path in saved) == saves
+
+
 def test_latest_and_best_are_apart(train, tmp_path):
     train("--learning_rate=0.3", "--grad_clip=0.0", "--max_iters=20", "--decay_lr=False", "--eval_interval=2")
     val = dict(rows(tmp_path, "val_loss"))
@@ -165,6 +186,7 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
         (["--lr_decay_iters=2"], "greater than warmup_iters=2"),
         (["--vocab_size=5"], "less than the"),
         (["--batch_size=0"], "at least 1"),
+        (["--seed=-1"], "must not be negative"),
         (["--init_from=resume"], "no checkpoint"),
         (["--init_from=gtp2"], "'gtp2' is none of gpt2, gpt2-medium"),
         (["--n_layers=3"], "did you mean `n_layer`"),
@@ -195,6 +217,67 @@ def test_compile_falls_back_and_says_why(train, tmp_path, monkeypatch):
 def test_half_precision_on_a_cpu(train, tmp_path, dtype):
     code, _, _ = train(f"--dtype={dtype}", "--max_iters=20")
     assert code == 0 and rows(tmp_path)[-1][1] < 2.7
+
+
+def test_a_line_in_a_terminal_is_overwritten_by_the_next(train, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, out, _ = train("--max_iters=3", "--eval_interval=3")
+    lines = [line for line in out.split("\n") if "iter " in line]
+    assert len(lines) == 1 and lines[0].count("\r") == 3 + 1  # and the evaluation's line after them
+    assert "min left" in lines[0] and lines[0].endswith("\x1b[K") and "step 3" in lines[0]
+
+
+def test_a_damaged_log_does_not_stop_a_resume(train, tmp_path):
+    train("--max_iters=4")
+    with open(tmp_path / "out" / "log.jsonl", "a") as f:
+        f.write('{"iter": 4, "lo')
+    assert train("--init_from=resume", "--max_iters=6")[0] == 0
+    assert [it for it, _ in rows(tmp_path)] == list(range(6))
+
+
+def test_from_a_local_gpt2(train, tmp_path, data):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+    V = dataset.read_meta(data)["vocab_size"]
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=V + 3, n_positions=48, **sizes))
+    theirs.save_pretrained(tmp_path / "gpt2")
+    flags = [f"--init_from={tmp_path / 'gpt2'}", "--attention=laser", "--dropout=0.1"]
+    code, out, err = train(*flags, "--block_size=48")
+    assert code == 0 and "block 48" in out and "laser attention" in out, err
+    assert rows(tmp_path)[-1][1] < rows(tmp_path)[0][1]
+    assert "block 32" in train(*flags)[1]  # cropped
+    for wrong, says in ((["--n_layer=3"], "n_layer=3 does not fit"), (["--block_size=64"], "larger than the model's")):
+        code, _, err = train(*flags, *wrong)
+        assert code == 2 and says in err
+
+
+def test_resume_of_nanogpts_checkpoint(train, tmp_path, data):
+    args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 32, "bias": False, "dropout": 0.0}
+    args["vocab_size"] = dataset.read_meta(data)["vocab_size"]
+    gpt = GPT(GPTConfig(**args, mlp="gelu_exact"))
+    params = list(gpt.parameters())
+    optimizer = torch.optim.AdamW([{"params": [p for p in params if p.dim() == d]} for d in (2, 1)], lr=1e-3)
+    gpt(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))[1].backward()
+    optimizer.step()
+    os.makedirs(tmp_path / "out")
+    config = {"dataset": data, "max_iters": 5, "backend": "nccl", "device": "cpu", "dtype": "float32", "compile": False}
+    torch.save({"model": gpt.state_dict(), "optimizer": optimizer.state_dict(), "model_args": args, "iter_num": 5,
+                "best_val_loss": torch.tensor(3.5), "config": config}, tmp_path / "out" / "ckpt.pt")  # fmt: skip
+    code, out, err = train("--init_from=resume", "--max_iters=12")
+    assert code == 0 and "resume: max_iters was 5, now 12" in out, err
+    assert checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))["model_args"]["mlp"] == "gelu_exact"
+
+
+def test_the_device_cuda_gets_an_index(train, monkeypatch):
+    """As far as a machine without one can tell: set_device is given the process's own GPU."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(device) or sys.exit(9))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert train("--device=cuda")[0] == 9 and asked == ["cuda:1"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert train("--device=auto")[0] == 9 and asked == ["cuda:1"] * 2
 
 
 @pytest.mark.slow
@@ -259,37 +342,26 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
         checkpoint.load(str(tmp_path / "best.pt"))
 
 
-def test_nanogpts_checkpoint_loads(tmp_path, run):
-    """The file that nanoGPT's train.py writes: compiled names, mask buffers, a tensor for the loss."""
-    args = {
-        "n_layer": 2,
-        "n_head": 4,
-        "n_embd": 32,
-        "block_size": 16,
-        "bias": False,
-        "vocab_size": 50304,
-        "dropout": 0.1,
-    }
+def test_nanogpts_checkpoint_loads(tmp_path, run, data):
+    """The file that nanoGPT's train.py writes: compiled names, mask buffers, a tensor for the loss, no tokenizer."""
+    args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "bias": False, "dropout": 0.1}
+    args["vocab_size"] = dataset.read_meta(data)["vocab_size"]
     gpt = GPT(GPTConfig(**args, mlp="gelu_exact")).eval()
     state = {f"_orig_mod.{key}": value for key, value in gpt.state_dict().items()}
     state |= {f"_orig_mod.transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16).tril() for i in (0, 1)}
-    optimizer = torch.optim.AdamW(gpt.parameters()).state_dict()
-    torch.save(
-        {
-            "model": state,
-            "optimizer": optimizer,
-            "model_args": args,
-            "iter_num": 7,
-            "best_val_loss": torch.tensor(3.5),
-            "config": {"dataset": "elsewhere"},
-        },
-        tmp_path / "ckpt.pt",
-    )
+    theirs = {"model": state, "optimizer": torch.optim.AdamW(gpt.parameters()).state_dict(), "model_args": args}
+    theirs |= {"iter_num": 7, "best_val_loss": torch.tensor(3.5), "config": {"dataset": data}}
+    torch.save(theirs, tmp_path / "ckpt.pt")
     loaded = checkpoint.load(str(tmp_path / "ckpt.pt"))
-    theirs = GPT.from_checkpoint(loaded).eval()
-    assert loaded["best_val_loss"] == 3.5 and theirs.config.mlp == "gelu_exact"
-    x = torch.randint(100, (1, 16))
-    assert torch.equal(theirs(x)[0], gpt(x)[0])
+    ours = GPT.from_checkpoint(loaded).eval()
+    assert loaded["best_val_loss"] == 3.5 and ours.config.mlp == "gelu_exact"
+    x = torch.randint(args["vocab_size"], (1, 16))
+    assert torch.equal(ours(x)[0], gpt(x)[0])
+    code, out, _ = run("sample.py", f"--out_dir={tmp_path}", "--start=the", "--num_samples=1", "--device=cpu")
+    assert code == 0 and "step 7, best validation loss 3.5" in out and "\nthe" in out
+    torch.save(theirs | {"config": {"dataset": "elsewhere"}}, tmp_path / "ckpt.pt")
+    code, _, err = run("sample.py", f"--out_dir={tmp_path}", "--device=cpu")
+    assert code == 2 and "names no tokenizer" in err
 
 
 # -----------------------------------------------------------------------------
@@ -317,8 +389,8 @@ def test_sample(run, trained, tmp_path):
     assert code == 0 and "the model sees the last 32" in out
     code, out, _ = run("sample.py", *trained, "--start=the", "--stop= ", "--num_samples=1", "--max_new_tokens=200")
     assert code == 0 and " " not in out.splitlines()[1]
-    code, out, _ = run("sample.py", *trained, "--start==1+1=", "--num_samples=1")
-    assert code == 2  # '=' is unknown to this vocabulary, but it arrives whole
+    code, _, err = run("sample.py", *trained, "--start==1+1=", "--num_samples=1")
+    assert code == 2 and "'+', '1', '='" in err  # unknown to this vocabulary, but it arrives whole
 
 
 @pytest.mark.parametrize(
@@ -332,6 +404,7 @@ def test_sample(run, trained, tmp_path):
         (["--out_dir=/nowhere"], "no checkpoint /nowhere/ckpt.pt"),
         (["--init_from=resum"], "'resum' is none of gpt2"),
         (["--which=last"], "one of best, latest"),
+        (["--max_new_tokens=-1"], "at least 1"),
         (["--num_sample=1"], "did you mean `num_samples`"),
     ],
 )
@@ -373,6 +446,51 @@ def test_bench(run, monkeypatch):
     code, out, _ = run("bench.py", *small)
     assert code == 0 and out.count("beta is WRONG") == 1
     assert not any(line.startswith("beta ") and " ms " in line for line in out.splitlines())
+    monkeypatch.setitem(ATTENTION, "mine", ATTENTION["softmax"])
+    code, out, _ = run("bench.py", *small)
+    assert code == 0 and "mine has no line in ONE_QUERY: timed, but not checked" in out
     for wrong in ("--lengths=a,b", "--lengths=", "--repeats=0"):
         code, _, err = run("bench.py", *small, wrong)
         assert code == 2 and "positive integers" in err
+
+
+# -----------------------------------------------------------------------------
+# all of them
+
+
+SCRIPTS = ["train.py", "sample.py", "bench.py", "data/shakespeare_char/prepare.py", "experiments/shakespeare_cores.py"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_explains_every_flag(run, script):
+    code, out, _ = run(script, "--help")
+    flags = [line for line in out.splitlines() if line.startswith("  --")]
+    assert code == 0 and "usage: python" in out and flags
+    assert all(line.split("  ")[-1].strip() and not line.split("  ")[-1].startswith("--") for line in flags), flags
+
+
+def test_from_another_working_directory(run, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("train.py", "config/train_shakespeare_char_cpu.py", f"--dataset={data}", "--max_iters=2",
+                         "--eval_iters=1", "--device=cpu", "--sample_tokens=20", "--out_dir=mine")  # fmt: skip
+    assert code == 0 and "a sample" in out and sorted(os.listdir("mine")) == ["best.pt", "ckpt.pt", "log.jsonl"]
+    assert run("sample.py", "--out_dir=mine", "--num_samples=1", "--max_new_tokens=5", "--start= ")[0] == 0
+
+
+@pytest.mark.slow
+def test_the_first_tables_experiment(run, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.py").write_text(
+        f"dataset = {data!r}\nblock_size = 32\nn_layer = 1\nn_head = 4\nn_embd = 32\nmax_iters = 2\n"
+        "batch_size = 4\ngradient_accumulation_steps = 1\neval_iters = 1\ndevice = 'cpu'\n"
+    )
+    flags = (f"--config_file={tmp_path / 'small.py'}", f"--out_dir={tmp_path / 'runs'}", "--seeds=1")
+    code, out, _ = run("experiments/shakespeare_cores.py", *flags)
+    rows = [line for line in out.splitlines() if line.startswith("| ")]
+    assert code == 0 and [row.split(" | ")[0] for row in rows[1:]] == [
+        "| softmax", "| LASER", "| beta", "| LS", "| LASER + LS"
+    ]  # fmt: skip
+    again = run("experiments/shakespeare_cores.py", *flags)[1]
+    assert "seed 1" not in again and rows == [line for line in again.splitlines() if line.startswith("| ")]
+    (tmp_path / "runs" / "beta-1" / "done").write_text("another command")
+    assert run("experiments/shakespeare_cores.py", *flags)[1].count("seed 1") == 1

