@@ -272,7 +272,7 @@ def test_the_device_cuda_gets_an_index(train, monkeypatch):
     """As far as a machine without one can tell: set_device is given the process's own GPU."""
     asked = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(device) or sys.exit(9))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert train("--device=cuda")[0] == 9 and asked == ["cuda:1"]
