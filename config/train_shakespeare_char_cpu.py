@@ -1,6 +1,6 @@
 # A small character-level model of Shakespeare: about two minutes on a two-core CPU.
 # Of models that take equally long, a smaller one that sees more text wins. Validation loss of one seed, 3 layers:
-# 96 wide and 4000 steps 1.67, 144 wide and 2500 steps 1.71, 192 wide and 1700 steps 1.77.
+# 96 wide and 4000 steps 1.67, 144 wide and 2500 steps 1.71, 192 wide and 1700 steps 1.77 (learning rates 6, 4, 3e-3).
 
 out_dir = "out-shakespeare-char-cpu"
 eval_interval = 1000

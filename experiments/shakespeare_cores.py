@@ -22,6 +22,7 @@ from dataset import sha256  # noqa: E402
 config_file = "config/train_shakespeare_char_cpu.py"  # of every run
 seeds = 3  # runs per attention, with the seeds 1, 2, ...
 out_dir = "out-shakespeare-cores"  # a folder per run goes there
+extra = ""  # more flags of train.py for every run, separated by spaces
 
 RUNS = {
     "softmax": [],
@@ -44,6 +45,7 @@ def main() -> None:
         for name, flags in RUNS.items():
             folder = os.path.join(out_dir, f"{name.replace(' ', '')}-{seed}")
             command = ["train.py", config_file, *flags, f"--seed={seed}", f"--out_dir={folder}", "--sample_tokens=0"]
+            command += extra.split()
             done = os.path.join(folder, "done")
             what = f"{' '.join(command)}\n{sha256(config_file)}\n"
             if not os.path.exists(done) or open(done).read() != what:
