@@ -192,7 +192,7 @@ raw_model, saved = model, None
 
 c = model.config
 say(
-    f"{dataset}: {len(data['train']):,} train and {len(data['val']):,} val tokens; source: {meta['source'].get('from')}\n"
+    f"{dataset}: {len(data['train']):,} train, {len(data['val']):,} val tokens; source: {meta['source'].get('from')}\n"
     f"{model.num_params() / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, "
     f"block {c.block_size}, vocabulary {c.vocab_size}\n"
     f"{c.attention} attention, heads {c.heads}{f' (span {c.span})' if c.span is not None else ''}, "
