@@ -224,6 +224,15 @@ def test_zero_queries_have_finite_gradients(core, window):
     assert all(t.grad.isfinite().all() for t in x)
 
 
+@cores
+@windows
+def test_scores_past_float16s_largest_number(core, window):
+    q, k, v = (t.detach() for t in qkv(torch.float16))
+    q, k = 150 * q.sign(), 150 * k.sign()  # |q k| up to 180,000; float16 ends at 65,504
+    y = ATTENTION[core](q, k, v, window=window)
+    assert close(y, naive_attention(core, q.double(), k.double(), v.double(), window=window), 4e-3)
+
+
 @pytest.mark.filterwarnings("error")
 def test_the_slow_form_of_laser_says_so(monkeypatch):
     q, k, v = (t.detach() for t in qkv(torch.float32))
