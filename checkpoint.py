@@ -5,6 +5,7 @@ A checkpoint is a dict of tensors and plain Python values in torch.save's zip fo
 Nothing is unpickled but what `weights_only=True` allows.
 """
 
+import contextlib
 import glob
 import os
 import pickle
@@ -18,12 +19,21 @@ KEYS = ("model", "model_args", "iter_num", "best_val_loss", "config")
 
 
 def save(path: str, state: dict) -> None:
-    """Writes state aside, flushes it to the disk and renames it: a crash leaves the old file whole."""
-    with open(path + ".tmp", "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
+    """Writes state aside, flushes it to the disk and renames it: a crash leaves the old file whole.
+
+    Raises OSError where it cannot be written, with nothing left behind.
+    """
+    try:
+        with open(path + ".tmp", "wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except (OSError, RuntimeError) as error:  # torch's own for a full disk
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+        reason = str(error).splitlines()[0]
+        raise OSError(f"cannot write {path}: {reason}. Is the disk full? What was there before is untouched") from None
 
 
 def load(path: str) -> dict:

@@ -45,8 +45,23 @@ def user_errors() -> Iterator[None]:
     """Within it a ValueError, a missing package or a file's error is the user's: a sentence, exit 2."""
     try:
         yield
+    except BrokenPipeError:  # `| head` has seen enough
+        raise
     except (ValueError, OSError, ImportError) as error:
         fail(error)
+
+
+def _excepthook(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
+    """A sentence for what is nobody's bug: Ctrl-C, a reader who went away, too little memory."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("\ninterrupted", file=sys.stderr)
+    elif issubclass(kind, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+    elif issubclass(kind, MemoryError) or kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+        name = os.path.basename(sys.argv[0])
+        print(f"{name}: out of memory ({str(error).splitlines()[0]}): a smaller batch or model fits", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
@@ -57,6 +72,9 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
     Returns (config, given): every flag's value, and for each flag that was set where: "command line" or
     the config file's path. Exits with code 2 on a mistake and with 0 after --help.
     """
+    sys.excepthook = _excepthook
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a ?
     flags = _flags(script, dataclasses)
     args = sys.argv[1:]
     if "--help" in args or "-h" in args:

@@ -464,7 +464,7 @@ class GPT(nn.Module):
         """
         if idx.shape[1] == 0:
             raise ValueError("the prompt is empty: at least one token is needed")
-        if temperature < 0 or not (top_k is None or top_k >= 1) or not (top_p is None or 0 < top_p <= 1):
+        if not temperature >= 0 or not (top_k is None or top_k >= 1) or not (top_p is None or 0 < top_p <= 1):
             raise ValueError(
                 f"sampling needs temperature >= 0, top_k >= 1 and 0 < top_p <= 1; got {temperature}, {top_k}, {top_p}"
             )

@@ -82,8 +82,11 @@ def main() -> None:
 
     text = start
     if start.startswith("FILE:"):
-        with open(start[5:], encoding="utf-8") as f:
-            text = f.read()
+        try:
+            with open(start[5:], encoding="utf-8") as f:
+                text = f.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{start[5:]} is not UTF-8 text: {error}") from None
     prompt = tok.encode(text)
     if not prompt:
         raise ValueError("the prompt is empty: --start needs at least one character")

@@ -62,7 +62,7 @@ warmup_iters = 2000  # steps of warm-up
 lr_decay_iters = 600000  # the step at which min_lr is reached
 min_lr = 6e-5  # the smallest, learning_rate / 10 by Chinchilla
 # system
-backend = "auto"  # of torch.distributed: nccl on CUDA, gloo elsewhere
+backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # of torch.distributed: nccl on CUDA, gloo elsewhere
 device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on a GPU that has it, else float16
 compile: bool | None = None  # torch.compile the model; None: on CUDA only
@@ -113,8 +113,8 @@ with user_errors():
     for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "eval_iters"):
         if config[name] < 1:
             raise ValueError(f"--{name}={config[name]} must be at least 1")
-    for name in ("seed", "max_iters", "save_interval", "sample_tokens", "warmup_iters", "learning_rate", "grad_clip"):
-        if config[name] < 0:
+    for name in ("seed", "max_iters", "save_interval", "sample_tokens", "warmup_iters", "min_lr", "grad_clip"):
+        if not config[name] >= 0:
             raise ValueError(f"--{name}={config[name]} must not be negative")
     if decay_lr and lr_decay_iters <= warmup_iters:
         raise ValueError(
@@ -127,15 +127,15 @@ with user_errors():
             f"processes; {math.ceil(gradient_accumulation_steps / world) * world} can"
         )
     device, dtype, amp = pick_device(device, dtype)
-device_type = device.split(":")[0]
-if device == "cuda":
-    device = f"cuda:{local_rank}"
-if device_type == "cuda":
-    torch.cuda.set_device(device)
+    device_type = device.split(":")[0]
+    if device == "cuda":
+        device = f"cuda:{local_rank}"
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group(backend if backend != "auto" else "nccl" if device_type == "cuda" else "gloo")
+    torch.manual_seed(seed + rank)
 compile = device_type == "cuda" if compile is None else compile
-if world > 1:
-    dist.init_process_group("nccl" if (backend, device_type) == ("auto", "cuda") else backend.replace("auto", "gloo"))
-torch.manual_seed(seed + rank)
 torch.set_float32_matmul_precision("high")  # TF32 where there is any
 
 # -----------------------------------------------------------------------------
@@ -174,12 +174,15 @@ tokens_per_step = rows * model.config.block_size
 model_args = {name: getattr(model.config, name) for name in MODEL_FIELDS}
 config |= model_args
 model.to(device)
-optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), device_type)
+with user_errors():
+    optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), device_type)
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
 start, best_val_loss = 0, math.inf
 if saved:
     start, best_val_loss = saved["iter_num"], saved["best_val_loss"]
     with user_errors():
+        if "optimizer" not in saved:
+            raise ValueError(f"the checkpoint in {out_dir} has no optimizer state to go on with")
         optimizer.load_state_dict(saved["optimizer"])
     for group, decay in zip(optimizer.param_groups, (weight_decay, 0.0), strict=True):
         group |= {"weight_decay": decay, "betas": (beta1, beta2)}  # a flag wins over what was saved
@@ -290,7 +293,8 @@ def save(name: str, it: int) -> None:
     }
     if device_type == "cuda":
         state["rng_cuda"] = torch.cuda.get_rng_state()
-    checkpoint.save(os.path.join(out_dir, name), state)
+    with user_errors():
+        checkpoint.save(os.path.join(out_dir, name), state)
 
 
 # -----------------------------------------------------------------------------
@@ -432,6 +436,7 @@ while True:
     it += 1
 
 # -----------------------------------------------------------------------------
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if stop:
     say(f"\nstopped by signal after {it} steps; {out_dir} is saved: --init_from=resume --out_dir={out_dir} goes on")
 elif sample_tokens and not eval_only and master:

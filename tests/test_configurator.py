@@ -178,3 +178,26 @@ def test_help_lists_every_flag_with_default_and_comment(script):
     for comment in ("A script with flags.", "heads of the model", "where files go", "in every layer", "one of a, b"):
         assert comment in result.stdout
     assert "NOT_A_FLAG" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("ending", "says"),
+    [
+        ("raise KeyboardInterrupt", "\ninterrupted\n"),
+        ("raise BrokenPipeError", ""),
+        ("raise MemoryError('1 EB')", "script.py: out of memory (1 EB): a smaller batch or model fits\n"),
+        ("raise RuntimeError('[enforce fail] can\\'t allocate memory: 1 EB')", "out of memory"),
+        ("print('\\u2603')", ""),  # in a terminal that has no snowman
+    ],
+)
+def test_what_is_nobodys_bug_is_a_sentence(script, tmp_path, monkeypatch, ending, says):
+    (tmp_path / "script.py").write_text(SCRIPT + ending + "\n")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    result = script()
+    assert says in result.stderr and "Traceback" not in result.stderr
+    assert (result.returncode == 0) == ending.startswith("print")
+
+
+def test_a_bug_keeps_its_traceback(script, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT + "1 / 0\n")
+    assert "ZeroDivisionError" in script().stderr and "Traceback" in script().stderr

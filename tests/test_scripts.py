@@ -189,6 +189,11 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
         (["--vocab_size=5"], "less than the"),
         (["--batch_size=0"], "at least 1"),
         (["--seed=-1"], "must not be negative"),
+        (["--seed=99999999999999999999999"], "Overflow"),
+        (["--beta1=1.5"], "Invalid beta parameter"),
+        (["--learning_rate=nan"], "Invalid learning rate"),
+        (["--grad_clip=nan"], "must not be negative"),
+        (["--backend=mccl"], "one of auto, nccl, gloo"),
         (["--init_from=resume"], "no checkpoint"),
         (["--init_from=gtp2"], "'gtp2' is none of gpt2, gpt2-medium"),
         (["--n_layers=3"], "did you mean `n_layer`"),
@@ -267,7 +272,12 @@ def test_resume_of_nanogpts_checkpoint(train, tmp_path, data):
                 "best_val_loss": torch.tensor(3.5), "config": config}, tmp_path / "out" / "ckpt.pt")  # fmt: skip
     code, out, err = train("--init_from=resume", "--max_iters=12")
     assert code == 0 and "resume: max_iters was 5, now 12" in out, err
-    assert checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))["model_args"]["mlp"] == "gelu_exact"
+    state = checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))
+    del state["optimizer"]
+    checkpoint.save(str(tmp_path / "out" / "ckpt.pt"), state)
+    code, _, err = train("--init_from=resume")
+    assert code == 2 and "has no optimizer state" in err
+    assert state["model_args"]["mlp"] == "gelu_exact"
 
 
 def test_the_device_cuda_gets_an_index(train, monkeypatch):
@@ -344,6 +354,20 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
         checkpoint.load(str(tmp_path / "best.pt"))
 
 
+def test_a_full_disk_leaves_the_old_checkpoint(train, tmp_path, monkeypatch):
+    train("--max_iters=5")
+    files, old = sorted(os.listdir(tmp_path / "out")), weights(tmp_path)
+
+    def full(state: dict, f: object) -> None:
+        f.write(b"some of it")
+        raise RuntimeError("unexpected pos 10 vs 5\nand more")
+
+    monkeypatch.setattr(torch, "save", full)
+    code, _, err = train("--init_from=resume", "--max_iters=10")
+    assert code == 2 and "cannot write" in err and "unexpected pos 10 vs 5. Is the disk full?" in err
+    assert sorted(os.listdir(tmp_path / "out")) == files and same(weights(tmp_path), old)
+
+
 def test_nanogpts_checkpoint_loads(tmp_path, run, data):
     """The file that nanoGPT's train.py writes: compiled names, mask buffers, a tensor for the loss, no tokenizer."""
     args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "bias": False, "dropout": 0.1}
@@ -402,6 +426,9 @@ def test_sample(run, trained, tmp_path):
         (["--start="], "prompt is empty"),
         (["--start=FILE:/nowhere.txt"], "No such file"),
         (["--temperature=-1"], "temperature >= 0"),
+        (["--temperature=nan"], "temperature >= 0"),
+        ([f"--start=FILE:{os.path.abspath(__file__)}c"], "No such file"),
+        ([f"--start=FILE:{sys.executable}"], "not UTF-8"),
         (["--top_k=0"], "top_k >= 1"),
         (["--out_dir=/nowhere"], "no checkpoint /nowhere/ckpt.pt"),
         (["--init_from=resum"], "'resum' is none of gpt2"),
