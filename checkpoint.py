@@ -78,8 +78,9 @@ def set_aside(out_dir: str) -> None:
     files = [f for f in (LATEST, BEST, LOG) if os.path.exists(os.path.join(out_dir, f))]
     if LATEST in files or BEST in files:
         previous = os.path.join(out_dir, "previous")
-        shutil.rmtree(previous, ignore_errors=True)  # while out_dir itself still holds the newer run
+        replaced = ", in the place of the run before it" if os.path.exists(previous) else ""
+        shutil.rmtree(previous, ignore_errors=True)
         os.makedirs(previous)
         for f in files:
             os.replace(os.path.join(out_dir, f), os.path.join(previous, f))
-        print(f"{out_dir} held a run: moved {', '.join(files)} to {previous}")
+        print(f"{out_dir} held a run: moved {', '.join(files)} to {previous}{replaced}")

@@ -16,6 +16,7 @@ import contextlib
 import difflib
 import inspect
 import io
+import math
 import os
 import sys
 import textwrap
@@ -36,7 +37,8 @@ class Flag:
 
 def fail(message: object) -> typing.NoReturn:
     """Prints a user's mistake on stderr and exits with code 2."""
-    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks for all
+        print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -154,14 +156,14 @@ def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
     try:
         with open(found, encoding="utf-8") as f:
             exec(compile(f.read(), found, "exec"), namespace)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         fail(f"{path} does not run: {type(error).__name__}: {error}")
     values = {}
     for name, value in namespace.items():
         if name.startswith("_") or isinstance(value, (types.ModuleType, types.FunctionType, type)):
             continue
         if name not in flags:
-            fail(f"{path} sets `{name}`, {_unknown(name, flags)}")
+            fail(f"{path} sets `{name}`, {_unknown(name, flags)} (names that begin with _ are your own)")
         try:
             values[name] = _checked(value, flags[name].hint)
         except ValueError as error:
@@ -228,8 +230,10 @@ def _parsed(text: str, hint: object) -> object:
 
 
 def _checked(value: object, hint: object) -> object:
-    """A value, as the hint's type: an int is taken for a float, 1e3 for an int."""
+    """A value, as the hint's type: an int is taken for a float, 1e3 for an int; nan and inf for nothing."""
     legal = _types(hint)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"needs {_legal(hint)}")
     if type(value) in legal or (isinstance(value, str) and value in legal):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and float in legal:

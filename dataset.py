@@ -118,20 +118,29 @@ def folder_of(dataset: str) -> str:
     return folder
 
 
+def _again(folder: str) -> str:
+    """The command that prepares a folder: its own script or, for a user's own text, the general one."""
+    own = os.path.relpath(os.path.join(folder, "prepare.py"))
+    if os.path.exists(own):
+        return f"Run: python {own}"
+    return f"Run: python data/shakespeare_char/prepare.py --input=TEXT_FILE --out_dir={os.path.relpath(folder)}"
+
+
 def read_meta(folder: str) -> dict:
     """meta.json of a prepared folder. Raises ValueError, naming the command that prepares it."""
     path = os.path.join(folder, "meta.json")
-    prepare = f"python {os.path.relpath(os.path.join(folder, 'prepare.py'))}"
     if not os.path.exists(path):
-        raise ValueError(f"{folder} is not prepared: meta.json is missing. Run: {prepare}")
+        raise ValueError(f"{folder} is not prepared: meta.json is missing. {_again(folder)}")
     try:
         with open(path, encoding="utf-8") as f:
             meta = json.load(f)
-        np.dtype(meta["dtype"]), meta["tokenizer"]["kind"], int(meta["vocab_size"]), meta["source"].get("from")
+        np.dtype(meta["dtype"]), range(meta["vocab_size"]), meta["source"].get("from")
+        if meta["tokenizer"]["kind"] == "char":
+            CharTokenizer(meta["tokenizer"]["vocab"])
         for entry in meta["files"].values():
             int(entry["tokens"]), entry["sha256"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). Run: {prepare}") from None
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). {_again(folder)}") from None
     return meta
 
 
@@ -145,7 +154,7 @@ class Tokens:
     def __init__(self, folder: str, split: str, block_size: int):
         self.meta, self.block_size = read_meta(folder), block_size
         path = os.path.join(folder, f"{split}.bin")
-        again = f"Run: python {os.path.relpath(os.path.join(folder, 'prepare.py'))}"
+        again = _again(folder)
         entry = self.meta["files"].get(f"{split}.bin")
         if entry is None or not os.path.exists(path):
             raise ValueError(f"{path} is missing. {again}")

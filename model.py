@@ -195,8 +195,8 @@ class GPTConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
         if self.attn_dropout and not self._drops_weights():
             raise ValueError(
-                f"attention={self.attention!r} allows no dropout on attention weights "
-                f"(a dropped weight would be log(0) in LASER): leave attn_dropout out, or --attn_dropout=0"
+                f"attention={self.attention!r} allows no dropout on attention weights (its function takes no "
+                f"`dropout`; in LASER a dropped weight can be log(0)): leave attn_dropout out, or set it to 0"
             )
         self._check_heads()
 
@@ -204,12 +204,12 @@ class GPTConfig:
         layers = self.heads.split("/")
         if not all(layers) or set(self.heads) - set("SL/"):
             raise ValueError(
-                f"heads={self.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, S/S/S/L"
+                f"heads={self.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, S/S/L"
             )
         if len(layers) > self.n_layer or any(len(layer) > self.n_head for layer in layers):
             raise ValueError(
-                f"heads={self.heads!r} names {max(map(len, layers))} heads in {len(layers)} layer(s), but there "
-                f"are n_head={self.n_head} and n_layer={self.n_layer}: a longer pattern would lose its end"
+                f"heads={self.heads!r} has {len(layers)} layer(s) of up to {max(map(len, layers))} head(s), more than "
+                f"n_layer={self.n_layer} and n_head={self.n_head} hold: the end of the pattern would be lost"
             )
         if "S" not in self.heads and self.window is not None:
             raise ValueError(

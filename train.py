@@ -10,6 +10,7 @@ Writes ckpt.pt (the latest state), best.pt (the lowest validation loss) and log.
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,8 +114,9 @@ with user_errors():
     for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "eval_iters"):
         if config[name] < 1:
             raise ValueError(f"--{name}={config[name]} must be at least 1")
-    for name in ("seed", "max_iters", "save_interval", "sample_tokens", "warmup_iters", "min_lr", "grad_clip"):
-        if not config[name] >= 0:
+    counts = ("seed", "max_iters", "save_interval", "sample_tokens", "warmup_iters")
+    for name in (*counts, "min_lr", "weight_decay", "grad_clip"):
+        if config[name] < 0:
             raise ValueError(f"--{name}={config[name]} must not be negative")
     if decay_lr and lr_decay_iters <= warmup_iters:
         raise ValueError(
@@ -179,8 +181,16 @@ with user_errors():
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
 start, best_val_loss = 0, math.inf
 if saved:
-    start, best_val_loss = saved["iter_num"], saved["best_val_loss"]
+    start = saved["iter_num"]
+    if all(config[name] == saved["config"].get(name) for name in ("dataset", "eval_iters", "batch_size")):
+        best_val_loss = saved["best_val_loss"]  # of the same windows
+    else:
+        say("resume: evaluation is over other windows, so the best validation loss starts anew")
+    if start >= max_iters:
+        say(f"resume: the run is at step {start} already, max_iters={max_iters}")
     with user_errors():
+        if saved.get("tokenizer", meta["tokenizer"]) != meta["tokenizer"]:
+            raise ValueError(f"{dataset} has been prepared anew, with another vocabulary than the saved run's")
         if "optimizer" not in saved:
             raise ValueError(f"the checkpoint in {out_dir} has no optimizer state to go on with")
         optimizer.load_state_dict(saved["optimizer"])
@@ -347,7 +357,9 @@ def log(row: dict, line: str, passing: bool = False) -> None:
         log_file.write(json.dumps(row) + "\n")
         if wandb_log:
             wandb.log(row, step=row["iter"])
-    say("\r" + line + "\x1b[K" if terminal else line, end="" if terminal and passing else "\n")
+    if terminal:
+        line = "\r" + line[: shutil.get_terminal_size().columns - 1] + "\x1b[K"
+    say(line, end="" if terminal and passing else "\n")
 
 
 stop_signal = 0

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import model
-from model import ATTENTION, naive_attention
+from model import ATTENTION, ONE_QUERY, naive_attention
 
 T = 37
 WINDOWS = [None, 0, 1, 7, T - 1, 3 * T]
@@ -179,8 +179,10 @@ def test_a_window_past_the_start_is_full_attention(core):
 def test_one_token(core, window):
     q, k, v = qkv(T=1)
     y = ATTENTION[core](q, k, v, window=window)
-    s = (q * k).sum(-1, keepdim=True) / math.sqrt(8)
-    assert close(y, s / (1 + s.abs()) * v if core == "beta" else v, 1e-12)
+    s = (q * k).sum(-1) / math.sqrt(8)
+    assert close(y[..., 0, :], ONE_QUERY[core](s, v), 1e-12)
+    if core in ("softmax", "laser"):
+        assert close(y, v, 1e-12)
 
 
 @windows
@@ -230,7 +232,10 @@ def test_scores_past_float16s_largest_number(core, window):
     q, k, v = (t.detach() for t in qkv(torch.float16))
     q, k = 150 * q.sign(), 150 * k.sign()  # |q k| up to 180,000; float16 ends at 65,504
     y = ATTENTION[core](q, k, v, window=window)
-    assert close(y, naive_attention(core, q.double(), k.double(), v.double(), window=window), 4e-3)
+    exact = naive_attention(core, q.double(), k.double(), v.double(), window=window)
+    if exact.abs().max() > 60000:
+        pytest.skip("the output itself is past float16's largest number")
+    assert close(y, exact, 4e-3)
 
 
 @pytest.mark.filterwarnings("error")

@@ -143,6 +143,8 @@ def flip(folder: str) -> None:
         (lambda d: damage_meta(d, dtype="uint16"), "promises"),
         (lambda d: damage_meta(d, dtype="uint9"), "is damaged"),
         (lambda d: damage_meta(d, files={"train.bin": {}}), "is damaged"),
+        (lambda d: damage_meta(d, tokenizer={"kind": "char"}), "is damaged"),
+        (lambda d: damage_meta(d, vocab_size="12"), "is damaged"),
         (lambda d: damage_meta(d, vocab_size=3), "the vocabulary ends at 2"),
     ],
 )

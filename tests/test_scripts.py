@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,23 @@ def test_resume_restores_the_config_and_flags_win(train, tmp_path):
     assert [g["weight_decay"] for g in groups] == [0.3, 0.0] and groups[0]["betas"] == (0.9, 0.9)
 
 
+def test_resume_on_another_vocabulary_is_refused(train, tmp_path, data):
+    other = shutil.copytree(data, tmp_path / "other")
+    train(f"--dataset={other}", "--max_iters=3")
+    with open(other / "meta.json", encoding="utf-8") as f:
+        meta = json.load(f)
+    meta["tokenizer"]["vocab"] = meta["tokenizer"]["vocab"][::-1]
+    (other / "meta.json").write_text(json.dumps(meta))
+    code, _, err = train(f"--dataset={other}", "--init_from=resume", "--max_iters=5")
+    assert code == 2 and "another vocabulary" in err
+
+
+def test_the_best_loss_is_of_the_same_windows(train, tmp_path):
+    train("--max_iters=5")
+    _, out, _ = train("--init_from=resume", "--max_iters=5", "--eval_iters=9")
+    assert "best validation loss starts anew" in out and "the run is at step 5 already" in out
+
+
 def test_resume_with_other_sizes_touches_nothing(train, tmp_path):
     train("--max_iters=3")
     before = (tmp_path / "out" / checkpoint.LATEST).read_bytes()
@@ -191,8 +209,10 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
         (["--seed=-1"], "must not be negative"),
         (["--seed=99999999999999999999999"], "Overflow"),
         (["--beta1=1.5"], "Invalid beta parameter"),
-        (["--learning_rate=nan"], "Invalid learning rate"),
-        (["--grad_clip=nan"], "must not be negative"),
+        (["--learning_rate=nan"], "needs a number"),
+        (["--learning_rate=-1"], "Invalid learning rate"),
+        (["--weight_decay=-1"], "must not be negative"),
+        (["--grad_clip=-1"], "must not be negative"),
         (["--backend=mccl"], "one of auto, nccl, gloo"),
         (["--init_from=resume"], "no checkpoint"),
         (["--init_from=gtp2"], "'gtp2' is none of gpt2, gpt2-medium"),
@@ -426,7 +446,7 @@ def test_sample(run, trained, tmp_path):
         (["--start="], "prompt is empty"),
         (["--start=FILE:/nowhere.txt"], "No such file"),
         (["--temperature=-1"], "temperature >= 0"),
-        (["--temperature=nan"], "temperature >= 0"),
+        (["--temperature=nan"], "needs a number"),
         ([f"--start=FILE:{os.path.abspath(__file__)}c"], "No such file"),
         ([f"--start=FILE:{sys.executable}"], "not UTF-8"),
         (["--top_k=0"], "top_k >= 1"),
