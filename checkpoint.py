@@ -5,7 +5,6 @@ A checkpoint is a dict of tensors and plain Python values in torch.save's zip fo
 Nothing is unpickled but what `weights_only=True` allows.
 """
 
-import contextlib
 import glob
 import os
 import pickle
@@ -13,6 +12,8 @@ import shutil
 import zipfile
 
 import torch
+
+from dataset import written_aside
 
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"
 KEYS = ("model", "model_args", "iter_num", "best_val_loss", "config")
@@ -24,14 +25,9 @@ def save(path: str, state: dict) -> None:
     Raises OSError where it cannot be written, with nothing left behind.
     """
     try:
-        with open(path + ".tmp", "wb") as f:
+        with written_aside(path) as f:
             torch.save(state, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + ".tmp", path)
     except (OSError, RuntimeError) as error:  # torch's own for a full disk
-        with contextlib.suppress(OSError):
-            os.remove(path + ".tmp")
         reason = str(error).splitlines()[0]
         raise OSError(f"cannot write {path}: {reason}. Is the disk full? What was there before is untouched") from None
 

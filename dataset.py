@@ -4,10 +4,12 @@ A prepared data set is a folder with train.bin, val.bin (token ids, nothing else
 (tokenizer, dtype, counts, checksums). A batch is a pure function of (seed, step, rank, world size).
 """
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Iterator
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -81,13 +83,25 @@ def sha256(path: str) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+@contextlib.contextmanager
+def written_aside(path: str) -> Iterator[BinaryIO]:
+    """A file that is flushed to the disk and renamed to path at the end: there whole, or as it was before."""
+    try:
+        with open(path + ".tmp", "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+        raise
+
+
 def replace(path: str, data: bytes) -> None:
-    """Writes a file aside, flushes it to the disk and renames it: whole or not at all."""
-    with open(path + ".tmp", "wb") as f:
+    """Writes a file, whole or not at all."""
+    with written_aside(path) as f:
         f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
 
 
 def write(folder: str, tok: CharTokenizer, splits: dict[str, list[int]], source: dict) -> dict:
