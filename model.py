@@ -13,6 +13,7 @@ Transformer Instability and a Decomposed Attention Solution" (LS-attention); bet
 replaces softmax by s / (1 + ||s||) in nanoGPT.
 """
 
+import functools
 import inspect
 import math
 import os
@@ -27,10 +28,13 @@ from torch.utils.checkpoint import checkpoint
 
 # -----------------------------------------------------------------------------
 # Attention cores. f(q, k, v, *, window=None, scale=None, bias=None) -> y, causal:
-#   q, k (B, H, T, D), v (B, H, T, Dv), y (B, H, T, Dv)
+#   q (B, H, Tq, D), k (B, H, T, D), v (B, H, T, Dv), y (B, H, Tq, Dv). In training Tq = T; fewer queries are
+#     those of the last Tq of the T tokens, as in decoding
 #   window: key j is seen by query i where 0 <= i - j <= window, window + 1 keys; None: all up to i
-#   scale: of the scores, 1 / sqrt(D) if None; bias: added to the scaled scores, broadcast to (B, H, T, T)
+#   scale: of the scores, 1 / sqrt(D) if None; bias: added to the scaled scores, broadcast to (B, H, Tq, T)
 # A core that can drop attention weights takes `dropout` as well, the probability, 0.0 by default.
+# Raises ValueError for shapes that do not match, a window below 0, and values that are not finite (these
+# are looked for on a CPU, outside torch.compile; elsewhere that would stall the device).
 
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
@@ -38,28 +42,111 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def visible(T: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where query i sees key j: 0 <= i - j <= window. (T, T)."""
-    i = torch.arange(T, device=device)
-    distance = i[:, None] - i
+def visible(Tq: int, T: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True where query i, of the last Tq of T tokens, sees key j: 0 <= i - j <= window. (Tq, T)."""
+    distance = torch.arange(T - Tq, T, device=device)[:, None] - torch.arange(T, device=device)
     return (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, scale: float | None, bias: torch.Tensor | None) -> torch.Tensor:
-    """s = scale q k^T + bias, unmasked, in float32 or wider also under autocast: (B, H, T, T)."""
+    """s = scale q k^T + bias, unmasked, in float32 or wider also under autocast: (B, H, Tq, T)."""
     with torch.autocast(q.device.type, enabled=False):
         s = at_least_float32(q) @ at_least_float32(k).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     return s if bias is None else s + bias
 
 
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> None:
+    """Raises the ValueErrors of a core."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        raise ValueError(f"q, k and v must be (B, H, T, D) with the same B and H; got {shapes}")
+    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2] or not 1 <= q.shape[-2] <= k.shape[-2]:
+        raise ValueError(f"q and k must have one D, k and v one T, and q from 1 to T queries; got {shapes}")
+    if window is not None and window < 0:
+        raise ValueError(f"window={window} must be 0 (a token sees itself alone) or more")
+    if q.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if not sum(x.detach().sum() for x in (q, k, v)).isfinite():  # one look, in place of three
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not x.isfinite().all():
+                raise ValueError(f"attention: {name} holds values that are not finite; has the model diverged?")
+
+
+CHUNK = 64  # tokens that are worked on together; shorter ones pay more for their number than they save
+
+
+class Windows(torch.autograd.Function):
+    """(N, T, D) -> (N, n, window + c, D): rows start + i c - window to start + (i + 1) c, for each i; a view.
+
+    The backward pass is autograd's own of Tensor.unfold, in slices, which is many times as fast.
+    """
+
+    @staticmethod
+    def forward(ctx, x, start, window, c):
+        ctx.shape, ctx.at, ctx.c = x.shape, start - window, c
+        return x[:, start - window :].unfold(1, window + c, c).mT
+
+    @staticmethod
+    def backward(ctx, dy):
+        (N, T, D), c, n = ctx.shape, ctx.c, dy.shape[1]
+        dx = dy.new_zeros(N, T + dy.shape[2], D)
+        for i, part in enumerate(dy.split(c, dim=2)):
+            at = ctx.at + i * c
+            dx[:, at : at + n * c].unflatten(1, (n, c))[:, :, : part.shape[2]] += part
+        return dx[:, :T], None, None, None
+
+
+def banded(core: Callable) -> Callable:
+    """Makes a core that takes any window cost O(T window), in time and in memory, forward and backward.
+
+    The queries are cut into blocks of c tokens. A block sees its own keys and the window before them, and
+    those are few: the core runs on every block at once, with its c queries as the last ones of c + window
+    tokens. The first tokens, whose window would begin before position 0, are a call of their own.
+    """
+
+    @functools.wraps(core)
+    def attend(q, k, v, *, window=None, scale=None, bias=None, **kwargs):
+        check_inputs(q, k, v, window)
+        (B, H, Tq, _), T = q.shape, k.shape[-2]
+        if window is not None and window >= T - 1:
+            window = None
+        c = CHUNK * max(1, math.ceil((window or 0) / (2 * CHUNK)))
+        first = c * math.ceil((window or 0) / c)
+        if window is None or Tq < T or T <= first + c:
+            return core(q, k, v, window=window, scale=scale, bias=bias, **kwargs)
+        y = []
+        if first:
+            near = None if bias is None else bias[..., :first, :first]
+            y = [core(*(x[..., :first, :] for x in (q, k, v)), window=window, scale=scale, bias=near, **kwargs)]
+        pad = -T % c  # rows that are cut off in the end
+        q, k, v = (F.pad(x, (0, 0, 0, pad)) if pad else x for x in (q, k, v))
+        q_blocks = q[..., first:, :].reshape(B * H, -1, c, q.shape[-1])
+        k_blocks, v_blocks = (Windows.apply(x.flatten(0, 1), first, window, c) for x in (k, v))
+        if bias is not None:
+            bias = F.pad(bias, (0, pad, 0, pad))[..., first:, first - window :].unfold(-2, c, c)
+            bias = bias.unfold(-2, window + c, c).diagonal(0, -4, -3).movedim(-1, -3)  # (..., blocks, c, window + c)
+            bias = bias.expand(B, H, -1, -1, -1).flatten(0, 1)
+        blocks = core(q_blocks, k_blocks, v_blocks, window=window, scale=scale, bias=bias, **kwargs)
+        return torch.cat((*y, blocks.reshape(B, H, -1, v.shape[-1])[..., : T - first, :]), dim=-2)
+
+    return attend
+
+
+@banded
 def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
     """y = softmax(s) v (Vaswani et al., equation 1), fused."""
-    if window is None and bias is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=scale)
-    mask = visible(q.shape[-2], window, q.device)
+    (Tq, D), (T, Dv) = q.shape[-2:], v.shape[-2:]
+    if D != Dv:  # the fused kernels want one width, and zeros change no score
+        q, k, v = (F.pad(x, (0, max(D, Dv) - x.shape[-1])) for x in (q, k, v))
+    mask = None
+    if window is not None or bias is not None or 1 < Tq < T:
+        mask = visible(Tq, T, window, q.device)
     if bias is not None:
         mask = bias.to(q.dtype).masked_fill(~mask, -math.inf)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    y = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None and Tq > 1, scale=D**-0.5 if scale is None else scale
+    )
+    return y[..., :Dv]
 
 
 LASER_RANGE = 60.0  # exp(-60) = 9e-27, and its inverse, are far from float32's limits
@@ -89,36 +176,133 @@ def laser_attention(q, k, v, *, window=None, scale=None, bias=None):
 
 @torch.compiler.disable
 def _wider_than(v: torch.Tensor, limit: float) -> bool:
-    """Whether some channel of v spans more than limit over time; warns once. False where v holds a NaN."""
+    """Whether some channel of v spans more than limit over time; warns once. False where v is not finite."""
     v = v.detach()
-    wide = bool((v.amax(-2) - v.amin(-2)).max() > limit)
+    wide = limit < (v.amax(-2) - v.amin(-2)).max().item() < math.inf
     if wide:
         warnings.warn(f"LASER's values span more than {limit:.0f}: sums are taken in log space, slowly", stacklevel=3)
     return wide
 
 
+@banded
 def _laser_in_log_space(q, k, v, *, window, scale, bias):
-    """y = logsumexp_j(log_softmax(s)_ij + v_j): O(T^2 Dv) exponentials, computed again in the backward pass."""
-    mask = visible(q.shape[-2], window, q.device)
-    log_weights = scores(q, k, scale, bias).masked_fill(~mask, -math.inf).log_softmax(-1)  # (B, H, T, T)
-    rows = max(1, 2**24 // v.numel())  # query rows at a time: 64 MiB of exponentials in float32
-    parts = [
-        checkpoint(lambda log_w: (log_w[..., None] + v[:, :, None]).logsumexp(-2), part, use_reentrant=False)
-        for part in log_weights.split(rows, dim=-2)
-    ]
-    return torch.cat(parts, dim=-2)
+    """y = logsumexp_j(log_softmax(s)_ij + v_j), a few queries at a time, computed again in the backward pass."""
+
+    def few(q, k, v, bias):
+        unseen = ~visible(q.shape[-2], k.shape[-2], window, q.device)
+        log_weights = scores(q, k, scale, bias).masked_fill(unseen, -math.inf).log_softmax(-1)
+        return (log_weights[..., None] + v[:, :, None]).logsumexp(-2)
+
+    rows = max(1, 2**24 // v.numel())  # 64 MiB of exponentials in float32
+    y, past = [], k.shape[-2] - q.shape[-2]
+    for i in range(0, q.shape[-2], rows):
+        end = min(i + rows, q.shape[-2])
+        near = None if bias is None else bias[..., i:end, : past + end]
+        part = q[..., i:end, :], k[..., : past + end, :], v[..., : past + end, :], near
+        y.append(checkpoint(few, *part, use_reentrant=False))
+    return torch.cat(y, dim=-2)
+
+
+BETA_LINEAR_FROM = 256  # tokens; below, the quadratic form is as fast
 
 
 def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
-    """y = beta(s) v with beta(s) = s / (1 + ||s||_2) per row, masked scores 0 (the beta post).
+    """y = beta(s) v with beta(s) = s / (1 + ||s||_2) per row, masked scores 0 (the beta post), in linear time.
 
-    The post derives its gradient from a "homogeneity", d beta(x) h = f(x, h) beta(x), that its own example
-    does not have: d beta(x) h = h / (1+r) - <x, h> x / (r (1+r)^2), r = ||x||, is parallel to x only where
-    h is. Autograd takes the true one, with <x, h> x / r = 0 at r = 0.
+    Neither half of beta needs the row s itself. With s_j = q . k_j, over the keys j that are seen:
+
+        sum_j s_j v_j = q S,  S = sum_j k_j^T v_j        ||s||^2 = sum_j s_j^2 = q G q^T,  G = sum_j k_j^T k_j
+
+    so the running sums S and G, which are D x Dv and D x D, hold all of the past, exactly. Weights that are
+    dropped, a bias, or a window have no such sums; there, and for few tokens, it is the quadratic form.
     """
-    s = scores(q, k, scale, bias).masked_fill(~visible(q.shape[-2], window, q.device), 0.0)
+    few = k.shape[-2] < BETA_LINEAR_FROM or q.shape[-2] < k.shape[-2]
+    if few or window is not None or bias is not None or dropout:
+        return _beta_quadratic(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
+    check_inputs(q, k, v, window)
+    return BetaLinear.apply(*beta_inputs(q, k, v, scale), None)[0].to(v.dtype)
+
+
+@banded
+def _beta_quadratic(q, k, v, *, window, scale, bias, dropout):
+    """Row by row. d beta(s) h = h / (1+r) - <s, h> s / (r (1+r)^2), r = ||s||, where <s, h> s / r = 0 at r = 0."""
+    s = scores(q, k, scale, bias).masked_fill(~visible(q.shape[-2], k.shape[-2], window, q.device), 0.0)
     weights = s / (1 + torch.linalg.vector_norm(s, dim=-1, keepdim=True))
     return F.dropout(weights, dropout, training=dropout > 0).to(v.dtype) @ v
+
+
+def beta_inputs(q, k, v, scale):
+    """q, scaled, and k and v, in float32 or wider, as BetaLinear takes them."""
+    q, k, v = (at_least_float32(x) for x in (q, k, v))
+    return q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v
+
+
+class BetaLinear(torch.autograd.Function):
+    """(q, k, v, state) -> (y, state): beta attention from running sums, in chunks.
+
+    q, k (B, H, T, D), v (B, H, T, Dv); state (B, H, D, Dv + D): [S | G] of the tokens before, None for none;
+    it has no gradient. With the values widened to w = [v | k]:
+
+        forward    [N_i | q_i G_i] = sum_j<=i (q_i . k_j) w_j      r_i^2 = q_i G_i q_i^T      y_i = N_i / (1 + r_i)
+        backward   a_i = [dy_i | -(dy_i . y_i) q_i / r_i] / (1 + r_i)
+                   dq_i = sum_j<=i (a_i . w_j) k_j      dk_j = sum_i>=j (a_i . w_j) q_i
+                   dv_j = sum_i>=j (q_i . k_j) a_i[:Dv]
+
+    which are four linear attentions: within a chunk a masked product, between chunks a running sum.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, state):
+        (B, H, T, D), Dv = q.shape, v.shape[-1]
+        c = min(max(CHUNK, D), T)
+        q, k, v = (F.pad(x, (0, 0, 0, -T % c)).reshape(-1, c, x.shape[-1]) for x in (q, k, v))  # (B H chunks, c, D)
+        w = torch.cat((v, k), dim=-1)
+        sums = (k.mT @ w).view(B * H, -1, D, Dv + D)
+        before = _running_sums(sums)
+        if state is not None:
+            before += state.flatten(0, 1)[:, None]
+        state = (before[:, -1] + sums[:, -1]).view(B, H, D, Dv + D)
+        before = before.flatten(0, 1)
+        past, s = q @ before, (q @ k.mT).tril_()
+        r = (q * past[..., Dv:]).sum(-1, keepdim=True).clamp_(min=0).sqrt_()
+        r = torch.hypot(r, torch.linalg.vector_norm(s, dim=-1, keepdim=True))
+        y = torch.baddbmm(past[..., :Dv], s, v).div_(1 + r)
+        ctx.save_for_backward(q, w, before, s, r, y)
+        ctx.mark_non_differentiable(state)
+        ctx.T = T
+        return y.view(B, H, -1, Dv)[:, :, :T], state
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, _):
+        q, w, before, s, r, y = ctx.saved_tensors
+        B, H, T, Dv = dy.shape
+        k = w[..., Dv:]
+        # Far below |q| sqrt(trace G), its largest possible value, r is the rounding of a difference; as a
+        # divisor it must not blow that up. What it divides is as small as itself.
+        trace = before[..., Dv:].diagonal(0, -2, -1).sum(-1)[:, None, None]
+        eps = torch.finfo(r.dtype).eps
+        least = (q.square().sum(-1, keepdim=True) * trace).mul_(eps).clamp_(min=eps**4).sqrt_()
+        a = torch.empty_like(w)
+        dv = torch.div(F.pad(dy, (0, 0, 0, -T % y.shape[1])).reshape(y.shape), 1 + r, out=a[..., :Dv])
+        torch.mul(q, (dv * y).sum(-1, keepdim=True) / -torch.maximum(r, least), out=a[..., Dv:])
+        after = _running_sums((q.mT @ a).view(B * H, -1, *before.shape[1:]), reverse=True).flatten(0, 1)
+        aw = (a @ w.mT).tril_()
+        dq = (a @ before.mT).baddbmm_(aw, k)
+        dk = (w @ after.mT).baddbmm_(aw.mT, q)
+        dv = (k @ after[..., :Dv]).baddbmm_(s.mT, dv)
+        return *(x.view(B, H, -1, x.shape[-1])[:, :, :T] for x in (dq, dk, dv)), None
+
+
+def _running_sums(x: torch.Tensor, reverse: bool = False) -> torch.Tensor:
+    """sum_m<n x_m (m > n in reverse) for each n of dimension 1; x_n stays out, so that it cannot round the others."""
+    if x.device.type != "cpu":
+        return _running_sums(x.flip(1)).flip(1) if reverse else F.pad(x[:, :-1].cumsum(1), (0, 0, 0, 0, 1, 0))
+    sums = torch.zeros_like(x)  # on a CPU cumsum over a middle dimension takes several times as long as this
+    for i in range(x.shape[1] - 1):
+        a, b = (-1 - i, -2 - i) if reverse else (i, i + 1)
+        torch.add(sums[:, a], x[:, a], out=sums[:, b])
+    return sums
 
 
 ATTENTION: dict[str, Callable] = {
@@ -144,17 +328,139 @@ def naive_attention(core, q, k, v, *, window=None, scale=None, bias=None):
     """
     if core not in ONE_QUERY:
         raise ValueError(f"{core} has no line in ONE_QUERY, its definition for one query, to be held against")
-    rows = []
-    for i in range(q.shape[-2]):
+    rows, Tq, T = [], q.shape[-2], k.shape[-2]
+    for row, i in enumerate(range(T - Tq, T)):
         seen = slice(0 if window is None else max(0, i - window), i + 1)
-        s = (q[..., i, None, :] * k[..., seen, :]).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        s = s if bias is None else s + bias[..., i, seen]
+        s = (q[..., row, None, :] * k[..., seen, :]).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        s = s if bias is None else s + bias[..., row, seen]
         rows.append(ONE_QUERY[core](s, v[..., seen, :]))
     return torch.stack(rows, dim=-2)
 
 
 # -----------------------------------------------------------------------------
+# What a group of heads keeps of the tokens that it has seen, to decode token by token
+
+
+def per_head(x: torch.Tensor, n_head: int) -> torch.Tensor:
+    """x with each of its heads repeated for the query heads that share it: (B, n_head, T, D)."""
+    return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
+
+
+class KeyValueCache:
+    """Keys and values: of every token or, where there is a window, of the last window + 1. For any core."""
+
+    def __init__(self, core: Callable, window: int | None, capacity: int):
+        self.core, self.window, self.capacity = core, window, capacity
+        self.n, self.k, self.v = 0, None, None
+
+    def attend(self, q, k, v, **kwargs):
+        """y (B, H, T, Dv) of the next T tokens, whose keys and values are kept."""
+        if self.window is None:
+            if self.k is None:
+                self.k, self.v = (x.new_empty(*x.shape[:2], self.capacity, x.shape[-1]) for x in (k, v))
+            end = self.n + k.shape[-2]
+            self.k[:, :, self.n : end], self.v[:, :, self.n : end] = k, v
+            k, v = self.k[:, :, :end], self.v[:, :, :end]
+            self.n = end
+        else:
+            new = k.shape[-2]
+            if self.k is not None:
+                at = max(0, self.k.shape[-2] - self.window)
+                k, v = torch.cat((self.k[:, :, at:], k), dim=-2), torch.cat((self.v[:, :, at:], v), dim=-2)
+            at = max(0, k.shape[-2] - self.window - 1)
+            self.k, self.v = (k[:, :, at:], v[:, :, at:]) if new == 1 else (k[:, :, at:].clone(), v[:, :, at:].clone())
+        return self.core(q, k, per_head(v, q.shape[1]), window=self.window, **kwargs)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.k is None else self.k.nbytes + self.v.nbytes
+
+
+class BetaCache:
+    """[S | G], the running sums of beta_attention: all that its long heads need of the past, however long."""
+
+    def __init__(self, core: Callable, window: None, capacity: int):
+        self.state = None
+
+    def attend(self, q, k, v, *, scale=None, dropout=0.0):
+        """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
+        if dropout:
+            raise ValueError("beta's running sums cannot drop attention weights: call eval() before decoding")
+        check_inputs(q, k, v := per_head(v, q.shape[1]), None)
+        y, self.state = BetaLinear.apply(*beta_inputs(q, k, v, scale), self.state)
+        return y.to(v.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.state is None else self.state.nbytes
+
+
+# The cores whose long heads need less than all keys and values.
+CACHE: dict[str, Callable] = {"beta": BetaCache}
+
+
+class Cache:
+    """What a model keeps of the `length` tokens that it has seen, for up to `capacity`: GPT.new_cache makes it."""
+
+    def __init__(self, layers: list[list], capacity: int):
+        self.layers, self.capacity, self.length, self.rows = layers, capacity, 0, 0
+
+    def extend(self, B: int, T: int) -> int:
+        """Makes room for T tokens in each of B rows; the length until now. Raises ValueError where there is none."""
+        if self.length + T > self.capacity:
+            raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}")
+        if self.length and B != self.rows:
+            raise ValueError(f"the cache holds {self.rows} row(s), and cannot go on with {B}")
+        self.rows, self.length = B, self.length + T
+        return self.length - T
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return sum(group.nbytes for layer in self.layers for group in layer)
+
+
+# -----------------------------------------------------------------------------
 # Choices
+
+
+class L2Norm(nn.Module):
+    """x / ||x||_2, times a learned scale that starts at `scale`, if given."""
+
+    def __init__(self, scale: float | None = None):
+        super().__init__()
+        self.scale = None if scale is None else nn.Parameter(torch.tensor(scale))
+
+    def forward(self, x):
+        x = F.normalize(at_least_float32(x), dim=-1)
+        return x if self.scale is None else self.scale * x
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm with an optional bias."""
+
+    def __init__(self, n_embd: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n_embd))
+        self.bias = nn.Parameter(torch.zeros(n_embd)) if bias else None
+
+    def forward(self, x):
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+# f(config, D) -> what is done to the queries, and to the keys, of a layer
+QK_NORM: dict[str, Callable] = {
+    "none": lambda config, D: (nn.Identity(), nn.Identity()),
+    "layernorm": lambda config, D: (LayerNorm(D, config.bias), LayerNorm(D, config.bias)),  # as in LASER, section 4
+    "rmsnorm": lambda config, D: (nn.RMSNorm(D, eps=1e-5), nn.RMSNorm(D, eps=1e-5)),
+    "l2": lambda config, D: (L2Norm(D**0.5 * l2_scale(config.block_size)), L2Norm()),  # D**0.5: s is g q k, unscaled
+}
+
+
+def l2_scale(T: int) -> float:
+    """g at the start of training, log2(T^2 - T) (Henry et al. 2020, section 3.1)."""
+    return math.log2(max(T, 2) ** 2 - max(T, 2))
+
 
 ACTIVATION: dict[str, Callable] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),  # GPT-2's own
@@ -177,6 +483,10 @@ class GPTConfig:
     attention: str = "softmax"  # the core: a name in ATTENTION
     heads: str = "L"  # L long, S short; tiled over heads, / between layers, tiled over layers: SSSSSL, S/S/L
     window: int | None = None  # span of short heads: i sees j where 0 <= i - j <= window; None: 50, 100 past 2048
+    differential: bool = False  # every two heads are one: the first's map minus lambda times the second's
+    qk_norm: str = "none"  # of queries and keys, before their product: a name in QK_NORM
+    temperature: float = 1.0  # divides the scores
+    per_dim_temperature: bool = False  # each dimension of the queries is scaled by a learned softplus(p)
     mlp: str = "gelu"  # the MLP's activation: a name in ACTIVATION
 
     def __post_init__(self):
@@ -187,7 +497,7 @@ class GPTConfig:
             near = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             near = sorted(sorted(near, key=lambda h: abs(h - self.n_head))[:3])
             raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}, but of {near} it is")
-        for name, table in (("attention", ATTENTION), ("mlp", ACTIVATION)):
+        for name, table in (("attention", ATTENTION), ("qk_norm", QK_NORM), ("mlp", ACTIVATION)):
             if getattr(self, name) not in table:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(table)}")
         for name in ("dropout", "attn_dropout"):
@@ -198,6 +508,8 @@ class GPTConfig:
                 f"attention={self.attention!r} allows no dropout on attention weights (its function takes no "
                 f"`dropout`; in LASER a dropped weight can be log(0)): leave attn_dropout out, or set it to 0"
             )
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be a positive number; 1.0 leaves the scores alone")
         self._check_heads()
 
     def _check_heads(self):
@@ -217,6 +529,14 @@ class GPTConfig:
             )
         if self.window is not None and self.window < 0:
             raise ValueError(f"window={self.window} must be 0 (a token sees itself alone) or more")
+        if self.differential and self.n_head % 2:
+            raise ValueError(f"differential attention pairs the heads, but n_head={self.n_head} is odd")
+        for letters in (self.layer_heads(layer) for layer in range(self.n_layer)):
+            if self.differential and letters[::2] != letters[1::2]:
+                raise ValueError(
+                    f"heads={self.heads!r} with differential: heads 2i and 2i + 1 are one differential head and need "
+                    f"one span, but the letters of a layer are {letters}; write each letter twice: SSLL"
+                )
 
     def _drops_weights(self) -> bool:
         return "dropout" in inspect.signature(ATTENTION[self.attention]).parameters
@@ -246,48 +566,73 @@ class GPTConfig:
 # The model
 
 
-class LayerNorm(nn.Module):
-    """LayerNorm with an optional bias."""
-
-    def __init__(self, n_embd: int, bias: bool):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(n_embd))
-        self.bias = nn.Parameter(torch.zeros(n_embd)) if bias else None
-
-    def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
-
-
 class CausalSelfAttention(nn.Module):
-    """Projections and head grouping around a core: short heads and long heads are two calls of it."""
+    """Projections and head grouping around a core: short heads and long heads are two calls of it.
+
+    Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value twice as wide, and
+    y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with one lambda per layer and an RMSNorm per pair,
+    where A V is whatever the core makes of q, k and V: with LASER, each map has its own log.
+    """
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        C, H = config.n_embd, config.n_head
+        D = C // H
+        self.c_attn = nn.Linear(C, 3 * C, bias=config.bias)
+        self.c_proj = nn.Linear(C, C, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
-        self.core, self.weight_dropout, self.n_head = ATTENTION[config.attention], config.weight_dropout, config.n_head
+        self.q_norm, self.k_norm = QK_NORM[config.qk_norm](config, D)
+        self.scale = D**-0.5 / config.temperature
+        # softplus(p) is 1 at the start (LASER, section 4: softmax(Q diag(softplus(p)) K^T / sqrt(d)))
+        p = torch.full((D,), math.log(math.e - 1)) if config.per_dim_temperature else None
+        self.per_dim_temperature = None if p is None else nn.Parameter(p)
+        self.core, self.weight_dropout, self.n_head = ATTENTION[config.attention], config.weight_dropout, H
+        self.n_map = 2 if config.differential else 1  # heads that share a value
+        if config.differential:
+            self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
+            self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
+                nn.Parameter(0.1 * torch.randn(D)) for _ in range(4)
+            )
+            self.ln_head = nn.RMSNorm(2 * D, eps=1e-5)
         # Two calls of the core, the short heads first, as the LS paper numbers them. Where `heads` mixes them
         # in another order, they are permuted before and back after.
         letters = config.layer_heads(layer)
         n_short = letters.count("S")
-        groups = ((slice(0, n_short), config.span, n_short), (slice(n_short, None), None, self.n_head - n_short))
-        self.groups = [(heads, window) for heads, window, count in groups if count]
-        order = torch.tensor(sorted(range(self.n_head), key=lambda h: letters[h] == "L"))
+        groups = ((slice(0, n_short), config.span), (slice(n_short, H), None))
+        self.groups = [(heads, window) for heads, window in groups if heads.start < heads.stop]
+        order = torch.tensor(sorted(range(H), key=lambda h: letters[h] == "L"))
         self.in_order = letters == "".join(sorted(letters, reverse=True))  # SS...LL
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("inverse", order.argsort(), persistent=False)
 
-    def forward(self, x):
+    def forward(self, x, cache=None):
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        q, k, v = self.c_attn(x).split(C, dim=-1)
+        q, k = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k))  # (B, H, T, D)
+        v = v.view(B, T, self.n_head // self.n_map, -1).transpose(1, 2)  # (B, H, T, D) or (B, H / 2, T, 2 D)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.per_dim_temperature is not None:
+            q = q * F.softplus(self.per_dim_temperature)
+        q, k = q.to(v.dtype), k.to(v.dtype)
         if not self.in_order:
-            q, k, v = q[:, self.order], k[:, self.order], v[:, self.order]
+            q, k, v = q[:, self.order], k[:, self.order], v[:, self.order[:: self.n_map] // self.n_map]
         kwargs = {"dropout": self.weight_dropout} if self.training and self.weight_dropout else {}
-        y = [self.core(q[:, h], k[:, h], v[:, h], window=window, **kwargs) for h, window in self.groups]
+        y = []
+        for group, (heads, window) in enumerate(self.groups):
+            shared = slice(heads.start // self.n_map, heads.stop // self.n_map)
+            part = q[:, heads], k[:, heads], v[:, shared]
+            if cache is not None:
+                y.append(cache[group].attend(*part, scale=self.scale, **kwargs))
+            else:
+                v_part = per_head(part[2], heads.stop - heads.start)
+                y.append(self.core(*part[:2], v_part, window=window, scale=self.scale, **kwargs))
         y = torch.cat(y, dim=1) if len(y) > 1 else y[0]
         if not self.in_order:
             y = y[:, self.inverse]
+        if self.n_map == 2:
+            first, second = (self.lambda_q1 @ self.lambda_k1).exp(), (self.lambda_q2 @ self.lambda_k2).exp()
+            y = y[:, ::2] - (first - second + self.lambda_init) * y[:, 1::2]
+            y = self.ln_head(y) * (1 - self.lambda_init)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -312,8 +657,8 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x, cache=None):
+        x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -345,24 +690,39 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> tuple:
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, cache: Cache | None = None) -> tuple:
         """(logits, loss) for token ids idx (B, T), T <= block_size.
 
         With targets (B, T), where -1 is ignored: logits (B, T, V) and the mean cross-entropy in nats.
-        Without: the logits of the last position (B, 1, V) and None. Raises ValueError past block_size.
+        Without: the logits of the last position (B, 1, V) and None.
+        With a cache of new_cache's, idx are the next tokens after those that it holds, and are added to it.
+        Raises ValueError past block_size or past the cache's end.
         """
         T = idx.shape[1]
-        if T > self.config.block_size:
-            raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
-        pos = torch.arange(T, device=idx.device)
+        past = 0 if cache is None else cache.extend(*idx.shape)
+        if past + T > self.config.block_size:
+            raise ValueError(f"{past + T} tokens do not fit into block_size={self.config.block_size}")
+        pos = torch.arange(past, past + T, device=idx.device)
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))  # (B, T, C)
-        for block in self.transformer.h:
-            x = block(x)
+        for i, block in enumerate(self.transformer.h):
+            x = block(x, None if cache is None else cache.layers[i])
         x = self.transformer.ln_f(x)
         if targets is None:
             return self.lm_head(x[:, [-1]]), None
         logits = self.lm_head(x)  # (B, T, V)
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+
+    def new_cache(self, capacity: int | None = None) -> Cache:
+        """An empty cache for up to `capacity` tokens, block_size by default. Raises ValueError past block_size."""
+        capacity = self.config.block_size if capacity is None else capacity
+        if not 1 <= capacity <= self.config.block_size:
+            raise ValueError(f"a cache of {capacity} tokens does not fit block_size={self.config.block_size}")
+
+        def group(window: int | None) -> object:
+            kind = KeyValueCache if window is not None else CACHE.get(self.config.attention, KeyValueCache)
+            return kind(ATTENTION[self.config.attention], window, capacity)
+
+        return Cache([[group(window) for _, window in b.attn.groups] for b in self.transformer.h], capacity)
 
     def num_params(self, non_embedding: bool = True) -> int:
         """Parameters; without the position embedding unless asked (the token embedding is the head's)."""
@@ -370,15 +730,18 @@ class GPT(nn.Module):
         return n - self.transformer.wpe.weight.numel() if non_embedding else n
 
     def flops(self) -> int:
-        """FLOPs per token, forward and backward: 6 N + 12 D sum over heads of keys (PaLM, appendix B).
+        """FLOPs per token, forward and backward: 6 N + 6 (D + Dv) sum over heads of keys (PaLM, appendix B).
 
-        keys: block_size for a long head, window + 1 for a short one.
+        D, Dv: widths of a head's keys and values. keys: block_size for a long head, window + 1 for a short
+        one, and what their chunks and sums amount to for those of a core in CACHE, whose time is linear.
         """
         c = self.config
         letters = "".join(c.layer_heads(layer) for layer in range(c.n_layer))
-        short = min(c.block_size, (c.span or 0) + 1)
-        keys = letters.count("L") * c.block_size + letters.count("S") * short
-        return 6 * self.num_params() + 12 * (c.n_embd // c.n_head) * keys
+        D = c.n_embd // c.n_head
+        Dv = 2 * D if c.differential else D
+        long = min(c.block_size, CHUNK + 2 * D) if c.attention in CACHE else c.block_size
+        keys = letters.count("L") * long + letters.count("S") * min(c.block_size, (c.span or 0) + 1)
+        return 6 * self.num_params() + 6 * (D + Dv) * keys
 
     def crop_block_size(self, block_size: int) -> None:
         """Shortens the context, for fine-tuning a model at a smaller one."""
@@ -453,14 +816,18 @@ class GPT(nn.Module):
         stop: int | None = None,
         vocab_size: int | None = None,
         seed: int | None = None,
+        use_cache: bool = True,
     ) -> Iterator[torch.Tensor]:
         """Yields one new token per row, (B, 1), up to max_new_tokens times, after the prompts idx (B, T).
 
         temperature: 0 is greedy. top_k: sample from the k most likely. top_p: from the fewest that hold
         this probability. stop: a token that ends its row (repeated until every row has ended).
         vocab_size: the tokenizer's; ids past it (padding) are never sampled. seed: of a generator of its
-        own; None draws from torch's. The model sees the last block_size tokens.
-        Raises ValueError for an empty prompt or an impossible argument.
+        own; None draws from torch's. use_cache: keep keys, values and sums of the tokens seen; the text
+        is the same without, slowly. The model sees the last block_size tokens: past them every token of
+        the window moves to another (learned) position, which no cache survives, and each costs a whole
+        forward pass, cached or not.
+        Raises ValueError for an empty prompt, an impossible argument, or logits that are not finite.
         """
         if idx.shape[1] == 0:
             raise ValueError("the prompt is empty: at least one token is needed")
@@ -470,9 +837,16 @@ class GPT(nn.Module):
             )
         generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
         ended = torch.zeros(len(idx), 1, dtype=torch.bool, device=idx.device)
+        block_size = self.config.block_size
+        cache = self.new_cache(min(block_size, idx.shape[1] + max_new_tokens)) if use_cache else None
         for _ in range(max_new_tokens):
-            idx = idx[:, -self.config.block_size :]
-            logits = self(idx)[0][:, -1].float()[:, :vocab_size]  # (B, V)
+            if idx.shape[1] > block_size:
+                cache = None if cache is None or cache.length else cache
+                idx = idx[:, -block_size:]
+            logits = self(idx if cache is None else idx[:, cache.length :], cache=cache)[0]
+            logits = logits[:, -1].float()[:, :vocab_size]  # (B, V)
+            if not logits.isfinite().all():
+                raise ValueError("the model's logits are not finite; has its training diverged?")
             token = _sample(logits, temperature, top_k, top_p, generator)
             if stop is not None:
                 token = torch.where(ended, stop, token)

@@ -7,6 +7,7 @@
 Writes ckpt.pt (the latest state), best.pt (the lowest validation loss) and log.jsonl to out_dir.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -15,8 +16,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import fields
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -249,6 +251,26 @@ if world > 1:
     model = DistributedDataParallel(model, device_ids=[device] if device_type == "cuda" else None)
 
 
+def diverged(what: object) -> NoReturn:
+    """Ends the run at a loss or at values that are not finite."""
+    say(
+        f"\nstep {it}: {what}: stopped before the optimizer used that. No checkpoint was changed; a smaller "
+        f"--learning_rate, --grad_clip or --dtype=float32 may help",
+        file=sys.stderr,
+    )
+    sys.exit(1)
+
+
+@contextlib.contextmanager
+def forward_pass() -> Iterator[None]:
+    """Mixed precision; where the model meets values that are not finite, the run ends."""
+    try:
+        with amp:
+            yield
+    except ValueError as error:
+        diverged(error)
+
+
 # -----------------------------------------------------------------------------
 # one evaluation, one learning rate, one checkpoint
 @torch.no_grad()
@@ -260,7 +282,7 @@ def estimate_loss() -> dict[str, float]:
         total = torch.zeros(2, dtype=torch.float64)
         for batch in tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world):
             x, y = to_device(batch)
-            with amp:
+            with forward_pass():
                 total += torch.tensor([eval_model(x, y)[1].item() * len(x), len(x)])
         total = reduced(total)
         losses[split] = (total[0] / total[1]).item()
@@ -412,7 +434,7 @@ while True:
         part = slice(micro * batch_size, (micro + 1) * batch_size)
         if world > 1:
             model.require_backward_grad_sync = micro == micro_steps - 1
-        with amp:
+        with forward_pass():
             micro_loss = model(x[part], y[part])[1] / micro_steps
         loss += micro_loss.detach()
         scaler.scale(micro_loss).backward()
@@ -422,13 +444,7 @@ while True:
     total = reduced(torch.tensor([loss.item() / world, norm.item() / world, float(stop_signal)]))
     mean_loss, mean_norm, stop = total[0].item(), total[1].item(), bool(total[2])
     if not math.isfinite(mean_loss) or not (math.isfinite(mean_norm) or scaler.is_enabled()):
-        say(
-            f"\nstep {it}: the loss is {mean_loss} and the gradient norm {mean_norm}: stopped before the optimizer "
-            f"used them. No checkpoint was changed; a smaller --learning_rate, "
-            f"--grad_clip or --dtype=float32 may help",
-            file=sys.stderr,
-        )
-        sys.exit(1)
+        diverged(f"the loss is {mean_loss} and the gradient norm {mean_norm}")
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)

@@ -275,7 +275,7 @@ def test_checkpoint_of_other_sizes_or_fields_is_explained():
 def biased(logits: list[float]) -> GPT:
     """A model that always gives these logits."""
     gpt = GPT(config(vocab_size=len(logits)))
-    gpt.forward = lambda idx: (torch.tensor(logits).expand(len(idx), 1, -1), None)
+    gpt.forward = lambda idx, cache=None: (torch.tensor(logits).expand(len(idx), 1, -1), None)
     return gpt.eval()
 
 
