@@ -33,8 +33,7 @@ from torch.utils.checkpoint import checkpoint
 #   window: key j is seen by query i where 0 <= i - j <= window, window + 1 keys; None: all up to i
 #   scale: of the scores, 1 / sqrt(D) if None; bias: added to the scaled scores, broadcast to (B, H, Tq, T)
 # A core that can drop attention weights takes `dropout` as well, the probability, 0.0 by default.
-# Raises ValueError for shapes that do not match, a window below 0, and values that are not finite (these
-# are looked for on a CPU, outside torch.compile; elsewhere that would stall the device).
+# Raises ValueError for shapes that do not match, a window below 0, and (on a CPU) values that are not finite.
 
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
@@ -55,21 +54,31 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float | None, bias: torch.Te
     return s if bias is None else s + bias
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> None:
-    """Raises the ValueErrors of a core."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(f"q, k and v must be (B, H, T, D) with the same B and H; got {shapes}")
-    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2] or not 1 <= q.shape[-2] <= k.shape[-2]:
-        raise ValueError(f"q and k must have one D, k and v one T, and q from 1 to T queries; got {shapes}")
-    if window is not None and window < 0:
-        raise ValueError(f"window={window} must be 0 (a token sees itself alone) or more")
-    if q.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    if not sum(x.detach().sum() for x in (q, k, v)).isfinite():  # one look, in place of three
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if not x.isfinite().all():
-                raise ValueError(f"attention: {name} holds values that are not finite; has the model diverged?")
+def check_finite(**tensors: torch.Tensor) -> None:
+    """Raises ValueError where one holds a NaN or an infinity. On a CPU only: elsewhere that would stall the device."""
+    for name, x in tensors.items():
+        look = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        if look and not math.isfinite(x.detach().sum().item()) and not x.isfinite().all():
+            raise ValueError(f"attention: {name} holds values that are not finite; has the model diverged?")
+
+
+def checked(core: Callable) -> Callable:
+    """A core that raises ValueError for what it cannot take; `core.unchecked` is without, for who has checked."""
+
+    @functools.wraps(core)
+    def attend(q, k, v, *, window=None, **kwargs):
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+            raise ValueError(f"q, k and v must be (B, H, T, D) with the same B and H; got {shapes}")
+        if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2] or not 1 <= q.shape[-2] <= k.shape[-2]:
+            raise ValueError(f"q and k must have one D, k and v one T, and q from 1 to T queries; got {shapes}")
+        if window is not None and window < 0:
+            raise ValueError(f"window={window} must be 0 (a token sees itself alone) or more")
+        check_finite(q=q, k=k, v=v)
+        return core(q, k, v, window=window, **kwargs)
+
+    attend.unchecked = core
+    return attend
 
 
 CHUNK = 64  # tokens that are worked on together; shorter ones pay more for their number than they save
@@ -106,7 +115,6 @@ def banded(core: Callable) -> Callable:
 
     @functools.wraps(core)
     def attend(q, k, v, *, window=None, scale=None, bias=None, **kwargs):
-        check_inputs(q, k, v, window)
         (B, H, Tq, _), T = q.shape, k.shape[-2]
         if window is not None and window >= T - 1:
             window = None
@@ -132,6 +140,7 @@ def banded(core: Callable) -> Callable:
     return attend
 
 
+@checked
 @banded
 def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
     """y = softmax(s) v (Vaswani et al., equation 1), fused."""
@@ -152,6 +161,7 @@ def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.
 LASER_RANGE = 60.0  # exp(-60) = 9e-27, and its inverse, are far from float32's limits
 
 
+@checked
 def laser_attention(q, k, v, *, window=None, scale=None, bias=None):
     """y = log(softmax(s) exp(v)) (Duvvuri and Dhillon, equation 6), for any v.
 
@@ -170,15 +180,15 @@ def laser_attention(q, k, v, *, window=None, scale=None, bias=None):
         if _wider_than(values, LASER_RANGE):
             return _laser_in_log_space(q, k, values, window=window, scale=scale, bias=bias).to(v.dtype)
         shift = values.detach().amax(-2, keepdim=True)  # (B, H, 1, Dv)
-        y = softmax_attention(q, k, (values - shift).exp(), window=window, scale=scale, bias=bias)
+        y = softmax_attention.unchecked(q, k, (values - shift).exp(), window=window, scale=scale, bias=bias)
         return (y.log() + shift).to(v.dtype)
 
 
 @torch.compiler.disable
 def _wider_than(v: torch.Tensor, limit: float) -> bool:
-    """Whether some channel of v spans more than limit over time; warns once. False where v is not finite."""
+    """Whether some channel of v spans more than limit over time; warns once."""
     v = v.detach()
-    wide = limit < (v.amax(-2) - v.amin(-2)).max().item() < math.inf
+    wide = (v.amax(-2) - v.amin(-2)).max().item() > limit
     if wide:
         warnings.warn(f"LASER's values span more than {limit:.0f}: sums are taken in log space, slowly", stacklevel=3)
     return wide
@@ -206,6 +216,7 @@ def _laser_in_log_space(q, k, v, *, window, scale, bias):
 BETA_LINEAR_FROM = 256  # tokens; below, the quadratic form is as fast
 
 
+@checked
 def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
     """y = beta(s) v with beta(s) = s / (1 + ||s||_2) per row, masked scores 0 (the beta post), in linear time.
 
@@ -219,7 +230,6 @@ def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
     few = k.shape[-2] < BETA_LINEAR_FROM or q.shape[-2] < k.shape[-2]
     if few or window is not None or bias is not None or dropout:
         return _beta_quadratic(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
-    check_inputs(q, k, v, window)
     return BetaLinear.apply(*beta_inputs(q, k, v, scale), None)[0].to(v.dtype)
 
 
@@ -386,8 +396,7 @@ class BetaCache:
         """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
         if dropout:
             raise ValueError("beta's running sums cannot drop attention weights: call eval() before decoding")
-        check_inputs(q, k, v := per_head(v, q.shape[1]), None)
-        y, self.state = BetaLinear.apply(*beta_inputs(q, k, v, scale), self.state)
+        y, self.state = BetaLinear.apply(*beta_inputs(q, k, per_head(v, q.shape[1]), scale), self.state)
         return y.to(v.dtype)
 
     @property
@@ -586,7 +595,8 @@ class CausalSelfAttention(nn.Module):
         # softplus(p) is 1 at the start (LASER, section 4: softmax(Q diag(softplus(p)) K^T / sqrt(d)))
         p = torch.full((D,), math.log(math.e - 1)) if config.per_dim_temperature else None
         self.per_dim_temperature = None if p is None else nn.Parameter(p)
-        self.core, self.weight_dropout, self.n_head = ATTENTION[config.attention], config.weight_dropout, H
+        self.core = getattr(ATTENTION[config.attention], "unchecked", ATTENTION[config.attention])
+        self.weight_dropout, self.n_head = config.weight_dropout, H
         self.n_map = 2 if config.differential else 1  # heads that share a value
         if config.differential:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
@@ -607,7 +617,9 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, cache=None):
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=-1)
+        qkv = self.c_attn(x)
+        check_finite(**{"what q, k and v are made of": qkv})
+        q, k, v = qkv.split(C, dim=-1)
         q, k = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k))  # (B, H, T, D)
         v = v.view(B, T, self.n_head // self.n_map, -1).transpose(1, 2)  # (B, H, T, D) or (B, H / 2, T, 2 D)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -720,7 +732,7 @@ class GPT(nn.Module):
 
         def group(window: int | None) -> object:
             kind = KeyValueCache if window is not None else CACHE.get(self.config.attention, KeyValueCache)
-            return kind(ATTENTION[self.config.attention], window, capacity)
+            return kind(self.transformer.h[0].attn.core, window, capacity)
 
         return Cache([[group(window) for _, window in b.attn.groups] for b in self.transformer.h], capacity)
 
@@ -843,7 +855,8 @@ class GPT(nn.Module):
             if idx.shape[1] > block_size:
                 cache = None if cache is None or cache.length else cache
                 idx = idx[:, -block_size:]
-            logits = self(idx if cache is None else idx[:, cache.length :], cache=cache)[0]
+            with torch.inference_mode():
+                logits = self(idx if cache is None else idx[:, cache.length :], cache=cache)[0]
             logits = logits[:, -1].float()[:, :vocab_size]  # (B, V)
             if not logits.isfinite().all():
                 raise ValueError("the model's logits are not finite; has its training diverged?")
