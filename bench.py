@@ -1,37 +1,189 @@
-"""Times the attention cores against PyTorch's fused causal SDPA.
+"""Times attention: every core, long and short heads, differential, and what else there is to use.
 
-    python bench.py
-    python bench.py --lengths=1024,4096 --head_dim=64 --device=cuda --dtype=bfloat16
+    python bench.py                                  # about a quarter of an hour on two CPU cores
+    python bench.py --quick                          # under a minute
+    python bench.py --what=attention --only=sdpa,beta --lengths=4096,8192,16384 --plot
+    python bench.py --lengths=2048,8192,32768 --head_dim=64 --device=cuda --dtype=bfloat16 --plot
 
-Each subject's output and gradients are checked against the naive form first; one that is wrong is
-reported and not timed. Repeats are interleaved: every subject runs once before any runs again.
+Four parts: `attention` (forward, backward and peak memory of the function alone), `model` (a forward pass of
+the LS paper's model, its Table 1), `step` (its training step), `decode` (tokens/s and cache bytes).
+Outputs and gradients of each attention are checked against the naive form first; one that is wrong is
+reported, not timed. Repeats are interleaved: every subject runs once before any runs again. Numbers are
+medians with half their interquartile range; ratios are to the first subject. Writes everything to --out.
 """
 
+import functools
+import importlib
+import json
+import os
+import platform
 import statistics
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
+from torch.autograd.profiler import profile
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from configurator import configure, pick_device, user_errors
-from model import ATTENTION, ONE_QUERY, naive_attention
+from model import ATTENTION, GPT, ONE_QUERY, GPTConfig, naive_attention, per_head
 
-lengths = "256,512,1024,2048"  # tokens, separated by commas
-batch_size = 1  # sequences
+what = "attention,model,step,decode"  # the parts to run
+only = ""  # attention's subjects, separated by commas; empty: all
+lengths = "512,2048,8192"  # tokens, for attention
+model_lengths = "2048,8192"  # tokens, for the forward pass of a model
+step_length = 1024  # tokens of a training step
+decode_length = 1024  # tokens to generate
+batch_size = 2  # sequences; PyTorch's CPU backward pass gives a core whole heads, so one long head keeps one core busy
 n_head = 6  # heads
 head_dim = 32  # of q, k and v
-repeats = 15  # of each subject
+heads = "SSSSSL"  # the pattern of the LS subjects
+window = 100  # its span; the models have the LS paper's, 50 up to 2048 tokens and 100 past that
+repeats = 7  # of each subject
+patience = 20.0  # seconds; what would take longer for one pass is skipped
+quick = False  # short lengths and few repeats: under a minute on two cores
+plot = False  # draw time and memory against n to a PNG beside --out (needs matplotlib)
+out = "bench.json"  # the file of results
 device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of q, k, v
+dtype = "auto"  # float32, bfloat16, float16: of q, k and v, and of the models by autocast
 seed = 1337  # of q, k, v
 
-SUBJECTS: dict[str, Callable] = {
-    "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-    **ATTENTION,
-}
+QUICK = {"lengths": "512,2048", "model_lengths": "1024", "step_length": 256, "decode_length": 128, "repeats": 3}
+CHECKED_AT = 300  # tokens: past the first blocks of short heads, and where beta is linear
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# The LS paper's, section 5.1; it does not say which GELU: this one is PyTorch's default, and the faster on a CPU
+LS_MODEL = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 10000, "mlp": "gelu_exact"}
+GPT_10M = {"n_layer": 6, "n_head": 6, "n_embd": 384, "vocab_size": 65}  # nanoGPT's Shakespeare model
+
+
+# -----------------------------------------------------------------------------
+# what is timed
+
+
+@dataclass
+class Subject:
+    run: Callable  # (q, k, v) -> y, all (B, H, T, D)
+    exact: Callable | None  # the same, naively; None: it cannot be checked
+    quadratic: bool = False  # holds all T^2 scores at once
+    backward: bool = True
+
+
+def by_heads(short: Callable, long: Callable) -> Callable:
+    """(q, k, v) -> y, where the heads marked S in `heads` are short's, the others long's."""
+    pattern = (heads * n_head)[:n_head]
+    order = sorted(range(n_head), key=lambda h: pattern[h] == "L")
+    n, back = pattern.count("S"), torch.tensor(order).argsort()
+
+    def run(q, k, v):
+        groups = [(short, order[:n]), (long, order[n:])]
+        return torch.cat([f(*(x[:, hs] for x in (q, k, v))) for f, hs in groups if hs], dim=1)[:, back]
+
+    return run
+
+
+def differential(core: Callable) -> Callable:
+    """(q, k, v) -> y of heads in pairs, whose values are joined: A1 V - 0.5 A2 V (Ye et al. 2024)."""
+
+    def run(q, k, v):
+        y = core(q, k, per_head(torch.cat((v[:, ::2], v[:, 1::2]), dim=-1), q.shape[1]))
+        y = y[:, ::2] - 0.5 * y[:, 1::2]
+        return torch.stack(y.chunk(2, dim=-1), dim=2).flatten(1, 2)
+
+    return run
+
+
+def pinned(backend: SDPBackend) -> Callable:
+    """SDPA through one of its backends."""
+
+    def run(q, k, v):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return run
+
+
+@functools.cache
+def compiled_flex() -> Callable:
+    return torch.compile(flex_attention)
+
+
+@functools.cache
+def flex_mask(T: int, dev: str, pattern: str) -> object:
+    is_short = torch.tensor([letter == "S" for letter in (pattern * n_head)[:n_head]], device=dev)
+
+    def seen(b, h, i, j):
+        return (i >= j) & ((i - j <= window) | ~is_short[h])
+
+    return create_block_mask(seen, None, n_head, T, T, device=dev)
+
+
+def flex(pattern: str) -> Callable:
+    """FlexAttention, which skips what a block mask leaves out."""
+    return lambda q, k, v: compiled_flex()(q, k, v, block_mask=flex_mask(q.shape[-2], str(q.device), pattern))
+
+
+def fla_beta(chunk_linear_attn: Callable) -> Callable:
+    """beta through flash-linear-attention: linear attention with the values widened to [V | K]."""
+
+    def run(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, T, H, D), as it wants them
+        scale = q.shape[-1] ** -0.5
+        o, _ = chunk_linear_attn(q, k, torch.cat((v, k), -1), scale=scale, normalize=False)
+        norm = (scale * q.float() * o[..., v.shape[-1] :].float()).sum(-1, keepdim=True).clamp(min=1e-30).sqrt()
+        return (o[..., : v.shape[-1]] / (1 + norm)).to(v.dtype).transpose(1, 2)
+
+    return run
+
+
+PEERS = {  # name: (package, what it computes, module -> function)
+    "x-transformers": (
+        "x_transformers.attend",
+        "softmax",
+        lambda m: lambda *x: m.Attend(causal=True, flash=True)(*x)[0],
+    ),
+    "fla beta": ("fla.ops.linear_attn", "beta", lambda m: fla_beta(m.chunk_linear_attn)),
+}
+
+
+def subjects(dev: str) -> dict[str, Subject]:
+    """Everything there is to time here, SDPA first."""
+    naive = {core: functools.partial(naive_attention, core) for core in ONE_QUERY}
+    softmax = naive["softmax"]
+    table = {"sdpa": Subject(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), softmax)}
+    for core, f in ATTENTION.items():
+        exact = naive.get(core)
+        table[core] = Subject(f, exact)
+        if "S" in heads:
+            mixed = exact and by_heads(functools.partial(exact, window=window), exact)
+            table[f"{core} {heads}"] = Subject(by_heads(functools.partial(f, window=window), f), mixed)
+        if n_head % 2 == 0:
+            table[f"{core} differential"] = Subject(differential(f), exact and differential(exact))
+    if not quick:
+        for backend in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"):
+            name = "sdpa, " + backend.lower().removesuffix("_attention")
+            table[name] = Subject(pinned(getattr(SDPBackend, backend)), softmax, quadratic=backend == "MATH")
+        on_gpu = dev.startswith("cuda")  # FlexAttention has no backward pass on a CPU
+        ls = by_heads(functools.partial(softmax, window=window), softmax)
+        table |= {f"flex {p}": Subject(flex(p), e, backward=on_gpu) for p, e in (("L", softmax), (heads, ls))}
+    for name, (package, core, make) in PEERS.items():
+        try:
+            table[name] = Subject(make(importlib.import_module(package)), naive[core])
+        except Exception as error:  # not installed, or not for this machine
+            print(f"{name}: left out ({why(error)})")
+    if unknown := set(filter(None, only.split(","))) - set(table):
+        raise ValueError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(table)}")
+    return {name: subject for name, subject in table.items() if not only or name in only.split(",")}
+
+
+def why(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0][:90]}"
+
+
+# -----------------------------------------------------------------------------
+# how it is measured
 
 
 def inputs(T: int, dev: str, dt: torch.dtype) -> list[torch.Tensor]:
@@ -39,79 +191,289 @@ def inputs(T: int, dev: str, dt: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(batch_size, n_head, T, head_dim, device=dev, dtype=dt, requires_grad=True) for _ in range(3)]
 
 
-def error(name: str, dev: str, dt: torch.dtype) -> float:
-    """The largest difference of a subject's output and gradients from the naive form's in float64, on 128 tokens."""
-    x = inputs(128, dev, dt)
+def error_of(subject: Subject, x: list[torch.Tensor]) -> float:
+    """The largest difference of output and gradients from the naive form's in float64."""
     exact = [t.detach().cpu().double().requires_grad_() for t in x]
-    y, y_exact = SUBJECTS[name](*x), naive_attention(name if name in ATTENTION else "softmax", *exact)
-    pairs = [
-        (y, y_exact),
-        *zip(
-            torch.autograd.grad(y.sum(), x, materialize_grads=True),
-            torch.autograd.grad(y_exact.sum(), exact),
-            strict=True,
-        ),
-    ]
+    y_exact = subject.exact(*exact)
+    if not subject.backward:
+        with torch.no_grad():
+            return (subject.run(*x).cpu().double() - y_exact).abs().max().item()
+    y = subject.run(*x)
+    grads = torch.autograd.grad(y.sum(), x, materialize_grads=True)
+    pairs = [(y, y_exact), *zip(grads, torch.autograd.grad(y_exact.sum(), exact), strict=True)]
     return max((a.detach().cpu().double() - b).abs().max().item() for a, b in pairs)
 
 
-def seconds(f: Callable, qkv: list[torch.Tensor], backward: bool) -> float:
-    """Wall time of one forward, or one forward and backward."""
+def clock(dev: str) -> float:
+    getattr(torch, dev.partition(":")[0]).synchronize()
+    return time.perf_counter()
+
+
+def passes(subject: Subject, qkv: list[torch.Tensor], dev: str) -> dict[str, float]:
+    """Milliseconds of a forward pass without gradients, of a backward pass, and of both with gradients."""
     for t in qkv:
         t.grad = None
-    synchronize = getattr(torch, qkv[0].device.type).synchronize
-    synchronize()
-    begin = time.perf_counter()
-    if backward:
-        y = f(*qkv)
+    begin = clock(dev)
+    with torch.no_grad():
+        subject.run(*qkv)
+    row = {"forward": (clock(dev) - begin) * 1e3}
+    if subject.backward:
+        begin = clock(dev)
+        y = subject.run(*qkv)
+        middle = clock(dev)
         y.backward(torch.ones_like(y))
-    else:
-        with torch.no_grad():
-            f(*qkv)
-    synchronize()
-    return time.perf_counter() - begin
+        end = clock(dev)
+        row |= {"backward": (end - middle) * 1e3, "both": (end - begin) * 1e3}
+    return row
+
+
+def peak_memory(f: Callable, dev: str) -> int:
+    """Bytes that f() needed at most at once, beyond what was there before."""
+    if dev.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        f()
+        return torch.cuda.max_memory_allocated() - before
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # the profiler announces itself on every start
+    try:
+        with profile(profile_memory=True) as p:
+            f()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+    now = peak = 0
+    for event in sorted((e for e in p.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def free_memory(dev: str) -> int:
+    """Bytes that are free on the device; where nobody says, as if there were 8 GiB."""
+    if dev.startswith("cuda"):
+        return torch.cuda.mem_get_info()[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    except OSError:
+        return 8 * 2**30
+
+
+def interleaved(tasks: dict[str, Callable]) -> Iterator[tuple[str, dict, dict]]:
+    """(name, medians, spreads) of each task's dicts of numbers; every task runs once before any runs again."""
+    rows = {name: [] for name in tasks}
+    for _ in range(repeats):
+        for name, task in tasks.items():
+            rows[name].append(task())
+    for name, got in rows.items():
+        columns = {key: sorted(row[key] for row in got) for key in got[0]}
+        spread = {k: (c[(3 * len(c) - 1) // 4] - c[len(c) // 4]) / 2 / statistics.median(c) for k, c in columns.items()}
+        yield name, {k: statistics.median(c) for k, c in columns.items()}, spread
+
+
+# -----------------------------------------------------------------------------
+# the four parts; each prints its table and returns its rows
+
+
+def attention(dev: str, dt: torch.dtype) -> list[dict]:
+    """Each subject at each length: milliseconds, spreads, ratios to the first subject, peak memory."""
+    table, rows, seconds = {}, [], {}
+    x = inputs(CHECKED_AT, dev, dt)
+    for name, subject in subjects(dev).items():
+        try:
+            e = error_of(subject, x) if subject.exact else 0.0
+        except Exception as error:
+            print(f"{name}: does not run here ({why(error)})")
+            continue
+        if not e <= TOLERANCE[dt]:
+            print(f"{name} is WRONG: it differs from the naive form by {e:.2g}; not timed")
+            continue
+        if not subject.exact:
+            print(f"{name} has no line in ONE_QUERY: timed, but not checked")
+        table[name] = subject
+    for n in numbers(lengths):
+        qkv, tasks, first = inputs(n, dev, dt), {}, None
+        for name, subject in table.items():
+            expected = (n / seconds[name][0]) ** 2 * seconds[name][1] if name in seconds else 0.0
+            need = 32 * batch_size * n_head * n * n if subject.quadratic else 0
+            if expected > patience or need > free_memory(dev) / 2:
+                reason = (
+                    f"take up to {expected:.0f} s a pass" if expected > patience else f"need {need / 2**30:.1f} GiB"
+                )
+                print(f"n = {n}: {name} skipped, would {reason}")
+                continue
+            try:
+                passes(subject, qkv, dev)  # warm-up, and compilation
+                row = passes(subject, qkv, dev)
+            except torch.OutOfMemoryError:
+                print(f"n = {n}: {name} skipped, out of memory")
+                continue
+            seconds[name] = n, (row["forward"] + row.get("both", 0.0)) / 1e3
+            tasks[name] = functools.partial(passes, subject, qkv, dev)
+        columns = ("forward", "backward", "forward + backward")
+        print(f"\n{f'n = {n}':24}" + "".join(f"{c:>22}" for c in columns) + f"{'memory':>12}")
+        for name, median, spread in interleaved(tasks):
+            for t in qkv:
+                t.grad = None
+            memory = peak_memory(tasks[name], dev)
+            first = first or median
+            ratio = {k: m / first[k] for k, m in median.items() if k in first}
+            cells = [
+                f"{median[k]:8.2f} ms ±{spread[k]:3.0%}{ratio.get(k, 1):5.2f}x" if k in median else "-"
+                for k in ("forward", "backward", "both")
+            ]
+            print(f"{name:24}" + "".join(f"{c:>22}" for c in cells) + f"{memory / 2**20:8.1f} MiB", flush=True)
+            rows.append({"subject": name, "n": n, "ms": median, "spread": spread, "ratio": ratio, "peak_bytes": memory})
+    return rows
+
+
+def models(T: int, sizes: dict, dev: str) -> dict[str, GPT]:
+    """A model for each core, with long heads and with the pattern `heads`."""
+    names = [(core, pattern) for core in ATTENTION for pattern in dict.fromkeys(("L", heads))]
+    return {f"{c} {p}": GPT(GPTConfig(block_size=T, **sizes, attention=c, heads=p)).to(dev) for c, p in names}
+
+
+def model(dev: str, amp: object, length: int, train: bool) -> list[dict]:
+    """Milliseconds of a whole forward pass (up to the last token's logits), or of a training step."""
+    gpts, rows, base, kind = models(length, LS_MODEL, dev), [], None, dev.partition(":")[0]
+    x = torch.randint(LS_MODEL["vocab_size"], (batch_size, length), device=dev)
+    adamw = {name: gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), kind) for name, gpt in gpts.items()}
+
+    def once(name: str) -> dict[str, float]:
+        begin = clock(dev)
+        with amp, torch.set_grad_enabled(train):
+            loss = gpts[name](x, x if train else None)[1]
+        if train:
+            loss.backward()
+            adamw[name].step()
+            adamw[name].zero_grad()
+        return {"ms": (clock(dev) - begin) * 1e3}
+
+    for name in gpts:  # warm-up
+        once(name)
+    title = "training step" if train else "forward pass"
+    print(f"\n{title} of the LS paper's model (6 layers, 192 wide, 6 heads), n = {length}, batch {batch_size}")
+    for name, median, spread in interleaved({name: functools.partial(once, name) for name in gpts}):
+        ms = median["ms"]
+        base = base or ms
+        row = {"subject": name, "n": length, "ms": ms, "spread": spread["ms"], "change": ms / base - 1}
+        row["tokens_per_s"] = batch_size * length / ms * 1e3
+        print(f"{name:24}{ms:10.1f} ms ±{spread['ms']:3.0%}{row['change']:+9.1%}{row['tokens_per_s']:12,.0f} tokens/s")
+        rows.append(row)
+    return rows
+
+
+def decode(dev: str, amp: object) -> list[dict]:
+    """Tokens/s of one sequence from one token to decode_length, and the size of the cache."""
+    rows, n = [], decode_length
+    columns = ("tokens/s", "first tenth", "last tenth")
+    print(f"\ndecoding, 6 layers, 384 wide, 6 heads\n{f'one sequence to {n} tokens':30}", end="")
+    print("".join(f"{c:>16}" for c in columns))
+    for name, gpt in models(n, GPT_10M, dev).items():
+        for cached in (True, False) if name == "softmax L" else (True,):
+            ticks, start = [clock(dev)], torch.zeros(1, 1, dtype=torch.long, device=dev)
+            with amp:
+                for _ in gpt.eval().stream(start, n - 1, temperature=0.8, seed=seed, use_cache=cached):
+                    ticks.append(clock(dev))
+            tenth = max(1, (n - 1) // 10)
+            row = {"tokens_per_s": (n - 1) / (ticks[-1] - ticks[0])}
+            row |= {"first": tenth / (ticks[tenth] - ticks[0]), "last": tenth / (ticks[-1] - ticks[-1 - tenth])}
+            rows.append({"subject": name + ("" if cached else ", no cache"), "n": n, **row})
+            print(f"{rows[-1]['subject']:30}" + "".join(f"{x:16.1f}" for x in row.values()), flush=True)
+    gpts = {T: models(T, GPT_10M, dev) for T in (1024, 8192)}
+    print(f"\n{'bytes of its cache':30}" + "".join(f"{f'n = {T}':>16}" for T in gpts))
+    for name in gpts[8192]:
+        size = {T: cache_bytes(gpts[T][name], dev) for T in gpts}
+        rows += [{"subject": name, "n": T, "cache_bytes": size[T]} for T in size]
+        less = cache_bytes(gpts[8192]["softmax L"], dev) / size[8192]
+        print(f"{name:30}" + "".join(f"{x:16,}" for x in size.values()) + f"{less:10.2f}x less at 8192")
+    return rows
+
+
+@torch.no_grad()
+def cache_bytes(gpt: GPT, dev: str) -> int:
+    """The size of a full cache: long heads' memory is taken at once, and 200 tokens fill the short ones."""
+    cache = gpt.new_cache()
+    gpt(torch.zeros(1, min(200, gpt.config.block_size), dtype=torch.long, device=dev), cache=cache)
+    return cache.nbytes
+
+
+def draw(rows: list[dict], path: str) -> None:
+    """Time and memory of forward + backward against n, on log axes."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("--plot draws with matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 6))
+    rows, ticks = [row for row in rows if "both" in row["ms"]], sorted({row["n"] for row in rows})
+    for i, name in enumerate(dict.fromkeys(row["subject"] for row in rows)):
+        mine = [row for row in rows if row["subject"] == name]
+        style = {"label": name, "marker": "o", "markersize": 4, "linestyle": ("-", "--", ":")[i // 10 % 3]}
+        axes[0].plot([row["n"] for row in mine], [row["ms"]["both"] for row in mine], **style)
+        axes[1].plot([row["n"] for row in mine], [row["peak_bytes"] / 2**20 for row in mine], **style)
+    for ax, label in zip(axes, ("forward + backward, ms", "peak memory, MiB"), strict=True):
+        ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+        ax.set_xticks(ticks, [str(n) for n in ticks])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+    axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.suptitle(f"attention, B {batch_size}, H {n_head}, D {head_dim}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    print(f"drew {path}")
+
+
+def numbers(text: str) -> list[int]:
+    """The integers of a flag. Raises ValueError where they are none, or below 1."""
+    try:
+        got = [int(n) for n in text.split(",")]
+    except ValueError:
+        got = []
+    if not got or min(got) < 1:
+        raise ValueError(f"lengths must be positive integers, separated by commas; got {text}")
+    return sorted(got)
 
 
 def main() -> None:
-    dev, dt_name, _ = pick_device(device, dtype)
-    dt = getattr(torch, dt_name)
-    try:
-        sizes = [int(n) for n in lengths.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(*sizes, repeats, batch_size, n_head, head_dim) < 1:
-        raise ValueError(f"lengths, repeats and sizes must be positive integers; got --lengths={lengths}")
+    if quick:
+        globals().update({name: value for name, value in QUICK.items() if name not in given})
+    parts, all_parts = what.split(","), ("attention", "model", "step", "decode")
+    if unknown := set(parts) - set(all_parts):
+        raise ValueError(f"--what={what}: {', '.join(sorted(unknown))} is none of {', '.join(all_parts)}")
+    if min(repeats, batch_size, n_head, head_dim, step_length, decode_length - 1) < 1 or not patience > 0:
+        raise ValueError("sizes, repeats and patience must be positive, decode_length at least 2")
+    numbers(lengths), numbers(model_lengths)
+    GPTConfig(n_head=n_head, n_embd=n_head, heads=heads, window=window if "S" in heads else None)  # or says why not
+    dev, dt_name, amp = pick_device(device, dtype)
+    chip = torch.cuda.get_device_name() if dev.startswith("cuda") else platform.processor() or platform.machine()
+    about = {"device": dev, "chip": chip, "dtype": dt_name, "torch": torch.__version__}
+    about |= {"threads": torch.get_num_threads(), "B": batch_size, "H": n_head, "D": head_dim}
+    about |= {"heads": heads, "window": window, "repeats": repeats}
+    print(", ".join(f"{k} {v}" for k, v in about.items()) + "\n")
     torch.manual_seed(seed)
-    print(f"{dev}, {dt_name}, PyTorch {torch.__version__}, {torch.get_num_threads()} threads, ", end="")
-    print(f"B {batch_size}, H {n_head}, D {head_dim}; medians of {repeats} interleaved repeats, ratio to sdpa")
-    right = []
-    for name in SUBJECTS:
-        if name in ATTENTION and name not in ONE_QUERY:
-            print(f"{name} has no line in ONE_QUERY: timed, but not checked")
-            right.append(name)
-        elif (e := error(name, dev, dt)) <= TOLERANCE[dt]:
-            right.append(name)
-        else:
-            print(f"{name} is WRONG: it differs from the naive form by {e:.2g}; not timed")
-    for backward in (False, True):
-        print(f"\n{'forward + backward' if backward else 'forward':20}" + "".join(f"{f'n = {n}':>22}" for n in sizes))
-        columns = []
-        for n in sizes:
-            qkv = inputs(n, dev, dt)
-            for name in right:  # warm-up
-                seconds(SUBJECTS[name], qkv, backward)
-            times = {name: [] for name in right}
-            for _ in range(repeats):
-                for name in right:
-                    times[name].append(seconds(SUBJECTS[name], qkv, backward))
-            columns.append({name: statistics.median(t) for name, t in times.items()})
-        for name in right:
-            cells = [f"{c[name] * 1e3:10.2f} ms {c[name] / c.get('sdpa', c[name]):6.2f}x" for c in columns]
-            print(f"{name:20}" + "".join(f"{cell:>22}" for cell in cells))
+    results: dict = {"about": about}
+    if "attention" in parts:
+        results["attention"] = attention(dev, getattr(torch, dt_name))
+    if "model" in parts:
+        results["model"] = [row for n in numbers(model_lengths) for row in model(dev, amp, n, train=False)]
+    if "step" in parts:
+        results["step"] = model(dev, amp, step_length, train=True)
+    if "decode" in parts:
+        results["decode"] = decode(dev, amp)
+    with open(out, "w", encoding="utf-8") as f:
+        json.dump(results, f, indent=1)
+    print(f"\nwrote {out}")
+    if plot and "attention" in parts:
+        draw(results["attention"], os.path.splitext(out)[0] + ".png")
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
+    config, given = configure(globals())
     globals().update(config)
     with user_errors():
         main()

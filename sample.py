@@ -27,6 +27,7 @@ top_k: int | None = 200  # sample from the k most likely tokens; None: from all
 top_p: float | None = None  # sample from the fewest tokens that hold this probability; None: from all
 stop: str | None = None  # end a sample where this text comes up
 seed = 1337  # of the first sample; the others take the next ones
+use_cache = True  # keep what the model has computed of earlier tokens; the text is the same without, slowly
 device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on a GPU that has it, else float16
 compile = False  # torch.compile the model
@@ -95,7 +96,8 @@ def main() -> None:
     with amp:
         for i in range(num_samples):
             ids = torch.tensor([prompt], device=device)
-            tokens = model.stream(ids, max_new_tokens, temperature, top_k, top_p, vocab_size=tok.n_vocab, seed=seed + i)
+            sampling = {"vocab_size": tok.n_vocab, "seed": seed + i, "use_cache": use_cache}
+            tokens = model.stream(ids, max_new_tokens, temperature, top_k, top_p, **sampling)
             print(text, end="")
             for piece in text_of(tokens, tok, stop):
                 print(piece, end="", flush=True)
