@@ -9,7 +9,8 @@ Four parts: `attention` (forward, backward and peak memory of the function alone
 the LS paper's model, its Table 1), `step` (its training step), `decode` (tokens/s and cache bytes).
 Outputs and gradients of each attention are checked against the naive form first; one that is wrong is
 reported, not timed. Repeats are interleaved: every subject runs once before any runs again. Numbers are
-medians with half their interquartile range; ratios are to the first subject. Writes everything to --out.
+medians with half their interquartile range; ratios are to the first subject in the same round. Everything is
+written to --out.
 """
 
 import functools
@@ -21,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.autograd.profiler import profile
@@ -42,16 +44,16 @@ n_head = 6  # heads
 head_dim = 32  # of q, k and v
 heads = "SSSSSL"  # the pattern of the LS subjects
 window = 100  # its span; the models have the LS paper's, 50 up to 2048 tokens and 100 past that
-repeats = 7  # of each subject
+repeats = 9  # of each subject
 patience = 20.0  # seconds; what would take longer for one pass is skipped
 quick = False  # short lengths and few repeats: under a minute on two cores
 plot = False  # draw time and memory against n to a PNG beside --out (needs matplotlib)
 out = "bench.json"  # the file of results
 device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
-dtype = "auto"  # float32, bfloat16, float16: of q, k and v, and of the models by autocast
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of q, k and v, and of the models by autocast
 seed = 1337  # of q, k, v
 
-QUICK = {"lengths": "512,2048", "model_lengths": "1024", "step_length": 256, "decode_length": 128, "repeats": 3}
+QUICK = {"lengths": "256,1024", "model_lengths": "1024", "step_length": 256, "decode_length": 128, "repeats": 3}
 CHECKED_AT = 300  # tokens: past the first blocks of short heads, and where beta is linear
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 # The LS paper's, section 5.1; it does not say which GELU: this one is PyTorch's default, and the faster on a CPU
@@ -197,7 +199,7 @@ def error_of(subject: Subject, x: list[torch.Tensor]) -> float:
     y_exact = subject.exact(*exact)
     if not subject.backward:
         with torch.no_grad():
-            return (subject.run(*x).cpu().double() - y_exact).abs().max().item()
+            return (subject.run(*(t.detach() for t in x)).cpu().double() - y_exact).abs().max().item()
     y = subject.run(*x)
     grads = torch.autograd.grad(y.sum(), x, materialize_grads=True)
     pairs = [(y, y_exact), *zip(grads, torch.autograd.grad(y_exact.sum(), exact), strict=True)]
@@ -215,7 +217,7 @@ def passes(subject: Subject, qkv: list[torch.Tensor], dev: str) -> dict[str, flo
         t.grad = None
     begin = clock(dev)
     with torch.no_grad():
-        subject.run(*qkv)
+        subject.run(*(t.detach() for t in qkv))
     row = {"forward": (clock(dev) - begin) * 1e3}
     if subject.backward:
         begin = clock(dev)
@@ -261,16 +263,25 @@ def free_memory(dev: str) -> int:
         return 8 * 2**30
 
 
-def interleaved(tasks: dict[str, Callable]) -> Iterator[tuple[str, dict, dict]]:
-    """(name, medians, spreads) of each task's dicts of numbers; every task runs once before any runs again."""
+def interleaved(tasks: dict[str, Callable]) -> Iterator[tuple[str, dict, dict, dict]]:
+    """(name, medians, spreads, ratios) of each task's dicts of numbers; every task runs once before any runs again.
+
+    A ratio is the median of those to the first task in the same round: what slows a round down cancels.
+    """
     rows = {name: [] for name in tasks}
     for _ in range(repeats):
         for name, task in tasks.items():
             rows[name].append(task())
     for name, got in rows.items():
-        columns = {key: sorted(row[key] for row in got) for key in got[0]}
-        spread = {k: (c[(3 * len(c) - 1) // 4] - c[len(c) // 4]) / 2 / statistics.median(c) for k, c in columns.items()}
-        yield name, {k: statistics.median(c) for k, c in columns.items()}, spread
+        columns = {key: [row[key] for row in got] for key in got[0]}
+        median = {k: statistics.median(c) for k, c in columns.items()}
+        quarter = (len(got) - 1) / 4
+        spread = {
+            k: (sorted(c)[round(3 * quarter)] - sorted(c)[round(quarter)]) / 2 / median[k] for k, c in columns.items()
+        }
+        first = next(iter(rows.values()))
+        ratio = {k: statistics.median(t / f[k] for t, f in zip(c, first, strict=True)) for k, c in columns.items()}
+        yield name, median, spread, ratio
 
 
 # -----------------------------------------------------------------------------
@@ -294,7 +305,7 @@ def attention(dev: str, dt: torch.dtype) -> list[dict]:
             print(f"{name} has no line in ONE_QUERY: timed, but not checked")
         table[name] = subject
     for n in numbers(lengths):
-        qkv, tasks, first = inputs(n, dev, dt), {}, None
+        qkv, tasks = inputs(n, dev, dt), {}
         for name, subject in table.items():
             expected = (n / seconds[name][0]) ** 2 * seconds[name][1] if name in seconds else 0.0
             need = 32 * batch_size * n_head * n * n if subject.quadratic else 0
@@ -314,14 +325,12 @@ def attention(dev: str, dt: torch.dtype) -> list[dict]:
             tasks[name] = functools.partial(passes, subject, qkv, dev)
         columns = ("forward", "backward", "forward + backward")
         print(f"\n{f'n = {n}':24}" + "".join(f"{c:>22}" for c in columns) + f"{'memory':>12}")
-        for name, median, spread in interleaved(tasks):
+        for name, median, spread, ratio in interleaved(tasks):
             for t in qkv:
                 t.grad = None
             memory = peak_memory(tasks[name], dev)
-            first = first or median
-            ratio = {k: m / first[k] for k, m in median.items() if k in first}
             cells = [
-                f"{median[k]:8.2f} ms ±{spread[k]:3.0%}{ratio.get(k, 1):5.2f}x" if k in median else "-"
+                f"{median[k]:8.2f} ms ±{spread[k]:3.0%}{ratio[k]:5.2f}x" if k in median else "-"
                 for k in ("forward", "backward", "both")
             ]
             print(f"{name:24}" + "".join(f"{c:>22}" for c in cells) + f"{memory / 2**20:8.1f} MiB", flush=True)
@@ -337,7 +346,7 @@ def models(T: int, sizes: dict, dev: str) -> dict[str, GPT]:
 
 def model(dev: str, amp: object, length: int, train: bool) -> list[dict]:
     """Milliseconds of a whole forward pass (up to the last token's logits), or of a training step."""
-    gpts, rows, base, kind = models(length, LS_MODEL, dev), [], None, dev.partition(":")[0]
+    gpts, rows, kind = models(length, LS_MODEL, dev), [], dev.partition(":")[0]
     x = torch.randint(LS_MODEL["vocab_size"], (batch_size, length), device=dev)
     adamw = {name: gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), kind) for name, gpt in gpts.items()}
 
@@ -355,10 +364,9 @@ def model(dev: str, amp: object, length: int, train: bool) -> list[dict]:
         once(name)
     title = "training step" if train else "forward pass"
     print(f"\n{title} of the LS paper's model (6 layers, 192 wide, 6 heads), n = {length}, batch {batch_size}")
-    for name, median, spread in interleaved({name: functools.partial(once, name) for name in gpts}):
+    for name, median, spread, ratio in interleaved({name: functools.partial(once, name) for name in gpts}):
         ms = median["ms"]
-        base = base or ms
-        row = {"subject": name, "n": length, "ms": ms, "spread": spread["ms"], "change": ms / base - 1}
+        row = {"subject": name, "n": length, "ms": ms, "spread": spread["ms"], "change": ratio["ms"] - 1}
         row["tokens_per_s"] = batch_size * length / ms * 1e3
         print(f"{name:24}{ms:10.1f} ms ±{spread['ms']:3.0%}{row['change']:+9.1%}{row['tokens_per_s']:12,.0f} tokens/s")
         rows.append(row)

@@ -226,6 +226,8 @@ def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
 
     so the running sums S and G, which are D x Dv and D x D, hold all of the past, exactly. Weights that are
     dropped, a bias, or a window have no such sums; there, and for few tokens, it is the quadratic form.
+    Rounding is relative to ||q|| ||k||: where keys are so alike, and a query so much at a right angle to them,
+    that ||s|| is a hundred times smaller, float32 keeps four digits; the quadratic form would keep six.
     """
     few = k.shape[-2] < BETA_LINEAR_FROM or q.shape[-2] < k.shape[-2]
     if few or window is not None or bias is not None or dropout:
@@ -379,7 +381,10 @@ class KeyValueCache:
                 k, v = torch.cat((self.k[:, :, at:], k), dim=-2), torch.cat((self.v[:, :, at:], v), dim=-2)
             at = max(0, k.shape[-2] - self.window - 1)
             self.k, self.v = (k[:, :, at:], v[:, :, at:]) if new == 1 else (k[:, :, at:].clone(), v[:, :, at:].clone())
-        return self.core(q, k, per_head(v, q.shape[1]), window=self.window, **kwargs)
+        y = self.core(q, k, per_head(v, q.shape[1]), window=self.window, **kwargs)
+        if y.shape[-2] != q.shape[-2]:
+            raise ValueError(f"this attention gives {y.shape[-2]} outputs for {q.shape[-2]} queries: use_cache=False")
+        return y
 
     @property
     def nbytes(self) -> int:

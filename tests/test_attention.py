@@ -1,5 +1,6 @@
 """Every core in ATTENTION against its one-query form, and what must hold of each."""
 
+import functools
 import math
 
 import pytest
@@ -7,16 +8,25 @@ import torch
 from torch.nn import functional as F
 
 import model
-from model import ATTENTION, ONE_QUERY, naive_attention
+from model import ATTENTION, ONE_QUERY, BetaLinear, naive_attention
 
 T = 37
 WINDOWS = [None, 0, 1, 7, T - 1, 3 * T]
+LONG = 300  # where beta is linear, and short heads are cut into blocks
+LONG_WINDOWS = [None, 0, 1, 16, 64, 100, 150, LONG - 2]
 cores = pytest.mark.parametrize("core", ATTENTION)
 windows = pytest.mark.parametrize("window", WINDOWS)
 
 
 def qkv(dtype: torch.dtype = torch.float64, dv: int = 8, T: int = T) -> list[torch.Tensor]:
     return [torch.randn(2, 3, T, d, dtype=dtype, requires_grad=True) for d in (8, 8, dv)]
+
+
+long_windows = pytest.mark.parametrize("window", LONG_WINDOWS)
+
+
+def long_qkv(dtype: torch.dtype = torch.float64, dv: int = 8, T: int = LONG) -> list[torch.Tensor]:
+    return [torch.randn(1, 2, T, d, dtype=dtype, requires_grad=True) for d in (8, 8, dv)]
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
@@ -42,6 +52,104 @@ def test_equals_naive_forward_and_backward(core, window, dtype, tolerance):
     assert close(y, y_exact, tolerance)
     for ours, theirs in zip((q, k, v), exact, strict=True):
         assert close(ours.grad, theirs.grad, tolerance)
+
+
+@cores
+@long_windows
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_the_fast_forms_equal_naive_forward_and_backward(core, window, dtype, tolerance):
+    """beta from running sums, short heads in blocks, with another width of values."""
+    q, k, v = long_qkv(dtype, dv=5)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    y, y_exact = (
+        ATTENTION[core](q, k, v, window=window, scale=0.4),
+        naive_attention(core, *exact, window=window, scale=0.4),
+    )
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    y_exact.backward(dy.double())
+    assert close(y, y_exact, tolerance)
+    for ours, theirs in zip((q, k, v), exact, strict=True):
+        assert close(ours.grad, theirs.grad, tolerance)
+
+
+@cores
+@long_windows
+@pytest.mark.parametrize("shape", [(LONG, LONG), (2, LONG, LONG), (1, 2, LONG, LONG), (1, 1, 1, LONG)])
+def test_a_bias_in_blocks(core, window, shape):
+    q, k, v = long_qkv()
+    bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    y = ATTENTION[core](q, k, v, window=window, bias=bias.expand(1, 2, LONG, LONG) if shape[-2] == 1 else bias)
+    exact = naive_attention(core, q, k, v, window=window, bias=bias.expand(1, 2, LONG, LONG))
+    assert close(y, exact, 1e-12)
+    (ours,), (theirs,) = torch.autograd.grad(y.sin().sum(), bias), torch.autograd.grad(exact.sin().sum(), bias)
+    assert close(ours, theirs, 1e-12)
+
+
+@cores
+@long_windows
+def test_fewer_queries_are_the_last(core, window):
+    q, k, v = long_qkv()
+    full = naive_attention(core, q, k, v, window=window)
+    for n in (1, 5, 70, LONG - 1):
+        assert close(ATTENTION[core](q[..., -n:, :], k, v, window=window), full[..., -n:, :], 1e-12)
+        assert close(naive_attention(core, q[..., -n:, :], k, v, window=window), full[..., -n:, :], 1e-12)
+
+
+def saved_bytes(f) -> int:
+    """What a forward pass keeps for its backward pass, each piece of memory once."""
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.__setitem__(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) or t, lambda t: t
+    ):
+        f()
+    return sum(kept.values())
+
+
+@cores
+@pytest.mark.parametrize("window", [None, 20, 100])
+def test_memory_grows_with_the_tokens_and_not_with_their_square(core, window):
+    if window is None and core != "beta":
+        pytest.skip("long heads of softmax and LASER keep their memory in PyTorch's fused kernels")
+    x = {n: long_qkv(torch.float32, T=n) for n in (1024, 4096)}
+    small, large = (saved_bytes(functools.partial(ATTENTION[core], *x[n], window=window)) for n in x)
+    assert large <= 4.4 * small
+
+
+@pytest.mark.parametrize("widths", [(3, 3), (2, 5), (5, 2)])
+@pytest.mark.parametrize("T", [1, 63, 130])
+def test_betas_gradients_by_differences(widths, T):
+    D, Dv = widths
+    x = [torch.randn(1, 2, T, d, dtype=torch.float64, requires_grad=True) for d in (D, D, Dv)]
+    some = torch.randn(1, 2, T, Dv, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda *x: (BetaLinear.apply(*x, None)[0] * some).sum(), x, fast_mode=True)
+
+
+def test_betas_sums_go_on_from_a_state():
+    q, k, v = long_qkv()
+    whole, end = BetaLinear.apply(q, k, v, None)
+    state, parts = None, []
+    for part in zip(*(x.split([1, 1, 100, 64, 134], dim=-2) for x in (q, k, v)), strict=True):
+        y, state = BetaLinear.apply(*part, state)
+        parts.append(y)
+    assert close(torch.cat(parts, -2), whole, 1e-12) and close(state, end, 1e-12)
+    assert close(state, k.mT @ torch.cat((v, k), -1), 1e-12) and not state.requires_grad
+
+
+@pytest.mark.parametrize(("size", "tolerance"), [(10.0, 1e-5), (100.0, 1e-3), (1e6, 20.0)])
+def test_beta_where_its_norm_is_the_rounding_of_a_difference(size, tolerance):
+    """Queries at a right angle to keys that are nearly all alike: ||s|| is far below |q| ||K||, which is what the
+    running sums round by in float32. The error grows with the square of their ratio; no gradient blows up."""
+    q, k, v = long_qkv(torch.float32)
+    common = F.normalize(torch.randn(8), dim=0)
+    k = (k.detach() + size * common).requires_grad_()
+    q = (q.detach() - (q.detach() @ common)[..., None] * common).requires_grad_()
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    y, y_exact = ATTENTION["beta"](q, k, v), naive_attention("beta", *exact)
+    y.sum().backward()
+    y_exact.sum().backward()
+    assert relative(y, y_exact) <= tolerance
+    assert all(relative(a.grad, b.grad) <= tolerance for a, b in zip((q, k, v), exact, strict=True))
 
 
 @cores
@@ -82,17 +190,17 @@ def test_causal_by_gradient(core, window):
 
 
 @cores
-@windows
+@pytest.mark.parametrize(("T", "window"), [*((T, w) for w in WINDOWS), *((LONG, w) for w in (None, 0, 16, 100))])
 @pytest.mark.parametrize("value", [3.0, 50.0, 120.0, 1000.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_large_later_token_changes_nothing_before_it(core, window, value, dtype):
+def test_a_large_later_token_changes_nothing_before_it(core, T, window, value, dtype):
     """Its value, in one channel of one head, or its key, must not reach earlier outputs or gradients, not even
     by rounding them differently, in any precision."""
     at = T - 1
 
     def outputs(which: int | None) -> tuple:
         torch.manual_seed(1)
-        x = [t.detach() for t in qkv(dtype)]
+        x = [t.detach() for t in qkv(dtype, T=T)]
         x[2] *= 0.3
         if which is not None:
             x[which][0, 1, at, 2] = value
@@ -218,9 +326,9 @@ def test_beta_has_the_true_gradient_not_the_posts():
 
 
 @cores
-@windows
-def test_zero_queries_have_finite_gradients(core, window):
-    q, k, v = qkv(torch.float32)
+@pytest.mark.parametrize(("T", "window"), [*((T, w) for w in WINDOWS), (LONG, None), (LONG, 16)])
+def test_zero_queries_have_finite_gradients(core, T, window):
+    q, k, v = qkv(torch.float32, T=T)
     x = [(t.detach() * z).requires_grad_() for t, z in ((q, 0.0), (k, 1.0), (v, 1.0))]
     ATTENTION[core](*x, window=window).sum().backward()
     assert all(t.grad.isfinite().all() for t in x)
@@ -236,6 +344,48 @@ def test_scores_past_float16s_largest_number(core, window):
     if exact.abs().max() > 60000:
         pytest.skip("the output itself is past float16's largest number")
     assert close(y, exact, 4e-3)
+
+
+@pytest.mark.parametrize("window", [0, 16, 100])
+@pytest.mark.parametrize("value", [1000.0, -1000.0])
+def test_laser_in_log_space_in_blocks(window, value):
+    x = [t.detach() for t in long_qkv(torch.float32)]
+    x[2][0, 1, 211, 2] = value
+    x = [t.requires_grad_() for t in x]
+    exact = [t.detach().double().requires_grad_() for t in x]
+    y, y_exact = ATTENTION["laser"](*x, window=window), naive_attention("laser", *exact, window=window)
+    y.tanh().sum().backward()
+    y_exact.tanh().sum().backward()
+    assert close(y, y_exact, 1e-5)
+    assert all(close(a.grad, b.grad, 1e-5) for a, b in zip(x, exact, strict=True))
+
+
+@cores
+def test_bad_input_says_what_and_why(core):
+    q, k, v = (t.detach() for t in qkv(torch.float32))
+    f = ATTENTION[core]
+    for wrong, says in (
+        ((q[0], k, v), "(B, H, T, D)"),
+        ((q[:1], k, v), "same B and H"),
+        ((q, k[:, :2], v), "same B and H"),
+        ((q[..., :4], k, v), "one D"),
+        ((q, k, v[..., 1:, :]), "k and v one T"),
+        ((q, k[..., 1:, :], v[..., 1:, :]), "from 1 to T queries"),
+        ((q[..., :0, :], k, v), "from 1 to T queries"),
+    ):
+        with pytest.raises(ValueError) as error:
+            f(*wrong)
+        assert says in str(error.value)
+    with pytest.raises(ValueError, match="window=-1 must be 0"):
+        f(q, k, v, window=-1)
+    for i, name in enumerate("qkv"):
+        for value in (math.nan, math.inf, -math.inf):
+            x = [t.clone() for t in (q, k, v)]
+            x[i][1, 2, 3, 4] = value
+            with pytest.raises(ValueError, match=f"attention: {name} holds values that are not finite"):
+                f(*x, window=5)
+    huge = torch.full_like(q, 3e38)  # finite, though their sum is not
+    assert f(q, k, huge).shape == q.shape or core == "laser"
 
 
 @pytest.mark.filterwarnings("error")

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from model import ATTENTION, GPT, GPTConfig, naive_attention
+from model import ATTENTION, GPT, QK_NORM, GPTConfig, naive_attention
 
 V, T = 65, 24
 HEADS = [("L", None), ("S", 3), ("SSSL", 3), ("SLSL", 5), ("S/L", 0), ("LS/SSSL", 4)]
@@ -122,6 +123,12 @@ def test_layer_heads_are_tiled():
     ("wrong", "says"),
     [
         ({"attention": "sofmax"}, "softmax, laser, beta"),
+        ({"qk_norm": "batchnorm"}, "none, layernorm, rmsnorm, l2"),
+        ({"temperature": 0.0}, "must be a positive number"),
+        ({"temperature": math.inf}, "must be a positive number"),
+        ({"differential": True, "n_head": 1}, "n_head=1 is odd"),
+        ({"differential": True, "heads": "SSSL"}, "write each letter twice"),
+        ({"differential": True, "heads": "SSLL/SL"}, "the letters of a layer are SLSL"),
         ({"mlp": "relu7"}, "gelu, gelu_exact"),
         ({"n_head": 5}, "of [2, 4, 8] it is"),
         ({"n_layer": 0}, "at least 1"),
@@ -162,6 +169,9 @@ def test_a_new_attention_is_one_function_and_one_line(monkeypatch):
     gpt = GPT(config(attention="mean", dropout=0.1))
     assert gpt.config.weight_dropout == 0.0
     gpt(tokens(), tokens())[1].backward()
+    assert gpt.generate(tokens()[:, :4], 3, use_cache=False).shape == (2, 7)
+    with pytest.raises(ValueError, match="use_cache=False"):  # it takes no fewer queries than keys
+        gpt.generate(tokens()[:, :4], 3)
     with pytest.raises(ValueError, match="no dropout on attention weights"):
         config(attention="mean", attn_dropout=0.1)
 
@@ -174,6 +184,9 @@ def test_counts():
     assert gpt.num_params() == n
     assert gpt.num_params(non_embedding=False) == n + T * C
     assert gpt.flops() == 6 * n + 12 * L * C * T
+    assert GPT(config(attention="beta", block_size=200)).flops() == 6 * (n) + 12 * L * C * (64 + 16)  # linear
+    wide = GPT(config(differential=True))
+    assert wide.flops() == 6 * wide.num_params() + 18 * L * C * T  # values are twice as wide
     assert GPT(config(heads="SL", window=3)).flops() == 6 * n + 12 * L * 8 * (2 * T + 2 * 4)
     assert GPT(config(bias=False)).num_params() == V * C + L * (2 * C + 12 * C * C) + C
 
@@ -208,6 +221,202 @@ def test_context_past_block_size():
     gpt.crop_block_size(8)
     torch.testing.assert_close(gpt(x)[0], before)
     assert gpt.generate(x, 5).shape == (2, 13)
+
+
+# -----------------------------------------------------------------------------
+# what happens to queries and keys, and differential attention
+
+
+def parts_of(attn, x: torch.Tensor) -> tuple:
+    """q, k and v of a layer, each (B, H, T, D), straight from its projection."""
+    return tuple(t.view(*x.shape[:2], 4, -1).transpose(1, 2) for t in attn.c_attn(x).split(32, dim=2))
+
+
+def merged(attn, y: torch.Tensor) -> torch.Tensor:
+    return attn.c_proj(y.transpose(1, 2).reshape(2, T, 32))
+
+
+@cores
+@pytest.mark.parametrize("qk_norm", QK_NORM)
+@pytest.mark.parametrize("per_dim", [False, True])
+def test_norms_and_temperatures_of_queries_and_keys(core, qk_norm, per_dim):
+    """LASER, section 4: Q D K^T / (tau sqrt(d)), LayerNorm(Q) LayerNorm(K)^T; Henry et al.: g Q^ K^^T."""
+    gpt = GPT(config(attention=core, qk_norm=qk_norm, per_dim_temperature=per_dim, temperature=0.6)).double()
+    attn, x = gpt.transformer.h[1].attn, torch.randn(2, T, 32, dtype=torch.float64)
+    for p in attn.parameters():
+        p.data += 0.3 * torch.randn_like(p)
+    q, k, v = parts_of(attn, x)
+    scale = 8**-0.5 / 0.6
+    if qk_norm == "layernorm":
+        q, k = (F.layer_norm(t, (8,), n.weight, n.bias) for t, n in ((q, attn.q_norm), (k, attn.k_norm)))
+    elif qk_norm == "rmsnorm":
+        q, k = (
+            t / (t.square().mean(-1, keepdim=True) + 1e-5).sqrt() * n.weight
+            for t, n in ((q, attn.q_norm), (k, attn.k_norm))
+        )
+    elif qk_norm == "l2":
+        q, k = (t / t.norm(dim=-1, keepdim=True) for t in (q, k))
+        q = q * attn.q_norm.scale
+    if per_dim:
+        q = q @ torch.diag(torch.log(1 + attn.per_dim_temperature.exp()))
+    torch.testing.assert_close(attn(x), merged(attn, naive_attention(core, q, k, v, scale=scale)), rtol=0, atol=1e-11)
+
+
+def test_neutral_starts():
+    """Per-dimension temperature begins as none; l2 begins with g = log2(T^2 - T) as the scores' scale."""
+    torch.manual_seed(3)
+    plain, x = GPT(config()), tokens()
+    scaled = GPT(config(per_dim_temperature=True))
+    scaled.load_state_dict(plain.state_dict(), strict=False)
+    torch.testing.assert_close(scaled(x)[0], plain(x)[0])
+    attn = GPT(config(qk_norm="l2")).transformer.h[0].attn
+    assert (attn.q_norm.scale * attn.scale).item() == pytest.approx(math.log2(T * T - T))
+    assert not list(attn.k_norm.parameters())
+
+
+@cores
+@pytest.mark.parametrize(("heads", "window"), [("L", None), ("S", 3), ("SSLL", 3), ("LLSS", 5), ("SS/LL", 0)])
+def test_differential_is_the_papers(core, heads, window):
+    """y = (norm(A1 V - lambda A2 V)) (1 - lambda_init), lambda = exp(q1 k1) - exp(q2 k2) + lambda_init, V twice
+    as wide, heads 2i and 2i + 1 a pair (Ye et al. 2024, equations 1 to 3); with LASER a log of each map."""
+    c = config(attention=core, heads=heads, window=window, differential=True)
+    gpt, x = GPT(c).double(), torch.randn(2, T, 32, dtype=torch.float64)
+    for layer, block in enumerate(gpt.transformer.h):
+        attn = block.attn
+        attn.ln_head.weight.data += torch.randn(16)
+        init = 0.8 - 0.6 * math.exp(-0.3 * layer)
+        lam = torch.exp(attn.lambda_q1 @ attn.lambda_k1) - torch.exp(attn.lambda_q2 @ attn.lambda_k2) + init
+        q, k, v = (
+            t.view(2, T, -1, D).transpose(1, 2) for t, D in zip(attn.c_attn(x).split(32, 2), (8, 8, 16), strict=True)
+        )
+        y = []
+        for pair in range(2):
+            span = window if c.layer_heads(layer)[2 * pair] == "S" else None
+            V = v[:, pair : pair + 1]
+            a1, a2 = (
+                naive_attention(core, q[:, h : h + 1], k[:, h : h + 1], V, window=span)
+                for h in (2 * pair, 2 * pair + 1)
+            )
+            d = a1 - lam * a2
+            d = d / (d.square().mean(-1, keepdim=True) + 1e-5).sqrt() * attn.ln_head.weight
+            y.append(d * (1 - init))
+        torch.testing.assert_close(attn(x), merged(attn, torch.cat(y, 1)), rtol=0, atol=1e-12)
+    assert all(p.grad is None or p.grad.isfinite().all() for p in gpt.parameters())
+    gpt(tokens(), tokens())[1].backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in gpt.parameters())
+
+
+def test_differential_without_lambda_is_the_plain_core():
+    """With lambda = 0 only the first map of a pair is left: plain attention of its heads, normalised."""
+    gpt, x = GPT(config(differential=True)).double(), torch.randn(2, T, 32, dtype=torch.float64)
+    attn = gpt.transformer.h[0].attn
+    for p in (attn.lambda_q1, attn.lambda_k1, attn.lambda_q2, attn.lambda_k2):
+        p.data.zero_()
+    init, attn.lambda_init = attn.lambda_init, 0.0
+    assert init == pytest.approx(0.2)
+    q, k, _ = parts_of(attn, x)
+    v = attn.c_attn(x)[..., 64:].view(2, T, 2, 16).transpose(1, 2)
+    y = F.rms_norm(ATTENTION["softmax"](q[:, ::2], k[:, ::2], v), (16,), eps=1e-5)
+    torch.testing.assert_close(attn(x), merged(attn, y), rtol=0, atol=1e-12)
+
+
+# -----------------------------------------------------------------------------
+# decoding with a cache
+
+CACHED = [("L", None), ("S", 0), ("S", 3), ("SSLL", 5), ("SLLS", 2), ("LLSS/SSLL", 40), ("SSLL", 700)]
+
+
+def warm(**kwargs: object) -> GPT:
+    """A model whose logits are of the size of a trained one's."""
+    gpt = GPT(config(**kwargs)).eval()
+    for p in gpt.parameters():
+        p.data += 0.03 * torch.randn_like(p)
+    return gpt
+
+
+@cores
+@pytest.mark.parametrize(("heads", "window"), CACHED)
+@pytest.mark.parametrize("differential", [False, True])
+@pytest.mark.parametrize("qk_norm", ["none", "l2"])
+@torch.no_grad()
+def test_cached_logits_equal_uncached_at_every_position(core, heads, window, differential, qk_norm):
+    if differential and heads == "SLLS":
+        pytest.skip("refused: a pair needs one span")
+    kwargs = {"attention": core, "heads": heads, "window": window, "differential": differential, "qk_norm": qk_norm}
+    gpt, x = warm(block_size=290, per_dim_temperature=differential, **kwargs), torch.randint(V, (2, 290))
+    full = gpt(x, x)[0]
+    for pieces in ([1] * 60, [270, 1, 1, 1, 7, 10], [3, 1, 1, 60, 1, 200, 1]):
+        cache, at, logits = gpt.new_cache(), 0, []
+        for n in pieces:
+            logits.append(gpt(x[:, at : at + n], x[:, at : at + n], cache=cache)[0])
+            at += n
+            assert cache.length == at
+        torch.testing.assert_close(torch.cat(logits, 1), full[:, :at], rtol=1e-5, atol=1e-5)
+
+
+@cores
+@heads
+def test_generated_text_is_the_same_with_and_without_a_cache(core, heads, window):
+    """A batch of prompts, from within block_size to past it, where the window slides, and a prompt longer than it."""
+    gpt = warm(attention=core, heads=heads, window=window)
+    for length in (1, 10, T, T + 5):
+        x = torch.randint(V, (3, length))
+        a, b = (gpt.generate(x, 2 * T, temperature=0.8, seed=5, use_cache=cached) for cached in (True, False))
+        assert torch.equal(a, b) and a.shape == (3, length + 2 * T)
+
+
+def test_bytes_of_a_cache():
+    def nbytes(tokens: int, **kwargs: object) -> int:
+        gpt = GPT(config(block_size=400, **kwargs))
+        cache = gpt.new_cache()
+        assert cache.nbytes == 0
+        gpt(torch.zeros(3, tokens, dtype=torch.long), cache=cache)
+        gpt(torch.zeros(3, 1, dtype=torch.long), cache=cache)
+        return cache.nbytes
+
+    row = 2 * 3 * 8 * 4  # two layers, three rows, head dim 8, float32
+    assert nbytes(10) == nbytes(300) == row * 4 * 2 * 400  # four heads, keys and values
+    assert nbytes(300, heads="S", window=20) == row * 4 * 2 * 21
+    assert nbytes(300, heads="SSSL", window=20) == row * 2 * (3 * 21 + 400)
+    assert nbytes(10, attention="beta") == nbytes(300, attention="beta") == row * 4 * 2 * 8  # two 8 x 8 states
+    assert nbytes(300, attention="beta", heads="SSSL", window=20) == row * 2 * (3 * 21 + 8)
+    assert nbytes(300, differential=True) == row * 4 * 2 * 400  # the value of a pair is kept once
+    long, short = (GPT(config(block_size=8192, n_head=8, heads=h)) for h in ("L", "SSSSSSSL"))
+    sizes = []
+    for gpt in (long, short):
+        cache = gpt.new_cache()
+        gpt(torch.zeros(1, 102, dtype=torch.long), cache=cache)
+        sizes.append(cache.nbytes)
+    assert sizes[0] / sizes[1] == pytest.approx(8 * 8192 / (8192 + 7 * 101))
+
+
+def test_a_cache_past_its_end_and_other_misuse():
+    gpt, x = GPT(config()).eval(), tokens()
+    cache = gpt.new_cache(10)
+    gpt(x[:, :9], cache=cache)
+    with pytest.raises(ValueError, match=r"9 \+ 2 tokens do not fit into a cache of 10"):
+        gpt(x[:, 9:11], cache=cache)
+    with pytest.raises(ValueError, match="holds 2 row"):
+        gpt(x[:1, 9:10], cache=cache)
+    gpt(x[:, 9:10], cache=cache)  # neither broke it
+    for wrong in (0, T + 1):
+        with pytest.raises(ValueError, match=f"block_size={T}"):
+            gpt.new_cache(wrong)
+    beta = GPT(config(attention="beta", dropout=0.1)).train()
+    with pytest.raises(ValueError, match=r"eval\(\)"):
+        beta(x, cache=beta.new_cache())
+
+
+@cores
+def test_values_that_are_not_finite_stop_the_model(core):
+    gpt, x = GPT(config(attention=core)).eval(), tokens()
+    gpt.transformer.h[1].ln_1.weight.data[3] = math.nan
+    with pytest.raises(ValueError, match="not finite"):
+        gpt(x)
+    with pytest.raises(ValueError, match="not finite"):
+        gpt.generate(x, 3)
+    with pytest.raises(ValueError, match="logits are not finite"):
+        biased([0.0, math.nan]).generate(x.clamp(max=1), 1)
 
 
 # -----------------------------------------------------------------------------

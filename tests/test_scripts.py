@@ -485,22 +485,66 @@ def test_streamed_text_holds_back_halves():
 # bench.py
 
 
-def test_bench(run, monkeypatch):
-    small = ("--lengths=16,32", "--repeats=2", "--n_head=2", "--head_dim=8", "--device=cpu")
-    code, out, _ = run("bench.py", *small)
-    assert code == 0 and "WRONG" not in out
-    for name in ("sdpa", *ATTENTION):
-        assert sum(line.split()[:1] == [name] and line.count(" ms ") == 2 for line in out.splitlines()) == 2
+TINY = ("--n_head=2", "--head_dim=8", "--heads=SL", "--batch_size=1", "--repeats=2", "--device=cpu", "--quick")
+
+
+def test_bench_attention(run, tmp_path, monkeypatch):
+    out_file = tmp_path / "b.json"
+    small = (*TINY, "--what=attention", "--lengths=16,400", f"--out={out_file}")
+    code, out, _ = run("bench.py", *small, "--plot")
+    assert code == 0 and "WRONG" not in out and "skipped" not in out
+    results = json.loads(out_file.read_text())
+    names = ["sdpa", *(f"{core}{kind}" for core in ATTENTION for kind in ("", " SL", " differential"))]
+    got = [
+        (row["subject"], row["n"])
+        for row in results["attention"]
+        if row["subject"] not in ("x-transformers", "fla beta")
+    ]
+    assert got == [(name, n) for n in (16, 400) for name in names]
+    assert all(row["peak_bytes"] > 4 * 2 * 8 * row["n"] and row["ms"]["both"] > 0 for row in results["attention"])
+    assert results["attention"][0]["ratio"] == {"forward": 1, "backward": 1, "both": 1}
+    assert (tmp_path / "b.png").stat().st_size > 10000
     monkeypatch.setitem(ATTENTION, "beta", lambda q, k, v, **kwargs: v)
     code, out, _ = run("bench.py", *small)
-    assert code == 0 and out.count("beta is WRONG") == 1
-    assert not any(line.startswith("beta ") and " ms " in line for line in out.splitlines())
+    assert code == 0 and out.count("beta is WRONG") == 1 and "beta SL is WRONG" in out
+    assert not any(line.startswith("beta") and " ms " in line for line in out.splitlines())
     monkeypatch.setitem(ATTENTION, "mine", ATTENTION["softmax"])
-    code, out, _ = run("bench.py", *small)
-    assert code == 0 and "mine has no line in ONE_QUERY: timed, but not checked" in out
-    for wrong in ("--lengths=a,b", "--lengths=", "--repeats=0"):
-        code, _, err = run("bench.py", *small, wrong)
-        assert code == 2 and "positive integers" in err
+    code, out, _ = run("bench.py", *small, "--only=sdpa,mine")
+    assert code == 0 and "mine has no line in ONE_QUERY: timed, but not checked" in out and "laser" not in out
+    code, out, _ = run("bench.py", *small, "--patience=1e-9")
+    assert code == 0 and "n = 400: softmax skipped, would take" in out
+
+
+def test_bench_models_steps_and_decoding(run, tmp_path):
+    sizes = ("--model_lengths=16,160", "--step_length=16", "--decode_length=8", f"--out={tmp_path / 'b.json'}")
+    code, out, _ = run("bench.py", *TINY, "--what=model,step,decode", *sizes)
+    assert code == 0
+    results = json.loads((tmp_path / "b.json").read_text())
+    names = [f"{core} {pattern}" for core in ATTENTION for pattern in ("L", "SL")]
+    assert [(row["subject"], row["n"]) for row in results["model"]] == [(name, n) for n in (16, 160) for name in names]
+    assert [row["subject"] for row in results["step"]] == names
+    speeds = [row for row in results["decode"] if "tokens_per_s" in row]
+    assert [row["subject"] for row in speeds] == ["softmax L", "softmax L, no cache", *names[1:]]
+    size = {(row["subject"], row["n"]): row["cache_bytes"] for row in results["decode"] if "cache_bytes" in row}
+    assert size["softmax L", 8192] == 8 * size["softmax L", 1024] == 6 * 2 * 384 * 8192 * 4
+    assert size["beta L", 8192] == size["beta L", 1024]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("--lengths=a,b", "positive integers"),
+        ("--lengths=", "positive integers"),
+        ("--repeats=0", "must be positive"),
+        ("--what=attn", "none of attention, model, step, decode"),
+        ("--only=sdap", "none of sdpa"),
+        ("--heads=SX", "made of S (short) and L (long)"),
+        ("--window=-1", "0 (a token sees itself alone) or more"),
+    ],
+)
+def test_bench_refuses(run, wrong, says):
+    code, _, err = run("bench.py", *TINY, wrong)
+    assert code == 2 and says in err
 
 
 # -----------------------------------------------------------------------------
