@@ -74,14 +74,13 @@ class Subject:
 
 
 def by_heads(short: Callable, long: Callable) -> Callable:
-    """(q, k, v) -> y, where the heads marked S in `heads` are short's, the others long's."""
-    pattern = (heads * n_head)[:n_head]
-    order = sorted(range(n_head), key=lambda h: pattern[h] == "L")
-    n, back = pattern.count("S"), torch.tensor(order).argsort()
+    """(q, k, v) -> y, where the first heads are short's and the others long's, as many as `heads` says."""
+    n = (heads * n_head)[:n_head].count("S")
 
     def run(q, k, v):
-        groups = [(short, order[:n]), (long, order[n:])]
-        return torch.cat([f(*(x[:, hs] for x in (q, k, v))) for f, hs in groups if hs], dim=1)[:, back]
+        groups = ((short, slice(0, n)), (long, slice(n, n_head)))
+        y = [f(q[:, part], k[:, part], v[:, part]) for f, part in groups if part.start < part.stop]
+        return torch.cat(y, dim=1)
 
     return run
 
@@ -114,10 +113,10 @@ def compiled_flex() -> Callable:
 
 @functools.cache
 def flex_mask(T: int, dev: str, pattern: str) -> object:
-    is_short = torch.tensor([letter == "S" for letter in (pattern * n_head)[:n_head]], device=dev)
+    n = (pattern * n_head)[:n_head].count("S")
 
     def seen(b, h, i, j):
-        return (i >= j) & ((i - j <= window) | ~is_short[h])
+        return (i >= j) & ((i - j <= window) | (h >= n))
 
     return create_block_mask(seen, None, n_head, T, T, device=dev)
 

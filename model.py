@@ -214,6 +214,7 @@ def _laser_in_log_space(q, k, v, *, window, scale, bias):
 
 
 BETA_LINEAR_FROM = 256  # tokens; below, the quadratic form is as fast
+BETA_ROWS = 8192  # queries of all heads that a CPU works on at once: their tensors stay in its cache
 
 
 @checked
@@ -232,7 +233,7 @@ def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
     few = k.shape[-2] < BETA_LINEAR_FROM or q.shape[-2] < k.shape[-2]
     if few or window is not None or bias is not None or dropout:
         return _beta_quadratic(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
-    return BetaLinear.apply(*beta_inputs(q, k, v, scale), None)[0].to(v.dtype)
+    return beta_linear(q, k, v, scale=scale)[0]
 
 
 @banded
@@ -243,10 +244,12 @@ def _beta_quadratic(q, k, v, *, window, scale, bias, dropout):
     return F.dropout(weights, dropout, training=dropout > 0).to(v.dtype) @ v
 
 
-def beta_inputs(q, k, v, scale):
-    """q, scaled, and k and v, in float32 or wider, as BetaLinear takes them."""
-    q, k, v = (at_least_float32(x) for x in (q, k, v))
-    return q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v
+def beta_linear(q, k, v, *, scale=None, state=None):
+    """(y, state) of BetaLinear for unscaled queries, in float32 or wider also under autocast; y in v's precision."""
+    with torch.autocast(q.device.type, enabled=False):
+        scaled = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        y, state = BetaLinear.apply(scaled, at_least_float32(k), at_least_float32(v), state)
+    return y.to(v.dtype), state
 
 
 class BetaLinear(torch.autograd.Function):
@@ -260,34 +263,53 @@ class BetaLinear(torch.autograd.Function):
                    dq_i = sum_j<=i (a_i . w_j) k_j      dk_j = sum_i>=j (a_i . w_j) q_i
                    dv_j = sum_i>=j (q_i . k_j) a_i[:Dv]
 
-    which are four linear attentions: within a chunk a masked product, between chunks a running sum.
+    which are four linear attentions: within a chunk a masked product, between chunks a running sum. On a CPU
+    a few thousand rows at a time, which stay in its cache.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, state):
-        (B, H, T, D), Dv = q.shape, v.shape[-1]
-        c = min(max(CHUNK, D), T)
-        q, k, v = (F.pad(x, (0, 0, 0, -T % c)).reshape(-1, c, x.shape[-1]) for x in (q, k, v))  # (B H chunks, c, D)
-        w = torch.cat((v, k), dim=-1)
-        sums = (k.mT @ w).view(B * H, -1, D, Dv + D)
-        before = _running_sums(sums)
-        if state is not None:
-            before += state.flatten(0, 1)[:, None]
-        state = (before[:, -1] + sums[:, -1]).view(B, H, D, Dv + D)
-        before = before.flatten(0, 1)
-        past, s = q @ before, (q @ k.mT).tril_()
-        r = (q * past[..., Dv:]).sum(-1, keepdim=True).clamp_(min=0).sqrt_()
-        r = torch.hypot(r, torch.linalg.vector_norm(s, dim=-1, keepdim=True))
-        y = torch.baddbmm(past[..., :Dv], s, v).div_(1 + r)
-        ctx.save_for_backward(q, w, before, s, r, y)
+        B, H, T, _ = q.shape
+        ctx.step = T
+        if q.device.type == "cpu":
+            ctx.step = max(1, BETA_ROWS // (B * H * CHUNK)) * CHUNK
+        ys, saved = [], []
+        for parts in zip(*(x.split(ctx.step, dim=2) for x in (q, k, v)), strict=True):
+            y, state, kept = BetaLinear.some(*parts, state)
+            ys.append(y)
+            saved += kept
+        ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(state)
-        ctx.T = T
-        return y.view(B, H, -1, Dv)[:, :, :T], state
+        return torch.cat(ys, dim=2), state
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy, _):
-        q, w, before, s, r, y = ctx.saved_tensors
+        saved, state, grads = ctx.saved_tensors, None, []
+        parts = dy.split(ctx.step, dim=2)
+        with torch.autocast(dy.device.type, enabled=False):
+            for i in reversed(range(len(parts))):
+                *some, state = BetaLinear.some_gradients(parts[i], *saved[6 * i : 6 * i + 6], state)
+                grads.append(some)
+        return *(torch.cat(x[::-1], dim=2) for x in zip(*grads, strict=True)), None
+
+    @staticmethod
+    def some(q, k, v, state):
+        """(y, state, what their gradients need) of some tokens, after those of the state."""
+        (B, H, T, D), Dv = q.shape, v.shape[-1]
+        c = min(max(CHUNK, D), T)
+        q, k, v = (F.pad(x, (0, 0, 0, -T % c)).reshape(-1, c, x.shape[-1]) for x in (q, k, v))  # (B H chunks, c, D)
+        w = torch.cat((v, k), dim=-1)
+        before, state = _running_sums((k.mT @ w).view(B, H, -1, D, Dv + D), state)
+        past, s = q @ before, (q @ k.mT).tril_()
+        r = (q * past[..., Dv:]).sum(-1, keepdim=True).clamp_(min=0).sqrt_()
+        r = torch.hypot(r, torch.linalg.vector_norm(s, dim=-1, keepdim=True))
+        y = torch.baddbmm(past[..., :Dv], s, v).div_(1 + r)
+        return y.view(B, H, -1, Dv)[:, :, :T], state, (q, w, before, s, r, y)
+
+    @staticmethod
+    def some_gradients(dy, q, w, before, s, r, y, state):
+        """(dq, dk, dv, state): the state holds sum q_i^T a_i of the tokens after these, and then of these too."""
         B, H, T, Dv = dy.shape
         k = w[..., Dv:]
         # Far below |q| sqrt(trace G), its largest possible value, r is the rounding of a difference; as a
@@ -298,23 +320,31 @@ class BetaLinear(torch.autograd.Function):
         a = torch.empty_like(w)
         dv = torch.div(F.pad(dy, (0, 0, 0, -T % y.shape[1])).reshape(y.shape), 1 + r, out=a[..., :Dv])
         torch.mul(q, (dv * y).sum(-1, keepdim=True) / -torch.maximum(r, least), out=a[..., Dv:])
-        after = _running_sums((q.mT @ a).view(B * H, -1, *before.shape[1:]), reverse=True).flatten(0, 1)
+        after, state = _running_sums((q.mT @ a).view(B, H, -1, *before.shape[1:]), state, reverse=True)
         aw = (a @ w.mT).tril_()
         dq = (a @ before.mT).baddbmm_(aw, k)
         dk = (w @ after.mT).baddbmm_(aw.mT, q)
         dv = (k @ after[..., :Dv]).baddbmm_(s.mT, dv)
-        return *(x.view(B, H, -1, x.shape[-1])[:, :, :T] for x in (dq, dk, dv)), None
+        return *(x.view(B, H, -1, x.shape[-1])[:, :, :T] for x in (dq, dk, dv)), state
 
 
-def _running_sums(x: torch.Tensor, reverse: bool = False) -> torch.Tensor:
-    """sum_m<n x_m (m > n in reverse) for each n of dimension 1; x_n stays out, so that it cannot round the others."""
-    if x.device.type != "cpu":
-        return _running_sums(x.flip(1)).flip(1) if reverse else F.pad(x[:, :-1].cumsum(1), (0, 0, 0, 0, 1, 0))
-    sums = torch.zeros_like(x)  # on a CPU cumsum over a middle dimension takes several times as long as this
-    for i in range(x.shape[1] - 1):
-        a, b = (-1 - i, -2 - i) if reverse else (i, i + 1)
-        torch.add(sums[:, a], x[:, a], out=sums[:, b])
-    return sums
+def _running_sums(x: torch.Tensor, state: torch.Tensor | None, reverse: bool = False) -> tuple:
+    """(state + sum_m<n x_m for each n of dimension 2, state + the sum of all); m > n in reverse.
+
+    x (B, H, chunks, D, E); state (B, H, D, E), None for 0; the first result is (B H chunks, D, E). x_n stays
+    out of its own sum, so that its size cannot round what came before.
+    """
+    sums, last = torch.empty_like(x), 0 if reverse else x.shape[2] - 1
+    sums[:, :, x.shape[2] - 1 - last] = 0 if state is None else state
+    if x.device.type == "cpu":  # where cumsum over a middle dimension takes several times as long as this
+        for i in range(x.shape[2] - 1):
+            a, b = (-1 - i, -2 - i) if reverse else (i, i + 1)
+            torch.add(sums[:, :, a], x[:, :, a], out=sums[:, :, b])
+    elif reverse:
+        sums[:, :, :-1] = sums[:, :, -1:] + x[:, :, 1:].flip(2).cumsum(2).flip(2)
+    else:
+        sums[:, :, 1:] = sums[:, :, :1] + x[:, :, :-1].cumsum(2)
+    return sums.flatten(0, 2), sums[:, :, last] + x[:, :, last]
 
 
 ATTENTION: dict[str, Callable] = {
@@ -401,8 +431,15 @@ class BetaCache:
         """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
         if dropout:
             raise ValueError("beta's running sums cannot drop attention weights: call eval() before decoding")
-        y, self.state = BetaLinear.apply(*beta_inputs(q, k, per_head(v, q.shape[1]), scale), self.state)
-        return y.to(v.dtype)
+        v = per_head(v, q.shape[1])
+        if self.state is None or q.shape[-2] > 1:
+            y, self.state = beta_linear(q, k, v, scale=scale, state=self.state)
+            return y
+        with torch.autocast(q.device.type, enabled=False):  # one token: beta_attention's equation as it stands
+            q, k = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale), at_least_float32(k)
+            self.state = self.state + k.mT * torch.cat((v, k), dim=-1)
+            y, qG = (q @ self.state).split((v.shape[-1], k.shape[-1]), dim=-1)
+            return (y / (1 + (q * qG).sum(-1, keepdim=True).clamp(min=0).sqrt())).to(v.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -462,11 +499,18 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm in float32 or wider, also under autocast."""
+
+    def forward(self, x):
+        return super().forward(at_least_float32(x)).to(x.dtype)
+
+
 # f(config, D) -> what is done to the queries, and to the keys, of a layer
 QK_NORM: dict[str, Callable] = {
     "none": lambda config, D: (nn.Identity(), nn.Identity()),
     "layernorm": lambda config, D: (LayerNorm(D, config.bias), LayerNorm(D, config.bias)),  # as in LASER, section 4
-    "rmsnorm": lambda config, D: (nn.RMSNorm(D, eps=1e-5), nn.RMSNorm(D, eps=1e-5)),
+    "rmsnorm": lambda config, D: (RMSNorm(D, eps=1e-5), RMSNorm(D, eps=1e-5)),
     "l2": lambda config, D: (L2Norm(D**0.5 * l2_scale(config.block_size)), L2Norm()),  # D**0.5: s is g q k, unscaled
 }
 
@@ -608,7 +652,7 @@ class CausalSelfAttention(nn.Module):
             self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
                 nn.Parameter(0.1 * torch.randn(D)) for _ in range(4)
             )
-            self.ln_head = nn.RMSNorm(2 * D, eps=1e-5)
+            self.ln_head = RMSNorm(2 * D, eps=1e-5)
         # Two calls of the core, the short heads first, as the LS paper numbers them. Where `heads` mixes them
         # in another order, they are permuted before and back after.
         letters = config.layer_heads(layer)
@@ -804,6 +848,8 @@ class GPT(nn.Module):
         args |= {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "bias": True}
         model = cls(GPTConfig(**args | (override_args or {})))
         state = theirs.state_dict()
+        if missing := [key for key in model.state_dict() if key not in state]:
+            raise ValueError(f"{name} has no weights for {missing[0]}, which {override_args} asks for")
         for key, ours in model.state_dict().items():
             transposed = key.endswith(("attn.c_attn.weight", "c_proj.weight", "c_fc.weight"))  # Conv1D
             ours.copy_(state[key].T if transposed else state[key])

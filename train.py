@@ -89,7 +89,8 @@ def restore(saved: dict) -> None:
     theirs = {
         k: v for k, v in saved["config"].items() if k in config and k not in ("init_from", "out_dir", "eval_only")
     }
-    theirs |= {k: v for k, v in saved["model_args"].items() if k not in RESHAPABLE}
+    model_args = {field.name: field.default for field in fields(GPTConfig)} | saved["model_args"]
+    theirs |= {k: v for k, v in model_args.items() if k not in RESHAPABLE}
     for key, value in theirs.items():
         mine = config[key]
         if key not in given or mine == value:
@@ -160,7 +161,7 @@ with user_errors():
     elif init_from == "resume":
         model = GPT.from_checkpoint(saved, **{name: config[name] for name in RESHAPABLE})
     else:
-        free = ("dropout", "attn_dropout", "attention", "heads", "window")
+        free = ("dropout", "attn_dropout", "attention", "heads", "window", "temperature")
         model = GPT.from_pretrained(init_from, {name: config[name] for name in free})
         if "block_size" in given:
             model.crop_block_size(config["block_size"])

@@ -118,14 +118,18 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(core, window):
 
 @pytest.mark.parametrize("widths", [(3, 3), (2, 5), (5, 2)])
 @pytest.mark.parametrize("T", [1, 63, 130])
-def test_betas_gradients_by_differences(widths, T):
+@pytest.mark.parametrize("rows", [128, 10**9])  # 64 tokens at a time, and all at once
+def test_betas_gradients_by_differences(widths, T, rows, monkeypatch):
+    monkeypatch.setattr(model, "BETA_ROWS", rows)
     D, Dv = widths
     x = [torch.randn(1, 2, T, d, dtype=torch.float64, requires_grad=True) for d in (D, D, Dv)]
     some = torch.randn(1, 2, T, Dv, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda *x: (BetaLinear.apply(*x, None)[0] * some).sum(), x, fast_mode=True)
 
 
-def test_betas_sums_go_on_from_a_state():
+@pytest.mark.parametrize("rows", [128, 10**9])
+def test_betas_sums_go_on_from_a_state(rows, monkeypatch):
+    monkeypatch.setattr(model, "BETA_ROWS", rows)
     q, k, v = long_qkv()
     whole, end = BetaLinear.apply(q, k, v, None)
     state, parts = None, []

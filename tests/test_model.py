@@ -99,11 +99,22 @@ def test_each_head_is_the_core_with_its_own_span(core, heads, window):
 
 
 @cores
-def test_bfloat16_autocast_stays_near_float32(core):
-    gpt, x = GPT(config(attention=core, heads="SSSL", window=4)), tokens()
+@pytest.mark.parametrize("length", [T, 300])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"heads": "SSSL", "window": 4}, {"differential": True, "qk_norm": "rmsnorm"}, {"qk_norm": "l2"},
+     {"heads": "SL", "window": 100, "qk_norm": "layernorm", "per_dim_temperature": True}],
+)  # fmt: skip
+def test_bfloat16_autocast_stays_near_float32(core, length, kwargs):
+    gpt, x = GPT(config(attention=core, block_size=300, **kwargs)), torch.randint(V, (2, length))
     exact = gpt(x, x)[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = gpt(x, x)[1]
+        cache = gpt.eval().new_cache()
+        last = [
+            gpt(x[:, a:b], cache=cache)[0] for a, b in ((0, length - 2), (length - 2, length - 1), (length - 1, length))
+        ][-1]
+        assert (last - gpt(x)[0]).abs().max() < 0.03
     loss.backward()
     assert loss.dtype == torch.float32
     assert abs(loss.item() - exact.item()) < 0.02
@@ -447,6 +458,8 @@ def test_equals_gpt2_of_transformers(tmp_path, activation):
     out = theirs(x, labels=x)
     torch.testing.assert_close(logits, out.logits[:, :-1], rtol=0, atol=1e-4)
     assert loss.item() == pytest.approx(out.loss.item(), abs=1e-5)
+    with pytest.raises(ValueError, match="has no weights for transformer.h.0.attn.q_norm"):
+        GPT.from_pretrained(str(tmp_path), {"qk_norm": "rmsnorm"})
     loss.backward()
     out.loss.backward()
     grads = dict(theirs.named_parameters())
