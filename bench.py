@@ -13,9 +13,11 @@ medians with half their interquartile range; ratios are to the first subject in 
 written to --out.
 """
 
+import contextlib
 import functools
 import importlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -139,12 +141,13 @@ def fla_beta(chunk_linear_attn: Callable) -> Callable:
     return run
 
 
+def x_transformers(Attend: Callable) -> Callable:
+    attend = Attend(causal=True, flash=True)
+    return lambda q, k, v: attend(q, k, v)[0]
+
+
 PEERS = {  # name: (package, what it computes, module -> function)
-    "x-transformers": (
-        "x_transformers.attend",
-        "softmax",
-        lambda m: lambda *x: m.Attend(causal=True, flash=True)(*x)[0],
-    ),
+    "x-transformers": ("x_transformers.attend", "softmax", lambda m: x_transformers(m.Attend)),
     "fla beta": ("fla.ops.linear_attn", "beta", lambda m: fla_beta(m.chunk_linear_attn)),
 }
 
@@ -164,7 +167,7 @@ def subjects(dev: str) -> dict[str, Subject]:
             table[f"{core} differential"] = Subject(differential(f), exact and differential(exact))
     if not quick:
         for backend in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"):
-            name = "sdpa, " + backend.lower().removesuffix("_attention")
+            name = "sdpa " + backend.lower().removesuffix("_attention")
             table[name] = Subject(pinned(getattr(SDPBackend, backend)), softmax, quadratic=backend == "MATH")
         on_gpu = dev.startswith("cuda")  # FlexAttention has no backward pass on a CPU
         ls = by_heads(functools.partial(softmax, window=window), softmax)
@@ -202,7 +205,7 @@ def error_of(subject: Subject, x: list[torch.Tensor]) -> float:
     y = subject.run(*x)
     grads = torch.autograd.grad(y.sum(), x, materialize_grads=True)
     pairs = [(y, y_exact), *zip(grads, torch.autograd.grad(y_exact.sum(), exact), strict=True)]
-    return max((a.detach().cpu().double() - b).abs().max().item() for a, b in pairs)
+    return torch.stack([(a.detach().cpu().double() - b).abs().max() for a, b in pairs]).max().item()  # or NaN
 
 
 def clock(dev: str) -> float:
@@ -279,7 +282,11 @@ def interleaved(tasks: dict[str, Callable]) -> Iterator[tuple[str, dict, dict, d
             k: (sorted(c)[round(3 * quarter)] - sorted(c)[round(quarter)]) / 2 / median[k] for k, c in columns.items()
         }
         first = next(iter(rows.values()))
-        ratio = {k: statistics.median(t / f[k] for t, f in zip(c, first, strict=True)) for k, c in columns.items()}
+        ratio = {
+            k: statistics.median(t / f[k] for t, f in zip(c, first, strict=True))
+            for k, c in columns.items()
+            if k in first[0]
+        }
         yield name, median, spread, ratio
 
 
@@ -287,7 +294,7 @@ def interleaved(tasks: dict[str, Callable]) -> Iterator[tuple[str, dict, dict, d
 # the four parts; each prints its table and returns its rows
 
 
-def attention(dev: str, dt: torch.dtype) -> list[dict]:
+def attention(dev: str, dt: torch.dtype, sizes: list[int]) -> list[dict]:
     """Each subject at each length: milliseconds, spreads, ratios to the first subject, peak memory."""
     table, rows, seconds = {}, [], {}
     x = inputs(CHECKED_AT, dev, dt)
@@ -303,7 +310,7 @@ def attention(dev: str, dt: torch.dtype) -> list[dict]:
         if not subject.exact:
             print(f"{name} has no line in ONE_QUERY: timed, but not checked")
         table[name] = subject
-    for n in numbers(lengths):
+    for n in sizes:
         qkv, tasks = inputs(n, dev, dt), {}
         for name, subject in table.items():
             expected = (n / seconds[name][0]) ** 2 * seconds[name][1] if name in seconds else 0.0
@@ -317,19 +324,21 @@ def attention(dev: str, dt: torch.dtype) -> list[dict]:
             try:
                 passes(subject, qkv, dev)  # warm-up, and compilation
                 row = passes(subject, qkv, dev)
-            except torch.OutOfMemoryError:
-                print(f"n = {n}: {name} skipped, out of memory")
+            except Exception as error:
+                print(f"n = {n}: {name} skipped ({why(error)})")
                 continue
             seconds[name] = n, (row["forward"] + row.get("both", 0.0)) / 1e3
             tasks[name] = functools.partial(passes, subject, qkv, dev)
         columns = ("forward", "backward", "forward + backward")
         print(f"\n{f'n = {n}':24}" + "".join(f"{c:>22}" for c in columns) + f"{'memory':>12}")
+        if tasks and next(iter(tasks)) != "sdpa":
+            print(f"(ratios to {next(iter(tasks))})")
         for name, median, spread, ratio in interleaved(tasks):
             for t in qkv:
                 t.grad = None
             memory = peak_memory(tasks[name], dev)
             cells = [
-                f"{median[k]:8.2f} ms ±{spread[k]:3.0%}{ratio[k]:5.2f}x" if k in median else "-"
+                f"{median[k]:8.2f} ms ±{spread[k]:3.0%}{ratio.get(k, math.nan):5.2f}x" if k in median else "-"
                 for k in ("forward", "backward", "both")
             ]
             print(f"{name:24}" + "".join(f"{c:>22}" for c in cells) + f"{memory / 2**20:8.1f} MiB", flush=True)
@@ -343,11 +352,12 @@ def models(T: int, sizes: dict, dev: str) -> dict[str, GPT]:
     return {f"{c} {p}": GPT(GPTConfig(block_size=T, **sizes, attention=c, heads=p)).to(dev) for c, p in names}
 
 
-def model(dev: str, amp: object, length: int, train: bool) -> list[dict]:
+def model(dev: str, amp: contextlib.AbstractContextManager, length: int, train: bool) -> list[dict]:
     """Milliseconds of a whole forward pass (up to the last token's logits), or of a training step."""
-    gpts, rows, kind = models(length, LS_MODEL, dev), [], dev.partition(":")[0]
+    gpts, rows = models(length, LS_MODEL, dev), []
     x = torch.randint(LS_MODEL["vocab_size"], (batch_size, length), device=dev)
-    adamw = {name: gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), kind) for name, gpt in gpts.items()}
+    kind = dev.partition(":")[0]
+    adamw = {name: gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), kind) for name, gpt in gpts.items() if train}
 
     def once(name: str) -> dict[str, float]:
         begin = clock(dev)
@@ -372,7 +382,7 @@ def model(dev: str, amp: object, length: int, train: bool) -> list[dict]:
     return rows
 
 
-def decode(dev: str, amp: object) -> list[dict]:
+def decode(dev: str, amp: contextlib.AbstractContextManager) -> list[dict]:
     """Tokens/s of one sequence from one token to decode_length, and the size of the cache."""
     rows, n = [], decode_length
     columns = ("tokens/s", "first tenth", "last tenth")
@@ -392,9 +402,10 @@ def decode(dev: str, amp: object) -> list[dict]:
     gpts = {T: models(T, GPT_10M, dev) for T in (1024, 8192)}
     print(f"\n{'bytes of its cache':30}" + "".join(f"{f'n = {T}':>16}" for T in gpts))
     for name in gpts[8192]:
-        size = {T: cache_bytes(gpts[T][name], dev) for T in gpts}
+        with amp:
+            size = {T: cache_bytes(gpts[T][name], dev) for T in gpts}
+            less = cache_bytes(gpts[8192]["softmax L"], dev) / size[8192]
         rows += [{"subject": name, "n": T, "cache_bytes": size[T]} for T in size]
-        less = cache_bytes(gpts[8192]["softmax L"], dev) / size[8192]
         print(f"{name:30}" + "".join(f"{x:16,}" for x in size.values()) + f"{less:10.2f}x less at 8192")
     return rows
 
@@ -409,10 +420,8 @@ def cache_bytes(gpt: GPT, dev: str) -> int:
 
 def draw(rows: list[dict], path: str) -> None:
     """Time and memory of forward + backward against n, on log axes."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("--plot draws with matplotlib: pip install matplotlib") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -454,9 +463,20 @@ def main() -> None:
         raise ValueError(f"--what={what}: {', '.join(sorted(unknown))} is none of {', '.join(all_parts)}")
     if min(repeats, batch_size, n_head, head_dim, step_length, decode_length - 1) < 1 or not patience > 0:
         raise ValueError("sizes, repeats and patience must be positive, decode_length at least 2")
-    numbers(lengths), numbers(model_lengths)
-    GPTConfig(n_head=n_head, n_embd=n_head, heads=heads, window=window if "S" in heads else None)  # or says why not
+    for sizes in ({"n_head": n_head, "n_embd": n_head}, LS_MODEL, GPT_10M):  # or they say why not
+        GPTConfig(**sizes, heads=heads, window=window if "S" in heads else None)
+    if "/" in heads or (plot or only) and "attention" not in parts:
+        raise ValueError("--heads is the pattern of one layer here, and --plot and --only are for --what=attention")
+    if plot:
+        try:
+            importlib.import_module("matplotlib")
+        except ImportError:
+            raise ImportError("--plot draws with matplotlib: pip install matplotlib") from None
+    sizes = {"attention": numbers(lengths), "model": numbers(model_lengths)}
     dev, dt_name, amp = pick_device(device, dtype)
+    if ":" in dev:
+        torch.cuda.set_device(dev)
+    torch.set_float32_matmul_precision("high")  # as train.py: TF32 on a GPU, nothing on a CPU
     chip = torch.cuda.get_device_name() if dev.startswith("cuda") else platform.processor() or platform.machine()
     about = {"device": dev, "chip": chip, "dtype": dt_name, "torch": torch.__version__}
     about |= {"threads": torch.get_num_threads(), "B": batch_size, "H": n_head, "D": head_dim}
@@ -464,18 +484,18 @@ def main() -> None:
     print(", ".join(f"{k} {v}" for k, v in about.items()) + "\n")
     torch.manual_seed(seed)
     results: dict = {"about": about}
-    if "attention" in parts:
-        results["attention"] = attention(dev, getattr(torch, dt_name))
-    if "model" in parts:
-        results["model"] = [row for n in numbers(model_lengths) for row in model(dev, amp, n, train=False)]
-    if "step" in parts:
-        results["step"] = model(dev, amp, step_length, train=True)
-    if "decode" in parts:
-        results["decode"] = decode(dev, amp)
-    with open(out, "w", encoding="utf-8") as f:
-        json.dump(results, f, indent=1)
+    run = {
+        "attention": lambda: attention(dev, getattr(torch, dt_name), sizes["attention"]),
+        "model": lambda: [row for n in sizes["model"] for row in model(dev, amp, n, train=False)],
+        "step": lambda: model(dev, amp, step_length, train=True),
+        "decode": lambda: decode(dev, amp),
+    }
+    for part in parts:
+        results[part] = run[part]()
+        with open(out, "w", encoding="utf-8") as f:
+            json.dump(results, f, indent=1)
     print(f"\nwrote {out}")
-    if plot and "attention" in parts:
+    if plot:
         draw(results["attention"], os.path.splitext(out)[0] + ".png")
 
 

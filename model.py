@@ -13,6 +13,7 @@ Transformer Instability and a Decomposed Attention Solution" (LS-attention); bet
 replaces softmax by s / (1 + ||s||) in nanoGPT.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -54,19 +55,18 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float | None, bias: torch.Te
     return s if bias is None else s + bias
 
 
-def check_finite(**tensors: torch.Tensor) -> None:
-    """Raises ValueError where one holds a NaN or an infinity. On a CPU only: elsewhere that would stall the device."""
-    for name, x in tensors.items():
-        look = x.device.type == "cpu" and not torch.compiler.is_compiling()
-        if look and not math.isfinite(x.detach().sum().item()) and not x.isfinite().all():
-            raise ValueError(f"attention: {name} holds values that are not finite; has the model diverged?")
+def check_finite(name: str, x: torch.Tensor) -> None:
+    """Raises ValueError where x holds a NaN or an infinity. On a CPU only: elsewhere that would stall the device."""
+    look = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if look and not math.isfinite(x.detach().sum().item()) and not x.isfinite().all():
+        raise ValueError(f"attention: {name} holds values that are not finite; has the model diverged?")
 
 
 def checked(core: Callable) -> Callable:
     """A core that raises ValueError for what it cannot take; `core.unchecked` is without, for who has checked."""
 
     @functools.wraps(core)
-    def attend(q, k, v, *, window=None, **kwargs):
+    def attend(q, k, v, *, window=None, bias=None, **kwargs):
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
             raise ValueError(f"q, k and v must be (B, H, T, D) with the same B and H; got {shapes}")
@@ -74,8 +74,14 @@ def checked(core: Callable) -> Callable:
             raise ValueError(f"q and k must have one D, k and v one T, and q from 1 to T queries; got {shapes}")
         if window is not None and window < 0:
             raise ValueError(f"window={window} must be 0 (a token sees itself alone) or more")
-        check_finite(q=q, k=k, v=v)
-        return core(q, k, v, window=window, **kwargs)
+        if bias is not None:
+            full = (*q.shape[:3], k.shape[2])
+            if bias.dim() > 4 or any(n not in (1, m) for n, m in zip(bias.shape[::-1], full[::-1], strict=False)):
+                raise ValueError(f"bias {tuple(bias.shape)} does not broadcast to the scores, {full}")
+            bias = bias.expand(torch.broadcast_shapes(bias.shape, full[2:]))
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_finite(name, x)
+        return core(q, k, v, window=window, bias=bias, **kwargs)
 
     attend.unchecked = core
     return attend
@@ -120,8 +126,11 @@ def banded(core: Callable) -> Callable:
             window = None
         c = CHUNK * max(1, math.ceil((window or 0) / (2 * CHUNK)))
         first = c * math.ceil((window or 0) / c)
-        if window is None or Tq < T or T <= first + c:
+        if window is None or min(T, 2 * Tq) <= first + c:
             return core(q, k, v, window=window, scale=scale, bias=bias, **kwargs)
+        if Tq < T:  # many new tokens after a cache
+            q, bias = (x if x is None else F.pad(x, (0, 0, T - Tq, 0)) for x in (q, bias))
+            return attend(q, k, v, window=window, scale=scale, bias=bias, **kwargs)[..., -Tq:, :]
         y = []
         if first:
             near = None if bias is None else bias[..., :first, :first]
@@ -174,6 +183,7 @@ def laser_attention(q, k, v, *, window=None, scale=None, bias=None):
     All of it is in float32 or wider: rounding exp(v) to bfloat16 would be an error of 2^-9 in y however
     small y is, and would depend on the shift, that is on future tokens.
     Dropout on the weights is excluded: position 0 has a single one, and dropping it gives log(0).
+    The test of the range makes a GPU wait, once per call, and interrupts torch.compile's graph.
     """
     q, k, values = (at_least_float32(t) for t in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
@@ -198,7 +208,7 @@ def _wider_than(v: torch.Tensor, limit: float) -> bool:
 def _laser_in_log_space(q, k, v, *, window, scale, bias):
     """y = logsumexp_j(log_softmax(s)_ij + v_j), a few queries at a time, computed again in the backward pass."""
 
-    def few(q, k, v, bias):
+    def rows_of(q, k, v, bias):
         unseen = ~visible(q.shape[-2], k.shape[-2], window, q.device)
         log_weights = scores(q, k, scale, bias).masked_fill(unseen, -math.inf).log_softmax(-1)
         return (log_weights[..., None] + v[:, :, None]).logsumexp(-2)
@@ -209,7 +219,7 @@ def _laser_in_log_space(q, k, v, *, window, scale, bias):
         end = min(i + rows, q.shape[-2])
         near = None if bias is None else bias[..., i:end, : past + end]
         part = q[..., i:end, :], k[..., : past + end, :], v[..., : past + end, :], near
-        y.append(checkpoint(few, *part, use_reentrant=False))
+        y.append(checkpoint(rows_of, *part, use_reentrant=False))
     return torch.cat(y, dim=-2)
 
 
@@ -230,8 +240,7 @@ def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
     Rounding is relative to ||q|| ||k||: where keys are so alike, and a query so much at a right angle to them,
     that ||s|| is a hundred times smaller, float32 keeps four digits; the quadratic form would keep six.
     """
-    few = k.shape[-2] < BETA_LINEAR_FROM or q.shape[-2] < k.shape[-2]
-    if few or window is not None or bias is not None or dropout:
+    if q.shape[-2] < max(k.shape[-2], BETA_LINEAR_FROM) or window is not None or bias is not None or dropout:
         return _beta_quadratic(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
     return beta_linear(q, k, v, scale=scale)[0]
 
@@ -275,9 +284,9 @@ class BetaLinear(torch.autograd.Function):
             ctx.step = max(1, BETA_ROWS // (B * H * CHUNK)) * CHUNK
         ys, saved = [], []
         for parts in zip(*(x.split(ctx.step, dim=2) for x in (q, k, v)), strict=True):
-            y, state, kept = BetaLinear.some(*parts, state)
+            y, state, needed = BetaLinear.forward_part(*parts, state)
             ys.append(y)
-            saved += kept
+            saved += needed
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(state)
         return torch.cat(ys, dim=2), state
@@ -289,12 +298,12 @@ class BetaLinear(torch.autograd.Function):
         parts = dy.split(ctx.step, dim=2)
         with torch.autocast(dy.device.type, enabled=False):
             for i in reversed(range(len(parts))):
-                *some, state = BetaLinear.some_gradients(parts[i], *saved[6 * i : 6 * i + 6], state)
-                grads.append(some)
+                *part, state = BetaLinear.backward_part(parts[i], *saved[6 * i : 6 * i + 6], state)
+                grads.append(part)
         return *(torch.cat(x[::-1], dim=2) for x in zip(*grads, strict=True)), None
 
     @staticmethod
-    def some(q, k, v, state):
+    def forward_part(q, k, v, state):
         """(y, state, what their gradients need) of some tokens, after those of the state."""
         (B, H, T, D), Dv = q.shape, v.shape[-1]
         c = min(max(CHUNK, D), T)
@@ -308,7 +317,7 @@ class BetaLinear(torch.autograd.Function):
         return y.view(B, H, -1, Dv)[:, :, :T], state, (q, w, before, s, r, y)
 
     @staticmethod
-    def some_gradients(dy, q, w, before, s, r, y, state):
+    def backward_part(dy, q, w, before, s, r, y, state):
         """(dq, dk, dv, state): the state holds sum q_i^T a_i of the tokens after these, and then of these too."""
         B, H, T, Dv = dy.shape
         k = w[..., Dv:]
@@ -317,9 +326,8 @@ class BetaLinear(torch.autograd.Function):
         trace = before[..., Dv:].diagonal(0, -2, -1).sum(-1)[:, None, None]
         eps = torch.finfo(r.dtype).eps
         least = (q.square().sum(-1, keepdim=True) * trace).mul_(eps).clamp_(min=eps**4).sqrt_()
-        a = torch.empty_like(w)
-        dv = torch.div(F.pad(dy, (0, 0, 0, -T % y.shape[1])).reshape(y.shape), 1 + r, out=a[..., :Dv])
-        torch.mul(q, (dv * y).sum(-1, keepdim=True) / -torch.maximum(r, least), out=a[..., Dv:])
+        dv = F.pad(dy, (0, 0, 0, -T % y.shape[1])).reshape(y.shape) / (1 + r)
+        a = torch.cat((dv, q * ((dv * y).sum(-1, keepdim=True) / -torch.maximum(r, least))), dim=-1)
         after, state = _running_sums((q.mT @ a).view(B, H, -1, *before.shape[1:]), state, reverse=True)
         aw = (a @ w.mT).tril_()
         dq = (a @ before.mT).baddbmm_(aw, k)
@@ -402,13 +410,13 @@ class KeyValueCache:
                 self.k, self.v = (x.new_empty(*x.shape[:2], self.capacity, x.shape[-1]) for x in (k, v))
             end = self.n + k.shape[-2]
             self.k[:, :, self.n : end], self.v[:, :, self.n : end] = k, v
-            k, v = self.k[:, :, :end], self.v[:, :, :end]
+            k, v = (x[:, :, :end].to(q.dtype) for x in (self.k, self.v))
             self.n = end
         else:
             new = k.shape[-2]
             if self.k is not None:
                 at = max(0, self.k.shape[-2] - self.window)
-                k, v = torch.cat((self.k[:, :, at:], k), dim=-2), torch.cat((self.v[:, :, at:], v), dim=-2)
+                k, v = (torch.cat((x[:, :, at:], y), -2).to(q.dtype) for x, y in ((self.k, k), (self.v, v)))
             at = max(0, k.shape[-2] - self.window - 1)
             self.k, self.v = (k[:, :, at:], v[:, :, at:]) if new == 1 else (k[:, :, at:].clone(), v[:, :, at:].clone())
         y = self.core(q, k, per_head(v, q.shape[1]), window=self.window, **kwargs)
@@ -454,16 +462,20 @@ class Cache:
     """What a model keeps of the `length` tokens that it has seen, for up to `capacity`: GPT.new_cache makes it."""
 
     def __init__(self, layers: list[list], capacity: int):
-        self.layers, self.capacity, self.length, self.rows = layers, capacity, 0, 0
+        self.layers, self.capacity, self.length, self.rows, self.broken = layers, capacity, 0, 0, False
 
-    def extend(self, B: int, T: int) -> int:
-        """Makes room for T tokens in each of B rows; the length until now. Raises ValueError where there is none."""
+    @contextlib.contextmanager
+    def extended(self, B: int, T: int) -> Iterator[None]:
+        """Within it T tokens are added to each of B rows. Raises ValueError where they do not fit."""
+        if self.broken:
+            raise ValueError("the last forward pass with this cache did not finish: new_cache() makes another")
         if self.length + T > self.capacity:
             raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}")
         if self.length and B != self.rows:
             raise ValueError(f"the cache holds {self.rows} row(s), and cannot go on with {B}")
-        self.rows, self.length = B, self.length + T
-        return self.length - T
+        self.broken = True
+        yield
+        self.broken, self.rows, self.length = False, B, self.length + T
 
     @property
     def nbytes(self) -> int:
@@ -659,15 +671,18 @@ class CausalSelfAttention(nn.Module):
         n_short = letters.count("S")
         groups = ((slice(0, n_short), config.span), (slice(n_short, H), None))
         self.groups = [(heads, window) for heads, window in groups if heads.start < heads.stop]
-        order = torch.tensor(sorted(range(H), key=lambda h: letters[h] == "L"))
         self.in_order = letters == "".join(sorted(letters, reverse=True))  # SS...LL
-        self.register_buffer("order", order, persistent=False)
-        self.register_buffer("inverse", order.argsort(), persistent=False)
+        if not self.in_order:
+            order = torch.tensor(sorted(range(H), key=lambda h: letters[h] == "L"))
+            self.register_buffer("order", order, persistent=False)
+            self.register_buffer("v_order", order[:: self.n_map] // self.n_map, persistent=False)
+            self.register_buffer("inverse", order.argsort(), persistent=False)
 
     def forward(self, x, cache=None):
         B, T, C = x.shape
         qkv = self.c_attn(x)
-        check_finite(**{"what q, k and v are made of": qkv})
+        if cache is None:  # while decoding, it is the logits that are looked at
+            check_finite("what q, k and v are made of", qkv)
         q, k, v = qkv.split(C, dim=-1)
         q, k = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k))  # (B, H, T, D)
         v = v.view(B, T, self.n_head // self.n_map, -1).transpose(1, 2)  # (B, H, T, D) or (B, H / 2, T, 2 D)
@@ -676,7 +691,7 @@ class CausalSelfAttention(nn.Module):
             q = q * F.softplus(self.per_dim_temperature)
         q, k = q.to(v.dtype), k.to(v.dtype)
         if not self.in_order:
-            q, k, v = q[:, self.order], k[:, self.order], v[:, self.order[:: self.n_map] // self.n_map]
+            q, k, v = q[:, self.order], k[:, self.order], v[:, self.v_order]
         kwargs = {"dropout": self.weight_dropout} if self.training and self.weight_dropout else {}
         y = []
         for group, (heads, window) in enumerate(self.groups):
@@ -691,11 +706,13 @@ class CausalSelfAttention(nn.Module):
         if not self.in_order:
             y = y[:, self.inverse]
         if self.n_map == 2:
-            first, second = (self.lambda_q1 @ self.lambda_k1).exp(), (self.lambda_q2 @ self.lambda_k2).exp()
+            first = (self.lambda_q1 * self.lambda_k1).sum().exp()  # no @, which autocast would round
+            second = (self.lambda_q2 * self.lambda_k2).sum().exp()
             y = y[:, ::2] - (first - second + self.lambda_init) * y[:, 1::2]
             y = self.ln_head(y) * (1 - self.lambda_init)
         y = y.transpose(1, 2).reshape(B, T, C)
-        return self.resid_dropout(self.c_proj(y))
+        y = self.c_proj(y)
+        return self.resid_dropout(y) if self.training else y
 
 
 class MLP(nn.Module):
@@ -707,7 +724,8 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        return self.dropout(self.c_proj(self.act(self.c_fc(x))))
+        x = self.c_proj(self.act(self.c_fc(x)))
+        return self.dropout(x) if self.training else x
 
 
 class Block(nn.Module):
@@ -759,10 +777,16 @@ class GPT(nn.Module):
         With a cache of new_cache's, idx are the next tokens after those that it holds, and are added to it.
         Raises ValueError past block_size or past the cache's end.
         """
-        T = idx.shape[1]
-        past = 0 if cache is None else cache.extend(*idx.shape)
-        if past + T > self.config.block_size:
-            raise ValueError(f"{past + T} tokens do not fit into block_size={self.config.block_size}")
+        T, past = idx.shape[1], 0 if cache is None else cache.length
+        if T < 1 or past + T > self.config.block_size:
+            raise ValueError(f"{past + T} tokens do not fit into block_size={self.config.block_size}, from 1 on")
+        if cache is not None:
+            with torch.no_grad(), cache.extended(*idx.shape):
+                return self._forward(idx, targets, cache)
+        return self._forward(idx, targets, None)
+
+    def _forward(self, idx, targets, cache):
+        T, past = idx.shape[1], 0 if cache is None else cache.length
         pos = torch.arange(past, past + T, device=idx.device)
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
@@ -800,14 +824,15 @@ class GPT(nn.Module):
         letters = "".join(c.layer_heads(layer) for layer in range(c.n_layer))
         D = c.n_embd // c.n_head
         Dv = 2 * D if c.differential else D
-        long = min(c.block_size, CHUNK + 2 * D) if c.attention in CACHE else c.block_size
+        linear = c.attention in CACHE and c.block_size >= BETA_LINEAR_FROM and not c.weight_dropout
+        long = min(c.block_size, max(CHUNK, D) + 2 * D) if linear else c.block_size
         keys = letters.count("L") * long + letters.count("S") * min(c.block_size, (c.span or 0) + 1)
         return 6 * self.num_params() + 6 * (D + Dv) * keys
 
     def crop_block_size(self, block_size: int) -> None:
         """Shortens the context, for fine-tuning a model at a smaller one."""
-        if block_size > self.config.block_size:
-            raise ValueError(f"block_size={block_size} is larger than the model's, {self.config.block_size}")
+        if not 1 <= block_size <= self.config.block_size:
+            raise ValueError(f"block_size={block_size} is below 1 or larger than the model's, {self.config.block_size}")
         self.config.block_size = block_size
         self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size])
 
@@ -904,8 +929,7 @@ class GPT(nn.Module):
         cache = self.new_cache(min(block_size, idx.shape[1] + max_new_tokens)) if use_cache else None
         for _ in range(max_new_tokens):
             if idx.shape[1] > block_size:
-                cache = None if cache is None or cache.length else cache
-                idx = idx[:, -block_size:]
+                cache, idx = None, idx[:, -block_size:]
             with torch.inference_mode():
                 logits = self(idx if cache is None else idx[:, cache.length :], cache=cache)[0]
             logits = logits[:, -1].float()[:, :vocab_size]  # (B, V)

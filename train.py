@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 from configurator import configure, pick_device, user_errors
 from dataset import Tokens, folder_of, read_meta, tokenizer
-from model import GPT, GPTConfig
+from model import CACHE, GPT, GPTConfig
 
 # -----------------------------------------------------------------------------
 # flags; GPT-2 (124M) on OpenWebText by default. The fields of GPTConfig are flags too.
@@ -212,7 +212,8 @@ say(
     f"{model.num_params() / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, "
     f"block {c.block_size}, vocabulary {c.vocab_size}\n"
     f"{c.attention} attention, heads {c.heads}{f' (span {c.span})' if c.span is not None else ''}, "
-    f"dropout {c.dropout} (on attention weights {c.weight_dropout})\n"
+    f"dropout {c.dropout} (on attention weights {c.weight_dropout}"
+    f"{', which makes it quadratic in time: --attn_dropout=0' if c.weight_dropout and c.attention in CACHE else ''})\n"
     f"{tokens_per_step:,} tokens per step = {micro_steps} micro-batches x {world} processes x {batch_size} sequences "
     f"x {c.block_size}; {device}, {dtype}"
 )
@@ -254,7 +255,7 @@ if world > 1:
 
 def diverged(what: object) -> NoReturn:
     """Ends the run at a loss or at values that are not finite."""
-    say(
+    print(
         f"\nstep {it}: {what}: stopped before the optimizer used that. No checkpoint was changed; a smaller "
         f"--learning_rate, --grad_clip or --dtype=float32 may help",
         file=sys.stderr,
@@ -476,7 +477,7 @@ elif sample_tokens and not eval_only and master:
             prompt = torch.tensor([start_ids], device=device)
             ids = raw_model.eval().generate(prompt, sample_tokens, 0.8, vocab_size=tok.n_vocab, seed=seed)
         say(f"\na sample (more of them: python sample.py --out_dir={out_dir}):\n{tok.decode(ids[0].tolist())}")
-    except (ImportError, OSError) as error:  # the run itself is done and saved
+    except (ImportError, OSError, ValueError) as error:  # the run itself is done and saved
         say(f"\nno sample: {error}")
 if world > 1:
     dist.destroy_process_group()

@@ -75,11 +75,13 @@ def test_the_fast_forms_equal_naive_forward_and_backward(core, window, dtype, to
 
 @cores
 @long_windows
-@pytest.mark.parametrize("shape", [(LONG, LONG), (2, LONG, LONG), (1, 2, LONG, LONG), (1, 1, 1, LONG)])
+@pytest.mark.parametrize(
+    "shape", [(LONG, LONG), (2, LONG, LONG), (1, 2, LONG, LONG), (1, 1, 1, LONG), (2, LONG, 1), ()]
+)
 def test_a_bias_in_blocks(core, window, shape):
     q, k, v = long_qkv()
     bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    y = ATTENTION[core](q, k, v, window=window, bias=bias.expand(1, 2, LONG, LONG) if shape[-2] == 1 else bias)
+    y = ATTENTION[core](q, k, v, window=window, bias=bias)
     exact = naive_attention(core, q, k, v, window=window, bias=bias.expand(1, 2, LONG, LONG))
     assert close(y, exact, 1e-12)
     (ours,), (theirs,) = torch.autograd.grad(y.sin().sum(), bias), torch.autograd.grad(exact.sin().sum(), bias)
@@ -382,6 +384,9 @@ def test_bad_input_says_what_and_why(core):
         assert says in str(error.value)
     with pytest.raises(ValueError, match="window=-1 must be 0"):
         f(q, k, v, window=-1)
+    for shape in ((T, 2), (4, T, T), (1, 1, 1, 1, 1)):
+        with pytest.raises(ValueError, match="does not broadcast to the scores"):
+            f(q, k, v, bias=torch.zeros(shape))
     for i, name in enumerate("qkv"):
         for value in (math.nan, math.inf, -math.inf):
             x = [t.clone() for t in (q, k, v)]

@@ -195,7 +195,9 @@ def test_counts():
     assert gpt.num_params() == n
     assert gpt.num_params(non_embedding=False) == n + T * C
     assert gpt.flops() == 6 * n + 12 * L * C * T
-    assert GPT(config(attention="beta", block_size=200)).flops() == 6 * (n) + 12 * L * C * (64 + 16)  # linear
+    beta = {"attention": "beta", "block_size": 300}
+    assert GPT(config(**beta)).flops() == 6 * n + 12 * L * C * (64 + 16)  # linear
+    assert GPT(config(**beta, dropout=0.1)).flops() == 6 * n + 12 * L * C * 300  # not with dropout on its weights
     wide = GPT(config(differential=True))
     assert wide.flops() == 6 * wide.num_params() + 18 * L * C * T  # values are twice as wide
     assert GPT(config(heads="SL", window=3)).flops() == 6 * n + 12 * L * 8 * (2 * T + 2 * 4)
@@ -413,9 +415,24 @@ def test_a_cache_past_its_end_and_other_misuse():
     for wrong in (0, T + 1):
         with pytest.raises(ValueError, match=f"block_size={T}"):
             gpt.new_cache(wrong)
+    with pytest.raises(ValueError, match="0 tokens do not fit"):
+        gpt(x[:, :0])
     beta = GPT(config(attention="beta", dropout=0.1)).train()
+    cache = beta.new_cache()
     with pytest.raises(ValueError, match=r"eval\(\)"):
-        beta(x, cache=beta.new_cache())
+        beta(x, cache=cache)
+    with pytest.raises(ValueError, match="did not finish"):  # some layers may have it, others not
+        beta.eval()(x, cache=cache)
+
+
+def test_a_cache_keeps_no_graph_and_takes_another_precision():
+    gpt, x = GPT(config(heads="SSSL", window=3)).eval(), tokens()
+    cache = gpt.new_cache()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gpt(x[:, :9], cache=cache)
+    logits, _ = gpt(x[:, 9:12], cache=cache)
+    assert not logits.requires_grad and logits.dtype == torch.float32
+    assert (logits - gpt(x[:, :12])[0]).abs().max() < 0.05
 
 
 @cores

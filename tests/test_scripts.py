@@ -538,6 +538,7 @@ def test_bench_models_steps_and_decoding(run, tmp_path):
         ("--repeats=0", "must be positive"),
         ("--what=attn", "none of attention, model, step, decode"),
         ("--only=sdap", "none of sdpa"),
+        ("--heads=S/L", "the pattern of one layer"),
         ("--heads=SX", "made of S (short) and L (long)"),
         ("--window=-1", "0 (a token sees itself alone) or more"),
     ],
