@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 from configurator import configure, pick_device, user_errors
 from dataset import Tokens, folder_of, read_meta, tokenizer
-from model import CACHE, GPT, GPTConfig
+from model import BETA_LINEAR_FROM, CACHE, GPT, GPTConfig
 
 # -----------------------------------------------------------------------------
 # flags; GPT-2 (124M) on OpenWebText by default. The fields of GPTConfig are flags too.
@@ -207,13 +207,14 @@ if saved:
 raw_model, saved = model, None
 
 c = model.config
+slow_beta = c.weight_dropout and c.attention in CACHE and c.block_size >= BETA_LINEAR_FROM
 say(
     f"{dataset}: {len(data['train']):,} train, {len(data['val']):,} val tokens; source: {meta['source'].get('from')}\n"
     f"{model.num_params() / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, "
     f"block {c.block_size}, vocabulary {c.vocab_size}\n"
     f"{c.attention} attention, heads {c.heads}{f' (span {c.span})' if c.span is not None else ''}, "
     f"dropout {c.dropout} (on attention weights {c.weight_dropout}"
-    f"{', which makes it quadratic in time: --attn_dropout=0' if c.weight_dropout and c.attention in CACHE else ''})\n"
+    f"{', which makes it quadratic in time: --attn_dropout=0' if slow_beta else ''})\n"
     f"{tokens_per_step:,} tokens per step = {micro_steps} micro-batches x {world} processes x {batch_size} sequences "
     f"x {c.block_size}; {device}, {dtype}"
 )
