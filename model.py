@@ -48,6 +48,16 @@ def visible(Tq: int, T: int, window: int | None, device: torch.device) -> torch.
     return (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
 
 
+def scaled(q: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """scale q, in float32 or wider: queries whose products with the keys are the scores."""
+    return at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x (..., T, D) with rows of zeros after its last. None cost nothing, where F.pad would copy."""
+    return F.pad(x, (0, 0, 0, rows)) if rows else x
+
+
 def scores(q: torch.Tensor, k: torch.Tensor, scale: float | None, bias: torch.Tensor | None) -> torch.Tensor:
     """s = scale q k^T + bias, unmasked, in float32 or wider also under autocast: (B, H, Tq, T)."""
     with torch.autocast(q.device.type, enabled=False):
@@ -136,7 +146,7 @@ def banded(core: Callable) -> Callable:
             near = None if bias is None else bias[..., :first, :first]
             y = [core(*(x[..., :first, :] for x in (q, k, v)), window=window, scale=scale, bias=near, **kwargs)]
         pad = -T % c  # rows that are cut off in the end
-        q, k, v = (F.pad(x, (0, 0, 0, pad)) if pad else x for x in (q, k, v))
+        q, k, v = (pad_rows(x, pad) for x in (q, k, v))
         q_blocks = q[..., first:, :].reshape(B * H, -1, c, q.shape[-1])
         k_blocks, v_blocks = (Windows.apply(x.flatten(0, 1), first, window, c) for x in (k, v))
         if bias is not None:
@@ -256,8 +266,7 @@ def _beta_quadratic(q, k, v, *, window, scale, bias, dropout):
 def beta_linear(q, k, v, *, scale=None, state=None):
     """(y, state) of BetaLinear for unscaled queries, in float32 or wider also under autocast; y in v's precision."""
     with torch.autocast(q.device.type, enabled=False):
-        scaled = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        y, state = BetaLinear.apply(scaled, at_least_float32(k), at_least_float32(v), state)
+        y, state = BetaLinear.apply(scaled(q, scale), at_least_float32(k), at_least_float32(v), state)
     return y.to(v.dtype), state
 
 
@@ -307,7 +316,7 @@ class BetaLinear(torch.autograd.Function):
         """(y, state, what their gradients need) of some tokens, after those of the state."""
         (B, H, T, D), Dv = q.shape, v.shape[-1]
         c = min(max(CHUNK, D), T)
-        q, k, v = (F.pad(x, (0, 0, 0, -T % c)).reshape(-1, c, x.shape[-1]) for x in (q, k, v))  # (B H chunks, c, D)
+        q, k, v = (pad_rows(x, -T % c).reshape(-1, c, x.shape[-1]) for x in (q, k, v))  # (B H chunks, c, D)
         w = torch.cat((v, k), dim=-1)
         before, state = _running_sums((k.mT @ w).view(B, H, -1, D, Dv + D), state)
         past, s = q @ before, (q @ k.mT).tril_()
@@ -326,7 +335,7 @@ class BetaLinear(torch.autograd.Function):
         trace = before[..., Dv:].diagonal(0, -2, -1).sum(-1)[:, None, None]
         eps = torch.finfo(r.dtype).eps
         least = (q.square().sum(-1, keepdim=True) * trace).mul_(eps).clamp_(min=eps**4).sqrt_()
-        dv = F.pad(dy, (0, 0, 0, -T % y.shape[1])).reshape(y.shape) / (1 + r)
+        dv = pad_rows(dy, -T % y.shape[1]).reshape(y.shape) / (1 + r)
         a = torch.cat((dv, q * ((dv * y).sum(-1, keepdim=True) / -torch.maximum(r, least))), dim=-1)
         after, state = _running_sums((q.mT @ a).view(B, H, -1, *before.shape[1:]), state, reverse=True)
         aw = (a @ w.mT).tril_()
@@ -444,7 +453,7 @@ class BetaCache:
             y, self.state = beta_linear(q, k, v, scale=scale, state=self.state)
             return y
         with torch.autocast(q.device.type, enabled=False):  # one token: beta_attention's equation as it stands
-            q, k = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale), at_least_float32(k)
+            q, k = scaled(q, scale), at_least_float32(k)
             self.state = self.state + k.mT * torch.cat((v, k), dim=-1)
             y, qG = (q @ self.state).split((v.shape[-1], k.shape[-1]), dim=-1)
             return (y / (1 + (q * qG).sum(-1, keepdim=True).clamp(min=0).sqrt())).to(v.dtype)
@@ -518,6 +527,11 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(at_least_float32(x)).to(x.dtype)
 
 
+def l2_scale(T: int) -> float:
+    """g at the start of training, log2(T^2 - T) (Henry et al. 2020, section 3.1)."""
+    return math.log2(max(T, 2) ** 2 - max(T, 2))
+
+
 # f(config, D) -> what is done to the queries, and to the keys, of a layer
 QK_NORM: dict[str, Callable] = {
     "none": lambda config, D: (nn.Identity(), nn.Identity()),
@@ -525,11 +539,6 @@ QK_NORM: dict[str, Callable] = {
     "rmsnorm": lambda config, D: (RMSNorm(D, eps=1e-5), RMSNorm(D, eps=1e-5)),
     "l2": lambda config, D: (L2Norm(D**0.5 * l2_scale(config.block_size)), L2Norm()),  # D**0.5: s is g q k, unscaled
 }
-
-
-def l2_scale(T: int) -> float:
-    """g at the start of training, log2(T^2 - T) (Henry et al. 2020, section 3.1)."""
-    return math.log2(max(T, 2) ** 2 - max(T, 2))
 
 
 ACTIVATION: dict[str, Callable] = {
@@ -712,7 +721,7 @@ class CausalSelfAttention(nn.Module):
             y = self.ln_head(y) * (1 - self.lambda_init)
         y = y.transpose(1, 2).reshape(B, T, C)
         y = self.c_proj(y)
-        return self.resid_dropout(y) if self.training else y
+        return self.resid_dropout(y) if self.training else y  # decoding a token feels every call
 
 
 class MLP(nn.Module):
