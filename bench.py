@@ -91,7 +91,7 @@ def differential(core: Callable) -> Callable:
     """(q, k, v) -> y of heads in pairs, whose values are joined: A1 V - 0.5 A2 V (Ye et al. 2024)."""
 
     def run(q, k, v):
-        y = core(q, k, per_head(torch.cat((v[:, ::2], v[:, 1::2]), dim=-1), q.shape[1]))
+        y = core(q, k, per_head(torch.cat((v[:, ::2], v[:, 1::2]), dim=-1), [h // 2 for h in range(q.shape[1])]))
         y = y[:, ::2] - 0.5 * y[:, 1::2]
         return torch.stack(y.chunk(2, dim=-1), dim=2).flatten(1, 2)
 

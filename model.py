@@ -1,16 +1,18 @@
 """A GPT whose causal self-attention is pluggable: the whole model, read from top to bottom.
 
-Shapes: B batch, T time, C n_embd, H heads, D head dim, V vocabulary. Attention is (B, H, T, D) everywhere.
+Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head dim, V vocabulary. Attention is
+(B, H, T, D) everywhere.
 
 1. ATTENTION: the cores, one function each. A new attention is one function and one line in this table
    (and its definition, one line in ONE_QUERY, which the tests and bench.py hold it against).
-2. GPTConfig: every choice, and which of them go together.
-3. CausalSelfAttention, MLP, Block, GPT: GPT-2, where the choices are made.
+2. QK_NORM, POSITION, NORM, WHERE, ACTIVATION: the choices among like things, a line each.
+3. GPTConfig: every choice, and which of them go together.
+4. CausalSelfAttention, MLP, Block, GPT: GPT-2, where the choices are made.
 
 Sources: softmax, "Attention Is All You Need" (Vaswani et al. 2017); LASER, "LASER: Attention with
 Exponential Transformation" (Duvvuri and Dhillon); long and short heads, "Short-Range Dependency Effects on
 Transformer Instability and a Decomposed Attention Solution" (LS-attention); beta, the blog post that
-replaces softmax by s / (1 + ||s||) in nanoGPT.
+replaces softmax by s / (1 + ||s||) in nanoGPT. The papers of the other choices stand beside them.
 """
 
 import contextlib
@@ -32,7 +34,8 @@ from torch.utils.checkpoint import checkpoint
 #   q (B, H, Tq, D), k (B, H, T, D), v (B, H, T, Dv), y (B, H, Tq, Dv). In training Tq = T; fewer queries are
 #     those of the last Tq of the T tokens, as in decoding
 #   window: key j is seen by query i where 0 <= i - j <= window, window + 1 keys; None: all up to i
-#   scale: of the scores, 1 / sqrt(D) if None; bias: added to the scaled scores, broadcast to (B, H, Tq, T)
+#   scale: of the scores, 1 / sqrt(D) if None
+#   bias: added to the scaled scores; a tensor that broadcasts to (B, H, Tq, T), or a ByDistance
 # A core that can drop attention weights takes `dropout` as well, the probability, 0.0 by default.
 # Raises ValueError for shapes that do not match, a window below 0, and (on a CPU) values that are not finite.
 
@@ -65,6 +68,57 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float | None, bias: torch.Te
     return s if bias is None else s + bias
 
 
+class ByDistance:
+    """A bias that depends on how far key j lies behind query i: values[..., min(i - j, n - 1)].
+
+    values (B or 1, H, Tq or 1, n): numbers for each distance, and maybe each query, not for each pair of
+    tokens. v (n, Dv), if given, is added to the values of the keys in the same way, for a core that is linear
+    in them: y_i = sum_j w_ij (v_j + v[min(i - j, n - 1)]).
+    """
+
+    def __init__(self, values: torch.Tensor, v: torch.Tensor | None = None):
+        self.values, self.v = values, v
+
+    def per_query(self, f: Callable) -> "ByDistance":
+        """The same with f(values), where there is a row for each query."""
+        return self if self.values.shape[-2] == 1 else ByDistance(f(self.values), self.v)
+
+    def dense(self, Tq: int, T: int) -> torch.Tensor:
+        """(B or 1, H, Tq, T), for the last Tq of T tokens."""
+        at = self._distance(Tq, T)
+        if self.values.shape[-2] == 1:
+            return self.values[..., 0, :][..., at]
+        return self.values.gather(-1, at.expand(*self.values.shape[:-2], Tq, T))
+
+    def attend(self, core: Callable, q, k, v, **kwargs) -> torch.Tensor:
+        """y of a core with this bias and these values."""
+        (Tq, T), Dv = (q.shape[-2], k.shape[-2]), v.shape[-1]
+        bias = self.dense(Tq, T)
+        if self.v is None:
+            return core(q, k, v, bias=bias, **kwargs)
+        # What a core that is linear in its values makes of one-hot values is its weights. Those of the keys
+        # before the last `near` ones are at the largest distance for every query, so their sum is enough.
+        n, near = len(self.v), min(T, Tq + len(self.v) - 2)
+        columns = F.pad(torch.eye(near, dtype=v.dtype, device=v.device), (0, 1, T - near, 0))
+        columns[:, -1] = 1
+        y = core(q, k, torch.cat((v, columns.expand(*v.shape[:-2], -1, -1)), -1), bias=bias, **kwargs)
+        y, weights, total = y.split((Dv, near, 1), dim=-1)
+        at = self._distance(Tq, T)[:, T - near :].expand_as(weights)
+        far = F.pad(total - weights.sum(-1, keepdim=True), (n - 1, 0))
+        return y + far.scatter_add(-1, at, weights) @ self.v.to(v.dtype)
+
+    def _distance(self, Tq: int, T: int) -> torch.Tensor:
+        i = torch.arange(T - Tq, T, device=self.values.device)
+        return (i[:, None] - torch.arange(T, device=i.device)).clamp(0, self.values.shape[-1] - 1)
+
+
+def bias_of(bias: torch.Tensor | ByDistance | None, start: int, end: int, T: int):
+    """What is left of a bias for the queries from start to end, over the first T keys."""
+    if isinstance(bias, ByDistance):
+        return bias.per_query(lambda x: x[..., start:end, :])
+    return bias if bias is None else bias[..., start:end, :T]
+
+
 def check_finite(name: str, x: torch.Tensor) -> None:
     """Raises ValueError where x holds a NaN or an infinity. On a CPU only: elsewhere that would stall the device."""
     look = x.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -84,8 +138,13 @@ def checked(core: Callable) -> Callable:
             raise ValueError(f"q and k must have one D, k and v one T, and q from 1 to T queries; got {shapes}")
         if window is not None and window < 0:
             raise ValueError(f"window={window} must be 0 (a token sees itself alone) or more")
-        if bias is not None:
-            full = (*q.shape[:3], k.shape[2])
+        full = (*q.shape[:3], k.shape[2])
+        if isinstance(bias, ByDistance):
+            values, v_width = bias.values, v.shape[-1] if bias.v is None else bias.v.shape[-1]
+            fits = values.dim() == 4 and all(n in (1, m) for n, m in zip(values.shape[:3], full[:3], strict=True))
+            if not fits or v_width != v.shape[-1]:
+                raise ValueError(f"a bias by distance {tuple(values.shape)} does not fit the scores, {full}")
+        elif bias is not None:
             if bias.dim() > 4 or any(n not in (1, m) for n, m in zip(bias.shape[::-1], full[::-1], strict=False)):
                 raise ValueError(f"bias {tuple(bias.shape)} does not broadcast to the scores, {full}")
             bias = bias.expand(torch.broadcast_shapes(bias.shape, full[2:]))
@@ -139,17 +198,24 @@ def banded(core: Callable) -> Callable:
         if window is None or min(T, 2 * Tq) <= first + c:
             return core(q, k, v, window=window, scale=scale, bias=bias, **kwargs)
         if Tq < T:  # many new tokens after a cache
-            q, bias = (x if x is None else F.pad(x, (0, 0, T - Tq, 0)) for x in (q, bias))
+            q, before = F.pad(q, (0, 0, T - Tq, 0)), functools.partial(F.pad, pad=(0, 0, T - Tq, 0))
+            bias = bias.per_query(before) if isinstance(bias, ByDistance) else bias if bias is None else before(bias)
             return attend(q, k, v, window=window, scale=scale, bias=bias, **kwargs)[..., -Tq:, :]
         y = []
         if first:
-            near = None if bias is None else bias[..., :first, :first]
-            y = [core(*(x[..., :first, :] for x in (q, k, v)), window=window, scale=scale, bias=near, **kwargs)]
+            near = (x[..., :first, :] for x in (q, k, v))
+            y = [core(*near, window=window, scale=scale, bias=bias_of(bias, 0, first, first), **kwargs)]
         pad = -T % c  # rows that are cut off in the end
         q, k, v = (pad_rows(x, pad) for x in (q, k, v))
         q_blocks = q[..., first:, :].reshape(B * H, -1, c, q.shape[-1])
         k_blocks, v_blocks = (Windows.apply(x.flatten(0, 1), first, window, c) for x in (k, v))
-        if bias is not None:
+        if isinstance(bias, ByDistance):
+            bias = bias.per_query(lambda x: pad_rows(x, pad)[..., first:, :].unflatten(-2, (-1, c)))
+            values = (
+                bias.values if bias.values.dim() == 5 else bias.values[:, :, None]
+            )  # (.., H, blocks or 1, c or 1, n)
+            bias = ByDistance(values.expand(B, H, *values.shape[2:]).flatten(0, 1), bias.v)
+        elif bias is not None:
             bias = F.pad(bias, (0, pad, 0, pad))[..., first:, first - window :].unfold(-2, c, c)
             bias = bias.unfold(-2, window + c, c).diagonal(0, -4, -3).movedim(-1, -3)  # (..., blocks, c, window + c)
             bias = bias.expand(B, H, -1, -1, -1).flatten(0, 1)
@@ -159,8 +225,50 @@ def banded(core: Callable) -> Callable:
     return attend
 
 
+ROWS = 2**24  # numbers of what a few queries need at once: 64 MiB in float32
+
+
+def in_rows(per_query: Callable) -> Callable:
+    """Makes a core take a few queries at a time, so that what they need does not grow with T^2.
+
+    per_query(q, k, v, bias): how many numbers one query of all heads needs. They are computed again in the
+    backward pass. A bias by distance is spelled out here.
+    """
+
+    def decorate(core: Callable) -> Callable:
+        @functools.wraps(core)
+        def attend(q, k, v, *, window=None, scale=None, bias=None, **kwargs):
+            def part(q, k, v, bias):
+                if isinstance(bias, ByDistance):
+                    return bias.attend(core, q, k, v, window=window, scale=scale, **kwargs)
+                return core(q, k, v, window=window, scale=scale, bias=bias, **kwargs)
+
+            Tq, past = q.shape[-2], k.shape[-2] - q.shape[-2]
+            rows = ROWS // max(1, per_query(q, k, v, bias))
+            if rows >= Tq:
+                return part(q, k, v, bias)
+            y, rows = [], max(1, rows)
+            for i in range(0, Tq, rows):
+                end = min(i + rows, Tq)
+                few = q[..., i:end, :], k[..., : past + end, :], v[..., : past + end, :]
+                y.append(checkpoint(part, *few, bias_of(bias, i, end, past + end), use_reentrant=False))
+            return torch.cat(y, dim=-2)
+
+        return attend
+
+    return decorate
+
+
+def dense_bias(q, k, v, bias) -> int:
+    """in_rows' measure of a core that is fused, or whose weights are few, unless there is a bias by distance."""
+    if not isinstance(bias, ByDistance):
+        return 0
+    return math.prod(bias.values.shape[:-2]) * k.shape[-2] * (1 if bias.v is None else 3)
+
+
 @checked
 @banded
+@in_rows(dense_bias)
 def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
     """y = softmax(s) v (Vaswani et al., equation 1), fused."""
     (Tq, D), (T, Dv) = q.shape[-2:], v.shape[-2:]
@@ -215,22 +323,12 @@ def _wider_than(v: torch.Tensor, limit: float) -> bool:
 
 
 @banded
+@in_rows(lambda q, k, v, bias: v.numel())
 def _laser_in_log_space(q, k, v, *, window, scale, bias):
-    """y = logsumexp_j(log_softmax(s)_ij + v_j), a few queries at a time, computed again in the backward pass."""
-
-    def rows_of(q, k, v, bias):
-        unseen = ~visible(q.shape[-2], k.shape[-2], window, q.device)
-        log_weights = scores(q, k, scale, bias).masked_fill(unseen, -math.inf).log_softmax(-1)
-        return (log_weights[..., None] + v[:, :, None]).logsumexp(-2)
-
-    rows = max(1, 2**24 // v.numel())  # 64 MiB of exponentials in float32
-    y, past = [], k.shape[-2] - q.shape[-2]
-    for i in range(0, q.shape[-2], rows):
-        end = min(i + rows, q.shape[-2])
-        near = None if bias is None else bias[..., i:end, : past + end]
-        part = q[..., i:end, :], k[..., : past + end, :], v[..., : past + end, :], near
-        y.append(checkpoint(rows_of, *part, use_reentrant=False))
-    return torch.cat(y, dim=-2)
+    """y = logsumexp_j(log_softmax(s)_ij + v_j)."""
+    unseen = ~visible(q.shape[-2], k.shape[-2], window, q.device)
+    log_weights = scores(q, k, scale, bias).masked_fill(unseen, -math.inf).log_softmax(-1)
+    return (log_weights[..., None] + v[..., None, :, :]).logsumexp(-2)
 
 
 BETA_LINEAR_FROM = 256  # tokens; below, the quadratic form is as fast
@@ -256,6 +354,7 @@ def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
 
 
 @banded
+@in_rows(dense_bias)
 def _beta_quadratic(q, k, v, *, window, scale, bias, dropout):
     """Row by row. d beta(s) h = h / (1+r) - <s, h> s / (r (1+r)^2), r = ||s||, where <s, h> s / r = 0 at r = 0."""
     s = scores(q, k, scale, bias).masked_fill(~visible(q.shape[-2], k.shape[-2], window, q.device), 0.0)
@@ -388,11 +487,17 @@ def naive_attention(core, q, k, v, *, window=None, scale=None, bias=None):
     if core not in ONE_QUERY:
         raise ValueError(f"{core} has no line in ONE_QUERY, its definition for one query, to be held against")
     rows, Tq, T = [], q.shape[-2], k.shape[-2]
+    far = None
+    if isinstance(bias, ByDistance):
+        bias, far = bias.dense(Tq, T), bias.v
     for row, i in enumerate(range(T - Tq, T)):
         seen = slice(0 if window is None else max(0, i - window), i + 1)
         s = (q[..., row, None, :] * k[..., seen, :]).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
         s = s if bias is None else s + bias[..., row, seen]
-        rows.append(ONE_QUERY[core](s, v[..., seen, :]))
+        v_seen = v[..., seen, :]
+        if far is not None:
+            v_seen = v_seen + far[(i - torch.arange(T)[seen]).clamp(max=len(far) - 1)]
+        rows.append(ONE_QUERY[core](s, v_seen))
     return torch.stack(rows, dim=-2)
 
 
@@ -400,20 +505,23 @@ def naive_attention(core, q, k, v, *, window=None, scale=None, bias=None):
 # What a group of heads keeps of the tokens that it has seen, to decode token by token
 
 
-def per_head(x: torch.Tensor, n_head: int) -> torch.Tensor:
-    """x with each of its heads repeated for the query heads that share it: (B, n_head, T, D)."""
-    return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
+def per_head(x: torch.Tensor, of: list[int]) -> torch.Tensor:
+    """x (B, G, T, D) for the query heads that share its heads: head of[h] for head h, (B, H, T, D)."""
+    n = len(of) // x.shape[1]
+    if of == [g for g in range(x.shape[1]) for _ in range(n)]:
+        return x if n == 1 else x.repeat_interleave(n, dim=1)
+    return x[:, of]
 
 
 class KeyValueCache:
     """Keys and values: of every token or, where there is a window, of the last window + 1. For any core."""
 
-    def __init__(self, core: Callable, window: int | None, capacity: int):
-        self.core, self.window, self.capacity = core, window, capacity
+    def __init__(self, window: int | None, capacity: int):
+        self.window, self.capacity = window, capacity
         self.n, self.k, self.v = 0, None, None
 
-    def attend(self, q, k, v, **kwargs):
-        """y (B, H, T, Dv) of the next T tokens, whose keys and values are kept."""
+    def attend(self, core, share, q, k, v, **kwargs):
+        """y (B, H, T, Dv) of the next T tokens, whose keys and values are kept; share(k, v) are those of each head."""
         if self.window is None:
             if self.k is None:
                 self.k, self.v = (x.new_empty(*x.shape[:2], self.capacity, x.shape[-1]) for x in (k, v))
@@ -428,7 +536,7 @@ class KeyValueCache:
                 k, v = (torch.cat((x[:, :, at:], y), -2).to(q.dtype) for x, y in ((self.k, k), (self.v, v)))
             at = max(0, k.shape[-2] - self.window - 1)
             self.k, self.v = (k[:, :, at:], v[:, :, at:]) if new == 1 else (k[:, :, at:].clone(), v[:, :, at:].clone())
-        y = self.core(q, k, per_head(v, q.shape[1]), window=self.window, **kwargs)
+        y = core(q, *share(k, v), window=self.window, **kwargs)
         if y.shape[-2] != q.shape[-2]:
             raise ValueError(f"this attention gives {y.shape[-2]} outputs for {q.shape[-2]} queries: use_cache=False")
         return y
@@ -441,14 +549,14 @@ class KeyValueCache:
 class BetaCache:
     """[S | G], the running sums of beta_attention: all that its long heads need of the past, however long."""
 
-    def __init__(self, core: Callable, window: None, capacity: int):
+    def __init__(self, window: None, capacity: int):
         self.state = None
 
-    def attend(self, q, k, v, *, scale=None, dropout=0.0):
+    def attend(self, core, share, q, k, v, *, scale=None, bias=None, dropout=0.0):
         """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
         if dropout:
             raise ValueError("beta's running sums cannot drop attention weights: call eval() before decoding")
-        v = per_head(v, q.shape[1])
+        k, v = share(k, v)
         if self.state is None or q.shape[-2] > 1:
             y, self.state = beta_linear(q, k, v, scale=scale, state=self.state)
             return y
@@ -509,22 +617,39 @@ class L2Norm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm with an optional bias."""
+    """LayerNorm (Ba et al. 2016) with an optional bias."""
 
-    def __init__(self, n_embd: int, bias: bool):
+    def __init__(self, width: int, bias: bool, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(n_embd))
-        self.bias = nn.Parameter(torch.zeros(n_embd)) if bias else None
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.eps = eps
 
     def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm in float32 or wider, also under autocast."""
+    """RMSNorm (Zhang and Sennrich 2019, equation 4) in float32 or wider, also under autocast; an optional bias."""
+
+    def __init__(self, width: int, bias: bool, eps: float):
+        super().__init__(width, eps=eps)
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x):
-        return super().forward(at_least_float32(x)).to(x.dtype)
+        y = super().forward(at_least_float32(x)).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+NORM: dict[str, Callable] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+
+# Which norms a block has: (before a sublayer, after it, after its sum with the residual stream).
+WHERE: dict[str, tuple[bool, bool, bool]] = {
+    "pre": (True, False, False),  # x + f(norm(x)): GPT-2, Llama
+    "post": (False, False, True),  # norm(x + f(x)): Vaswani et al. 2017, GPT-1
+    "sandwich": (True, True, False),  # x + norm(f(norm(x))): Gemma 2
+    "olmo2": (False, True, False),  # x + norm(f(x)): OLMo 2
+}
 
 
 def l2_scale(T: int) -> float:
@@ -534,16 +659,142 @@ def l2_scale(T: int) -> float:
 
 # f(config, D) -> what is done to the queries, and to the keys, of a layer
 QK_NORM: dict[str, Callable] = {
-    "none": lambda config, D: (nn.Identity(), nn.Identity()),
-    "layernorm": lambda config, D: (LayerNorm(D, config.bias), LayerNorm(D, config.bias)),  # as in LASER, section 4
-    "rmsnorm": lambda config, D: (RMSNorm(D, eps=1e-5), RMSNorm(D, eps=1e-5)),
-    "l2": lambda config, D: (L2Norm(D**0.5 * l2_scale(config.block_size)), L2Norm()),  # D**0.5: s is g q k, unscaled
+    "none": lambda c, D: (nn.Identity(), nn.Identity()),
+    "layernorm": lambda c, D: tuple(LayerNorm(D, c.bias, c.norm_eps) for _ in "qk"),  # as in LASER, section 4
+    "rmsnorm": lambda c, D: tuple(RMSNorm(D, False, c.norm_eps) for _ in "qk"),
+    "l2": lambda c, D: (L2Norm(D**0.5 * l2_scale(c.block_size)), L2Norm()),  # D**0.5: s is g q k, unscaled
 }
 
 
-ACTIVATION: dict[str, Callable] = {
-    "gelu": lambda x: F.gelu(x, approximate="tanh"),  # GPT-2's own
-    "gelu_exact": F.gelu,  # nanoGPT's
+class Sinusoids(nn.Module):
+    """p[2i] = sin(pos / 10000^(2i / C)), p[2i + 1] = cos of the same (Vaswani et al. 2017, section 3.5)."""
+
+    def __init__(self, config: "GPTConfig"):
+        super().__init__()
+        rate = 10000.0 ** (-torch.arange(0, config.n_embd, 2, dtype=torch.float64) / config.n_embd)
+        angle = torch.outer(torch.arange(config.block_size, dtype=torch.float64), rate)
+        table = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)
+        self.register_buffer("table", table.float(), persistent=False)
+
+    def forward(self, pos):
+        return self.table[pos]
+
+
+class RoPE(nn.Module):
+    """Rotates q and k by their positions, so that q_i k_j depends on i - j (Su et al. 2021, section 3.4.2).
+
+    Dimensions d and d + D/2 turn together by pos / base^(2d / D), as in Llama. The paper pairs 2d and 2d + 1:
+    the same model, with the rows of the projections in another order.
+    """
+
+    scores = False  # no bias of the scores
+
+    def __init__(self, config: "GPTConfig"):
+        super().__init__()
+        D, base = config.head_size, config.rope_base or 10000.0
+        rate = base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+        angle = torch.outer(torch.arange(config.block_size, dtype=torch.float64), rate)
+        self.register_buffer("cos", angle.cos().repeat(1, 2).float(), persistent=False)
+        self.register_buffer("sin", torch.cat((-angle.sin(), angle.sin()), 1).float(), persistent=False)
+
+    def forward(self, q, k, heads, past, scale):
+        cos, sin = (x[past : past + q.shape[-2]] for x in (self.cos, self.sin))
+        return *(x * cos + x.roll(x.shape[-1] // 2, -1) * sin for x in (q, k)), None
+
+
+class ALiBi(nn.Module):
+    """A head's scores lose slope (i - j), in proportion to the distance (Press et al. 2021, section 3)."""
+
+    scores = True
+
+    def __init__(self, config: "GPTConfig"):
+        super().__init__()
+        slopes, T = torch.tensor(alibi_slopes(config.n_head)), config.block_size
+        self.register_buffer("bias", -slopes[:, None, None] * torch.arange(T), persistent=False)  # (H, 1, T)
+
+    def forward(self, q, k, heads, past, scale):
+        return q, k, ByDistance(self.bias[heads][None])
+
+
+def alibi_slopes(n: int) -> list[float]:
+    """2^(-8h / n) for h = 1 to n; where n is no power of two, those of the last one below it, and then every
+    second one of the next (the code of the ALiBi paper)."""
+    m = 2 ** int(math.log2(n))
+    return [2 ** (-8 * h / m) for h in range(1, m + 1)] + [2 ** (-4 * h / m) for h in range(1, 2 * (n - m), 2)]
+
+
+class Relative(nn.Module):
+    """A vector per distance, up to max_distance, is added to the keys and one to the values (Shaw et al. 2018,
+    equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), of which q_i a_k is a product of its own, and
+    y_i = sum_j w_ij (v_j + a_v[i - j]). Shared by the heads of a layer."""
+
+    scores = True
+
+    def __init__(self, config: "GPTConfig"):
+        super().__init__()
+        n, D = min(config.reach, config.block_size - 1) + 1, config.head_size
+        self.k = nn.Parameter(0.02 * torch.randn(n, D))
+        self.v = nn.Parameter(0.02 * torch.randn(n, 2 * D if config.differential else D))
+
+    def forward(self, q, k, heads, past, scale):
+        return q, k, ByDistance(scale * (q @ self.k.to(q.dtype).mT), self.v)
+
+
+class T5(nn.Module):
+    """A learned number per head and bucket of distances is added to the scores; all layers share the table
+    (Raffel et al. 2019, section 2.1)."""
+
+    scores, buckets = True, 32
+
+    def __init__(self, config: "GPTConfig"):
+        super().__init__()
+        self.table = nn.Embedding(self.buckets, config.n_head)
+        self.register_buffer("bucket", t5_bucket(torch.arange(config.block_size), config.reach), persistent=False)
+
+    def forward(self, q, k, heads, past, scale):
+        return q, k, ByDistance(self.table(self.bucket).T[heads][None, :, None])
+
+
+def t5_bucket(distance: torch.Tensor, max_distance: int) -> torch.Tensor:
+    """A bucket for each distance below 16, then 16 that widen by a constant factor up to max_distance."""
+    exact = T5.buckets // 2
+    far = torch.log(distance.clamp(min=exact) / exact) / math.log(max_distance / exact) * (T5.buckets - exact)
+    return torch.where(distance < exact, distance, (exact + far.long()).clamp(max=T5.buckets - 1))
+
+
+# f(config) -> what is added to the token embedding, as f(positions); and what acts in a layer's attention, as
+# f(q, k, heads, past, scale) -> (q, k, bias): heads are the indices of q's, past the number of tokens before them.
+POSITION: dict[str, tuple[Callable | None, Callable | None]] = {
+    "learned": (lambda c: nn.Embedding(c.block_size, c.n_embd), None),
+    "sinusoidal": (Sinusoids, None),
+    "rope": (None, RoPE),
+    "alibi": (None, ALiBi),
+    "relative": (None, Relative),
+    "t5": (None, T5),
+    "none": (None, None),
+}
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+# (f, gated): the MLP is W2 f(W1 x) or, gated, W2 (f(W1 x) * (W3 x)) (Shazeer 2020)
+ACTIVATION: dict[str, tuple[Callable, bool]] = {
+    "gelu": (gelu_tanh, False),  # GPT-2's own
+    "gelu_exact": (F.gelu, False),  # nanoGPT's
+    "relu": (F.relu, False),  # Vaswani et al. 2017
+    "relu2": (lambda x: F.relu(x).square(), False),  # Primer (So et al. 2021)
+    "swish": (F.silu, False),
+    "elu": (F.elu, False),
+    "selu": (F.selu, False),
+    "sigmoid": (F.sigmoid, False),
+    "softplus": (F.softplus, False),
+    "glu": (F.sigmoid, True),
+    "reglu": (F.relu, True),
+    "geglu": (gelu_tanh, True),  # T5 1.1, Gemma
+    "swiglu": (F.silu, True),  # PaLM, Llama
+    "liglu": (lambda x: x, True),  # called bilinear by Shazeer
 }
 
 
@@ -556,6 +807,8 @@ class GPTConfig:
     n_layer: int = 12  # blocks
     n_head: int = 12  # attention heads per layer
     n_embd: int = 768  # width of the residual stream
+    n_kv_head: int | None = None  # heads of keys and values, which groups of query heads share; None: n_head; 1: MQA
+    head_dim: int | None = None  # width of a head; None: n_embd / n_head
     dropout: float = 0.0  # on embeddings and on what attention and MLP add to the residual stream
     attn_dropout: float | None = None  # on attention weights; None: as dropout, where the core allows it
     bias: bool = True  # in Linears and LayerNorms, as GPT-2
@@ -566,17 +819,34 @@ class GPTConfig:
     qk_norm: str = "none"  # of queries and keys, before their product: a name in QK_NORM
     temperature: float = 1.0  # divides the scores
     per_dim_temperature: bool = False  # each dimension of the queries is scaled by a learned softplus(p)
-    mlp: str = "gelu"  # the MLP's activation: a name in ACTIVATION
+    position: str = "learned"  # how the model knows of order: a name in POSITION
+    rope_base: float | None = None  # of RoPE's wavelengths; None: 10000
+    max_distance: int | None = None  # past it distances are one to position=relative (None: 16) and t5 (None: 128)
+    nope_long: bool = False  # long heads have no position; short ones have (Command A: --heads=S/S/S/L)
+    norm: str = "layernorm"  # a name in NORM
+    norm_bias: bool | None = None  # in the norms; None: as bias in a LayerNorm, none in an RMSNorm
+    norm_eps: float = 1e-5  # added to a norm's variance
+    where: str = "pre"  # where a block's norms are: a name in WHERE
+    block: str = "serial"  # serial: the MLP sees what attention has added; parallel: both see x (PaLM)
+    mlp: str = "gelu"  # the MLP's activation, gated or not: a name in ACTIVATION
+    n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, and gated 8/3 n_embd, which is as many weights
+    tied: bool = True  # the output head is the token embedding
+    zero_init: bool = False  # what adds to the residual stream starts at zero
+    logit_softcap: float | None = None  # c: logits are c tanh(logits / c), Gemma 2; None: not
+    z_loss: float = 0.0  # times the mean squared log Z, added to the training loss (PaLM: 1e-4)
 
     def __post_init__(self):
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "n_hidden"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.n_embd % self.n_head:
+        if self.head_dim is None and self.n_embd % self.n_head:
             near = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             near = sorted(sorted(near, key=lambda h: abs(h - self.n_head))[:3])
-            raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}, but of {near} it is")
-        for name, table in (("attention", ATTENTION), ("qk_norm", QK_NORM), ("mlp", ACTIVATION)):
+            raise ValueError(
+                f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}, but of {near} it is; or set head_dim"
+            )
+        tables = {"attention": ATTENTION, "qk_norm": QK_NORM, "position": POSITION, "norm": NORM, "where": WHERE}
+        for name, table in (tables | {"block": ("serial", "parallel"), "mlp": ACTIVATION}).items():
             if getattr(self, name) not in table:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(table)}")
         for name in ("dropout", "attn_dropout"):
@@ -589,9 +859,60 @@ class GPTConfig:
             )
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature} must be a positive number; 1.0 leaves the scores alone")
+        if self.block == "parallel" and self.where == "post":
+            raise ValueError("where='post' normalises after each sum, but a parallel block has one sum: where='pre'")
+        if not 0 < self.norm_eps < 1:
+            raise ValueError(f"norm_eps={self.norm_eps} must be between 0 and 1")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss={self.z_loss} must not be negative; PaLM's is 1e-4")
+        if self.logit_softcap is not None and not 0 < self.logit_softcap < math.inf:
+            raise ValueError(f"logit_softcap={self.logit_softcap} must be a positive number; Gemma 2's is 30")
         self._check_heads()
+        self._check_position()
+
+    def _check_position(self):
+        if self.position == "rope" and self.head_size % 2:
+            raise ValueError(
+                f"position='rope' turns dimensions in pairs, but a head has {self.head_size}: set head_dim"
+            )
+        if self.position == "sinusoidal" and self.n_embd % 2:
+            raise ValueError(f"position='sinusoidal' is made of sines and cosines in pairs, but n_embd={self.n_embd}")
+        if self.position in ("alibi", "t5") and self.attention == "beta":
+            raise ValueError(
+                f"position={self.position!r} lowers the scores of far keys, but a score of beta is a weight, and a "
+                f"low one a large negative weight: rope, relative, learned, sinusoidal or none go with beta"
+            )
+        if self.position == "relative" and self.attention == "laser":
+            raise ValueError(
+                "position='relative' gives each pair of tokens a value of its own, but LASER takes exp of one value "
+                "per token: rope, alibi, t5, learned, sinusoidal or none go with laser"
+            )
+        for name, value, used in (
+            ("rope_base", self.rope_base, ("rope",)),
+            ("max_distance", self.max_distance, ("relative", "t5")),
+        ):
+            if value is not None and self.position not in used:
+                raise ValueError(f"{name}={value} is of position={' or '.join(used)}, not of {self.position!r}")
+        if self.rope_base is not None and not 0 < self.rope_base < math.inf:
+            raise ValueError(f"rope_base={self.rope_base} must be a positive number")
+        least = T5.buckets // 2 + 1 if self.position == "t5" else 1
+        if self.max_distance is not None and self.max_distance < least:
+            raise ValueError(f"max_distance={self.max_distance} must be at least {least} for {self.position!r}")
+        if self.nope_long and POSITION[self.position][1] is None:
+            inside = ", ".join(name for name, (_, scheme) in POSITION.items() if scheme)
+            raise ValueError(f"nope_long leaves out a position inside attention, {inside}; not {self.position!r}")
+        if self.nope_long and not {"S", "L"} <= set(self.heads):
+            raise ValueError(
+                f"nope_long tells long heads from short ones, but heads={self.heads!r} has one kind: --heads=S/S/S/L, "
+                f"or --position=none"
+            )
 
     def _check_heads(self):
+        if self.n_head % self.kv_heads:
+            legal = [g for g in range(1, self.n_head + 1) if self.n_head % g == 0]
+            raise ValueError(
+                f"n_head={self.n_head} is not a multiple of n_kv_head={self.kv_heads}; one of {legal} fits"
+            )
         layers = self.heads.split("/")
         if not all(layers) or set(self.heads) - set("SL/"):
             raise ValueError(
@@ -610,12 +931,49 @@ class GPTConfig:
             raise ValueError(f"window={self.window} must be 0 (a token sees itself alone) or more")
         if self.differential and self.n_head % 2:
             raise ValueError(f"differential attention pairs the heads, but n_head={self.n_head} is odd")
+        if self.differential and self.kv_heads % 2:
+            raise ValueError(f"differential attention pairs the heads, but n_kv_head={self.kv_heads} is odd")
         for letters in (self.layer_heads(layer) for layer in range(self.n_layer)):
             if self.differential and letters[::2] != letters[1::2]:
                 raise ValueError(
                     f"heads={self.heads!r} with differential: heads 2i and 2i + 1 are one differential head and need "
                     f"one span, but the letters of a layer are {letters}; write each letter twice: SSLL"
                 )
+
+    @property
+    def head_size(self) -> int:
+        """D, the width of a head's queries and keys."""
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        """G, the heads of keys and values."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def hidden(self) -> int:
+        """The width of the MLP; 8/3 n_embd is rounded to a multiple of 8."""
+        return self.n_hidden or (8 * round(self.n_embd / 3) if ACTIVATION[self.mlp][1] else 4 * self.n_embd)
+
+    @property
+    def reach(self) -> int:
+        """max_distance, or its papers' default."""
+        return self.max_distance or (16 if self.position == "relative" else 128)
+
+    @property
+    def sums(self) -> bool:
+        """Whether running sums can hold what long heads need of the past: a core in CACHE whose scores get no bias."""
+        scheme = POSITION[self.position][1]
+        return self.attention in CACHE and (self.nope_long or scheme is None or not scheme.scores)
+
+    @property
+    def linear(self) -> bool:
+        """Whether training takes time linear in the tokens in long heads: beta, unless something needs its weights."""
+        return self.sums and self.block_size >= BETA_LINEAR_FROM and not self.weight_dropout
+
+    def new_norm(self, width: int) -> nn.Module:
+        bias = (self.bias and self.norm == "layernorm") if self.norm_bias is None else self.norm_bias
+        return NORM[self.norm](width, bias, self.norm_eps)
 
     def _drops_weights(self) -> bool:
         return "dropout" in inspect.signature(ATTENTION[self.attention]).parameters
@@ -655,99 +1013,138 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        C, H = config.n_embd, config.n_head
-        D = C // H
-        self.c_attn = nn.Linear(C, 3 * C, bias=config.bias)
-        self.c_proj = nn.Linear(C, C, bias=config.bias)
+        C, H, G, D = config.n_embd, config.n_head, config.kv_heads, config.head_size
+        self.c_attn = nn.Linear(C, (H + 2 * G) * D, bias=config.bias)
+        self.c_proj = nn.Linear(H * D, C, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm, self.k_norm = QK_NORM[config.qk_norm](config, D)
         self.scale = D**-0.5 / config.temperature
         # softplus(p) is 1 at the start (LASER, section 4: softmax(Q diag(softplus(p)) K^T / sqrt(d)))
         p = torch.full((D,), math.log(math.e - 1)) if config.per_dim_temperature else None
         self.per_dim_temperature = None if p is None else nn.Parameter(p)
+        scheme, letters = POSITION[config.position][1], config.layer_heads(layer)
+        self.nope_long = config.nope_long
+        self.position = None if scheme is None or (self.nope_long and "S" not in letters) else scheme(config)
         self.core = getattr(ATTENTION[config.attention], "unchecked", ATTENTION[config.attention])
-        self.weight_dropout, self.n_head = config.weight_dropout, H
+        self.weight_dropout, self.sizes = config.weight_dropout, (H, G, D)
         self.n_map = 2 if config.differential else 1  # heads that share a value
         if config.differential:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
             self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
                 nn.Parameter(0.1 * torch.randn(D)) for _ in range(4)
             )
-            self.ln_head = RMSNorm(2 * D, eps=1e-5)
+            self.ln_head = RMSNorm(2 * D, False, 1e-5)
         # Two calls of the core, the short heads first, as the LS paper numbers them. Where `heads` mixes them
-        # in another order, they are permuted before and back after.
-        letters = config.layer_heads(layer)
-        n_short = letters.count("S")
-        groups = ((slice(0, n_short), config.span), (slice(n_short, H), None))
-        self.groups = [(heads, window) for heads, window in groups if heads.start < heads.stop]
-        self.in_order = letters == "".join(sorted(letters, reverse=True))  # SS...LL
-        if not self.in_order:
-            order = torch.tensor(sorted(range(H), key=lambda h: letters[h] == "L"))
-            self.register_buffer("order", order, persistent=False)
-            self.register_buffer("v_order", order[:: self.n_map] // self.n_map, persistent=False)
-            self.register_buffer("inverse", order.argsort(), persistent=False)
+        # in another order, they are picked out before and put back after.
+        by_span = [[h for h in range(H) if letters[h] == letter] for letter in "SL"]
+        windows = (config.span, None)
+        self.groups = [HeadGroup(hs, H // G, self.n_map, w) for hs, w in zip(by_span, windows, strict=True) if hs]
+        order = sum(by_span, [])
+        self.inverse = None if order == sorted(order) else [order.index(h) for h in range(H)]
 
-    def forward(self, x, cache=None):
-        B, T, C = x.shape
+    def forward(self, x, cache=None, past=0):
+        (B, T, _), (H, G, D) = x.shape, self.sizes
         qkv = self.c_attn(x)
         if cache is None:  # while decoding, it is the logits that are looked at
             check_finite("what q, k and v are made of", qkv)
-        q, k, v = qkv.split(C, dim=-1)
-        q, k = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k))  # (B, H, T, D)
-        v = v.view(B, T, self.n_head // self.n_map, -1).transpose(1, 2)  # (B, H, T, D) or (B, H / 2, T, 2 D)
+        q, k, v = qkv.split((H * D, G * D, G * D), dim=-1)
+        q, k = (t.view(B, T, -1, D).transpose(1, 2) for t in (q, k))  # (B, H, T, D), (B, G, T, D)
+        v = v.view(B, T, -1, self.n_map * D).transpose(1, 2)  # (B, G, T, D) or (B, G / 2, T, 2 D)
         q, k = self.q_norm(q), self.k_norm(k)
         if self.per_dim_temperature is not None:
             q = q * F.softplus(self.per_dim_temperature)
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        if not self.in_order:
-            q, k, v = q[:, self.order], k[:, self.order], v[:, self.v_order]
-        kwargs = {"dropout": self.weight_dropout} if self.training and self.weight_dropout else {}
+        dropout = {"dropout": self.weight_dropout} if self.training and self.weight_dropout else {}
         y = []
-        for group, (heads, window) in enumerate(self.groups):
-            shared = slice(heads.start // self.n_map, heads.stop // self.n_map)
-            part = q[:, heads], k[:, heads], v[:, shared]
+        for i, group in enumerate(self.groups):
+            q_part, k_part, v_part, bias = q[:, group.q], k[:, group.k], v[:, group.v], None
+            if self.position is not None and not (self.nope_long and group.window is None):
+                q_part, k_part, bias = self.position(q_part, k_part, group.q, past, self.scale)
+            part, kwargs = (q_part.to(v.dtype), k_part.to(v.dtype), v_part), {"scale": self.scale, "bias": bias}
             if cache is not None:
-                y.append(cache[group].attend(*part, scale=self.scale, **kwargs))
+                y.append(cache[i].attend(self.core, group.share, *part, **kwargs, **dropout))
             else:
-                v_part = per_head(part[2], heads.stop - heads.start)
-                y.append(self.core(*part[:2], v_part, window=window, scale=self.scale, **kwargs))
+                y.append(self.core(part[0], *group.share(*part[1:]), window=group.window, **kwargs, **dropout))
         y = torch.cat(y, dim=1) if len(y) > 1 else y[0]
-        if not self.in_order:
+        if self.inverse is not None:
             y = y[:, self.inverse]
         if self.n_map == 2:
             first = (self.lambda_q1 * self.lambda_k1).sum().exp()  # no @, which autocast would round
             second = (self.lambda_q2 * self.lambda_k2).sum().exp()
             y = y[:, ::2] - (first - second + self.lambda_init) * y[:, 1::2]
             y = self.ln_head(y) * (1 - self.lambda_init)
-        y = y.transpose(1, 2).reshape(B, T, C)
-        y = self.c_proj(y)
+        y = self.c_proj(y.transpose(1, 2).reshape(B, T, H * D))
         return self.resid_dropout(y) if self.training else y  # decoding a token feels every call
+
+
+class HeadGroup:
+    """The query heads of a layer that share a window, and which heads of keys and values they need.
+
+    n_query query heads in a row share a key head and a value; with two maps it is pairs of heads that do, and
+    the maps of a pair have two key heads and one value.
+    """
+
+    def __init__(self, heads: list[int], n_query: int, n_map: int, window: int | None):
+        k = [n_map * (h // n_map // n_query) + h % n_map for h in heads]
+        v = [h // n_map // n_query for h in heads]
+        self.window, self.q, self.k, self.v = window, *(self._index(sorted(set(x))) for x in (heads, k, v))
+        self.k_of, self.v_of = ([sorted(set(x)).index(h) for h in x] for x in (k, v))
+
+    @staticmethod
+    def _index(heads: list[int]) -> slice | list[int]:
+        """A slice where it is enough: a view, not a copy."""
+        together = heads == list(range(heads[0], heads[-1] + 1))
+        return slice(heads[0], heads[-1] + 1) if together else heads
+
+    def share(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of each query head."""
+        return per_head(k, self.k_of), per_head(v, self.v_of)
 
 
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.act = ACTIVATION[config.mlp]
+        self.act, self.gated = ACTIVATION[config.mlp]
+        self.c_fc = nn.Linear(config.n_embd, (1 + self.gated) * config.hidden, bias=config.bias)
+        self.c_proj = nn.Linear(config.hidden, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        x = self.c_proj(self.act(self.c_fc(x)))
+        x = self.c_fc(x)
+        if self.gated:
+            gate, x = x.chunk(2, dim=-1)
+            x = self.act(gate) * x
+        else:
+            x = self.act(x)
+        x = self.c_proj(x)
         return self.dropout(x) if self.training else x
 
 
 class Block(nn.Module):
+    """Attention and an MLP, each with the norms of WHERE; in parallel both see the same x (PaLM, section 2)."""
+
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, config.bias)
+        before, after, added = WHERE[config.where]
+        self.parallel = config.block == "parallel"
+
+        def norm(wanted: bool) -> nn.Module:
+            return config.new_norm(config.n_embd) if wanted else nn.Identity()
+
+        self.ln_1, self.ln_2 = norm(before or added), norm((before or added) and not self.parallel)
+        self.ln_1_after, self.ln_2_after = norm(after), norm(after)
+        self.added = added
         self.attn = CausalSelfAttention(config, layer)
-        self.ln_2 = LayerNorm(config.n_embd, config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, cache=None):
-        x = x + self.attn(self.ln_1(x), cache)
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, x, cache=None, past=0):
+        if self.added:
+            x = self.ln_1(x + self.attn(x, cache, past))
+            return self.ln_2(x + self.mlp(x))
+        h = self.ln_1(x)
+        if self.parallel:
+            return x + self.ln_1_after(self.attn(h, cache, past)) + self.ln_2_after(self.mlp(h))
+        x = x + self.ln_1_after(self.attn(h, cache, past))
+        return x + self.ln_2_after(self.mlp(self.ln_2(x)))
 
 
 class GPT(nn.Module):
@@ -756,21 +1153,29 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "drop": nn.Dropout(config.dropout),
-                "h": nn.ModuleList([Block(config, layer) for layer in range(config.n_layer)]),
-                "ln_f": LayerNorm(config.n_embd, config.bias),
-            }
-        )
+        embedded = POSITION[config.position][0]
+        modules = {
+            "wte": nn.Embedding(config.vocab_size, config.n_embd),
+            "wpe": None if embedded is None else embedded(config),
+            "drop": nn.Dropout(config.dropout),
+            "h": nn.ModuleList([Block(config, layer) for layer in range(config.n_layer)]),
+            "ln_f": nn.Identity() if config.where == "post" else config.new_norm(config.n_embd),
+        }
+        self.transformer = nn.ModuleDict({name: module for name, module in modules.items() if module is not None})
+        # sinusoids have size 1, and the embedding is scaled up to meet them (Vaswani et al., section 3.4)
+        self.embedding_scale = config.n_embd**0.5 if config.position == "sinusoidal" else 1.0
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # tied
+        if config.tied:
+            self.transformer.wte.weight = self.lm_head.weight
+        if config.position == "t5":
+            positions = [block.attn.position for block in self.transformer.h if block.attn.position is not None]
+            for position in positions:
+                position.table = positions[0].table
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):  # what adds to the residual stream, as GPT-2
-                nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
+                std = 0.0 if config.zero_init else 0.02 / math.sqrt(2 * config.n_layer)
+                nn.init.normal_(p, mean=0.0, std=std)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -781,7 +1186,8 @@ class GPT(nn.Module):
     def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, cache: Cache | None = None) -> tuple:
         """(logits, loss) for token ids idx (B, T), T <= block_size.
 
-        With targets (B, T), where -1 is ignored: logits (B, T, V) and the mean cross-entropy in nats.
+        With targets (B, T), where -1 is ignored: logits (B, T, V) and the mean cross-entropy in nats, in
+        training with z_loss mean(log^2 Z) added (PaLM, section 5), Z the sum of a token's exp(logits).
         Without: the logits of the last position (B, 1, V) and None.
         With a cache of new_cache's, idx are the next tokens after those that it holds, and are added to it.
         Raises ValueError past block_size or past the cache's end.
@@ -796,15 +1202,27 @@ class GPT(nn.Module):
 
     def _forward(self, idx, targets, cache):
         T, past = idx.shape[1], 0 if cache is None else cache.length
-        pos = torch.arange(past, past + T, device=idx.device)
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))  # (B, T, C)
+        x = self.transformer.wte(idx)  # (B, T, C)
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        if "wpe" in self.transformer:
+            x = x + self.transformer.wpe(torch.arange(past, past + T, device=idx.device))
+        x = self.transformer.drop(x)
         for i, block in enumerate(self.transformer.h):
-            x = block(x, None if cache is None else cache.layers[i])
+            x = block(x, None if cache is None else cache.layers[i], past)
         x = self.transformer.ln_f(x)
         if targets is None:
-            return self.lm_head(x[:, [-1]]), None
-        logits = self.lm_head(x)  # (B, T, V)
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+            return self._logits(x[:, [-1]]), None
+        logits = self._logits(x)  # (B, T, V)
+        flat, targets = logits.flatten(0, 1).float(), targets.flatten()
+        loss = F.cross_entropy(flat, targets, ignore_index=-1)
+        if self.training and self.config.z_loss:
+            loss = loss + self.config.z_loss * flat[targets != -1].logsumexp(-1).square().mean()
+        return logits, loss
+
+    def _logits(self, x):
+        logits, cap = self.lm_head(x), self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def new_cache(self, capacity: int | None = None) -> Cache:
         """An empty cache for up to `capacity` tokens, block_size by default. Raises ValueError past block_size."""
@@ -813,15 +1231,17 @@ class GPT(nn.Module):
             raise ValueError(f"a cache of {capacity} tokens does not fit block_size={self.config.block_size}")
 
         def group(window: int | None) -> object:
-            kind = KeyValueCache if window is not None else CACHE.get(self.config.attention, KeyValueCache)
-            return kind(self.transformer.h[0].attn.core, window, capacity)
+            kind = CACHE[self.config.attention] if window is None and self.config.sums else KeyValueCache
+            return kind(window, capacity)
 
-        return Cache([[group(window) for _, window in b.attn.groups] for b in self.transformer.h], capacity)
+        return Cache([[group(g.window) for g in b.attn.groups] for b in self.transformer.h], capacity)
 
     def num_params(self, non_embedding: bool = True) -> int:
-        """Parameters; without the position embedding unless asked (the token embedding is the head's)."""
+        """Parameters; without the embeddings unless asked, except for a token embedding that is the head too."""
         n = sum(p.numel() for p in self.parameters())
-        return n - self.transformer.wpe.weight.numel() if non_embedding else n
+        embeddings = () if self.config.tied else (self.transformer.wte,)
+        embeddings += (self.transformer.wpe,) if "wpe" in self.transformer else ()
+        return n - sum(p.numel() for e in embeddings for p in e.parameters()) if non_embedding else n
 
     def flops(self) -> int:
         """FLOPs per token, forward and backward: 6 N + 6 (D + Dv) sum over heads of keys (PaLM, appendix B).
@@ -831,10 +1251,9 @@ class GPT(nn.Module):
         """
         c = self.config
         letters = "".join(c.layer_heads(layer) for layer in range(c.n_layer))
-        D = c.n_embd // c.n_head
+        D = c.head_size
         Dv = 2 * D if c.differential else D
-        linear = c.attention in CACHE and c.block_size >= BETA_LINEAR_FROM and not c.weight_dropout
-        long = min(c.block_size, max(CHUNK, D) + 2 * D) if linear else c.block_size
+        long = min(c.block_size, max(CHUNK, D) + 2 * D) if c.linear else c.block_size
         keys = letters.count("L") * long + letters.count("S") * min(c.block_size, (c.span or 0) + 1)
         return 6 * self.num_params() + 6 * (D + Dv) * keys
 
@@ -843,7 +1262,8 @@ class GPT(nn.Module):
         if not 1 <= block_size <= self.config.block_size:
             raise ValueError(f"block_size={block_size} is below 1 or larger than the model's, {self.config.block_size}")
         self.config.block_size = block_size
-        self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size])
+        if self.config.position == "learned":
+            self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size])
 
     def configure_optimizers(
         self, weight_decay: float, learning_rate: float, betas: tuple, device_type: str

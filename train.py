@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Literal, NoReturn
 
 import torch
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 from configurator import configure, pick_device, user_errors
 from dataset import Tokens, folder_of, read_meta, tokenizer
-from model import BETA_LINEAR_FROM, CACHE, GPT, GPTConfig
+from model import GPT, GPTConfig
 
 # -----------------------------------------------------------------------------
 # flags; GPT-2 (124M) on OpenWebText by default. The fields of GPTConfig are flags too.
@@ -207,7 +207,7 @@ if saved:
 raw_model, saved = model, None
 
 c = model.config
-slow_beta = c.weight_dropout and c.attention in CACHE and c.block_size >= BETA_LINEAR_FROM
+slow_beta = c.weight_dropout and replace(c, attn_dropout=0.0).linear
 say(
     f"{dataset}: {len(data['train']):,} train, {len(data['val']):,} val tokens; source: {meta['source'].get('from')}\n"
     f"{model.num_params() / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, "
