@@ -34,6 +34,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from configurator import configure, pick_device, user_errors
 from model import ATTENTION, GPT, ONE_QUERY, GPTConfig, naive_attention, per_head
+from optimizers import OPTIMIZER, Settings
 
 what = "attention,model,step,decode"  # the parts to run
 only = ""  # attention's subjects, separated by commas; empty: all
@@ -357,7 +358,8 @@ def model(dev: str, amp: contextlib.AbstractContextManager, length: int, train: 
     gpts, rows = models(length, LS_MODEL, dev), []
     x = torch.randint(LS_MODEL["vocab_size"], (batch_size, length), device=dev)
     kind = dev.partition(":")[0]
-    adamw = {name: gpt.configure_optimizers(0.1, 1e-4, (0.9, 0.95), kind) for name, gpt in gpts.items() if train}
+    settings = Settings(1e-4, (0.9, 0.95), 0.1, fused=kind in ("cuda", "cpu"))
+    adamw = {name: OPTIMIZER["adamw"](gpt, settings)[0] for name, gpt in gpts.items() if train}
 
     def once(name: str) -> dict[str, float]:
         begin = clock(dev)

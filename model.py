@@ -1265,17 +1265,6 @@ class GPT(nn.Module):
         if self.config.position == "learned":
             self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size])
 
-    def configure_optimizers(
-        self, weight_decay: float, learning_rate: float, betas: tuple, device_type: str
-    ) -> torch.optim.AdamW:
-        """AdamW; matrices and embeddings are decayed, biases and norms are not."""
-        params = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=device_type in ("cuda", "cpu"))
-
     @classmethod
     def from_pretrained(cls, name: str, override_args: dict | None = None) -> "GPT":
         """GPT-2's weights through transformers: 'gpt2', 'gpt2-medium', ... or a local folder.

@@ -28,6 +28,7 @@ import checkpoint
 from configurator import configure, pick_device, user_errors
 from dataset import Tokens, folder_of, read_meta, tokenizer
 from model import GPT, GPTConfig
+from optimizers import OPTIMIZER, Settings
 
 # -----------------------------------------------------------------------------
 # flags; GPT-2 (124M) on OpenWebText by default. The fields of GPTConfig are flags too.
@@ -52,18 +53,22 @@ batch_size = 12  # sequences per micro-batch
 # model; None: the data's vocabulary
 vocab_size: int | None = None  # rows of the embedding, at least the data's vocabulary, which is the default
 bias = False  # in Linears and LayerNorms; without is a bit better and faster
-# AdamW
-learning_rate = 6e-4  # the largest
+# optimizer
+optimizer: Literal["adamw", "muon", "lamb"] = "adamw"  # muon: for the matrices of the blocks, AdamW for the rest
+learning_rate = 6e-4  # the largest, of AdamW or LAMB
+muon_lr = 0.02  # the largest, of Muon
 max_iters = 600000  # steps
 weight_decay = 1e-1  # of matrices and embeddings
-beta1 = 0.9  # AdamW's
-beta2 = 0.95  # AdamW's
+beta1 = 0.9  # AdamW's and LAMB's
+beta2 = 0.95  # AdamW's and LAMB's
 grad_clip = 1.0  # largest gradient norm, 0.0: no clipping
-# learning rate: linear warm-up, then a cosine to min_lr
-decay_lr = True  # False: learning_rate throughout
+# learning rate: linear warm-up, then what schedule says
+schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # down to min_lr; wsd: stable, then a linear decay to it
+decay_share = 0.2  # of lr_decay_iters that wsd decays in, at their end; 1.0: from the warm-up on
+decay_lr = True  # False: learning_rate throughout, with no warm-up
 warmup_iters = 2000  # steps of warm-up
 lr_decay_iters = 600000  # the step at which min_lr is reached
-min_lr = 6e-5  # the smallest, learning_rate / 10 by Chinchilla
+min_lr = 6e-5  # the smallest, learning_rate / 10 by Chinchilla; Muon's is in proportion
 # system
 backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # of torch.distributed: nccl on CUDA, gloo elsewhere
 device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
@@ -121,11 +126,25 @@ with user_errors():
     for name in (*counts, "min_lr", "weight_decay", "grad_clip"):
         if config[name] < 0:
             raise ValueError(f"--{name}={config[name]} must not be negative")
-    if decay_lr and lr_decay_iters <= warmup_iters:
+    if decay_lr and schedule != "constant" and lr_decay_iters <= warmup_iters:
         raise ValueError(
-            f"lr_decay_iters={lr_decay_iters} must be greater than warmup_iters={warmup_iters}: the cosine "
-            f"lies between the two (--decay_lr=False keeps the learning rate constant)"
+            f"lr_decay_iters={lr_decay_iters} must be greater than warmup_iters={warmup_iters}: the decay "
+            f"lies between the two (--schedule=constant has none)"
         )
+    for name in ("learning_rate", "muon_lr"):
+        if config[name] <= 0:
+            raise ValueError(f"--{name}={config[name]} must be positive")
+    for name in ("beta1", "beta2"):
+        if not 0 <= config[name] < 1:
+            raise ValueError(f"--{name}={config[name]} must be in [0, 1)")
+    if not 0 < decay_share <= 1:
+        raise ValueError(f"--decay_share={decay_share} must be above 0 and at most 1")
+    for name, used, by in (
+        ("muon_lr", optimizer == "muon", "--optimizer=muon"),
+        ("decay_share", decay_lr and schedule == "wsd", "--schedule=wsd"),
+    ):
+        if given.get(name) == "command line" and not used:
+            raise ValueError(f"--{name} is of {by}")
     if gradient_accumulation_steps % world:
         raise ValueError(
             f"gradient_accumulation_steps={gradient_accumulation_steps} micro-batches cannot be shared by {world} "
@@ -179,8 +198,10 @@ tokens_per_step = rows * model.config.block_size
 model_args = {name: getattr(model.config, name) for name in MODEL_FIELDS}
 config |= model_args
 model.to(device)
-with user_errors():
-    optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), device_type)
+settings = Settings(learning_rate, (beta1, beta2), weight_decay, device_type in ("cuda", "cpu"), muon_lr)
+optimizers = OPTIMIZER[optimizer](model, settings)
+for group in (group for o in optimizers for group in o.param_groups):
+    group["scale"] = group["lr"] / learning_rate  # of the schedule's learning rate
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
 start, best_val_loss = 0, math.inf
 if saved:
@@ -196,9 +217,14 @@ if saved:
             raise ValueError(f"{dataset} has been prepared anew, with another vocabulary than the saved run's")
         if "optimizer" not in saved:
             raise ValueError(f"the checkpoint in {out_dir} has no optimizer state to go on with")
-        optimizer.load_state_dict(saved["optimizer"])
-    for group, decay in zip(optimizer.param_groups, (weight_decay, 0.0), strict=True):
-        group |= {"weight_decay": decay, "betas": (beta1, beta2)}  # a flag wins over what was saved
+        if saved["config"].get("optimizer", "adamw") != optimizer:
+            raise ValueError(f"--optimizer={optimizer} cannot go on from the state of the saved run's other one")
+        states = saved["optimizer"] if isinstance(saved["optimizer"], list) else [saved["optimizer"]]  # nanoGPT's
+        for o, state in zip(optimizers, states, strict=True):
+            fresh = [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
+            o.load_state_dict(state)
+            for group, wanted in zip(o.param_groups, fresh, strict=True):
+                group |= wanted  # a flag wins over what was saved
     scaler.load_state_dict(saved.get("scaler", scaler.state_dict()))
     if "rng" in saved and world == 1:
         torch.set_rng_state(saved["rng"])
@@ -302,13 +328,17 @@ def reduced(x: torch.Tensor) -> torch.Tensor:
 
 
 def get_lr(it: int) -> float:
-    """Linear warm-up, cosine decay to min_lr, then min_lr."""
+    """Linear warm-up, then a cosine, or stable and a linear decay, to min_lr, then min_lr; or constant."""
     if not decay_lr:
         return learning_rate
     if it < warmup_iters:
         return learning_rate * (it + 1) / (warmup_iters + 1)
-    progress = min(1.0, (it - warmup_iters) / (lr_decay_iters - warmup_iters))
-    return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
+    if schedule == "constant":
+        return learning_rate
+    stable = warmup_iters if schedule == "cosine" else max(warmup_iters, lr_decay_iters * (1 - decay_share))
+    progress = min(1.0, max(0.0, it - stable) / (lr_decay_iters - stable))
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
+    return min_lr + left * (learning_rate - min_lr)
 
 
 def save(name: str, it: int) -> None:
@@ -317,7 +347,7 @@ def save(name: str, it: int) -> None:
         return
     state = {
         "model": raw_model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "optimizer": [o.state_dict() for o in optimizers],
         "scaler": scaler.state_dict(),
         "model_args": model_args,
         "iter_num": it,
@@ -429,8 +459,8 @@ while True:
 
     # one step, on the mean of the micro-batches' gradients
     lr = get_lr(it)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    for group in (group for o in optimizers for group in o.param_groups):
+        group["lr"] = lr * group["scale"]
     x, y = get_batch(it)
     loss = torch.zeros((), device=device)
     for micro in range(micro_steps):
@@ -441,16 +471,18 @@ while True:
             micro_loss = model(x[part], y[part])[1] / micro_steps
         loss += micro_loss.detach()
         scaler.scale(micro_loss).backward()
-    scaler.unscale_(optimizer)
+    for o in optimizers:
+        scaler.unscale_(o)
     norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
     # what all processes must agree on: the loss, and whether one of them was told to stop
     total = reduced(torch.tensor([loss.item() / world, norm.item() / world, float(stop_signal)]))
     mean_loss, mean_norm, stop = total[0].item(), total[1].item(), bool(total[2])
     if not math.isfinite(mean_loss) or not (math.isfinite(mean_norm) or scaler.is_enabled()):
         diverged(f"the loss is {mean_loss} and the gradient norm {mean_norm}")
-    scaler.step(optimizer)
+    for o in optimizers:
+        scaler.step(o)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
 
     if it % log_interval == 0 and master:
         seconds = (time.perf_counter() - since) / (it + 1 - since_it)

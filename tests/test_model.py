@@ -215,14 +215,6 @@ def test_initialisation_is_gpt2s():
     assert gpt.lm_head.weight is gpt.transformer.wte.weight
 
 
-def test_optimizer_decays_matrices_alone():
-    gpt = GPT(config())
-    decayed, others = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu").param_groups
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert all(p.dim() == 2 for p in decayed["params"]) and all(p.dim() == 1 for p in others["params"])
-    assert len(decayed["params"]) + len(others["params"]) == len(list(gpt.parameters()))
-
-
 def test_context_past_block_size():
     gpt = GPT(config())
     with pytest.raises(ValueError, match=f"block_size={T}"):

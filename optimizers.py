@@ -1,0 +1,123 @@
+"""The optimizers: AdamW for everything; Muon for the matrices of the blocks, beside AdamW for the rest; LAMB.
+
+OPTIMIZER[name](model, settings) gives a list of them; every parameter is in one.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Settings:
+    """What train.py's flags say; lr, betas and weight_decay are AdamW's and LAMB's too."""
+
+    lr: float  # the largest, of AdamW or LAMB
+    betas: tuple[float, float]
+    weight_decay: float
+    fused: bool = True  # one kernel for AdamW's step, on CUDA and CPU
+    muon_lr: float = 0.02  # the largest, of Muon
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024): momentum, orthogonalised, for matrices.
+
+        m_t = mu m_t-1 + (1 - mu) g_t      u_t = orthogonal((1 - mu) g_t + mu m_t)
+        w_t = (1 - lr weight_decay) w_t-1 - lr sqrt(max(1, rows / columns)) u_t
+
+    This is torch.optim.Muon, which always orthogonalises in bfloat16; a CPU without bfloat16 units takes four
+    times as long for that as in float32, which is used here off a GPU.
+    Raises ValueError for what is no matrix.
+    """
+
+    def __init__(self, params, lr: float, weight_decay: float = 0.1, momentum: float = 0.95, steps: int = 5):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "steps": steps})
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.dim() != 2:
+                raise ValueError(f"Muon is for matrices; got a parameter of shape {tuple(p.shape)}")
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            mu, lr = group["momentum"], group["lr"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                m.lerp_(p.grad, 1 - mu)
+                u = orthogonal(p.grad.lerp(m, mu), group["steps"])
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(u, alpha=-lr * math.sqrt(max(1, p.shape[0] / p.shape[1])))
+
+
+def orthogonal(g: torch.Tensor, steps: int) -> torch.Tensor:
+    """About U V^T of a matrix g = U S V^T: singular values between 0.7 and 1.2, by a quintic Newton-Schulz iteration.
+
+    The coefficients are Jordan's; in bfloat16 on a GPU, else in float32.
+    """
+    x = g.bfloat16() if g.is_cuda else g.float()
+    tall = g.shape[0] > g.shape[1]
+    x = x.mT if tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        a = x @ x.mT
+        x = torch.addmm(x, torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return (x.mT if tall else x).to(g.dtype)
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (You et al. 2019, algorithm 2): Adam's update, rescaled to the size of the weights, layer by layer.
+
+        m_t = b1 m_t-1 + (1 - b1) g_t      v_t = b2 v_t-1 + (1 - b2) g_t^2
+        r_t = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t)) + eps)      u_t = r_t + weight_decay w_t-1
+        w_t = w_t-1 - lr phi(||w_t-1||) / ||u_t|| u_t
+
+    phi(z) = z, where the paper leaves a choice; the ratio is 1 where one of the norms is 0. Norms are of a
+    whole parameter.
+    """
+
+    def __init__(self, params, lr: float, betas: tuple = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-6):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
+                state["step"] += 1
+                m, v, t = state["m"].lerp_(p.grad, 1 - b1), state["v"].lerp_(p.grad.square(), 1 - b2), state["step"]
+                u = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + group["eps"]) + group["weight_decay"] * p
+                size, length = p.norm(), u.norm()
+                ratio = torch.where((size > 0) & (length > 0), size / length, 1.0)
+                p.sub_(group["lr"] * ratio * u)
+
+
+def by_decay(params: list, settings: Settings) -> list[dict]:
+    """Two groups: matrices and embeddings are decayed, biases and norms are not."""
+    params = [p for p in params if p.requires_grad]
+    return [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def adamw(params: list, s: Settings) -> torch.optim.AdamW:
+    return torch.optim.AdamW(by_decay(params, s), lr=s.lr, betas=s.betas, fused=s.fused)
+
+
+def muon(model: torch.nn.Module, s: Settings) -> list[torch.optim.Optimizer]:
+    """Muon for the Linears' matrices inside the blocks; AdamW for embeddings, head, norms, biases and scalars."""
+    linears = [m.weight for m in model.transformer.h.modules() if isinstance(m, torch.nn.Linear)]
+    matrices = [p for p in linears if p.requires_grad]
+    rest = [p for p in model.parameters() if all(p is not m for m in linears)]
+    return [Muon(matrices, lr=s.muon_lr, weight_decay=s.weight_decay), adamw(rest, s)]
+
+
+OPTIMIZER: dict[str, Callable] = {
+    "adamw": lambda model, s: [adamw(list(model.parameters()), s)],
+    "muon": muon,
+    "lamb": lambda model, s: [Lamb(by_decay(list(model.parameters()), s), lr=s.lr, betas=s.betas)],
+}

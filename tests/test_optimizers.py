@@ -1,0 +1,107 @@
+"""The optimizers against their papers' equations, and which parameters are whose."""
+
+import math
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+from optimizers import OPTIMIZER, Lamb, Muon, Settings, orthogonal
+
+
+def model(**kwargs: object) -> GPT:
+    sizes = {"block_size": 16, "vocab_size": 20, "n_layer": 2, "n_head": 4, "n_embd": 32}
+    return GPT(GPTConfig(**sizes | kwargs))
+
+
+SETTINGS = Settings(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, muon_lr=0.02)
+
+
+@pytest.mark.parametrize("name", OPTIMIZER)
+@pytest.mark.parametrize("kwargs", [{}, {"tied": False, "position": "t5", "qk_norm": "l2", "differential": True}])
+def test_every_parameter_is_in_one_optimizer_and_matrices_alone_are_decayed(name, kwargs):
+    gpt = model(**kwargs)
+    groups = [group for o in OPTIMIZER[name](gpt, SETTINGS) for group in o.param_groups]
+    held = [p for group in groups for p in group["params"]]
+    assert sorted(map(id, held)) == sorted(map(id, gpt.parameters()))
+    for group in groups:
+        assert all((p.dim() >= 2) == (group["weight_decay"] == 0.1) for p in group["params"])
+    names = {id(p): name for name, p in gpt.named_parameters()}
+    if name == "muon":
+        assert {n.split(".")[-2] for p in groups[0]["params"] if (n := names[id(p)])} == {"c_attn", "c_proj", "c_fc"}
+        assert groups[0]["lr"] == 0.02 and all(group["lr"] == 1e-3 for group in groups[1:])
+
+
+@pytest.mark.parametrize("name", OPTIMIZER)
+def test_a_frozen_parameter_stays(name):
+    gpt = model()
+    gpt.transformer.wte.weight.requires_grad_(False)
+    gpt.transformer.h[0].attn.c_attn.weight.requires_grad_(False)
+    before = {n: p.detach().clone() for n, p in gpt.named_parameters()}
+    x = torch.randint(20, (2, 16))
+    gpt(x, x)[1].backward()
+    for o in OPTIMIZER[name](gpt, SETTINGS):
+        o.step()
+    for n, p in gpt.named_parameters():
+        assert torch.equal(p, before[n]) != p.requires_grad, n
+
+
+def test_lamb_is_the_papers():
+    """Algorithm 2 of You et al., spelled out, over three steps; a weight and an update of norm 0 among them."""
+    b1, b2, eps, lr, decay = 0.8, 0.9, 1e-6, 0.1, 0.3
+    params = [torch.nn.Parameter(torch.randn(3, 4).double()), torch.nn.Parameter(torch.zeros(5).double())]
+    ours = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    o = Lamb([{"params": ours[:1], "weight_decay": decay}, {"params": ours[1:]}], lr=lr, betas=(b1, b2), eps=eps)
+    m, v = ([torch.zeros_like(p) for p in params] for _ in "mv")
+    for t in (1, 2, 3):
+        for i, (p, q) in enumerate(zip(params, ours, strict=True)):
+            g = torch.randn_like(p) if i == 0 or t > 1 else torch.zeros_like(p)
+            q.grad = g.clone()
+            m[i], v[i] = b1 * m[i] + (1 - b1) * g, b2 * v[i] + (1 - b2) * g**2
+            r = (m[i] / (1 - b1**t)) / ((v[i] / (1 - b2**t)).sqrt() + eps)
+            u = r + (decay if i == 0 else 0.0) * p.detach()
+            size, length = p.norm().item(), u.norm().item()
+            p.data -= lr * (size / length if size and length else 1.0) * u
+        o.step()
+        for p, q in zip(params, ours, strict=True):
+            torch.testing.assert_close(q, p, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (96, 32), (32, 128)])
+def test_muon_is_torchs_in_float32(shape):
+    ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+    a, b = Muon([ours], lr=0.02, weight_decay=0.1), torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1)
+    for _ in range(4):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        a.step()
+        b.step()
+    change = (theirs - 1).norm()
+    assert (ours - theirs).norm() < 0.05 * change  # theirs is in bfloat16: measured 0.01 to 0.02
+    assert a.state[ours]["momentum_buffer"].equal(b.state[theirs]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (96, 32), (32, 128)])
+def test_orthogonal(shape):
+    """The same singular vectors, and singular values near 1 wherever they were not tiny."""
+    g = torch.randn(shape)
+    U, S, V = torch.linalg.svd(g, full_matrices=False)
+    s = torch.diag(U.mT @ orthogonal(g, 5) @ V.mT)
+    assert (s[S > 0.02 * S.norm()] > 0.6).all() and (s < 1.3).all()
+    off = U.mT @ orthogonal(g, 5) @ V.mT - torch.diag(s)
+    assert off.abs().max() < 1e-3
+    assert orthogonal(torch.zeros(shape), 5).abs().max() == 0
+
+
+def test_muon_takes_matrices_alone():
+    with pytest.raises(ValueError, match=r"matrices; got a parameter of shape \(3,\)"):
+        Muon([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+
+
+def test_the_size_of_a_muon_step():
+    """lr sqrt(rows / columns) times an orthogonal matrix: a spectral norm that does not depend on the gradient's."""
+    for size in (1e-6, 1.0, 1e6):
+        p = torch.nn.Parameter(torch.zeros(64, 16))
+        p.grad = size * torch.randn(64, 16)
+        Muon([p], lr=0.1, weight_decay=0.0).step()
+        assert torch.linalg.matrix_norm(p.detach(), 2).item() == pytest.approx(0.1 * math.sqrt(4), rel=0.3)
