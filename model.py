@@ -19,7 +19,6 @@ import contextlib
 import functools
 import inspect
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -687,7 +686,7 @@ class RoPE(nn.Module):
     the same model, with the rows of the projections in another order.
     """
 
-    scores = False  # no bias of the scores
+    scores, shared = False, True  # no bias of the scores; one for all layers
 
     def __init__(self, config: "GPTConfig"):
         super().__init__()
@@ -705,7 +704,7 @@ class RoPE(nn.Module):
 class ALiBi(nn.Module):
     """A head's scores lose slope (i - j), in proportion to the distance (Press et al. 2021, section 3)."""
 
-    scores = True
+    scores, shared = True, True
 
     def __init__(self, config: "GPTConfig"):
         super().__init__()
@@ -728,7 +727,7 @@ class Relative(nn.Module):
     equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), of which q_i a_k is a product of its own, and
     y_i = sum_j w_ij (v_j + a_v[i - j]). Shared by the heads of a layer."""
 
-    scores = True
+    scores, shared = True, False
 
     def __init__(self, config: "GPTConfig"):
         super().__init__()
@@ -744,7 +743,7 @@ class T5(nn.Module):
     """A learned number per head and bucket of distances is added to the scores; all layers share the table
     (Raffel et al. 2019, section 2.1)."""
 
-    scores, buckets = True, 32
+    scores, shared, buckets = True, True, 32
 
     def __init__(self, config: "GPTConfig"):
         super().__init__()
@@ -1167,10 +1166,11 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.transformer.wte.weight = self.lm_head.weight
-        if config.position == "t5":
-            positions = [block.attn.position for block in self.transformer.h if block.attn.position is not None]
-            for position in positions:
-                position.table = positions[0].table
+        positions = [block.attn.position for block in self.transformer.h]
+        if any(position is not None and position.shared for position in positions):
+            one = next(position for position in positions if position is not None)
+            for block in self.transformer.h:
+                block.attn.position = one if block.attn.position is not None else None
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):  # what adds to the residual stream, as GPT-2
@@ -1267,36 +1267,15 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str, override_args: dict | None = None) -> "GPT":
-        """GPT-2's weights through transformers: 'gpt2', 'gpt2-medium', ... or a local folder.
+        """The weights of a model of transformers' of a family in pretrained.FAMILIES: GPT-2, Llama, Mistral, Qwen 3.
 
-        override_args: fields of GPTConfig that do not change the weights' shapes (dropout, attention, ...).
+        name: 'gpt2', 'gpt2-medium', ..., owner/model on the hub, or a local folder. override_args: fields of
+        GPTConfig that do not change the weights' shapes (dropout, attention, ...).
         Raises ValueError for another model, ImportError without transformers, OSError without the weights.
         """
-        known = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-        if name not in known and not os.path.isdir(name):
-            raise ValueError(f"{name!r} is none of {', '.join(known)}, nor a local folder")
-        try:
-            from transformers import GPT2LMHeadModel
-        except ImportError:
-            raise ImportError("GPT-2's weights come through transformers: pip install transformers") from None
-        try:
-            theirs = GPT2LMHeadModel.from_pretrained(name)
-        except OSError as error:
-            raise OSError(f"cannot load {name} through transformers: {str(error).splitlines()[0]}") from None
-        c = theirs.config
-        activations = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
-        if c.model_type != "gpt2" or c.activation_function not in activations or c.n_inner not in (None, 4 * c.n_embd):
-            raise ValueError(f"{name} is no GPT-2: {c.model_type}, {c.activation_function}, n_inner={c.n_inner}")
-        args = {"block_size": c.n_positions, "vocab_size": c.vocab_size, "mlp": activations[c.activation_function]}
-        args |= {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "bias": True}
-        model = cls(GPTConfig(**args | (override_args or {})))
-        state = theirs.state_dict()
-        if missing := [key for key in model.state_dict() if key not in state]:
-            raise ValueError(f"{name} has no weights for {missing[0]}, which {override_args} asks for")
-        for key, ours in model.state_dict().items():
-            transposed = key.endswith(("attn.c_attn.weight", "c_proj.weight", "c_fc.weight"))  # Conv1D
-            ours.copy_(state[key].T if transposed else state[key])
-        return model
+        from pretrained import load  # which imports this file
+
+        return load(name, override_args)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: dict, **overrides) -> "GPT":

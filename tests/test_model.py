@@ -440,54 +440,7 @@ def test_values_that_are_not_finite_stop_the_model(core):
 
 
 # -----------------------------------------------------------------------------
-# other people's weights
-
-
-@pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
-def test_equals_gpt2_of_transformers(tmp_path, activation):
-    """Logits and gradients of a GPT-2 with random weights, loaded from a local folder."""
-    transformers = pytest.importorskip("transformers")
-    c = transformers.GPT2Config(
-        vocab_size=V,
-        n_positions=T,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        activation_function=activation,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    theirs = transformers.GPT2LMHeadModel(c)
-    for p in theirs.parameters():
-        p.data += 0.3 * torch.randn_like(p)  # far from initialisation, where the two GELUs differ
-    theirs.save_pretrained(tmp_path)
-    ours, x = GPT.from_pretrained(str(tmp_path)), tokens()
-    logits, loss = ours(x[:, :-1], x[:, 1:])
-    out = theirs(x, labels=x)
-    torch.testing.assert_close(logits, out.logits[:, :-1], rtol=0, atol=1e-4)
-    assert loss.item() == pytest.approx(out.loss.item(), abs=1e-5)
-    with pytest.raises(ValueError, match="has no weights for transformer.h.0.attn.q_norm"):
-        GPT.from_pretrained(str(tmp_path), {"qk_norm": "rmsnorm"})
-    loss.backward()
-    out.loss.backward()
-    grads = dict(theirs.named_parameters())
-    for name, p in ours.named_parameters():
-        g = grads[name].grad
-        torch.testing.assert_close(
-            p.grad, g.T if p.grad.shape != g.shape or "c_" in name and g.dim() == 2 else g, rtol=1e-3, atol=1e-5
-        )
-
-
-def test_from_pretrained_swaps_the_attention_and_refuses_other_models(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    c = transformers.GPT2Config(vocab_size=V, n_positions=T, n_embd=32, n_layer=2, n_head=4, n_inner=50)
-    transformers.GPT2LMHeadModel(c).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="n_inner=50"):
-        GPT.from_pretrained(str(tmp_path))
-    c.n_inner = None
-    transformers.GPT2LMHeadModel(c).save_pretrained(tmp_path)
-    assert GPT.from_pretrained(str(tmp_path), {"attention": "laser"}).config.attention == "laser"
+# checkpoints
 
 
 def test_checkpoint_of_other_sizes_or_fields_is_explained():

@@ -1,0 +1,209 @@
+"""Weights from and for the models of Hugging Face's transformers: which of our choices they are, and their names.
+
+A model of ours belongs to a family where the family's two config functions agree about it. A new family is one
+entry of FAMILIES; its modules are named once, for both directions.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from model import GPT, GPTConfig
+
+GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs: ours
+TRAINING = ("dropout", "attn_dropout", "zero_init", "z_loss")  # fields that say nothing about a trained model
+
+
+@dataclass
+class Family:
+    ours: Callable  # their config -> the fields of GPTConfig. Raises ValueError for what we do not have
+    theirs: Callable  # GPTConfig -> the arguments of their config
+    modules: dict[str, list[str]]  # of our modules: which of theirs lie in them, one after the other
+    transposed: bool = False  # their matrices are (in, out)
+
+
+SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # a vocabulary without such tokens
+
+
+def gpt2_ours(c) -> dict:
+    if c.activation_function not in ACTIVATIONS:
+        raise ValueError(f"activation_function={c.activation_function!r} is none of {', '.join(ACTIVATIONS)}")
+    if not c.scale_attn_weights or c.scale_attn_by_inverse_layer_idx:
+        raise ValueError("its scores are scaled in a way that GPT-2's are not")
+    sizes = {"block_size": c.n_positions, "vocab_size": c.vocab_size, "n_layer": c.n_layer, "n_head": c.n_head}
+    sizes |= {"n_embd": c.n_embd, "n_hidden": c.n_inner, "norm_eps": c.layer_norm_epsilon}
+    return sizes | {"mlp": ACTIVATIONS[c.activation_function], "tied": c.tie_word_embeddings}
+
+
+def gpt2_theirs(c: GPTConfig) -> dict:
+    sizes = {"n_positions": c.block_size, "vocab_size": c.vocab_size, "n_layer": c.n_layer, "n_head": c.n_head}
+    activation = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == c.mlp), "gelu_new")
+    sizes |= {"n_embd": c.n_embd, "n_inner": c.n_hidden, "layer_norm_epsilon": c.norm_eps}
+    sizes |= {"resid_pdrop": c.dropout, "embd_pdrop": c.dropout, "attn_pdrop": c.weight_dropout}
+    tokens = SPECIAL if c.vocab_size < 50257 else {}
+    return sizes | {"activation_function": activation, "tie_word_embeddings": c.tied} | tokens
+
+
+def llama_ours(c) -> dict:
+    """Llama; Mistral, whose heads are all short; Qwen 3, whose queries and keys are normalised."""
+    if c.hidden_act != "silu" or c.rope_parameters["rope_type"] != "default":
+        raise ValueError(f"hidden_act={c.hidden_act!r} and RoPE {c.rope_parameters}, not silu and plain RoPE")
+    bias = {getattr(c, "attention_bias", False), getattr(c, "mlp_bias", False)}
+    if bias != {False}:
+        raise ValueError("its Linears have biases, but its norms have none")
+    window = getattr(c, "sliding_window", None)
+    if "full_attention" in (getattr(c, "layer_types", None) or ()):
+        window = None
+        if "sliding_attention" in c.layer_types:
+            raise ValueError("some of its layers are short")
+    sizes = {"block_size": c.max_position_embeddings, "vocab_size": c.vocab_size, "n_layer": c.num_hidden_layers}
+    sizes |= {"n_head": c.num_attention_heads, "n_kv_head": c.num_key_value_heads, "n_embd": c.hidden_size}
+    sizes |= {"head_dim": c.head_dim, "n_hidden": c.intermediate_size, "norm_eps": c.rms_norm_eps}
+    choices = {"position": "rope", "rope_base": c.rope_parameters["rope_theta"], "norm": "rmsnorm", "mlp": "swiglu"}
+    choices |= {"bias": False, "tied": c.tie_word_embeddings}
+    choices |= {"qk_norm": "rmsnorm" if c.model_type.startswith("qwen3") else "none"}
+    return sizes | choices | ({} if window is None else {"heads": "S", "window": window - 1})
+
+
+def llama_theirs(c: GPTConfig) -> dict:
+    sizes = {"max_position_embeddings": c.block_size, "vocab_size": c.vocab_size, "num_hidden_layers": c.n_layer}
+    sizes |= {"num_attention_heads": c.n_head, "num_key_value_heads": c.kv_heads, "hidden_size": c.n_embd}
+    sizes |= {"head_dim": c.head_size, "intermediate_size": c.hidden, "rms_norm_eps": c.norm_eps}
+    rope = {"rope_type": "default", "rope_theta": c.rope_base or 10000.0}
+    return sizes | {"rope_parameters": rope, "tie_word_embeddings": c.tied, "use_cache": True} | SPECIAL
+
+
+def mistral_theirs(c: GPTConfig) -> dict:
+    return llama_theirs(c) | {"sliding_window": None if c.span is None else c.span + 1}
+
+
+GPT2_MODULES = {
+    "transformer.wte": ["transformer.wte"],
+    "transformer.wpe": ["transformer.wpe"],
+    "transformer.h.*.ln_1": ["transformer.h.*.ln_1"],
+    "transformer.h.*.attn.c_attn": ["transformer.h.*.attn.c_attn"],
+    "transformer.h.*.attn.c_proj": ["transformer.h.*.attn.c_proj"],
+    "transformer.h.*.ln_2": ["transformer.h.*.ln_2"],
+    "transformer.h.*.mlp.c_fc": ["transformer.h.*.mlp.c_fc"],
+    "transformer.h.*.mlp.c_proj": ["transformer.h.*.mlp.c_proj"],
+    "transformer.ln_f": ["transformer.ln_f"],
+    "lm_head": ["lm_head"],
+}
+LLAMA_MODULES = {
+    "transformer.wte": ["model.embed_tokens"],
+    "transformer.h.*.ln_1": ["model.layers.*.input_layernorm"],
+    "transformer.h.*.attn.c_attn": [f"model.layers.*.self_attn.{x}_proj" for x in "qkv"],
+    "transformer.h.*.attn.q_norm": ["model.layers.*.self_attn.q_norm"],
+    "transformer.h.*.attn.k_norm": ["model.layers.*.self_attn.k_norm"],
+    "transformer.h.*.attn.c_proj": ["model.layers.*.self_attn.o_proj"],
+    "transformer.h.*.ln_2": ["model.layers.*.post_attention_layernorm"],
+    "transformer.h.*.mlp.c_fc": ["model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"],
+    "transformer.h.*.mlp.c_proj": ["model.layers.*.mlp.down_proj"],
+    "transformer.ln_f": ["model.norm"],
+    "lm_head": ["lm_head"],
+}
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(gpt2_ours, gpt2_theirs, GPT2_MODULES, transposed=True),
+    "llama": Family(llama_ours, llama_theirs, LLAMA_MODULES),
+    "mistral": Family(llama_ours, mistral_theirs, LLAMA_MODULES),
+    "qwen3": Family(llama_ours, llama_theirs, LLAMA_MODULES),
+}
+
+
+def sources(key: str, modules: dict[str, list[str]]) -> list[str]:
+    """Their parameters that lie in ours of this name. Raises ValueError where they have none."""
+    module, _, kind = key.rpartition(".")
+    parts = module.split(".")
+    layer = next((part for part in parts if part.isdigit()), "")
+    pattern = ".".join("*" if part == layer else part for part in parts)
+    if pattern not in modules:
+        raise ValueError(f"it has no weights for {key}")
+    return [f"{name.replace('*', layer)}.{kind}" for name in modules[pattern]]
+
+
+def is_transposed(key: str, family: Family) -> bool:
+    return family.transposed and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+
+
+def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> None:
+    """Their weights into our model, in place. Raises ValueError for one that they lack, or of another shape."""
+    for key, ours in model.state_dict().items():
+        names = sources(key, family.modules)
+        if missing := [name for name in names if name not in state]:
+            raise ValueError(f"it has no {missing[0]}, for {key}")
+        theirs = torch.cat([state[name] for name in names])
+        theirs = theirs.T if is_transposed(key, family) else theirs
+        if theirs.shape != ours.shape:
+            raise ValueError(f"its {names[0]} gives {tuple(theirs.shape)}, not {tuple(ours.shape)}, for {key}")
+        ours.copy_(theirs)
+
+
+def load(name: str, override_args: dict | None = None) -> GPT:
+    """GPT.from_pretrained: see there."""
+    if name not in GPT2 and not os.path.isdir(name) and name.count("/") != 1:
+        raise ValueError(f"{name!r} is none of {', '.join(GPT2)}, nor owner/model of the hub, nor a local folder")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ImportError("pretrained weights come through transformers: pip install transformers") from None
+    try:
+        c = AutoConfig.from_pretrained(name)
+        if c.model_type not in FAMILIES:
+            raise ValueError(f"{name} is of the family {c.model_type}; known are {', '.join(FAMILIES)}")
+        family = FAMILIES[c.model_type]
+        args = family.ours(c) | (override_args or {})
+        theirs = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except OSError as error:
+        raise OSError(f"cannot load {name} through transformers: {str(error).splitlines()[0]}") from None
+    except ValueError as error:
+        raise ValueError(f"cannot take over {name}: {str(error).splitlines()[0]}") from None
+    model = GPT(GPTConfig(**args))
+    try:
+        copy_from(model, theirs.state_dict(), family)
+    except ValueError as error:
+        raise ValueError(f"{name} does not fit {override_args or 'its own config'}: {error}") from None
+    return model
+
+
+def export(model: GPT) -> object:
+    """The model of transformers that is ours: a PreTrainedModel, whose save_pretrained writes safetensors.
+
+    GPT-2 has biases; where ours has none they are zeros, which is the same model. Raises ValueError where no
+    family has all of our model's choices, naming those that are in the way.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    ours, misfits = _choices(model.config), {}
+    for name, family in FAMILIES.items():
+        config = AutoConfig.for_model(name, **family.theirs(model.config))
+        back = _choices(GPTConfig(**family.ours(config)))
+        free = ("bias", "norm_bias") if name == "gpt2" else ()
+        misfits[name] = [key for key in ours if ours[key] != back[key] and key not in free]
+        if not misfits[name]:
+            break
+    else:
+        nearest = min(misfits, key=lambda name: len(misfits[name]))
+        wrong = ", ".join(f"{key}={getattr(model.config, key)!r}" for key in misfits[nearest])
+        raise ValueError(f"transformers has no such model; the nearest, {nearest}, has no {wrong}")
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    state = {key: torch.zeros_like(p) if key.endswith("bias") else p for key, p in theirs.state_dict().items()}
+    for key, p in model.state_dict().items():
+        p = p.T if is_transposed(key, family) else p
+        names = sources(key, family.modules)
+        at = [len(state[name]) for name in names]
+        state |= dict(zip(names, p.contiguous().split(at) if len(names) > 1 else [p.contiguous()], strict=True))
+    theirs.load_state_dict(state)
+    return theirs
+
+
+def _choices(config: GPTConfig) -> dict:
+    """The fields that a trained model depends on, with what None stands for spelled out."""
+    spelled = replace(
+        config, n_kv_head=config.kv_heads, head_dim=config.head_size, n_hidden=config.hidden, window=config.span
+    )
+    if config.position == "rope":
+        spelled = replace(spelled, rope_base=config.rope_base or 10000.0)
+    return {field.name: getattr(spelled, field.name) for field in fields(GPTConfig) if field.name not in TRAINING}

@@ -1,0 +1,42 @@
+"""Writes a checkpoint as a model of Hugging Face's transformers: config.json and model.safetensors.
+
+    python scripts/export_hf.py --out_dir=out-shakespeare-char --to=exported
+    python -c "from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('exported'))"
+
+The families are GPT-2, Llama, Mistral and Qwen 3; a model with choices that none of them has is refused, with
+the choices named. Tokens are those of the data set: GPT-2's own tokenizer is "gpt2" on the hub.
+"""
+
+import os
+import sys
+from typing import Literal
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import checkpoint
+from configurator import configure, user_errors
+from model import GPT
+
+out_dir = "out"  # the run's folder
+to = "exported"  # the folder that is written
+which: Literal["best", "latest"] = "best"  # best.pt or ckpt.pt; the other where there is one alone
+
+
+def main() -> None:
+    try:
+        from pretrained import export
+    except ImportError:
+        raise ImportError("the export goes through transformers: pip install transformers") from None
+    if os.path.isdir(to) and os.listdir(to):
+        raise ValueError(f"--to={to} is there already, and not empty")
+    path = checkpoint.path_of(out_dir, which)
+    theirs = export(GPT.from_checkpoint(checkpoint.load(path)))
+    theirs.save_pretrained(to)
+    print(f"{path} is {to}: {type(theirs).__name__}, {theirs.num_parameters():,} parameters")
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()

@@ -1,0 +1,312 @@
+"""Our choices against the models of transformers that made them: small models with random weights, built from
+their config classes; logits, losses, gradients and counts."""
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import checkpoint
+import pretrained
+from model import GPT, GPTConfig
+from pretrained import FAMILIES, GPT2_MODULES, LLAMA_MODULES, Family, copy_from, export
+
+transformers = pytest.importorskip("transformers")
+V, T, C, H, G, D, HIDDEN, L = 65, 24, 32, 4, 2, 8, 44, 4
+
+
+def gpt2(**kwargs: object):
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    c = {"vocab_size": V, "n_positions": T, "n_embd": C, "n_layer": L, "n_head": H}
+    return transformers.GPT2Config(**c | off | kwargs)
+
+
+def llama(cls=transformers.LlamaConfig, **kwargs: object):
+    c = {"vocab_size": V, "hidden_size": C, "intermediate_size": HIDDEN, "num_hidden_layers": L, "head_dim": D}
+    c |= {"num_attention_heads": H, "num_key_value_heads": G, "max_position_embeddings": T}
+    c |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    return cls(**c | kwargs)
+
+
+def randomised(config) -> torch.nn.Module:
+    """Their model, far from initialisation: where choices differ, it shows."""
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for p in theirs.parameters():
+        p.data += 0.2 * torch.randn_like(p)
+    return theirs
+
+
+def assert_equal(ours: GPT, theirs: torch.nn.Module, family: Family, gradients: dict | None = None) -> None:
+    """Logits to 1e-4, losses, cached logits, and the gradient of every parameter."""
+    x = torch.randint(V, (2, T))
+    logits, _ = ours(x, x)
+    expected = theirs(x).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    assert expected.std() > 0.1
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
+    F.cross_entropy(expected[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
+    grads = {name: p.grad for name, p in theirs.named_parameters()}
+    grads.setdefault("lm_head.weight", grads.get("transformer.wte.weight", grads.get("model.embed_tokens.weight")))
+    grads |= (gradients or (lambda g: {}))(grads)
+    for name, p in ours.named_parameters():
+        g = torch.cat([grads[source] for source in pretrained.sources(name, family.modules)])
+        g = g.T if pretrained.is_transposed(name, family) else g
+        torch.testing.assert_close(p.grad, g, rtol=1e-3, atol=1e-4 * g.abs().max().item(), msg=name)
+    with torch.no_grad():
+        cache = ours.eval().new_cache()
+        pieces = [ours(part, part, cache=cache)[0] for part in x.split([5, 1, 1, 10, 7], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), expected.detach(), rtol=0, atol=1e-4)
+
+
+# -----------------------------------------------------------------------------
+# the families that can be loaded and exported
+
+CASES = {
+    "gpt2": lambda: gpt2(),
+    "gpt2, exact gelu, wider MLP": lambda: gpt2(activation_function="gelu", n_inner=50, layer_norm_epsilon=1e-3),
+    "gpt2, untied": lambda: gpt2(tie_word_embeddings=False),
+    "llama": lambda: llama(),
+    "llama, tied, MQA, base": lambda: llama(
+        tie_word_embeddings=True, num_key_value_heads=1, rope_parameters={"rope_type": "default", "rope_theta": 500.0}
+    ),
+    "llama, wide heads": lambda: llama(head_dim=12, rms_norm_eps=1e-3),
+    "mistral": lambda: llama(transformers.MistralConfig, sliding_window=6),
+    "mistral, all long": lambda: llama(transformers.MistralConfig, sliding_window=None),
+    "qwen3": lambda: llama(transformers.Qwen3Config),
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+@cases
+def test_equals_theirs_loaded_and_exported(tmp_path, case):
+    torch.manual_seed(1)
+    config = CASES[case]()
+    theirs = randomised(config)
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(str(tmp_path))
+    assert_equal(ours, theirs, FAMILIES[config.model_type])
+    again = export(ours)
+    assert again.config.model_type == config.model_type or case == "mistral, all long"  # which is Llama
+    x = torch.randint(V, (2, T))
+    torch.testing.assert_close(again(x).logits, theirs(x).logits, rtol=0, atol=1e-5)
+    assert again.generation_config.eos_token_id is None
+
+
+@cases
+def test_counts_by_hand(tmp_path, case):
+    """num_params and flops of each family, from its config's numbers alone."""
+    c = CASES[case]()
+    theirs = transformers.AutoModelForCausalLM.from_config(c)
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(str(tmp_path))
+    if c.model_type == "gpt2":
+        hidden = c.n_inner or 4 * C
+        layer = 4 * C + (3 * C * C + 3 * C) + (C * C + C) + (C * hidden + hidden) + (hidden * C + C)
+        total, positions, keys = V * C + T * C + L * layer + 2 * C, T * C, H * D
+    else:
+        d, g = c.head_dim, c.num_key_value_heads
+        norms = 2 * C + (2 * d if c.model_type == "qwen3" else 0)
+        layer = norms + C * (H + 2 * g) * d + H * d * C + 3 * C * HIDDEN
+        total, positions, keys = V * C + L * layer + C, 0, H * d
+    untied = 0 if c.tie_word_embeddings else V * C
+    assert ours.num_params(non_embedding=False) == total + untied == theirs.num_parameters()
+    assert ours.num_params() == total - positions  # the head is counted once, the embedding it may be tied to not
+    span = min(T, getattr(c, "sliding_window", None) or T)
+    assert ours.flops() == 6 * (total - positions) + 12 * L * keys * span
+
+
+def test_a_run_without_biases_exports_as_gpt2():
+    ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=2, n_head=H, n_embd=C, bias=False))
+    x = torch.randint(V, (2, T))
+    torch.testing.assert_close(export(ours)(x).logits, ours(x, x)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"attention": "laser"}, "the nearest, gpt2, has no attention='laser'"),
+        ({"mlp": "swiglu"}, "gpt2, has no mlp='swiglu'"),
+        ({"heads": "SSSL", "window": 3}, "has no heads='SSSL', window=3"),
+        ({"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "heads": "SL"}, "has no heads='SL'"),
+        ({"where": "sandwich", "logit_softcap": 30.0}, "has no where='sandwich', logit_softcap=30.0"),
+    ],
+)
+def test_what_no_family_has_is_not_exported(kwargs, says):
+    with pytest.raises(ValueError) as error:
+        export(GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=2, n_head=H, n_embd=C, **kwargs)))
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (lambda: gpt2(activation_function="tanh"), "activation_function='tanh'"),
+        (lambda: gpt2(scale_attn_by_inverse_layer_idx=True), "scaled in a way"),
+        (lambda: llama(attention_bias=True), "its norms have none"),
+        (lambda: llama(hidden_act="gelu"), "hidden_act='gelu'"),
+        (
+            lambda: llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+            "not silu and plain RoPE",
+        ),
+        (lambda: llama(transformers.Gemma2Config, head_dim=D), "of the family gemma2; known are gpt2, llama"),
+    ],
+)
+def test_other_models_are_refused(tmp_path, config, says):
+    transformers.AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as error:
+        GPT.from_pretrained(str(tmp_path))
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_from_pretrained_swaps_the_attention_and_refuses_what_needs_other_weights(tmp_path):
+    randomised(gpt2()).save_pretrained(tmp_path)
+    assert GPT.from_pretrained(str(tmp_path), {"attention": "laser"}).config.attention == "laser"
+    for change, says in (({"qk_norm": "rmsnorm"}, "no weights for transformer.h.0.attn.q_norm"),
+                         ({"n_hidden": 50}, "gives \\(128, 32\\), not \\(50, 32\\)")):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            GPT.from_pretrained(str(tmp_path), change)
+    with pytest.raises(ValueError, match="none of gpt2, gpt2-medium"):
+        GPT.from_pretrained("gtp2")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="cannot take over"):
+        GPT.from_pretrained(str(tmp_path / "empty"))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="cannot load"):
+        GPT.from_pretrained(str(tmp_path))
+
+
+def test_the_export_script(run, tmp_path):
+    ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=2, n_head=H, n_embd=C, position="rope", norm="rmsnorm",
+                         mlp="swiglu", bias=False, n_kv_head=2, tied=False))  # fmt: skip
+    state = {"model": ours.state_dict(), "model_args": vars(ours.config), "iter_num": 1, "best_val_loss": 1.0}
+    checkpoint.save(str(tmp_path / checkpoint.BEST), state | {"config": {}})
+    flags = [f"--out_dir={tmp_path}", f"--to={tmp_path / 'to'}"]
+    code, out, err = run("scripts/export_hf.py", *flags)
+    assert code == 0, err
+    assert "LlamaForCausalLM" in out and sorted(os.listdir(tmp_path / "to"))[0] == "config.json"
+    assert "model.safetensors" in os.listdir(tmp_path / "to")
+    assert json.loads((tmp_path / "to" / "config.json").read_text())["num_key_value_heads"] == 2
+    theirs, x = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to"), torch.randint(V, (2, T))
+    torch.testing.assert_close(theirs(x).logits, ours(x, x)[0], rtol=0, atol=1e-5)
+    code, _, err = run("scripts/export_hf.py", *flags)
+    assert code == 2 and "is there already" in err
+    code, _, err = run("scripts/export_hf.py", f"--out_dir={tmp_path / 'none'}")
+    assert code == 2
+
+
+# -----------------------------------------------------------------------------
+# families that other choices come from: copied by hand, for these tests alone
+
+
+def interleaved(w: torch.Tensor) -> torch.Tensor:
+    """Rows of a projection whose RoPE pairs 2d and 2d + 1, in the order that pairs d and d + D/2."""
+    return w.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def test_equals_gemma_2():
+    """Sandwich norms, soft-capped logits, GeGLU, short and long layers, a head dim of its own."""
+    c = llama(transformers.Gemma2Config, head_dim=12, query_pre_attn_scalar=12, sliding_window=6,
+              final_logit_softcapping=5.0, attn_logit_softcapping=None, tie_word_embeddings=False)  # fmt: skip
+    theirs = randomised(c)
+    modules = {k: list(v) for k, v in LLAMA_MODULES.items()} | {
+        "transformer.h.*.ln_1_after": ["model.layers.*.post_attention_layernorm"],
+        "transformer.h.*.ln_2": ["model.layers.*.pre_feedforward_layernorm"],
+        "transformer.h.*.ln_2_after": ["model.layers.*.post_feedforward_layernorm"],
+    }
+    ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=H, n_kv_head=G, head_dim=12, n_embd=C,
+                         n_hidden=HIDDEN, position="rope", norm="rmsnorm", norm_eps=c.rms_norm_eps, where="sandwich",
+                         mlp="geglu", bias=False, heads="S/L", window=5, logit_softcap=5.0, tied=False))  # fmt: skip
+    state = {k: 1 + p if "norm" in k else p for k, p in theirs.state_dict().items()}  # theirs are 1 + weight
+    state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"] * C**0.5  # theirs scales the embedding
+    family = Family(None, None, modules)
+    copy_from(ours, state, family)
+    assert_equal(ours, theirs, family, lambda g: {"model.embed_tokens.weight": g["model.embed_tokens.weight"] / C**0.5})
+
+
+def test_equals_command_a():
+    """Cohere 2: parallel blocks, S/S/S/L whose long layers have no position, a LayerNorm without bias, GQA."""
+    c = llama(transformers.Cohere2Config, sliding_window=6, logit_scale=1.0, use_cache=False)
+    assert c.layer_types == [*["sliding_attention"] * 3, "full_attention"]
+    theirs = randomised(c)
+    theirs.config.use_cache = False
+    ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=H, n_kv_head=G, n_embd=C, n_hidden=HIDDEN,
+                         position="rope", block="parallel", mlp="swiglu", bias=False, heads="S/S/S/L", window=5,
+                         nope_long=True))  # fmt: skip
+    family = Family(None, None, LLAMA_MODULES)
+
+    def pairs(state: dict) -> dict:  # their RoPE pairs neighbours
+        return {k: interleaved(p) for k, p in state.items() if "q_proj" in k or "k_proj" in k}
+
+    state = theirs.state_dict()
+    copy_from(ours, state | pairs(state), family)
+    assert_equal(ours, theirs, family, pairs)
+
+
+def test_equals_mpt():
+    """ALiBi, with heads that are no power of two; biases nowhere."""
+    attn = {"alibi": True, "attn_pdrop": 0}
+    c = transformers.MptConfig(vocab_size=V, d_model=48, n_heads=6, n_layers=2, max_seq_len=T, attn_config=attn)
+    theirs = randomised(c)
+    ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=2, n_head=6, n_embd=48, position="alibi",
+                         mlp="gelu_exact", bias=False))  # fmt: skip
+    modules = {
+        "transformer.wte": ["transformer.wte"],
+        "transformer.h.*.ln_1": ["transformer.blocks.*.norm_1"],
+        "transformer.h.*.attn.c_attn": ["transformer.blocks.*.attn.Wqkv"],
+        "transformer.h.*.attn.c_proj": ["transformer.blocks.*.attn.out_proj"],
+        "transformer.h.*.ln_2": ["transformer.blocks.*.norm_2"],
+        "transformer.h.*.mlp.c_fc": ["transformer.blocks.*.ffn.up_proj"],
+        "transformer.h.*.mlp.c_proj": ["transformer.blocks.*.ffn.down_proj"],
+        "transformer.ln_f": ["transformer.norm_f"],
+        "lm_head": ["lm_head"],
+    }
+    family = Family(None, None, modules)
+    copy_from(ours, theirs.state_dict(), family)
+    assert_equal(ours, theirs, family)
+
+
+def test_equals_gpt_1():
+    """Post-norm."""
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    theirs = randomised(transformers.OpenAIGPTConfig(vocab_size=V, n_positions=T, n_embd=C, n_layer=L, n_head=H, **off))
+    ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=H, n_embd=C, where="post"))
+    modules = GPT2_MODULES | {"transformer.wte": ["transformer.tokens_embed"]}
+    modules |= {"transformer.wpe": ["transformer.positions_embed"]}
+    family = Family(None, None, modules, transposed=True)
+    copy_from(ours, theirs.state_dict(), family)
+    assert_equal(ours, theirs, family, lambda g: {"lm_head.weight": g["transformer.tokens_embed.weight"]})
+
+
+def test_equals_olmo_2_with_one_head():
+    """Norms after the sublayers. Its QK-norm spans all heads, ours each head, which is one thing with one head."""
+    c = llama(transformers.Olmo2Config, num_attention_heads=1, num_key_value_heads=1, head_dim=C)
+    theirs = randomised(c)
+    modules = {k: v for k, v in LLAMA_MODULES.items() if "ln_1" not in k and "ln_2" not in k} | {
+        "transformer.h.*.ln_1_after": ["model.layers.*.post_attention_layernorm"],
+        "transformer.h.*.ln_2_after": ["model.layers.*.post_feedforward_layernorm"],
+    }
+    ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=1, n_embd=C, n_hidden=HIDDEN, position="rope",
+                         norm="rmsnorm", where="olmo2", qk_norm="rmsnorm", mlp="swiglu", bias=False,
+                         tied=False))  # fmt: skip
+    family = Family(None, None, modules)
+    copy_from(ours, theirs.state_dict(), family)
+    assert_equal(ours, theirs, family)
+
+
+def test_equals_arcee():
+    """ReLU^2."""
+    theirs = randomised(llama(transformers.ArceeConfig))
+    ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=H, n_kv_head=G, n_embd=C, n_hidden=HIDDEN,
+                         position="rope", norm="rmsnorm", mlp="relu2", bias=False, tied=False))  # fmt: skip
+    family = Family(None, None, LLAMA_MODULES | {"transformer.h.*.mlp.c_fc": ["model.layers.*.mlp.up_proj"]})
+    copy_from(ours, theirs.state_dict(), family)
+    assert_equal(ours, theirs, family)
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="pip install transformers"):
+        GPT.from_pretrained("gpt2")
