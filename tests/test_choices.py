@@ -1,0 +1,574 @@
+"""The lecture's choices: each against its formula written out, in every attention, cached and uncached."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import model
+from model import (
+    ACTIVATION,
+    ATTENTION,
+    GPT,
+    POSITION,
+    WHERE,
+    ByDistance,
+    GPTConfig,
+    alibi_slopes,
+    naive_attention,
+    t5_bucket,
+)
+from tests.test_attention import close, qkv, saved_bytes
+
+V, T, C, H, D = 65, 24, 32, 4, 8
+POSITIONS = [p for p in POSITION if POSITION[p][1]]
+
+
+def config(**kwargs: object) -> GPTConfig:
+    sizes = {"block_size": T, "vocab_size": V, "n_layer": 2, "n_head": H, "n_embd": C}
+    return GPTConfig(**sizes | kwargs)
+
+
+def legal(**kwargs: object) -> bool:
+    try:
+        config(**kwargs)
+    except ValueError:
+        return False
+    return True
+
+
+def shaken(c: GPTConfig, by: float = 0.2) -> GPT:
+    """A model far from initialisation, so that every parameter matters."""
+    gpt = GPT(c).eval()
+    for p in gpt.parameters():
+        p.data += by * torch.randn_like(p)
+    return gpt
+
+
+def tokens(B: int = 2, n: int = T) -> torch.Tensor:
+    return torch.randint(V, (B, n))
+
+
+# -----------------------------------------------------------------------------
+# positions: the bias by distance, and each scheme
+
+
+def by_distance(B: int, H: int, Tq: int, n: int, per_query: bool, v: int | None) -> ByDistance:
+    values = torch.randn(B if per_query else 1, H, Tq if per_query else 1, n, dtype=torch.float64, requires_grad=True)
+    return ByDistance(values, v and torch.randn(n, v, dtype=torch.float64, requires_grad=True))
+
+
+@pytest.mark.parametrize("core", ATTENTION)
+@pytest.mark.parametrize("window", [None, 0, 5, 16, 100, 150])
+@pytest.mark.parametrize("n", [1, 2, 9, 200])
+@pytest.mark.parametrize("per_query", [False, True])
+@pytest.mark.parametrize("with_v", [False, True])
+@pytest.mark.parametrize("rows", [2**24, 40 * 200 * 2])  # all at once, and few at a time
+def test_a_bias_by_distance(core, window, n, per_query, with_v, rows, monkeypatch):
+    """Outputs and every gradient, in blocks and in rows, against one query after the other."""
+    if core == "laser" and with_v:
+        pytest.skip("refused: LASER is not linear in its values")
+    monkeypatch.setattr(model, "ROWS", rows)
+    q, k, v = (torch.randn(1, 2, 200, d, dtype=torch.float64, requires_grad=True) for d in (8, 8, 5))
+    bias = by_distance(1, 2, 200, n, per_query, 5 if with_v else None)
+    y = ATTENTION[core](q, k, v, window=window, bias=bias)
+    exact = naive_attention(core, q, k, v, window=window, bias=bias)
+    assert close(y, exact, 1e-12)
+    inputs = [q, k, v, bias.values, *([bias.v] if with_v else [])]
+    dy = torch.randn_like(y)
+    for ours, theirs in zip(
+        torch.autograd.grad(y, inputs, dy, allow_unused=True),
+        torch.autograd.grad(exact, inputs, dy, allow_unused=True),
+        strict=True,
+    ):
+        assert close(ours, theirs, 1e-11)
+
+
+@pytest.mark.parametrize("core", ["softmax", "beta"])
+def test_a_bias_by_distance_for_the_last_queries(core):
+    q, k, v = (torch.randn(2, 2, 200, d, dtype=torch.float64) for d in (8, 8, 5))
+    for Tq in (1, 7, 150):
+        for window in (None, 16):
+            bias = by_distance(2, 2, Tq, 9, True, 5)
+            y = ATTENTION[core](q[..., -Tq:, :], k, v, window=window, bias=bias)
+            assert close(y, naive_attention(core, q[..., -Tq:, :], k, v, window=window, bias=bias), 1e-12)
+
+
+def test_a_bias_by_distance_of_another_shape_is_refused():
+    q, k, v = (t.detach() for t in qkv(torch.float32))
+    for values, far in ((torch.zeros(1, 2, 1, 9), None), (torch.zeros(3, 1, 9), None), (torch.zeros(1, 3, 1, 9), 3)):
+        with pytest.raises(ValueError, match="a bias by distance"):
+            ATTENTION["softmax"](q, k, v, bias=ByDistance(values, far and torch.zeros(9, far)))
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("core", ATTENTION)
+@pytest.mark.parametrize("window", [None, 40])
+def test_no_position_costs_memory_that_grows_with_the_square(position, core, window, monkeypatch):
+    """What a layer keeps for its backward pass, and the largest tensor that it makes."""
+    heads = {"heads": "L"} if window is None else {"heads": "S", "window": window}
+    if not legal(attention=core, position=position):
+        pytest.skip("refused")
+    if position == "rope" and core != "beta" and window is None:
+        pytest.skip("fused kernels, and no bias")
+    monkeypatch.setattr(model, "ROWS", 2**16)
+    largest, kept = {}, {}
+    for n in (512, 2048):
+        attn = GPT(config(attention=core, position=position, block_size=n, n_layer=1, **heads)).transformer.h[0].attn
+        x, sizes = torch.randn(1, n, C, requires_grad=True), []
+
+        class Watch(torch.overrides.TorchFunctionMode):
+            def __torch_function__(self, f, types, args=(), kwargs=None):
+                out = f(*args, **(kwargs or {}))
+                if isinstance(out, torch.Tensor):
+                    sizes.append(out.untyped_storage().nbytes())  # noqa: B023
+                return out
+
+        with Watch():
+            kept[n] = saved_bytes(lambda: attn(x))  # noqa: B023
+        largest[n] = max(sizes)
+    assert kept[2048] <= 4.5 * kept[512]
+    assert largest[2048] <= 4.5 * largest[512]
+
+
+def layer(gpt: GPT, i: int, x: torch.Tensor, change, window_of) -> torch.Tensor:
+    """Attention of layer i, head by head and naively; change(q, k, h) gives q, k, a (T, T) bias and an (T, T, D)
+    term of the values."""
+    attn, c = gpt.transformer.h[i].attn, gpt.config
+    q, k, v = attn.c_attn(x).split((H * D, c.kv_heads * D, c.kv_heads * D), dim=2)
+    q, k, v = (t.view(*x.shape[:2], -1, D).transpose(1, 2) for t in (q, k, v))
+    y = []
+    for h in range(H):
+        g = h // (H // c.kv_heads)
+        qh, kh, bias, far = change(q[:, [h]], k[:, [g]], h)
+        y.append(explicit(c.attention, qh, kh, v[:, [g]], bias, far, window_of(h)))
+    return attn.c_proj(torch.cat(y, 1).transpose(1, 2).flatten(2))
+
+
+def explicit(core, q, k, v, bias, far, window):
+    """One head with all its scores, and a value for every pair of tokens."""
+    rows = []
+    for i in range(q.shape[-2]):
+        seen = slice(0 if window is None else max(0, i - window), i + 1)
+        s = (q[:, :, [i]] * k[:, :, seen]).sum(-1) * D**-0.5 + bias[..., i, seen]
+        rows.append(model.ONE_QUERY[core](s, v[:, :, seen] + far[i, seen]))
+    return torch.stack(rows, dim=-2)
+
+
+def scheme(gpt: GPT, i: int):
+    """change() of `layer`, from each paper's formula."""
+    position, c = gpt.transformer.h[i].attn.position, gpt.config
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)
+    none, still = torch.zeros(T, T), torch.zeros(T, T, D)
+
+    def change(q, k, h):
+        if c.position == "rope":
+            angle = torch.arange(T)[:, None] * c.rope_base ** (-torch.arange(0, D, 2) / D).double()
+            turn = torch.polar(torch.ones_like(angle), angle)
+            q, k = (torch.complex(t[..., : D // 2], t[..., D // 2 :]) * turn for t in (q, k))
+            q, k = (torch.cat((t.real, t.imag), -1) for t in (q, k))
+            return q, k, none, still
+        if c.position == "alibi":
+            return q, k, -(2.0 ** (-8 * (h + 1) / H)) * distance, still
+        if c.position == "t5":
+            return q, k, position.table(t5_bucket(distance, c.reach))[..., h], still
+        a_k, a_v = (a[distance.clamp(max=c.reach)] for a in (position.k, position.v))  # (T, T, D)
+        return q, k, torch.einsum("bhid,ijd->bhij", q, a_k) * D**-0.5, a_v
+
+    return change
+
+
+EXTRA = {"rope": {"rope_base": 50.0}, "relative": {"max_distance": 5}, "t5": {"max_distance": 20}}
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("core", ATTENTION)
+@pytest.mark.parametrize(("heads", "window"), [("L", None), ("SSSL", 4), ("LS/SL", 2)])
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+@pytest.mark.parametrize("nope_long", [False, True])
+def test_a_position_is_its_papers(position, core, heads, window, n_kv_head, nope_long):
+    kwargs = {"attention": core, "position": position, "heads": heads, "window": window, "n_kv_head": n_kv_head}
+    kwargs |= {"nope_long": nope_long} | EXTRA.get(position, {})
+    if not legal(**kwargs):
+        pytest.skip("refused")
+    gpt = shaken(config(**kwargs)).double()
+    x = torch.randn(2, T, C, dtype=torch.float64)
+    for i, block in enumerate(gpt.transformer.h):
+        letters, change = gpt.config.layer_heads(i), scheme(gpt, i)
+
+        def changed(q, k, h, letters=letters, change=change):
+            if nope_long and letters[h] == "L":
+                return q, k, torch.zeros(T, T), torch.zeros(T, T, D)
+            return change(q, k, h)
+
+        expected = layer(gpt, i, x, changed, lambda h, letters=letters: window if letters[h] == "S" else None)
+        # RoPE's and ALiBi's tables are float32, as in every model that is trained with them
+        torch.testing.assert_close(block.attn(x), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("position", POSITION)
+@pytest.mark.parametrize("core", ATTENTION)
+@pytest.mark.parametrize(("heads", "window"), [("L", None), ("SSLL", 3), ("SLLS/SSSL", 5), ("SSLL", 100)])
+@pytest.mark.parametrize("more", [{}, {"n_kv_head": 1}, {"differential": True, "n_kv_head": 2}, {"nope_long": True}])
+@torch.no_grad()
+def test_cached_logits_equal_uncached(position, core, heads, window, more):
+    kwargs = {"attention": core, "position": position, "heads": heads, "window": window, "block_size": 140} | more
+    if not legal(**kwargs):
+        pytest.skip("refused")
+    gpt, x = shaken(config(**kwargs), by=0.03), tokens(n=140)
+    full = gpt(x, x)[0]
+    for pieces in ([1] * 30, [3, 1, 120, 1, 15]):
+        cache, at, logits = gpt.new_cache(), 0, []
+        for n in pieces:
+            logits.append(gpt(x[:, at : at + n], x[:, at : at + n], cache=cache)[0])
+            at += n
+        torch.testing.assert_close(torch.cat(logits, 1), full[:, :at], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("position", POSITION)
+@pytest.mark.parametrize("core", ATTENTION)
+@pytest.mark.parametrize("where", WHERE)
+def test_causal_and_every_parameter_learns(position, core, where):
+    """By gradient, and by a later token; no parameter without a gradient, none that is not finite."""
+    if not legal(attention=core, position=position):
+        pytest.skip("refused")
+    gpt = shaken(config(attention=core, position=position, where=where, heads="SSSL", window=4, n_kv_head=2), by=0.1)
+    x, seen = tokens(), []
+    gpt.transformer.drop.register_forward_hook(lambda m, a, out: seen.append(out.detach().requires_grad_()) or seen[-1])
+    logits = gpt(x, x)[0]
+    for i in (0, T // 2, T - 2):
+        (g,) = torch.autograd.grad(logits[:, i].square().sum(), seen[-1], retain_graph=True)
+        reached = g.abs().sum((0, 2)) > 0
+        assert reached[0] and reached[i] and not reached[i + 1 :].any()
+    other = x.clone()
+    other[:, -1] = (x[:, -1] + 1) % V
+    assert (gpt(other, x)[0] - logits)[:, :-1].abs().max() < 1e-5
+    gpt = shaken(gpt.config, by=0.1)
+    gpt(x, x)[1].backward()
+    unreached = {name for name, p in gpt.named_parameters() if p.grad is None or not p.grad.isfinite().all()}
+    assert not unreached
+
+
+@pytest.mark.parametrize("position", POSITION)
+def test_bfloat16_autocast_stays_near_float32(position):
+    gpt, x = GPT(config(position=position, heads="SSSL", window=4, norm="rmsnorm", qk_norm="rmsnorm")), tokens()
+    exact = gpt(x, x)[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = gpt(x, x)[1]
+    loss.backward()
+    assert loss.dtype == torch.float32 and abs(loss.item() - exact.item()) < 0.02
+
+
+def test_rope_is_the_seeds_matrix_on_reordered_dimensions():
+    """R x = x * cos + (-x2, x1, -x4, x3, ...) * sin, with pairs of neighbours; ours pairs d and d + D/2."""
+    rope = model.RoPE(config(position="rope"))
+    x, m = torch.randn(1, 1, T, D), torch.arange(T)[:, None]
+    theta = 10000.0 ** (-2 * torch.arange(D // 2) / D)
+    cos, sin = ((m * theta).cos().repeat_interleave(2, 1), (m * theta).sin().repeat_interleave(2, 1))
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    seeds = x * cos + turned * sin
+    halves = [*range(0, D, 2), *range(1, D, 2)]
+    ours, _, bias = rope(x[..., halves], x[..., halves], slice(0, 1), 0, 1.0)
+    assert bias is None
+    torch.testing.assert_close(ours, seeds[..., halves], rtol=0, atol=1e-5)
+
+
+def test_rope_knows_the_distance_alone():
+    rope = model.RoPE(config(position="rope", block_size=200))
+    q, k = (torch.randn(1, 1, 1, D).expand(1, 1, 200, D) for _ in "qk")
+    q, k, _ = rope(q, k, slice(0, 1), 0, 1.0)
+    s = (q @ k.mT)[0, 0]
+    for d in (0, 1, 50, 199):
+        torch.testing.assert_close(s.diagonal(-d), s[d, 0].expand(200 - d), rtol=0, atol=1e-4)
+
+
+def test_alibi_slopes_are_the_papers():
+    assert alibi_slopes(8) == [2.0**-h for h in range(1, 9)]
+    assert alibi_slopes(16) == [2.0 ** (-h / 2) for h in range(1, 17)]
+    assert alibi_slopes(12) == [2.0**-h for h in range(1, 9)] + [2.0**-h for h in (0.5, 1.5, 2.5, 3.5)]
+    assert alibi_slopes(1) == [2.0**-8]
+    assert all(len(set(alibi_slopes(n))) == n for n in range(1, 40))
+
+
+def test_alibi_of_slope_zero_is_no_position():
+    x, gpt = tokens(), shaken(config(position="alibi"))
+    plain = GPT(config(position="none")).eval()
+    plain.load_state_dict(gpt.state_dict())
+    assert (plain(x, x)[0] - gpt(x, x)[0]).abs().max() > 1e-3
+    gpt.transformer.h[0].attn.position.bias.zero_()
+    torch.testing.assert_close(plain(x, x)[0], gpt(x, x)[0], rtol=0, atol=1e-5)
+
+
+def test_t5_buckets_are_the_papers():
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
+    distance = torch.arange(3000)
+    for max_distance in (20, 64, 128, 1000):
+        theirs = t5._relative_position_bucket(-distance, False, 32, max_distance)
+        assert torch.equal(t5_bucket(distance, max_distance), theirs)
+
+
+def test_t5_shares_its_table_and_relative_does_not():
+    t5, relative = (GPT(config(position=p)).transformer.h for p in ("t5", "relative"))
+    assert t5[0].attn.position is t5[1].attn.position
+    assert relative[0].attn.position is not relative[1].attn.position
+    assert relative[0].attn.position.k.shape == (17, D)
+
+
+def test_sinusoids_are_the_papers():
+    gpt = GPT(config(position="sinusoidal"))
+    x, seen = tokens(), []
+    gpt.transformer.drop.register_forward_hook(lambda m, a, out: seen.append(out))
+    gpt(x)
+    expected = gpt.transformer.wte.weight[x] * C**0.5
+    for pos in range(T):
+        for i in range(C // 2):
+            expected[:, pos, 2 * i] += math.sin(pos / 10000 ** (2 * i / C))
+            expected[:, pos, 2 * i + 1] += math.cos(pos / 10000 ** (2 * i / C))
+    torch.testing.assert_close(seen[0], expected)
+
+
+def test_without_positions_a_model_with_one_layer_sees_a_bag_of_tokens():
+    gpt, x = shaken(config(position="none", n_layer=1)), tokens()
+    mixed = torch.cat((x[:, :-1][:, torch.randperm(T - 1)], x[:, -1:]), 1)
+    torch.testing.assert_close(gpt(x)[0], gpt(mixed)[0], rtol=0, atol=1e-5)
+    for position in set(POSITION) - {"none"}:
+        gpt = shaken(config(position=position, n_layer=1))
+        assert (gpt(x)[0] - gpt(mixed)[0]).abs().max() > 1e-3, position
+
+
+@pytest.mark.parametrize("position", POSITION)
+def test_cropping_keeps_what_is_within(position):
+    gpt, x = shaken(config(position=position)), tokens()[:, :8]
+    before = gpt(x, x)[0]
+    gpt.crop_block_size(8)
+    torch.testing.assert_close(gpt(x, x)[0], before)
+    assert gpt.generate(x, 5).shape == (2, 13)
+
+
+# -----------------------------------------------------------------------------
+# heads
+
+
+@pytest.mark.parametrize("core", ATTENTION)
+@pytest.mark.parametrize("differential", [False, True])
+@pytest.mark.parametrize("heads", ["L", "SSLL", "SSSSSSLL"])
+def test_shared_heads_are_repeated_heads(core, differential, heads):
+    """A model whose groups of query heads share keys and values is one whose keys and values are equal within a
+    group; n_kv_head = n_head is plain."""
+    kwargs = {"n_head": 8, "n_embd": 64, "attention": core, "differential": differential, "heads": heads}
+    plain = GPT(config(**kwargs))
+    same = GPT(config(**kwargs, n_kv_head=8))
+    assert plain.state_dict().keys() == same.state_dict().keys()
+    for G in (4, 2):
+        shared = shaken(config(**kwargs, n_kv_head=G))
+        state = shared.state_dict()
+        for key in [k for k in state if "c_attn" in k]:
+            q, k, v = state[key].split((64, 8 * G, 8 * G))
+            n_map, n = 2 if differential else 1, 8 // G  # a pair's maps stay apart, its value is one
+            k = k.unflatten(0, (G // n_map, 1, n_map * 8)).expand(-1, n, *(-1,) * k.dim()).flatten(0, 2)
+            v = v.unflatten(0, (G // n_map, 1, n_map * 8)).expand(-1, n, *(-1,) * v.dim()).flatten(0, 2)
+            state[key] = torch.cat((q, k, v))
+        plain.load_state_dict(state)
+        x = tokens()
+        torch.testing.assert_close(shared(x, x)[0], plain(x, x)[0], rtol=0, atol=1e-5)
+        assert shared.num_params() < plain.num_params()
+
+
+def test_bytes_of_a_cache_shrink_with_shared_heads():
+    def nbytes(**kwargs: object) -> int:
+        gpt = GPT(config(block_size=100, **kwargs))
+        cache = gpt.new_cache()
+        gpt(tokens(1, 60), cache=cache)
+        gpt(tokens(1, 1), cache=cache)
+        return cache.nbytes
+
+    row = 2 * 2 * D * 4  # two layers, keys and values, float32
+    assert nbytes() == row * 4 * 100
+    assert nbytes(n_kv_head=2) == row * 2 * 100 and nbytes(n_kv_head=1) == row * 100
+    assert nbytes(n_kv_head=2, heads="SSLL", window=9) == row * (100 + 10)  # a kind of head for each
+    assert nbytes(n_kv_head=1, heads="SSSL", window=9) == row * (100 + 10)  # both kinds need the one
+    assert nbytes(position="relative", attention="beta") == row * 4 * 100  # no running sums with a bias
+
+
+def test_a_head_dim_of_its_own():
+    c = config(n_head=3, head_dim=10, n_kv_head=1)
+    gpt, x = GPT(c), tokens()
+    assert gpt.transformer.h[0].attn.c_attn.weight.shape == (30 + 20, C)
+    assert gpt.transformer.h[0].attn.c_proj.weight.shape == (C, 30)
+    gpt(x, x)[1].backward()
+    assert gpt.flops() == 6 * gpt.num_params() + 12 * 2 * 3 * 10 * T
+
+
+# -----------------------------------------------------------------------------
+# blocks
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm_bias", [None, False, True])
+def test_blocks_are_the_seeds(where, block, norm, norm_bias):
+    """transformer-choices, "Pre-vs-post Norm" and "Serial and Parallel Layers", equation by equation."""
+    if (where, block) == ("post", "parallel"):
+        pytest.skip("refused")
+    gpt = shaken(config(where=where, block=block, norm=norm, norm_bias=norm_bias, norm_eps=1e-3)).double()
+    b, x = gpt.transformer.h[1], torch.randn(2, T, C, dtype=torch.float64)
+
+    def n(m, x):
+        assert (m.bias is None) == (norm_bias is False or (norm_bias is None and norm == "rmsnorm"))
+        mean = x.mean(-1, keepdim=True) if norm == "layernorm" else 0.0
+        y = (x - mean) / ((x - mean).square().mean(-1, keepdim=True) + 1e-3).sqrt() * m.weight
+        return y if m.bias is None else y + m.bias
+
+    if block == "parallel":
+        h = {"olmo2": x}.get(where)
+        h = n(b.ln_1, x) if h is None else h
+        a, m = b.attn(h), b.mlp(h)
+        if where != "pre":
+            a, m = n(b.ln_1_after, a), n(b.ln_2_after, m)
+        expected = x + a + m
+    elif where == "pre":
+        y = x + b.attn(n(b.ln_1, x))
+        expected = y + b.mlp(n(b.ln_2, y))
+    elif where == "post":
+        y = n(b.ln_1, x + b.attn(x))
+        expected = n(b.ln_2, y + b.mlp(y))
+    elif where == "sandwich":
+        y = x + n(b.ln_1_after, b.attn(n(b.ln_1, x)))
+        expected = y + n(b.ln_2_after, b.mlp(n(b.ln_2, y)))
+    else:
+        y = x + n(b.ln_1_after, b.attn(x))
+        expected = y + n(b.ln_2_after, b.mlp(y))
+    torch.testing.assert_close(b(x), expected, rtol=0, atol=1e-11)
+    assert isinstance(gpt.transformer.ln_f, torch.nn.Identity) == (where == "post")
+    norms = {name.split(".")[0] for name, _ in b.named_parameters() if name.startswith("ln_")}
+    one = {"pre": {"ln_1"}, "post": {"ln_1"}, "sandwich": {"ln_1", "ln_1_after"}, "olmo2": {"ln_1_after"}}[where]
+    two = {name.replace("1", "2") for name in one}
+    assert norms == one | (two - {"ln_2"} if block == "parallel" else two)
+
+
+FORMULAS = {
+    "gelu": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "gelu_exact": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
+    "relu": lambda x: x.clamp(min=0),
+    "relu2": lambda x: x.clamp(min=0) ** 2,
+    "swish": lambda x: x / (1 + torch.exp(-x)),
+    "elu": lambda x: torch.where(x > 0, x, torch.exp(x) - 1),
+    "selu": lambda x: 1.0507009873554805 * torch.where(x > 0, x, 1.6732632423543772 * (torch.exp(x) - 1)),
+    "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
+    "softplus": lambda x: torch.log(1 + torch.exp(x)),
+}
+GATES = {"glu": "sigmoid", "reglu": "relu", "geglu": "gelu", "swiglu": "swish", "liglu": None}
+
+
+@pytest.mark.parametrize("mlp", ACTIVATION)
+@pytest.mark.parametrize("n_hidden", [None, 20])
+def test_mlps_are_the_papers(mlp, n_hidden):
+    """Gated: (f(x W) * (x V)) W2 (Shazeer 2020, equation 6), with as many weights as ungated."""
+    m = shaken(config(mlp=mlp, n_hidden=n_hidden, n_embd=96)).transformer.h[0].mlp.double()
+    x = torch.randn(2, T, 96, dtype=torch.float64)
+    if mlp in GATES:
+        hidden = n_hidden or 256
+        W, V = m.c_fc.weight.split(hidden)
+        b, c = m.c_fc.bias.split(hidden)
+        f = FORMULAS.get(GATES[mlp], lambda x: x)
+        y = f(x @ W.T + b) * (x @ V.T + c)
+    else:
+        y = FORMULAS[mlp](m.c_fc(x))
+        assert y.shape[-1] == n_hidden or 4 * 96
+    torch.testing.assert_close(m(x), y @ m.c_proj.weight.T + m.c_proj.bias, rtol=0, atol=1e-9)
+    if n_hidden is None:
+        assert m.c_fc.weight.numel() + m.c_proj.weight.numel() == 8 * 96 * 96
+
+
+def test_the_gated_width_is_a_multiple_of_8_near_two_thirds():
+    for n_embd, hidden in ((768, 2048), (1024, 2728), (128, 344), (96, 256)):
+        assert config(n_embd=n_embd, mlp="swiglu").hidden == hidden
+        assert abs(3 * n_embd * hidden / (8 * n_embd**2) - 1) < 0.01
+
+
+# -----------------------------------------------------------------------------
+# the head and the loss
+
+
+def test_an_untied_head_is_its_own():
+    gpt, x = GPT(config(tied=False)), tokens()
+    assert gpt.lm_head.weight is not gpt.transformer.wte.weight
+    assert gpt.num_params(non_embedding=False) == GPT(config()).num_params(non_embedding=False) + V * C
+    assert gpt.num_params() == GPT(config()).num_params()
+    gpt(x, x)[1].backward()
+    assert (gpt.lm_head.weight.grad - gpt.transformer.wte.weight.grad).abs().max() > 0
+
+
+def test_the_soft_cap_bounds_the_logits():
+    x, gpt = tokens(), shaken(config())
+    logits = gpt(x, x)[0]
+    gpt.config.logit_softcap = 3.0
+    capped, loss = gpt(x, x)
+    torch.testing.assert_close(capped, 3 * torch.tanh(logits / 3))
+    torch.testing.assert_close(gpt(x)[0], capped[:, [-1]])
+    torch.testing.assert_close(loss, F.cross_entropy(capped.flatten(0, 1), x.flatten()))
+    assert capped.abs().max() <= 3 < logits.abs().max()
+
+
+def test_z_loss_is_palms_and_in_training_alone():
+    gpt, x = shaken(config(z_loss=0.01)), tokens()
+    targets = x.roll(-1, 1)
+    targets[:, -3:] = -1  # ignored in both terms
+    logits, loss = gpt(x, targets)
+    plain = F.cross_entropy(logits[:, :-3].flatten(0, 1), targets[:, :-3].flatten())
+    torch.testing.assert_close(loss, plain)
+    z = torch.log(logits[:, :-3].exp().sum(-1))
+    torch.testing.assert_close(gpt.train()(x, targets)[1], plain + 0.01 * (z**2).mean())
+
+
+def test_zero_init_starts_from_the_embedding():
+    gpt, x = GPT(config(zero_init=True)), tokens()
+    seen = []
+    gpt.transformer.ln_f.register_forward_hook(lambda m, args, out: seen.append(args[0]))
+    gpt(x, x)[1].backward()
+    torch.testing.assert_close(seen[0], gpt.transformer.wte(x) + gpt.transformer.wpe.weight)
+    assert gpt.transformer.h[0].mlp.c_proj.weight.grad.abs().max() > 0
+
+
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"position": "rotary"}, "learned, sinusoidal, rope, alibi, relative, t5, none"),
+        ({"norm": "batchnorm"}, "layernorm, rmsnorm"),
+        ({"where": "middle"}, "pre, post, sandwich, olmo2"),
+        ({"block": "both"}, "serial, parallel"),
+        ({"position": "rope", "n_embd": 36}, "a head has 9"),
+        ({"position": "rope", "head_dim": 7}, "a head has 7"),
+        ({"position": "sinusoidal", "n_embd": 33, "head_dim": 8}, "n_embd=33"),
+        ({"n_kv_head": 3}, "one of [1, 2, 4] fits"),
+        ({"n_kv_head": 8}, "one of [1, 2, 4] fits"),
+        ({"n_kv_head": 0}, "n_kv_head=0 must be at least 1"),
+        ({"head_dim": 0}, "head_dim=0 must be at least 1"),
+        ({"n_hidden": -1}, "n_hidden=-1 must be at least 1"),
+        ({"n_kv_head": 1, "differential": True}, "n_kv_head=1 is odd"),
+        ({"where": "post", "block": "parallel"}, "a parallel block has one sum"),
+        ({"position": "alibi", "attention": "beta"}, "a score of beta is a weight"),
+        ({"position": "t5", "attention": "beta"}, "a score of beta is a weight"),
+        ({"position": "relative", "attention": "laser"}, "a value of its own"),
+        ({"rope_base": 100.0}, "is of position=rope, not of 'learned'"),
+        ({"rope_base": 0.0, "position": "rope"}, "must be a positive number"),
+        ({"max_distance": 9}, "is of position=relative or t5, not of 'learned'"),
+        ({"max_distance": 0, "position": "relative"}, "must be at least 1"),
+        ({"max_distance": 16, "position": "t5"}, "must be at least 17"),
+        ({"nope_long": True, "heads": "SL"}, "a position inside attention, rope, alibi, relative, t5; not 'learned'"),
+        ({"nope_long": True, "position": "rope"}, "has one kind"),
+        ({"nope_long": True, "position": "rope", "heads": "S"}, "has one kind"),
+        ({"norm_eps": 0.0}, "between 0 and 1"),
+        ({"z_loss": -1.0}, "must not be negative"),
+        ({"logit_softcap": 0.0}, "must be a positive number"),
+    ],
+)
+def test_a_choice_that_does_not_fit_says_why(wrong, says):
+    with pytest.raises(ValueError) as error:
+        config(**wrong)
+    assert says in str(error.value)
