@@ -682,8 +682,8 @@ class Sinusoids(nn.Module):
 class RoPE(nn.Module):
     """Rotates q and k by their positions, so that q_i k_j depends on i - j (Su et al. 2021, section 3.4.2).
 
-    Dimensions d and d + D/2 turn together by pos / base^(2d / D), as in Llama. The paper pairs 2d and 2d + 1:
-    the same model, with the rows of the projections in another order.
+    Dimensions 2d and 2d + 1 turn together by pos / base^(2d / D), as in the paper. Llama in transformers pairs
+    d and d + D/2: the same model, with the rows of the projections in another order.
     """
 
     scores, shared = False, True  # no bias of the scores; one for all layers
@@ -693,12 +693,21 @@ class RoPE(nn.Module):
         D, base = config.head_size, config.rope_base or 10000.0
         rate = base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
         angle = torch.outer(torch.arange(config.block_size, dtype=torch.float64), rate)
-        self.register_buffer("cos", angle.cos().repeat(1, 2).float(), persistent=False)
-        self.register_buffer("sin", torch.cat((-angle.sin(), angle.sin()), 1).float(), persistent=False)
+        turn = torch.stack((angle.cos(), angle.sin()), dim=-1).float()
+        self.register_buffer("turn", turn, persistent=False)  # (block_size, D / 2, 2)
 
     def forward(self, q, k, heads, past, scale):
-        cos, sin = (x[past : past + q.shape[-2]] for x in (self.cos, self.sin))
-        return *(x * cos + x.roll(x.shape[-1] // 2, -1) * sin for x in (q, k)), None
+        turn = self.turn[past : past + q.shape[-2]]
+        return rotate(q, turn), rotate(k, turn), None
+
+
+def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """x (B, H, T, D) with each pair of dimensions turned: times cos + i sin, as a complex number."""
+    x = at_least_float32(x).unflatten(-1, (-1, 2))
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # one pass; elsewhere compilers want real ones
+        return torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(turn)).flatten(-2)
+    (a, b), (cos, sin) = x.unbind(-1), turn.unbind(-1)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
 
 
 class ALiBi(nn.Module):

@@ -23,6 +23,7 @@ class Family:
     theirs: Callable  # GPTConfig -> the arguments of their config
     modules: dict[str, list[str]]  # of our modules: which of theirs lie in them, one after the other
     transposed: bool = False  # their matrices are (in, out)
+    halves: bool = False  # their RoPE pairs dimensions d and d + D/2, ours 2d and 2d + 1
 
 
 SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # a vocabulary without such tokens
@@ -107,9 +108,9 @@ LLAMA_MODULES = {
 }
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(gpt2_ours, gpt2_theirs, GPT2_MODULES, transposed=True),
-    "llama": Family(llama_ours, llama_theirs, LLAMA_MODULES),
-    "mistral": Family(llama_ours, mistral_theirs, LLAMA_MODULES),
-    "qwen3": Family(llama_ours, llama_theirs, LLAMA_MODULES),
+    "llama": Family(llama_ours, llama_theirs, LLAMA_MODULES, halves=True),
+    "mistral": Family(llama_ours, mistral_theirs, LLAMA_MODULES, halves=True),
+    "qwen3": Family(llama_ours, llama_theirs, LLAMA_MODULES, halves=True),
 }
 
 
@@ -124,8 +125,14 @@ def sources(key: str, modules: dict[str, list[str]]) -> list[str]:
     return [f"{name.replace('*', layer)}.{kind}" for name in modules[pattern]]
 
 
-def is_transposed(key: str, family: Family) -> bool:
-    return family.transposed and key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+def converted(name: str, p: torch.Tensor, D: int, family: Family, back: bool = False) -> torch.Tensor:
+    """A parameter of theirs, by its name, as ours lays it out; with back the other way."""
+    if family.transposed and p.dim() == 2 and ".h." in name:
+        return p.T
+    if family.halves and any(x in name for x in ("q_proj", "k_proj", "q_norm", "k_norm")):  # of each head's rows
+        pairs = p.unflatten(0, (-1, D // 2, 2) if back else (-1, 2, D // 2))
+        return pairs.transpose(1, 2).flatten(0, 2)
+    return p
 
 
 def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> None:
@@ -134,8 +141,7 @@ def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> Non
         names = sources(key, family.modules)
         if missing := [name for name in names if name not in state]:
             raise ValueError(f"it has no {missing[0]}, for {key}")
-        theirs = torch.cat([state[name] for name in names])
-        theirs = theirs.T if is_transposed(key, family) else theirs
+        theirs = torch.cat([converted(name, state[name], model.config.head_size, family) for name in names])
         if theirs.shape != ours.shape:
             raise ValueError(f"its {names[0]} gives {tuple(theirs.shape)}, not {tuple(ours.shape)}, for {key}")
         ours.copy_(theirs)
@@ -191,10 +197,10 @@ def export(model: GPT) -> object:
     theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     state = {key: torch.zeros_like(p) if key.endswith("bias") else p for key, p in theirs.state_dict().items()}
     for key, p in model.state_dict().items():
-        p = p.T if is_transposed(key, family) else p
         names = sources(key, family.modules)
-        at = [len(state[name]) for name in names]
-        state |= dict(zip(names, p.contiguous().split(at) if len(names) > 1 else [p.contiguous()], strict=True))
+        parts = p.split([len(state[name]) for name in names]) if len(names) > 1 else [p]
+        for name, part in zip(names, parts, strict=True):
+            state[name] = converted(name, part, model.config.head_size, family, back=True).contiguous()
     theirs.load_state_dict(state)
     return theirs
 

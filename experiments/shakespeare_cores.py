@@ -7,17 +7,12 @@ falls on all of them) and prints the mean and the range of the best validation l
 one, and the median time per step. A run that is there already, of the same command and config, is not repeated.
 """
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+from runs import ROOT, finished
 
-from configurator import configure, user_errors  # noqa: E402
-from dataset import sha256  # noqa: E402
+from configurator import configure, user_errors
 
 config_file = "config/train_shakespeare_char_cpu.py"  # of every run
 seeds = 3  # runs per attention, with the seeds 1, 2, ...
@@ -33,28 +28,14 @@ RUNS = {
 }
 
 
-def read_log(folder: str) -> list[dict]:
-    with open(os.path.join(folder, "log.jsonl")) as f:
-        return [json.loads(line) for line in f]
-
-
 def main() -> None:
     os.chdir(ROOT)
     logs = {name: [] for name in RUNS}
     for seed in range(1, seeds + 1):
         for name, flags in RUNS.items():
             folder = os.path.join(out_dir, f"{name.replace(' ', '')}-{seed}")
-            command = ["train.py", config_file, *flags, f"--seed={seed}", f"--out_dir={folder}", "--sample_tokens=0"]
-            command += extra.split()
-            done = os.path.join(folder, "done")
-            what = f"{' '.join(command)}\n{sha256(config_file)}\n"
-            if not os.path.exists(done) or open(done).read() != what:
-                print(f"{name}, seed {seed}", flush=True)
-                if subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL).returncode:
-                    raise ValueError(f"this run failed: python {' '.join(command)}")
-                with open(done, "w") as f:
-                    f.write(what)
-            logs[name].append(read_log(folder))
+            command = [config_file, *flags, f"--seed={seed}", *extra.split()]
+            logs[name].append(finished(f"{name}, seed {seed}", command, folder))
     print("\n| attention | flags | best val loss, mean (range) | last val loss | ms per step |\n|---|---|---|---|---|")
     for name, runs in logs.items():
         curves = [[row["val_loss"] for row in rows if "val_loss" in row] for rows in runs]

@@ -60,8 +60,8 @@ def by_distance(B: int, H: int, Tq: int, n: int, per_query: bool, v: int | None)
 
 
 @pytest.mark.parametrize("core", ATTENTION)
-@pytest.mark.parametrize("window", [None, 0, 5, 16, 100, 150])
-@pytest.mark.parametrize("n", [1, 2, 9, 200])
+@pytest.mark.parametrize("window", [None, 0, 16, 100])
+@pytest.mark.parametrize("n", [1, 9, 200])
 @pytest.mark.parametrize("per_query", [False, True])
 @pytest.mark.parametrize("with_v", [False, True])
 @pytest.mark.parametrize("rows", [2**24, 40 * 200 * 2])  # all at once, and few at a time
@@ -166,8 +166,8 @@ def scheme(gpt: GPT, i: int):
         if c.position == "rope":
             angle = torch.arange(T)[:, None] * c.rope_base ** (-torch.arange(0, D, 2) / D).double()
             turn = torch.polar(torch.ones_like(angle), angle)
-            q, k = (torch.complex(t[..., : D // 2], t[..., D // 2 :]) * turn for t in (q, k))
-            q, k = (torch.cat((t.real, t.imag), -1) for t in (q, k))
+            q, k = (torch.complex(t[..., ::2], t[..., 1::2]) * turn for t in (q, k))
+            q, k = (torch.stack((t.real, t.imag), -1).flatten(-2) for t in (q, k))
             return q, k, none, still
         if c.position == "alibi":
             return q, k, -(2.0 ** (-8 * (h + 1) / H)) * distance, still
@@ -260,18 +260,19 @@ def test_bfloat16_autocast_stays_near_float32(position):
     assert loss.dtype == torch.float32 and abs(loss.item() - exact.item()) < 0.02
 
 
-def test_rope_is_the_seeds_matrix_on_reordered_dimensions():
-    """R x = x * cos + (-x2, x1, -x4, x3, ...) * sin, with pairs of neighbours; ours pairs d and d + D/2."""
+def test_rope_is_the_seeds_matrix(monkeypatch):
+    """R x = x * cos + (-x2, x1, -x4, x3, ...) * sin, on complex numbers and on real ones."""
     rope = model.RoPE(config(position="rope"))
     x, m = torch.randn(1, 1, T, D), torch.arange(T)[:, None]
     theta = 10000.0 ** (-2 * torch.arange(D // 2) / D)
     cos, sin = ((m * theta).cos().repeat_interleave(2, 1), (m * theta).sin().repeat_interleave(2, 1))
-    turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    seeds = x * cos + turned * sin
-    halves = [*range(0, D, 2), *range(1, D, 2)]
-    ours, _, bias = rope(x[..., halves], x[..., halves], slice(0, 1), 0, 1.0)
-    assert bias is None
-    torch.testing.assert_close(ours, seeds[..., halves], rtol=0, atol=1e-5)
+    seeds = x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda c=compiling: c)
+        q, k, bias = rope(x, 2 * x, slice(0, 1), 0, 1.0)
+        assert bias is None
+        torch.testing.assert_close(q, seeds, rtol=0, atol=1e-5)
+        torch.testing.assert_close(k, 2 * seeds, rtol=0, atol=1e-5)
 
 
 def test_rope_knows_the_distance_alone():

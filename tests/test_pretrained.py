@@ -52,8 +52,10 @@ def assert_equal(ours: GPT, theirs: torch.nn.Module, family: Family, gradients: 
     grads.setdefault("lm_head.weight", grads.get("transformer.wte.weight", grads.get("model.embed_tokens.weight")))
     grads |= (gradients or (lambda g: {}))(grads)
     for name, p in ours.named_parameters():
-        g = torch.cat([grads[source] for source in pretrained.sources(name, family.modules)])
-        g = g.T if pretrained.is_transposed(name, family) else g
+        sources = pretrained.sources(name, family.modules)
+        g = torch.cat(
+            [pretrained.converted(source, grads[source], ours.config.head_size, family) for source in sources]
+        )
         torch.testing.assert_close(p.grad, g, rtol=1e-3, atol=1e-4 * g.abs().max().item(), msg=name)
     with torch.no_grad():
         cache = ours.eval().new_cache()
@@ -201,11 +203,6 @@ def test_the_export_script(run, tmp_path):
 # families that other choices come from: copied by hand, for these tests alone
 
 
-def interleaved(w: torch.Tensor) -> torch.Tensor:
-    """Rows of a projection whose RoPE pairs 2d and 2d + 1, in the order that pairs d and d + D/2."""
-    return w.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).flatten(0, 2)
-
-
 def test_equals_gemma_2():
     """Sandwich norms, soft-capped logits, GeGLU, short and long layers, a head dim of its own."""
     c = llama(transformers.Gemma2Config, head_dim=12, query_pre_attn_scalar=12, sliding_window=6,
@@ -221,7 +218,7 @@ def test_equals_gemma_2():
                          mlp="geglu", bias=False, heads="S/L", window=5, logit_softcap=5.0, tied=False))  # fmt: skip
     state = {k: 1 + p if "norm" in k else p for k, p in theirs.state_dict().items()}  # theirs are 1 + weight
     state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"] * C**0.5  # theirs scales the embedding
-    family = Family(None, None, modules)
+    family = Family(None, None, modules, halves=True)
     copy_from(ours, state, family)
     assert_equal(ours, theirs, family, lambda g: {"model.embed_tokens.weight": g["model.embed_tokens.weight"] / C**0.5})
 
@@ -235,14 +232,10 @@ def test_equals_command_a():
     ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=H, n_kv_head=G, n_embd=C, n_hidden=HIDDEN,
                          position="rope", block="parallel", mlp="swiglu", bias=False, heads="S/S/S/L", window=5,
                          nope_long=True))  # fmt: skip
-    family = Family(None, None, LLAMA_MODULES)
+    family = Family(None, None, LLAMA_MODULES)  # its RoPE pairs as ours does
 
-    def pairs(state: dict) -> dict:  # their RoPE pairs neighbours
-        return {k: interleaved(p) for k, p in state.items() if "q_proj" in k or "k_proj" in k}
-
-    state = theirs.state_dict()
-    copy_from(ours, state | pairs(state), family)
-    assert_equal(ours, theirs, family, pairs)
+    copy_from(ours, theirs.state_dict(), family)
+    assert_equal(ours, theirs, family)
 
 
 def test_equals_mpt():
@@ -263,7 +256,7 @@ def test_equals_mpt():
         "transformer.ln_f": ["transformer.norm_f"],
         "lm_head": ["lm_head"],
     }
-    family = Family(None, None, modules)
+    family = Family(None, None, modules, halves=True)
     copy_from(ours, theirs.state_dict(), family)
     assert_equal(ours, theirs, family)
 
@@ -291,7 +284,7 @@ def test_equals_olmo_2_with_one_head():
     ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=1, n_embd=C, n_hidden=HIDDEN, position="rope",
                          norm="rmsnorm", where="olmo2", qk_norm="rmsnorm", mlp="swiglu", bias=False,
                          tied=False))  # fmt: skip
-    family = Family(None, None, modules)
+    family = Family(None, None, modules, halves=True)
     copy_from(ours, theirs.state_dict(), family)
     assert_equal(ours, theirs, family)
 
@@ -301,7 +294,9 @@ def test_equals_arcee():
     theirs = randomised(llama(transformers.ArceeConfig))
     ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=H, n_kv_head=G, n_embd=C, n_hidden=HIDDEN,
                          position="rope", norm="rmsnorm", mlp="relu2", bias=False, tied=False))  # fmt: skip
-    family = Family(None, None, LLAMA_MODULES | {"transformer.h.*.mlp.c_fc": ["model.layers.*.mlp.up_proj"]})
+    family = Family(
+        None, None, LLAMA_MODULES | {"transformer.h.*.mlp.c_fc": ["model.layers.*.mlp.up_proj"]}, halves=True
+    )
     copy_from(ours, theirs.state_dict(), family)
     assert_equal(ours, theirs, family)
 

@@ -1,0 +1,31 @@
+"""What the experiments share: a run of train.py that is not repeated once it is done."""
+
+import json
+import os
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+from dataset import sha256  # noqa: E402
+
+
+def finished(name: str, command: list[str], folder: str, threads: int | None = None) -> list[dict]:
+    """The log's rows of `train.py command` into folder, which is run if it has not been, with this config file.
+
+    command: the config file first. threads: of the run; None: as many as PyTorch likes.
+    Raises ValueError for a run that fails.
+    """
+    command = ["train.py", *command, f"--out_dir={folder}", "--sample_tokens=0"]
+    what = f"{' '.join(command)}\n{sha256(os.path.join(ROOT, command[1]))}\n"
+    done = os.path.join(folder, "done")
+    if not os.path.exists(done) or open(done).read() != what:
+        print(name, flush=True)
+        env = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+        if subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, cwd=ROOT, env=env).returncode:
+            raise ValueError(f"this run failed: python {' '.join(command)}")
+        with open(done, "w") as f:
+            f.write(what)
+    with open(os.path.join(folder, "log.jsonl")) as f:
+        return [json.loads(line) for line in f]
