@@ -65,6 +65,30 @@ class GPT2Tokenizer:
         return self._bpe.decode(ids)
 
 
+class HubTokenizer:
+    """The tokenizer that lies beside a model of transformers'."""
+
+    def __init__(self, name: str):
+        from transformers import AutoTokenizer  # the model came through it
+
+        try:
+            self._tok = AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # of several libraries
+            raise ValueError(f"{name} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
+        self.n_vocab = len(self._tok)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tok.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tok.decode(ids)
+
+
+def pretrained_tokenizer(name: str, vocab_size: int) -> GPT2Tokenizer | HubTokenizer:
+    """The tokenizer of pretrained weights: GPT-2's, or the one beside them."""
+    return GPT2Tokenizer() if vocab_size == 50257 else HubTokenizer(name)
+
+
 def tokenizer(meta: dict) -> CharTokenizer | GPT2Tokenizer:
     """The tokenizer that a meta.json (its "tokenizer") or a checkpoint describes."""
     if meta.get("kind") == "char":

@@ -16,7 +16,7 @@ import dataset
 from configurator import configure, pick_device, user_errors
 from model import GPT
 
-init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ... or a local folder of GPT-2
+init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one
 out_dir = "out"  # the folder that train.py wrote
 which: Literal["best", "latest"] = "best"  # the lowest validation loss, or the last state
 start = "\n"  # the prompt, or FILE:path to read it from a file
@@ -75,7 +75,8 @@ def main() -> None:
         model, tok = GPT.from_checkpoint(state), tokenizer_of(state)
         print(f"{path}: step {state['iter_num']}, best validation loss {state['best_val_loss']:.4f}")
     else:
-        model, tok = GPT.from_pretrained(init_from), dataset.GPT2Tokenizer()
+        model = GPT.from_pretrained(init_from)
+        tok = dataset.pretrained_tokenizer(init_from, model.config.vocab_size)
     model.eval().to(device)
     if compile:
         torch._dynamo.config.suppress_errors = True  # where it does not work, go on without and say why

@@ -40,7 +40,7 @@ eval_iters = 200  # batches per evaluation, from fixed windows of each split
 eval_only = False  # evaluate once, write nothing, exit
 always_save_checkpoint = True  # ckpt.pt at every evaluation; False: only at the end and when interrupted
 save_interval = 0  # steps between saves of ckpt.pt; 0: at every evaluation
-init_from = "scratch"  # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a local folder of GPT-2
+init_from = "scratch"  # scratch, resume, gpt2, gpt2-medium, ..., owner/model of the hub, or a local folder of one
 sample_tokens = 300  # tokens of text printed at the end, 0: none
 # wandb
 wandb_log = False  # log to Weights & Biases
@@ -78,7 +78,7 @@ seed = 1337  # of weights, batches, dropout
 # -----------------------------------------------------------------------------
 config, given = configure(globals(), GPTConfig)
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
-RESHAPABLE = ("dropout", "attn_dropout")  # the model fields that a resumed run may change
+RESHAPABLE = ("dropout", "attn_dropout", "z_loss")  # the model fields that a resumed run may change
 rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 master = rank == 0
 
@@ -180,8 +180,8 @@ with user_errors():
     elif init_from == "resume":
         model = GPT.from_checkpoint(saved, **{name: config[name] for name in RESHAPABLE})
     else:
-        free = ("dropout", "attn_dropout", "attention", "heads", "window", "temperature")
-        model = GPT.from_pretrained(init_from, {name: config[name] for name in free})
+        free = (*RESHAPABLE, "attention", "heads", "window", "temperature", "logit_softcap")
+        model = GPT.from_pretrained(init_from, {name: config[name] for name in free if name in given})
         if "block_size" in given:
             model.crop_block_size(config["block_size"])
         for name in set(MODEL_FIELDS) & set(given):
@@ -233,6 +233,9 @@ if saved:
 raw_model, saved = model, None
 
 c = model.config
+shown = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "attention", "heads", "window", "dropout")
+choices = {f.name: getattr(c, f.name) for f in fields(GPTConfig) if f.name not in (*shown, "attn_dropout")}
+choices = ", ".join(f"{k}={v}" for k, v in choices.items() if v != getattr(GPTConfig, k))
 slow_beta = c.weight_dropout and replace(c, attn_dropout=0.0).linear
 say(
     f"{dataset}: {len(data['train']):,} train, {len(data['val']):,} val tokens; source: {meta['source'].get('from')}\n"
@@ -241,6 +244,7 @@ say(
     f"{c.attention} attention, heads {c.heads}{f' (span {c.span})' if c.span is not None else ''}, "
     f"dropout {c.dropout} (on attention weights {c.weight_dropout}"
     f"{', which makes it quadratic in time: --attn_dropout=0' if slow_beta else ''})\n"
+    f"beside GPT-2's choices: {choices or 'none'}; {optimizer}, {schedule if decay_lr else 'constant'} learning rate\n"
     f"{tokens_per_step:,} tokens per step = {micro_steps} micro-batches x {world} processes x {batch_size} sequences "
     f"x {c.block_size}; {device}, {dtype}"
 )

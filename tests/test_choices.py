@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from test_attention import close, qkv, saved_bytes
 from torch.nn import functional as F
 
 import model
@@ -19,7 +20,6 @@ from model import (
     naive_attention,
     t5_bucket,
 )
-from tests.test_attention import close, qkv, saved_bytes
 
 V, T, C, H, D = 65, 24, 32, 4, 8
 POSITIONS = [p for p in POSITION if POSITION[p][1]]

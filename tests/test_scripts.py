@@ -1,6 +1,7 @@
 """train.py, sample.py and bench.py as a user runs them, on a small model."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -90,6 +91,42 @@ def test_resume_is_exact(train, tmp_path, core):
     code, out, _ = train("--init_from=resume", "--max_iters=10")
     assert code == 0 and "resume: max_iters was 6, now 10" in out
     assert same(weights(tmp_path), straight) and rows(tmp_path) == log
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "lamb"])
+@pytest.mark.parametrize("schedule", [("--schedule=wsd", "--decay_share=0.9"), ("--schedule=constant",)])
+def test_resume_is_exact_with_another_optimizer_and_schedule(train, tmp_path, optimizer, schedule):
+    flags = (f"--optimizer={optimizer}", *schedule, "--position=t5")
+    train(*flags)
+    straight, log = weights(tmp_path), rows(tmp_path)
+    train(*flags, "--max_iters=6")
+    assert train("--init_from=resume", "--max_iters=10")[0] == 0
+    assert same(weights(tmp_path), straight) and rows(tmp_path) == log
+    code, _, err = train("--init_from=resume", "--max_iters=11", "--optimizer=adamw")
+    assert code == 2 and "cannot go on from the state of the saved run's other one" in err
+
+
+def test_schedules(train, tmp_path):
+    """The learning rate of each step; Muon's is in proportion."""
+
+    def lrs(*flags: str) -> list[float]:
+        assert train("--learning_rate=1.0", "--min_lr=0.1", "--lr_decay_iters=8", "--grad_clip=1e-9", *flags)[0] == 0
+        with open(tmp_path / "out" / "log.jsonl") as f:
+            return [row["lr"] for row in map(json.loads, f) if "lr" in row]
+
+    warm = [1 / 3, 2 / 3]
+    cosine = [0.1 + 0.45 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]
+    assert lrs() == pytest.approx([*warm, *cosine, 0.1, 0.1])
+    assert lrs("--schedule=constant") == pytest.approx([*warm, *[1.0] * 8])
+    assert lrs("--schedule=wsd", "--decay_share=0.5") == pytest.approx([*warm, 1, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1])
+    assert lrs("--schedule=wsd", "--decay_share=1") == pytest.approx(
+        [*warm, *(1 - 0.15 * i for i in range(6)), 0.1, 0.1]
+    )
+    assert lrs("--decay_lr=False") == [1.0] * 10
+    lrs("--optimizer=muon", "--muon_lr=0.02", "--max_iters=7")
+    saved = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["optimizer"]
+    muon, adamw = (state["param_groups"][0]["lr"] for state in saved)
+    assert muon == pytest.approx(0.02 * adamw) and adamw == pytest.approx(cosine[4])
 
 
 def test_resume_restores_the_config_and_flags_win(train, tmp_path):
@@ -204,6 +241,16 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
         (["--dataset=shakespeer"], "shakespeare_char"),
         (["--block_size=100000"], "--block_size="),
         (["--lr_decay_iters=2"], "greater than warmup_iters=2"),
+        (["--schedule=linear"], "one of cosine, wsd, constant"),
+        (["--optimizer=sgd"], "one of adamw, muon, lamb"),
+        (["--muon_lr=0.01"], "--muon_lr is of --optimizer=muon"),
+        (["--muon_lr=0", "--optimizer=muon"], "--muon_lr=0.0 must be positive"),
+        (["--decay_share=0.5"], "--decay_share is of --schedule=wsd"),
+        (["--decay_share=0", "--schedule=wsd"], "above 0 and at most 1"),
+        (["--position=rope", "--n_embd=36"], "a head has 9"),
+        (["--n_kv_head=3"], "n_head=4 is not a multiple of n_kv_head=3"),
+        (["--where=post", "--block=parallel"], "a parallel block has one sum"),
+        (["--position=alibi", "--attention=beta"], "a score of beta is a weight"),
         (["--vocab_size=5"], "less than the"),
         (["--batch_size=0"], "at least 1"),
         (["--seed=-1"], "must not be negative"),
