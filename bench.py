@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from configurator import configure, pick_device, user_errors
-from model import ATTENTION, GPT, ONE_QUERY, GPTConfig, naive_attention, per_head
+from model import ATTENTION, GPT, ONE_QUERY, POSITION, GPTConfig, naive_attention, per_head
 from optimizers import OPTIMIZER, Settings
 
 what = "attention,model,step,decode"  # the parts to run
@@ -95,6 +95,24 @@ def differential(core: Callable) -> Callable:
         y = core(q, k, per_head(torch.cat((v[:, ::2], v[:, 1::2]), dim=-1), [h // 2 for h in range(q.shape[1])]))
         y = y[:, ::2] - 0.5 * y[:, 1::2]
         return torch.stack(y.chunk(2, dim=-1), dim=2).flatten(1, 2)
+
+    return run
+
+
+@functools.cache
+def scheme(position: str, T: int, dev: str) -> torch.nn.Module:
+    """What a position is to a layer's attention."""
+    sizes = {"n_embd": n_head * head_dim, "n_head": n_head, "head_dim": head_dim, "block_size": T}
+    return POSITION[position][1](GPTConfig(position=position, **sizes)).to(dev)
+
+
+def positioned(position: str, core: Callable) -> Callable:
+    """(q, k, v) -> y of heads that are all long, at their positions."""
+
+    def run(q, k, v):
+        at = scheme(position, q.shape[-2], str(q.device))
+        q, k, bias = at(q, k, slice(0, n_head), 0, head_dim**-0.5)
+        return core(q.to(v.dtype), k.to(v.dtype), v, bias=bias)
 
     return run
 
@@ -167,6 +185,8 @@ def subjects(dev: str) -> dict[str, Subject]:
         if n_head % 2 == 0:
             table[f"{core} differential"] = Subject(differential(f), exact and differential(exact))
     if not quick:
+        for name in (name for name, (_, inside) in POSITION.items() if inside):
+            table[name] = Subject(positioned(name, ATTENTION["softmax"]), positioned(name, softmax))
         for backend in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"):
             name = "sdpa " + backend.lower().removesuffix("_attention")
             table[name] = Subject(pinned(getattr(SDPBackend, backend)), softmax, quadratic=backend == "MATH")

@@ -244,8 +244,12 @@ def in_rows(per_query: Callable) -> Callable:
 
             Tq, past = q.shape[-2], k.shape[-2] - q.shape[-2]
             rows = ROWS // max(1, per_query(q, k, v, bias))
+            if isinstance(bias, ByDistance) and bias.v is not None:
+                rows = min(rows, max(CHUNK, len(bias.v)))  # one-hot values for few keys
             if rows >= Tq:
                 return part(q, k, v, bias)
+            if isinstance(bias, ByDistance):
+                warnings.warn("a bias by distance has no fused kernel: a few queries at a time, slowly", stacklevel=4)
             y, rows = [], max(1, rows)
             for i in range(0, Tq, rows):
                 end = min(i + rows, Tq)

@@ -78,7 +78,7 @@ seed = 1337  # of weights, batches, dropout
 # -----------------------------------------------------------------------------
 config, given = configure(globals(), GPTConfig)
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
-RESHAPABLE = ("dropout", "attn_dropout", "z_loss")  # the model fields that a resumed run may change
+RESHAPABLE = ["dropout", "attn_dropout", "z_loss"]  # the model fields that a resumed run may change
 rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 master = rank == 0
 
@@ -95,6 +95,8 @@ def restore(saved: dict) -> None:
         k: v for k, v in saved["config"].items() if k in config and k not in ("init_from", "out_dir", "eval_only")
     }
     model_args = {field.name: field.default for field in fields(GPTConfig)} | saved["model_args"]
+    if model_args["position"] != "learned":
+        RESHAPABLE.append("block_size")  # no weight depends on it: train short, test long
     theirs |= {k: v for k, v in model_args.items() if k not in RESHAPABLE}
     for key, value in theirs.items():
         mine = config[key]

@@ -1,6 +1,7 @@
 """The lecture's choices: each against its formula written out, in every attention, cached and uncached."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -93,6 +94,17 @@ def test_a_bias_by_distance_for_the_last_queries(core):
             bias = by_distance(2, 2, Tq, 9, True, 5)
             y = ATTENTION[core](q[..., -Tq:, :], k, v, window=window, bias=bias)
             assert close(y, naive_attention(core, q[..., -Tq:, :], k, v, window=window, bias=bias), 1e-12)
+
+
+def test_the_slow_form_of_a_bias_says_so(monkeypatch):
+    q, k, v = (t.detach() for t in qkv(torch.float32))
+    bias = ByDistance(torch.zeros(1, 3, 1, 9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ATTENTION["softmax"](q, k, v, bias=bias)
+    monkeypatch.setattr(model, "ROWS", 100)
+    with pytest.warns(UserWarning, match="no fused kernel"):
+        ATTENTION["softmax"](q, k, v, bias=bias)
 
 
 def test_a_bias_by_distance_of_another_shape_is_refused():

@@ -166,6 +166,13 @@ def test_resume_with_other_sizes_touches_nothing(train, tmp_path):
     assert (tmp_path / "out" / checkpoint.LATEST).read_bytes() == before
 
 
+def test_train_short_test_long(train, tmp_path):
+    """A position that has no weights for each place takes another context; learned ones do not (above)."""
+    train("--max_iters=3", "--position=alibi")
+    code, out, _ = train("--init_from=resume", "--eval_only", "--block_size=64")
+    assert code == 0 and "resume: block_size was 32, now 64" in out and "step 3: " in out
+
+
 def test_a_fresh_run_moves_the_old_one_aside(train, tmp_path):
     train("--max_iters=5")
     old = weights(tmp_path)
