@@ -283,7 +283,8 @@ if compile:
     model = compiled(model)
 eval_model = model  # without DDP, whose ranks must run in step
 if world > 1:
-    model = DistributedDataParallel(model, device_ids=[device] if device_type == "cuda" else None)
+    device_ids = [device] if device_type == "cuda" else None
+    model = DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False)  # they are constants
 
 
 def diverged(what: object) -> NoReturn:

@@ -3,6 +3,7 @@
     python experiments/choices.py --only=rope,swiglu     # these rows, and the default that they are held against
     python experiments/choices.py                        # all of them
     python experiments/choices.py --what=time            # milliseconds alone
+    python experiments/choices.py --what=links           # points the README's rows at today's lines of code
 
 Runs train.py with the CPU config for each row and seed; a run that is there already, of the same command and
 config, is not repeated, so that it can be stopped and goes on. Times are of training steps of all rows in one
@@ -24,7 +25,7 @@ from configurator import configure, user_errors
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZER, Settings
 
-what = "train,time"  # the parts to run
+what = "train,time"  # the parts to run: train, time, links
 only = ""  # rows, separated by commas; empty: all
 config_file = "config/train_shakespeare_char_cpu.py"  # of every run
 seeds = 3  # runs per row, with the seeds 1, 2, ...
@@ -111,6 +112,13 @@ def link(row: Row) -> str:
     return f"[{file}:{at}]({file}#L{at})"
 
 
+def relinked(readme: str) -> str:
+    """The README with each row's link at the line that it means."""
+    for name, row in ROWS.items():
+        readme = re.sub(rf"(?m)^(\| {re.escape(name)} \|.*\| )\[\S+:\d+\]\(\S+#L\d+\)", rf"\1{link(row)}", readme)
+    return readme
+
+
 def step_times(names: list[str]) -> dict[str, tuple[float, float]]:
     """Of each row: milliseconds of a training step, and their ratio to the default's in the same round."""
     settings = {}
@@ -163,10 +171,15 @@ def losses(names: list[str]) -> dict[str, list[float]]:
 def main() -> None:
     os.chdir(ROOT)
     parts, names = what.split(","), [name.strip() for name in only.split(",") if name.strip()] or list(ROWS)
-    if unknown := [name for name in names if name not in ROWS] + [
-        part for part in parts if part not in ("train", "time")
-    ]:
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(ROWS)}, or of the parts train, time")
+    for given, known in ((names, list(ROWS)), (parts, ["train", "time", "links"])):
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
+    if "links" in parts:
+        text = open("README.md", encoding="utf-8").read()
+        with open("README.md", "w", encoding="utf-8") as f:
+            f.write(relinked(text))
+        if parts == ["links"]:
+            return
     names = ["GPT-2", *(name for name in names if name != "GPT-2")]
     os.makedirs(out_dir, exist_ok=True)
     ms_path = os.path.join(out_dir, "ms.json")
