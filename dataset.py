@@ -18,7 +18,7 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 VERIFY_BYTES = 2**30  # larger files are checked by size and by a sample of their ids, not read whole
 
 # -----------------------------------------------------------------------------
-# tokenizers: encode(text) -> ids, decode(ids) -> text, n_vocab, and meta, from which tokenizer() makes it
+# tokenizers: encode(text) -> ids, decode(ids) -> text, n_vocab; those of data sets have meta, for tokenizer()
 
 
 class CharTokenizer:
@@ -81,12 +81,16 @@ class HubTokenizer:
         return self._tok.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        return self._tok.decode(ids)
+        return self._tok.decode(ids, skip_special_tokens=True)
 
 
 def pretrained_tokenizer(name: str, vocab_size: int) -> GPT2Tokenizer | HubTokenizer:
-    """The tokenizer of pretrained weights: GPT-2's, or the one beside them."""
-    return GPT2Tokenizer() if vocab_size == 50257 else HubTokenizer(name)
+    """The tokenizer of pretrained weights: the one beside them; for GPT-2's own names, and a folder of weights
+    alone with a vocabulary of its size, GPT-2's."""
+    alone = os.path.isdir(name) and not any("token" in f or "vocab" in f for f in os.listdir(name))
+    if "/" not in name or (alone and vocab_size == 50257):
+        return GPT2Tokenizer()
+    return HubTokenizer(name)
 
 
 def tokenizer(meta: dict) -> CharTokenizer | GPT2Tokenizer:

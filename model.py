@@ -663,8 +663,8 @@ def l2_scale(T: int) -> float:
 # f(config, D) -> what is done to the queries, and to the keys, of a layer
 QK_NORM: dict[str, Callable] = {
     "none": lambda c, D: (nn.Identity(), nn.Identity()),
-    "layernorm": lambda c, D: tuple(LayerNorm(D, c.bias, c.norm_eps) for _ in "qk"),  # as in LASER, section 4
-    "rmsnorm": lambda c, D: tuple(RMSNorm(D, False, c.norm_eps) for _ in "qk"),
+    "layernorm": lambda c, D: tuple(c.new_norm("layernorm", D) for _ in "qk"),  # as in LASER, section 4
+    "rmsnorm": lambda c, D: tuple(c.new_norm("rmsnorm", D) for _ in "qk"),
     "l2": lambda c, D: (L2Norm(D**0.5 * l2_scale(c.block_size)), L2Norm()),  # D**0.5: s is g q k, unscaled
 }
 
@@ -721,7 +721,8 @@ class ALiBi(nn.Module):
 
     def __init__(self, config: "GPTConfig"):
         super().__init__()
-        slopes, T = torch.tensor(alibi_slopes(config.n_head)), config.block_size
+        n_map, T = 2 if config.differential else 1, config.block_size  # the maps of a pair decay alike
+        slopes = torch.tensor(alibi_slopes(config.n_head // n_map)).repeat_interleave(n_map)
         self.register_buffer("bias", -slopes[:, None, None] * torch.arange(T), persistent=False)  # (H, 1, T)
 
     def forward(self, q, k, heads, past, scale):
@@ -738,13 +739,13 @@ def alibi_slopes(n: int) -> list[float]:
 class Relative(nn.Module):
     """A vector per distance, up to max_distance, is added to the keys and one to the values (Shaw et al. 2018,
     equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), of which q_i a_k is a product of its own, and
-    y_i = sum_j w_ij (v_j + a_v[i - j]). Shared by the heads of a layer."""
+    y_i = sum_j w_ij (v_j + a_v[i - j]). Shared by the heads of a layer. Memory grows with T max_distance."""
 
     scores, shared = True, False
 
     def __init__(self, config: "GPTConfig"):
         super().__init__()
-        n, D = min(config.reach, config.block_size - 1) + 1, config.head_size
+        n, D = config.reach + 1, config.head_size
         self.k = nn.Parameter(0.02 * torch.randn(n, D))
         self.v = nn.Parameter(0.02 * torch.randn(n, 2 * D if config.differential else D))
 
@@ -965,7 +966,7 @@ class GPTConfig:
     @property
     def hidden(self) -> int:
         """The width of the MLP; 8/3 n_embd is rounded to a multiple of 8."""
-        return self.n_hidden or (8 * round(self.n_embd / 3) if ACTIVATION[self.mlp][1] else 4 * self.n_embd)
+        return self.n_hidden or (8 * max(1, round(self.n_embd / 3)) if ACTIVATION[self.mlp][1] else 4 * self.n_embd)
 
     @property
     def reach(self) -> int:
@@ -983,9 +984,9 @@ class GPTConfig:
         """Whether training takes time linear in the tokens in long heads: beta, unless something needs its weights."""
         return self.sums and self.block_size >= BETA_LINEAR_FROM and not self.weight_dropout
 
-    def new_norm(self, width: int) -> nn.Module:
-        bias = (self.bias and self.norm == "layernorm") if self.norm_bias is None else self.norm_bias
-        return NORM[self.norm](width, bias, self.norm_eps)
+    def new_norm(self, norm: str, width: int) -> nn.Module:
+        bias = (self.bias and norm == "layernorm") if self.norm_bias is None else self.norm_bias
+        return NORM[norm](width, bias, self.norm_eps)
 
     def _drops_weights(self) -> bool:
         return "dropout" in inspect.signature(ATTENTION[self.attention]).parameters
@@ -1140,7 +1141,7 @@ class Block(nn.Module):
         self.parallel = config.block == "parallel"
 
         def norm(wanted: bool) -> nn.Module:
-            return config.new_norm(config.n_embd) if wanted else nn.Identity()
+            return config.new_norm(config.norm, config.n_embd) if wanted else nn.Identity()
 
         self.ln_1, self.ln_2 = norm(before or added), norm((before or added) and not self.parallel)
         self.ln_1_after, self.ln_2_after = norm(after), norm(after)
@@ -1171,10 +1172,10 @@ class GPT(nn.Module):
             "wpe": None if embedded is None else embedded(config),
             "drop": nn.Dropout(config.dropout),
             "h": nn.ModuleList([Block(config, layer) for layer in range(config.n_layer)]),
-            "ln_f": nn.Identity() if config.where == "post" else config.new_norm(config.n_embd),
+            "ln_f": nn.Identity() if config.where == "post" else config.new_norm(config.norm, config.n_embd),
         }
         self.transformer = nn.ModuleDict({name: module for name, module in modules.items() if module is not None})
-        # sinusoids have size 1, and the embedding is scaled up to meet them (Vaswani et al., section 3.4)
+        # Vaswani et al., section 3.4: beside sinusoids, which have size 1, an embedding of 0.02 would be lost
         self.embedding_scale = config.n_embd**0.5 if config.position == "sinusoidal" else 1.0
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
@@ -1185,10 +1186,14 @@ class GPT(nn.Module):
             for block in self.transformer.h:
                 block.attn.position = one if block.attn.position is not None else None
         self.apply(self._init_weights)
+        # what adds to the residual stream: as GPT-2; or zero, by its last norm where there is one
+        std = 0.02 / math.sqrt(2 * config.n_layer)
+        by_norm = config.zero_init and WHERE[config.where][1]
         for name, p in self.named_parameters():
-            if name.endswith("c_proj.weight"):  # what adds to the residual stream, as GPT-2
-                std = 0.0 if config.zero_init else 0.02 / math.sqrt(2 * config.n_layer)
-                nn.init.normal_(p, mean=0.0, std=std)
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(p, mean=0.0, std=0.0 if config.zero_init and not by_norm else std)
+            elif name.endswith("_after.weight") and by_norm:
+                nn.init.zeros_(p)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -1230,7 +1235,8 @@ class GPT(nn.Module):
         flat, targets = logits.flatten(0, 1).float(), targets.flatten()
         loss = F.cross_entropy(flat, targets, ignore_index=-1)
         if self.training and self.config.z_loss:
-            loss = loss + self.config.z_loss * flat[targets != -1].logsumexp(-1).square().mean()
+            log_z, seen = flat.logsumexp(-1), targets != -1
+            loss = loss + self.config.z_loss * (log_z.square() * seen).sum() / seen.sum()
         return logits, loss
 
     def _logits(self, x):
@@ -1274,6 +1280,7 @@ class GPT(nn.Module):
         """Shortens the context, for fine-tuning a model at a smaller one."""
         if not 1 <= block_size <= self.config.block_size:
             raise ValueError(f"block_size={block_size} is below 1 or larger than the model's, {self.config.block_size}")
+        self.config.window = self.config.span  # which the context may have chosen
         self.config.block_size = block_size
         if self.config.position == "learned":
             self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size])
@@ -1282,8 +1289,8 @@ class GPT(nn.Module):
     def from_pretrained(cls, name: str, override_args: dict | None = None) -> "GPT":
         """The weights of a model of transformers' of a family in pretrained.FAMILIES: GPT-2, Llama, Mistral, Qwen 3.
 
-        name: 'gpt2', 'gpt2-medium', ..., owner/model on the hub, or a local folder. override_args: fields of
-        GPTConfig that do not change the weights' shapes (dropout, attention, ...).
+        name: 'gpt2', 'gpt2-medium', ..., owner/model on the hub, or a local folder. override_args: the fields
+        of GPTConfig in pretrained.FREE, which do not depend on weights (dropout, attention, block_size, ...).
         Raises ValueError for another model, ImportError without transformers, OSError without the weights.
         """
         from pretrained import load  # which imports this file
@@ -1322,9 +1329,9 @@ class GPT(nn.Module):
         this probability. stop: a token that ends its row (repeated until every row has ended).
         vocab_size: the tokenizer's; ids past it (padding) are never sampled. seed: of a generator of its
         own; None draws from torch's. use_cache: keep keys, values and sums of the tokens seen; the text
-        is the same without, slowly. The model sees the last block_size tokens: past them every token of
-        the window moves to another (learned) position, which no cache survives, and each costs a whole
-        forward pass, cached or not.
+        is the same without, slowly. The model sees the last block_size tokens: past them each costs a whole
+        forward pass, cached or not, since every token of the window moves to another (learned) position, and
+        what was computed of it has seen tokens that are no longer there.
         Raises ValueError for an empty prompt, an impossible argument, or logits that are not finite.
         """
         if idx.shape[1] == 0:

@@ -1,6 +1,6 @@
 """The optimizers: AdamW for everything; Muon for the matrices of the blocks, beside AdamW for the rest; LAMB.
 
-OPTIMIZER[name](model, settings) gives a list of them; every parameter is in one.
+OPTIMIZER[name](model, settings) gives a list of them; every parameter that is trained is in one.
 """
 
 import math
@@ -19,6 +19,7 @@ class Settings:
     weight_decay: float
     fused: bool = True  # one kernel for AdamW's step, on CUDA and CPU
     muon_lr: float = 0.02  # the largest, of Muon
+    muon_beta: float = 0.95  # its momentum
 
 
 class Muon(torch.optim.Optimizer):
@@ -43,7 +44,9 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             mu, lr = group["momentum"], group["lr"]
             for p in (p for p in group["params"] if p.grad is not None):
-                m = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                m = self.state[p]["momentum_buffer"]
                 m.lerp_(p.grad, 1 - mu)
                 u = orthogonal(p.grad.lerp(m, mu), group["steps"])
                 p.mul_(1 - lr * group["weight_decay"])
@@ -113,7 +116,7 @@ def muon(model: torch.nn.Module, s: Settings) -> list[torch.optim.Optimizer]:
     linears = [m.weight for m in model.transformer.h.modules() if isinstance(m, torch.nn.Linear)]
     matrices = [p for p in linears if p.requires_grad]
     rest = [p for p in model.parameters() if all(p is not m for m in linears)]
-    return [Muon(matrices, lr=s.muon_lr, weight_decay=s.weight_decay), adamw(rest, s)]
+    return [Muon(matrices, s.muon_lr, s.weight_decay, s.muon_beta), adamw(rest, s)]
 
 
 OPTIMIZER: dict[str, Callable] = {

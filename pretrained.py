@@ -14,6 +14,18 @@ from model import GPT, GPTConfig
 
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs: ours
+# fields that may differ from what the weights were trained with
+FREE = (
+    "dropout",
+    "attn_dropout",
+    "z_loss",
+    "attention",
+    "heads",
+    "window",
+    "temperature",
+    "logit_softcap",
+    "block_size",
+)
 TRAINING = ("dropout", "attn_dropout", "zero_init", "z_loss")  # fields that say nothing about a trained model
 
 
@@ -53,20 +65,21 @@ def llama_ours(c) -> dict:
     if c.hidden_act != "silu" or c.rope_parameters["rope_type"] != "default":
         raise ValueError(f"hidden_act={c.hidden_act!r} and RoPE {c.rope_parameters}, not silu and plain RoPE")
     bias = {getattr(c, "attention_bias", False), getattr(c, "mlp_bias", False)}
-    if bias != {False}:
-        raise ValueError("its Linears have biases, but its norms have none")
-    window = getattr(c, "sliding_window", None)
-    if "full_attention" in (getattr(c, "layer_types", None) or ()):
-        window = None
-        if "sliding_attention" in c.layer_types:
-            raise ValueError("some of its layers are short")
+    if len(bias) > 1:
+        raise ValueError("some of its Linears have biases and some have none")
+    window, kinds = getattr(c, "sliding_window", None), set(getattr(c, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layers of the types {', '.join(sorted(kinds))}")
+    heads = "S" if window else "L"
+    if kinds and window:
+        heads = "/".join("S" if kind == "sliding_attention" else "L" for kind in c.layer_types)
     sizes = {"block_size": c.max_position_embeddings, "vocab_size": c.vocab_size, "n_layer": c.num_hidden_layers}
     sizes |= {"n_head": c.num_attention_heads, "n_kv_head": c.num_key_value_heads, "n_embd": c.hidden_size}
     sizes |= {"head_dim": c.head_dim, "n_hidden": c.intermediate_size, "norm_eps": c.rms_norm_eps}
     choices = {"position": "rope", "rope_base": c.rope_parameters["rope_theta"], "norm": "rmsnorm", "mlp": "swiglu"}
-    choices |= {"bias": False, "tied": c.tie_word_embeddings}
+    choices |= {"bias": bias.pop(), "tied": c.tie_word_embeddings, "heads": heads}
     choices |= {"qk_norm": "rmsnorm" if c.model_type.startswith("qwen3") else "none"}
-    return sizes | choices | ({} if window is None else {"heads": "S", "window": window - 1})
+    return sizes | choices | ({"window": window - 1} if "S" in heads else {})
 
 
 def llama_theirs(c: GPTConfig) -> dict:
@@ -77,8 +90,17 @@ def llama_theirs(c: GPTConfig) -> dict:
     return sizes | {"rope_parameters": rope, "tie_word_embeddings": c.tied, "use_cache": True} | SPECIAL
 
 
+def biased_llama_theirs(c: GPTConfig) -> dict:
+    return llama_theirs(c) | {"attention_bias": c.bias, "mlp_bias": c.bias}
+
+
 def mistral_theirs(c: GPTConfig) -> dict:
     return llama_theirs(c) | {"sliding_window": None if c.span is None else c.span + 1}
+
+
+def qwen3_theirs(c: GPTConfig) -> dict:
+    kinds = ["sliding_attention" if "S" in c.layer_heads(i) else "full_attention" for i in range(c.n_layer)]
+    return mistral_theirs(c) | {"layer_types": kinds, "use_sliding_window": c.span is not None}
 
 
 GPT2_MODULES = {
@@ -108,9 +130,9 @@ LLAMA_MODULES = {
 }
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(gpt2_ours, gpt2_theirs, GPT2_MODULES, transposed=True),
-    "llama": Family(llama_ours, llama_theirs, LLAMA_MODULES, halves=True),
+    "llama": Family(llama_ours, biased_llama_theirs, LLAMA_MODULES, halves=True),
     "mistral": Family(llama_ours, mistral_theirs, LLAMA_MODULES, halves=True),
-    "qwen3": Family(llama_ours, llama_theirs, LLAMA_MODULES, halves=True),
+    "qwen3": Family(llama_ours, qwen3_theirs, LLAMA_MODULES, halves=True),
 }
 
 
@@ -136,7 +158,8 @@ def converted(name: str, p: torch.Tensor, D: int, family: Family, back: bool = F
 
 
 def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> None:
-    """Their weights into our model, in place. Raises ValueError for one that they lack, or of another shape."""
+    """Their weights into our model, in place. Raises ValueError for one that they or we lack, or of another shape."""
+    used = {"lm_head.weight"}  # which a tied model has twice
     for key, ours in model.state_dict().items():
         names = sources(key, family.modules)
         if missing := [name for name in names if name not in state]:
@@ -145,32 +168,48 @@ def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> Non
         if theirs.shape != ours.shape:
             raise ValueError(f"its {names[0]} gives {tuple(theirs.shape)}, not {tuple(ours.shape)}, for {key}")
         ours.copy_(theirs)
+        used |= set(names)
+    if unused := sorted(set(state) - used):
+        raise ValueError(f"its {unused[0]} has no place here")
+
+
+def transformers_classes() -> tuple:
+    """(AutoConfig, AutoModelForCausalLM). Raises ImportError saying what to install."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ImportError("models of other people go through transformers: pip install transformers") from None
+    return AutoConfig, AutoModelForCausalLM
 
 
 def load(name: str, override_args: dict | None = None) -> GPT:
     """GPT.from_pretrained: see there."""
     if name not in GPT2 and not os.path.isdir(name) and name.count("/") != 1:
         raise ValueError(f"{name!r} is none of {', '.join(GPT2)}, nor owner/model of the hub, nor a local folder")
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise ImportError("pretrained weights come through transformers: pip install transformers") from None
+    AutoConfig, AutoModelForCausalLM = transformers_classes()
+    if fixed := [key for key in override_args or {} if key not in FREE]:
+        raise ValueError(f"{fixed[0]} is what {name}'s weights were trained with; free are {', '.join(FREE)}")
     try:
         c = AutoConfig.from_pretrained(name)
         if c.model_type not in FAMILIES:
-            raise ValueError(f"{name} is of the family {c.model_type}; known are {', '.join(FAMILIES)}")
+            raise ValueError(f"the family {c.model_type} is none of {', '.join(FAMILIES)}")
         family = FAMILIES[c.model_type]
         args = family.ours(c) | (override_args or {})
         theirs = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except OSError as error:
         raise OSError(f"cannot load {name} through transformers: {str(error).splitlines()[0]}") from None
-    except ValueError as error:
+    except Exception as error:  # of several libraries
         raise ValueError(f"cannot take over {name}: {str(error).splitlines()[0]}") from None
-    model = GPT(GPTConfig(**args))
+    if "S" not in args.get("heads", "L") and "window" not in (override_args or {}):
+        args.pop("window", None)  # of heads that are no longer short
+    learned = "position" not in args
+    model = GPT(GPTConfig(**args | ({"block_size": c.n_positions} if learned else {})))
     try:
         copy_from(model, theirs.state_dict(), family)
     except ValueError as error:
-        raise ValueError(f"{name} does not fit {override_args or 'its own config'}: {error}") from None
+        raise ValueError(f"cannot take over {name}: {error}") from None
+    if learned:
+        model.crop_block_size(args["block_size"])
     return model
 
 
@@ -180,12 +219,14 @@ def export(model: GPT) -> object:
     GPT-2 has biases; where ours has none they are zeros, which is the same model. Raises ValueError where no
     family has all of our model's choices, naming those that are in the way.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    AutoConfig, AutoModelForCausalLM = transformers_classes()
     ours, misfits = _choices(model.config), {}
     for name, family in FAMILIES.items():
-        config = AutoConfig.for_model(name, **family.theirs(model.config))
-        back = _choices(GPTConfig(**family.ours(config)))
+        try:
+            config = AutoConfig.for_model(name, **family.theirs(model.config))
+            back = _choices(GPTConfig(**family.ours(config)))
+        except Exception:  # of several libraries: sizes that they cannot have
+            continue
         free = ("bias", "norm_bias") if name == "gpt2" else ()
         misfits[name] = [key for key in ours if ours[key] != back[key] and key not in free]
         if not misfits[name]:
@@ -208,8 +249,10 @@ def export(model: GPT) -> object:
 def _choices(config: GPTConfig) -> dict:
     """The fields that a trained model depends on, with what None stands for spelled out."""
     spelled = replace(
-        config, n_kv_head=config.kv_heads, head_dim=config.head_size, n_hidden=config.hidden, window=config.span
-    )
+        config, n_kv_head=config.kv_heads, head_dim=config.head_size, n_hidden=config.hidden, window=config.span,
+        norm_bias=(config.bias and config.norm == "layernorm") if config.norm_bias is None else config.norm_bias,
+        heads="/".join(config.layer_heads(layer) for layer in range(config.n_layer)),
+    )  # fmt: skip
     if config.position == "rope":
         spelled = replace(spelled, rope_base=config.rope_base or 10000.0)
     return {field.name: getattr(spelled, field.name) for field in fields(GPTConfig) if field.name not in TRAINING}

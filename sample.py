@@ -48,12 +48,15 @@ def tokenizer_of(state: dict) -> dataset.CharTokenizer | dataset.GPT2Tokenizer:
     return dataset.GPT2Tokenizer()
 
 
-def text_of(ids: Iterator[torch.Tensor], tok: object, stop: str | None) -> Iterator[str]:
-    """The text of a stream of tokens, in pieces, up to `stop`; half a character or half a `stop` waits."""
-    seen, shown = [], 0
+def text_of(ids: Iterator[torch.Tensor], tok: object, stop: str | None, prompt: list[int]) -> Iterator[str]:
+    """The text of a stream of tokens, in pieces, up to `stop`; half a character or half a `stop` waits.
+
+    It is decoded together with the prompt, since some tokenizers drop a text's first space.
+    """
+    seen, shown, before = [*prompt], 0, len(tok.decode(prompt))
     for token in ids:
         seen.append(token.item())
-        text = tok.decode(seen)
+        text = tok.decode(seen)[before:]
         if stop and stop in text:
             yield text[shown : text.index(stop)]
             return
@@ -62,7 +65,7 @@ def text_of(ids: Iterator[torch.Tensor], tok: object, stop: str | None) -> Itera
         if ready > shown:
             yield text[shown:ready]
             shown = ready
-    yield tok.decode(seen)[shown:]
+    yield tok.decode(seen)[before + shown :]
 
 
 def main() -> None:
@@ -100,7 +103,7 @@ def main() -> None:
             sampling = {"vocab_size": tok.n_vocab, "seed": seed + i, "use_cache": use_cache}
             tokens = model.stream(ids, max_new_tokens, temperature, top_k, top_p, **sampling)
             print(text, end="")
-            for piece in text_of(tokens, tok, stop):
+            for piece in text_of(tokens, tok, stop, prompt):
                 print(piece, end="", flush=True)
             print("\n---------------")
 

@@ -29,6 +29,7 @@ from configurator import configure, pick_device, user_errors
 from dataset import Tokens, folder_of, read_meta, tokenizer
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZER, Settings
+from pretrained import FREE
 
 # -----------------------------------------------------------------------------
 # flags; GPT-2 (124M) on OpenWebText by default. The fields of GPTConfig are flags too.
@@ -57,6 +58,7 @@ bias = False  # in Linears and LayerNorms; without is a bit better and faster
 optimizer: Literal["adamw", "muon", "lamb"] = "adamw"  # muon: for the matrices of the blocks, AdamW for the rest
 learning_rate = 6e-4  # the largest, of AdamW or LAMB
 muon_lr = 0.02  # the largest, of Muon
+muon_beta = 0.95  # Muon's momentum
 max_iters = 600000  # steps
 weight_decay = 1e-1  # of matrices and embeddings
 beta1 = 0.9  # AdamW's and LAMB's
@@ -78,7 +80,7 @@ seed = 1337  # of weights, batches, dropout
 # -----------------------------------------------------------------------------
 config, given = configure(globals(), GPTConfig)
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
-RESHAPABLE = ["dropout", "attn_dropout", "z_loss"]  # the model fields that a resumed run may change
+RESHAPABLE = ("dropout", "attn_dropout", "z_loss")  # the model fields that a resumed run may change
 rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 master = rank == 0
 
@@ -95,9 +97,8 @@ def restore(saved: dict) -> None:
         k: v for k, v in saved["config"].items() if k in config and k not in ("init_from", "out_dir", "eval_only")
     }
     model_args = {field.name: field.default for field in fields(GPTConfig)} | saved["model_args"]
-    if model_args["position"] != "learned":
-        RESHAPABLE.append("block_size")  # no weight depends on it: train short, test long
-    theirs |= {k: v for k, v in model_args.items() if k not in RESHAPABLE}
+    free = (*RESHAPABLE, *(("block_size",) if model_args["position"] != "learned" else ()))  # train short, test long
+    theirs |= {k: v for k, v in model_args.items() if k not in free}
     for key, value in theirs.items():
         mine = config[key]
         if key not in given or mine == value:
@@ -105,7 +106,7 @@ def restore(saved: dict) -> None:
         elif given[key] != "command line":
             config[key] = value
             say(f"resume: keeping {key}={value}; {given[key]} has {mine}, --{key}={mine} changes it")
-        elif key in MODEL_FIELDS and key not in RESHAPABLE:
+        elif key in MODEL_FIELDS and key not in free:
             raise ValueError(f"--{key}={mine} does not fit the saved model, which has {key}={value}")
         else:
             say(f"resume: {key} was {value}, now {mine}")
@@ -136,17 +137,22 @@ with user_errors():
     for name in ("learning_rate", "muon_lr"):
         if config[name] <= 0:
             raise ValueError(f"--{name}={config[name]} must be positive")
-    for name in ("beta1", "beta2"):
+    for name in ("beta1", "beta2", "muon_beta"):
         if not 0 <= config[name] < 1:
             raise ValueError(f"--{name}={config[name]} must be in [0, 1)")
     if not 0 < decay_share <= 1:
         raise ValueError(f"--decay_share={decay_share} must be above 0 and at most 1")
     for name, used, by in (
         ("muon_lr", optimizer == "muon", "--optimizer=muon"),
+        ("muon_beta", optimizer == "muon", "--optimizer=muon"),
         ("decay_share", decay_lr and schedule == "wsd", "--schedule=wsd"),
+        ("schedule", decay_lr, "--decay_lr=True"),
+        ("min_lr", decay_lr and schedule != "constant", "a schedule that decays"),
     ):
         if given.get(name) == "command line" and not used:
             raise ValueError(f"--{name} is of {by}")
+    if decay_lr and schedule != "constant" and min_lr > learning_rate:
+        raise ValueError(f"min_lr={min_lr} is above learning_rate={learning_rate}: the decay would go up")
     if gradient_accumulation_steps % world:
         raise ValueError(
             f"gradient_accumulation_steps={gradient_accumulation_steps} micro-batches cannot be shared by {world} "
@@ -180,14 +186,13 @@ with user_errors():
     if init_from == "scratch":
         model = GPT(GPTConfig(**{name: config[name] for name in MODEL_FIELDS}))
     elif init_from == "resume":
-        model = GPT.from_checkpoint(saved, **{name: config[name] for name in RESHAPABLE})
+        model = GPT.from_checkpoint(saved, **{name: config[name] for name in (*RESHAPABLE, "block_size")})
     else:
-        free = (*RESHAPABLE, "attention", "heads", "window", "temperature", "logit_softcap")
-        model = GPT.from_pretrained(init_from, {name: config[name] for name in free if name in given})
-        if "block_size" in given:
-            model.crop_block_size(config["block_size"])
+        model = GPT.from_pretrained(init_from, {name: config[name] for name in FREE if name in given})
+        if (meta["tokenizer"]["kind"], model.config.vocab_size) != ("gpt2", 50257):
+            say(f"{init_from} was not trained on the tokens of {dataset}: their numbers mean something else to it")
         for name in set(MODEL_FIELDS) & set(given):
-            if name not in free and config[name] != getattr(model.config, name):
+            if name not in FREE and config[name] != getattr(model.config, name):
                 raise ValueError(f"{name}={config[name]} does not fit {init_from}: {getattr(model.config, name)}")
     if model.config.vocab_size < meta["vocab_size"]:
         raise ValueError(f"vocab_size={model.config.vocab_size} is less than the {meta['vocab_size']} ids of {dataset}")
@@ -198,9 +203,10 @@ micro_steps = gradient_accumulation_steps // world
 tokens_per_step = rows * model.config.block_size
 
 model_args = {name: getattr(model.config, name) for name in MODEL_FIELDS}
+model_args["window"] = model.config.span  # a number, whatever the context is later
 config |= model_args
 model.to(device)
-settings = Settings(learning_rate, (beta1, beta2), weight_decay, device_type in ("cuda", "cpu"), muon_lr)
+settings = Settings(learning_rate, (beta1, beta2), weight_decay, device_type in ("cuda", "cpu"), muon_lr, muon_beta)
 optimizers = OPTIMIZER[optimizer](model, settings)
 for group in (group for o in optimizers for group in o.param_groups):
     group["scale"] = group["lr"] / learning_rate  # of the schedule's learning rate
@@ -208,7 +214,7 @@ scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
 start, best_val_loss = 0, math.inf
 if saved:
     start = saved["iter_num"]
-    if all(config[name] == saved["config"].get(name) for name in ("dataset", "eval_iters", "batch_size")):
+    if all(config[name] == saved["config"].get(name) for name in ("dataset", "eval_iters", "batch_size", "block_size")):
         best_val_loss = saved["best_val_loss"]  # of the same windows
     else:
         say("resume: evaluation is over other windows, so the best validation loss starts anew")
@@ -486,8 +492,9 @@ while True:
     mean_loss, mean_norm, stop = total[0].item(), total[1].item(), bool(total[2])
     if not math.isfinite(mean_loss) or not (math.isfinite(mean_norm) or scaler.is_enabled()):
         diverged(f"the loss is {mean_loss} and the gradient norm {mean_norm}")
-    for o in optimizers:
-        scaler.step(o)
+    if math.isfinite(mean_norm):  # else float16 has overflowed: none of the optimizers steps, also not one without inf
+        for o in optimizers:
+            scaler.step(o)
     scaler.update()
     model.zero_grad(set_to_none=True)
 

@@ -15,13 +15,17 @@ import json
 import os
 import re
 import statistics
+import sys
 import time
 from dataclasses import dataclass, fields
 
 import torch
-from runs import ROOT, finished
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure, user_errors
+from dataset import ROOT
+from experiments.runs import finished
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZER, Settings
 
@@ -29,7 +33,7 @@ what = "train,time"  # the parts to run: train, time, links
 only = ""  # rows, separated by commas; empty: all
 config_file = "config/train_shakespeare_char_cpu.py"  # of every run
 seeds = 3  # runs per row, with the seeds 1, 2, ...
-extra = ""  # more flags of train.py for every run, separated by spaces
+extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
 jobs = 1  # runs at a time, which share the CPU's cores
 repeats = 40  # steps of each row that are timed
 out_dir = "out-choices"  # a folder per run goes there
@@ -89,8 +93,8 @@ ROWS = {
     "qk_norm rmsnorm": Row({"qk_norm": "rmsnorm"}, '"rmsnorm": lambda c, D', "OLMo 2 (2024), Qwen 3 (2025)"),
     "qk_norm l2": Row({"qk_norm": "l2"}, '"l2": lambda c, D', "Henry et al. 2020"),
     "logit_softcap 15": Row({"logit_softcap": 15}, "cap * torch.tanh", "Gemma 2 (2024)"),
-    "z_loss": Row({"z_loss": 1e-4}, "self.config.z_loss * flat", "PaLM (Chowdhery et al. 2022)"),
-    "zero_init": Row({"zero_init": True}, "std = 0.0 if config.zero_init", "Goyal et al. 2017; Yang et al. 2022"),
+    "z_loss": Row({"z_loss": 1e-4}, "self.config.z_loss * (log_z", "PaLM (Chowdhery et al. 2022)"),
+    "zero_init": Row({"zero_init": True}, "by_norm = config.zero_init", "Goyal et al. 2017; Yang et al. 2022"),
     "untied": Row({"tied": False}, "if config.tied:", "Press and Wolf 2016"),
     # training
     "muon": Row({"optimizer": "muon"}, "optimizers.py: class Muon", "Jordan et al. 2024"),
@@ -108,7 +112,9 @@ def link(row: Row) -> str:
     """[model.py:123](model.py#L123), where the row's choice is made."""
     file, _, text = row.line.rpartition(": ") if ".py: " in row.line else ("model.py", "", row.line)
     with open(os.path.join(ROOT, file)) as f:
-        at = next(n for n, code in enumerate(f, 1) if text in code)
+        at = next((n for n, code in enumerate(f, 1) if text in code), 0)
+    if not at:
+        raise ValueError(f"{file} has no line with {text}")
     return f"[{file}:{at}]({file}#L{at})"
 
 
@@ -165,11 +171,16 @@ def losses(names: list[str]) -> dict[str, list[float]]:
         concurrent.futures.wait(futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION)
         for future in futures.values():
             future.cancel()
+    for future in futures.values():
+        if not future.cancelled() and future.exception():
+            raise future.exception()
     return {name: [futures[name, seed].result() for seed in range(1, seeds + 1)] for name in names}
 
 
 def main() -> None:
     os.chdir(ROOT)
+    if jobs < 1 or seeds < 1 or repeats < 1:
+        raise ValueError(f"--jobs={jobs}, --seeds={seeds} and --repeats={repeats} must be at least 1")
     parts, names = what.split(","), [name.strip() for name in only.split(",") if name.strip()] or list(ROWS)
     for given, known in ((names, list(ROWS)), (parts, ["train", "time", "links"])):
         if unknown := [name for name in given if name not in known]:
@@ -184,10 +195,11 @@ def main() -> None:
     os.makedirs(out_dir, exist_ok=True)
     ms_path = os.path.join(out_dir, "ms.json")
     val = losses(names) if "train" in parts else {}
-    if "time" in parts:
-        with open(ms_path, "w") as f:
-            json.dump(step_times(names), f)
     ms = json.load(open(ms_path)) if os.path.exists(ms_path) else {}
+    if "time" in parts:
+        ms |= step_times(names)
+        with open(ms_path, "w") as f:
+            json.dump(ms, f)
     print("| | flags | val loss, mean (range) | against GPT-2 | ms per step | | where | paper |")
     print("|---|---|---|---|---|---|---|---|")
     for name in names:

@@ -5,10 +5,7 @@ import os
 import subprocess
 import sys
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
-
-from dataset import sha256  # noqa: E402
+from dataset import ROOT, sha256
 
 
 def finished(name: str, command: list[str], folder: str, threads: int | None = None) -> list[dict]:
@@ -22,6 +19,8 @@ def finished(name: str, command: list[str], folder: str, threads: int | None = N
     done = os.path.join(folder, "done")
     if not os.path.exists(done) or open(done).read() != what:
         print(name, flush=True)
+        if os.path.exists(done):
+            os.remove(done)
         env = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
         if subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, cwd=ROOT, env=env).returncode:
             raise ValueError(f"this run failed: python {' '.join(command)}")

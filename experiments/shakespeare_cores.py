@@ -9,10 +9,13 @@ one, and the median time per step. A run that is there already, of the same comm
 
 import os
 import statistics
+import sys
 
-from runs import ROOT, finished
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure, user_errors
+from dataset import ROOT
+from experiments.runs import finished
 
 config_file = "config/train_shakespeare_char_cpu.py"  # of every run
 seeds = 3  # runs per attention, with the seeds 1, 2, ...

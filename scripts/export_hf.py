@@ -16,17 +16,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import checkpoint
 from configurator import configure, user_errors
 from model import GPT
+from pretrained import export
 
 out_dir = "out"  # the run's folder
 to = "exported"  # the folder that is written
-which: Literal["best", "latest"] = "best"  # best.pt or ckpt.pt; the other where there is one alone
+which: Literal["best", "latest"] = "best"  # best.pt, or ckpt.pt where there is none; or ckpt.pt
 
 
 def main() -> None:
-    try:
-        from pretrained import export
-    except ImportError:
-        raise ImportError("the export goes through transformers: pip install transformers") from None
     if os.path.isdir(to) and os.listdir(to):
         raise ValueError(f"--to={to} is there already, and not empty")
     path = checkpoint.path_of(out_dir, which)

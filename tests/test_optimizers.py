@@ -105,3 +105,19 @@ def test_the_size_of_a_muon_step():
         p.grad = size * torch.randn(64, 16)
         Muon([p], lr=0.1, weight_decay=0.0).step()
         assert torch.linalg.matrix_norm(p.detach(), 2).item() == pytest.approx(0.1 * math.sqrt(4), rel=0.3)
+
+
+def test_no_optimizer_steps_where_one_has_overflowed(train, monkeypatch):
+    """float16: where the embedding's gradient, which is AdamW's, is infinite, Muon must not step on momentum alone."""
+    steps, norms = [], []
+    step, norm = Muon.step, torch.nn.utils.clip_grad_norm_
+
+    def overflown(*args: object) -> torch.Tensor:
+        norms.append(norm(*args))
+        return torch.tensor(math.inf) if len(norms) == 2 else norms[-1]
+
+    monkeypatch.setattr(Muon, "step", lambda self: steps.append(len(norms)) or step(self))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", overflown)
+    code, _, err = train("--dtype=float16", "--optimizer=muon", "--max_iters=4")
+    assert code == 0, err
+    assert steps == [n for n in (1, 3, 4) if norms[n - 1].isfinite()] and len(norms) == 4

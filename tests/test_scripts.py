@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -110,20 +111,23 @@ def test_schedules(train, tmp_path):
     """The learning rate of each step; Muon's is in proportion."""
 
     def lrs(*flags: str) -> list[float]:
-        assert train("--learning_rate=1.0", "--min_lr=0.1", "--lr_decay_iters=8", "--grad_clip=1e-9", *flags)[0] == 0
+        assert train("--learning_rate=1.0", "--lr_decay_iters=8", "--grad_clip=1e-9", *flags)[0] == 0
         with open(tmp_path / "out" / "log.jsonl") as f:
             return [row["lr"] for row in map(json.loads, f) if "lr" in row]
 
     warm = [1 / 3, 2 / 3]
     cosine = [0.1 + 0.45 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]
-    assert lrs() == pytest.approx([*warm, *cosine, 0.1, 0.1])
+    low = "--min_lr=0.1"
+    assert lrs(low) == pytest.approx([*warm, *cosine, 0.1, 0.1])
     assert lrs("--schedule=constant") == pytest.approx([*warm, *[1.0] * 8])
-    assert lrs("--schedule=wsd", "--decay_share=0.5") == pytest.approx([*warm, 1, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1])
-    assert lrs("--schedule=wsd", "--decay_share=1") == pytest.approx(
+    assert lrs(low, "--schedule=wsd", "--decay_share=0.5") == pytest.approx(
+        [*warm, 1, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1]
+    )
+    assert lrs(low, "--schedule=wsd", "--decay_share=1") == pytest.approx(
         [*warm, *(1 - 0.15 * i for i in range(6)), 0.1, 0.1]
     )
     assert lrs("--decay_lr=False") == [1.0] * 10
-    lrs("--optimizer=muon", "--muon_lr=0.02", "--max_iters=7")
+    lrs(low, "--optimizer=muon", "--muon_lr=0.02", "--max_iters=7")
     saved = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["optimizer"]
     muon, adamw = (state["param_groups"][0]["lr"] for state in saved)
     assert muon == pytest.approx(0.02 * adamw) and adamw == pytest.approx(cosine[4])
@@ -171,6 +175,7 @@ def test_train_short_test_long(train, tmp_path):
     train("--max_iters=3", "--position=alibi")
     code, out, _ = train("--init_from=resume", "--eval_only", "--block_size=64")
     assert code == 0 and "resume: block_size was 32, now 64" in out and "step 3: " in out
+    assert "best validation loss starts anew" in out
 
 
 def test_a_fresh_run_moves_the_old_one_aside(train, tmp_path):
@@ -251,6 +256,9 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
         (["--schedule=linear"], "one of cosine, wsd, constant"),
         (["--optimizer=sgd"], "one of adamw, muon, lamb"),
         (["--muon_lr=0.01"], "--muon_lr is of --optimizer=muon"),
+        (["--schedule=wsd", "--decay_lr=False"], "--schedule is of --decay_lr=True"),
+        (["--schedule=constant", "--min_lr=1e-5"], "--min_lr is of a schedule that decays"),
+        (["--min_lr=1"], "the decay would go up"),
         (["--muon_lr=0", "--optimizer=muon"], "--muon_lr=0.0 must be positive"),
         (["--decay_share=0.5"], "--decay_share is of --schedule=wsd"),
         (["--decay_share=0", "--schedule=wsd"], "above 0 and at most 1"),
@@ -518,8 +526,6 @@ def test_sample_mistakes(run, trained, flags, says):
 
 def test_streamed_text_holds_back_halves():
     """Half a UTF-8 character and half a stop text are not shown; the pieces add up to the text."""
-    import runpy
-
     text_of = runpy.run_path(os.path.join(ROOT, "sample.py"))["text_of"]
 
     class Bytes:
@@ -527,7 +533,7 @@ def test_streamed_text_holds_back_halves():
             return bytes(ids).decode(errors="replace")
 
     def pieces(text: str, stop: str | None = None) -> list[str]:
-        return list(text_of(map(torch.tensor, text.encode()), Bytes(), stop))
+        return list(text_of(map(torch.tensor, text.encode()), Bytes(), stop, [*b"the prompt END"]))
 
     assert "".join(pieces("aé€😀b")) == "aé€😀b" and "\ufffd" not in "".join(pieces("aé€😀b"))
     assert "".join(pieces("one END two", "END")) == "one "
@@ -607,6 +613,7 @@ def test_bench_refuses(run, wrong, says):
 
 
 SCRIPTS = ["train.py", "sample.py", "bench.py", "data/shakespeare_char/prepare.py", "experiments/shakespeare_cores.py"]
+SCRIPTS += ["experiments/choices.py", "scripts/export_hf.py"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -626,6 +633,41 @@ def test_from_another_working_directory(run, data, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_table_of_choices(run, data, tmp_path, monkeypatch):
+    """Rows by name, resumed, timed, failed; and the README's links point at the lines that they mean."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.py").write_text(
+        f"dataset = {data!r}\nblock_size = 32\nn_layer = 1\nn_head = 4\nn_embd = 32\nmax_iters = 2\n"
+        "batch_size = 4\ngradient_accumulation_steps = 1\neval_iters = 1\ndevice = 'cpu'\nlearning_rate = 1e-3\n"
+        "beta2 = 0.99\nmin_lr = 0.0\n"
+    )
+    base = (f"--config_file={tmp_path / 'small.py'}", f"--out_dir={tmp_path / 'runs'}")
+    flags = (*base, "--seeds=1", "--repeats=2", "--jobs=2")
+    code, out, err = run("experiments/choices.py", *flags, "--only=swiglu,muon")
+    assert code == 0, err
+    table = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")][2:]
+    assert [row[0] for row in table] == ["| GPT-2", "| swiglu", "| muon"] and table[1][1] == "`--mlp=swiglu`"
+    assert table[0][3] == "+0.000" and all(float(row[2].split()[0]) > 0 and row[5][-1] == "x" for row in table)
+    again = run("experiments/choices.py", *flags, "--only=swiglu", "--what=train")[1]
+    assert "seed 1" not in again and out.splitlines()[-2] in again  # with the time from before
+    for wrong, says in (("--only=swiglo", "'swiglo' is none of GPT-2, none"), ("--what=trian", "none of train, time"),
+                        ("--jobs=0", "at least 1"), ("--extra=--block_size=9999", "this run failed")):  # fmt: skip
+        code, _, err = run("experiments/choices.py", *flags, "--only=rope", wrong)
+        assert code == 2 and says in err
+
+
+def test_the_readmes_links():
+    module = runpy.run_path(os.path.join(ROOT, "experiments", "choices.py"))
+    readme = open(os.path.join(ROOT, "README.md"), encoding="utf-8").read()
+    assert module["relinked"](readme) == readme, "python experiments/choices.py --what=links"
+    for name, row in module["ROWS"].items():
+        assert (
+            f"| {name} |" in readme
+            and module["link"](row) in readme
+            and all(f in readme for f in module["as_flags"](row))
+        )
+
+
 def test_the_first_tables_experiment(run, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.py").write_text(
