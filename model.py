@@ -1069,7 +1069,7 @@ class CausalSelfAttention(nn.Module):
         dropout = {"dropout": self.weight_dropout} if self.training and self.weight_dropout else {}
         y = []
         for i, group in enumerate(self.groups):
-            q_part, k_part, v_part, bias = q[:, group.q], k[:, group.k], v[:, group.v], None
+            q_part, k_part, v_part, bias = *(take(*t) for t in ((q, group.q), (k, group.k), (v, group.v))), None
             if self.position is not None and not (self.nope_long and group.window is None):
                 q_part, k_part, bias = self.position(q_part, k_part, group.q, past, self.scale)
             part, kwargs = (q_part.to(v.dtype), k_part.to(v.dtype), v_part), {"scale": self.scale, "bias": bias}
@@ -1087,6 +1087,11 @@ class CausalSelfAttention(nn.Module):
             y = self.ln_head(y) * (1 - self.lambda_init)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, H * D))
         return self.resid_dropout(y) if self.training else y  # decoding a token feels every call
+
+
+def take(x: torch.Tensor, heads: slice | list[int]) -> torch.Tensor:
+    """These heads of x (B, H, T, D): x itself where they are all, since even a whole slice costs a backward pass."""
+    return x if heads == slice(0, x.shape[1]) else x[:, heads]
 
 
 class HeadGroup:

@@ -3,14 +3,14 @@
 
 out_dir = "out-speedrun-cpu"
 eval_interval = 100000  # before the first step and after the last
-eval_iters = 110  # 1760 windows: the whole validation split, and as many of the training split
+eval_iters = 88  # 1760 windows: the whole validation split, and as many of the training split
 log_interval = 50
 always_save_checkpoint = False
 sample_tokens = 0
 
 dataset = "shakespeare_char"
 gradient_accumulation_steps = 1
-batch_size = 16
+batch_size = 20
 block_size = 64  # context of up to 64 characters
 
 n_layer = 2
@@ -26,10 +26,11 @@ tied = False
 
 optimizer = "muon"
 muon_lr = 0.02
+muon_beta = 0.85  # in a few hundred steps a longer memory is behind
 learning_rate = 0.01  # of the embedding, the head and the norms
 schedule = "wsd"
 decay_share = 1.0  # linear from the warm-up to the end
-max_iters = 600
-lr_decay_iters = 600  # as max_iters
+max_iters = 300
+lr_decay_iters = 300  # as max_iters
 min_lr = 0.0
 warmup_iters = 20
