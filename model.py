@@ -1038,7 +1038,8 @@ class CausalSelfAttention(nn.Module):
         scheme, letters = POSITION[config.position][1], config.layer_heads(layer)
         self.nope_long = config.nope_long
         self.position = None if scheme is None or (self.nope_long and "S" not in letters) else scheme(config)
-        self.core = getattr(ATTENTION[config.attention], "unchecked", ATTENTION[config.attention])
+        core = ATTENTION[config.attention]  # what is not `checked` knows a bias as a tensor alone
+        self.core = core.unchecked if hasattr(core, "unchecked") else in_rows(dense_bias)(core)
         self.weight_dropout, self.sizes = config.weight_dropout, (H, G, D)
         self.n_map = 2 if config.differential else 1  # heads that share a value
         if config.differential:

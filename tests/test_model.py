@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import model
 from model import ATTENTION, GPT, QK_NORM, GPTConfig, naive_attention
 
 V, T = 65, 24
@@ -185,6 +186,23 @@ def test_a_new_attention_is_one_function_and_one_line(monkeypatch):
         gpt.generate(tokens()[:, :4], 3)
     with pytest.raises(ValueError, match="no dropout on attention weights"):
         config(attention="mean", attn_dropout=0.1)
+
+
+def test_a_new_attention_takes_every_position(monkeypatch):
+    """It knows a bias as a tensor; what is given by distance is spelled out for it."""
+
+    def plain(q, k, v, *, window=None, scale=None, bias=None):
+        s = model.scores(q, k, scale, bias)
+        return s.masked_fill(~model.visible(q.shape[-2], k.shape[-2], window, q.device), -math.inf).softmax(-1) @ v
+
+    x = tokens()
+    for position in ("alibi", "t5", "relative", "rope"):
+        torch.manual_seed(1)
+        expected = warm(position=position, heads="SSSL", window=4)(x, x)[0]
+        monkeypatch.setitem(ATTENTION, "plain", plain)
+        torch.manual_seed(1)
+        ours = warm(attention="plain", position=position, heads="SSSL", window=4)
+        torch.testing.assert_close(ours(x, x)[0], expected, rtol=0, atol=1e-5)
 
 
 def test_counts():
