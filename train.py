@@ -253,7 +253,7 @@ say(
     f"{c.attention} attention, heads {c.heads}{f' (span {c.span})' if c.span is not None else ''}, "
     f"dropout {c.dropout} (on attention weights {c.weight_dropout}"
     f"{', which makes it quadratic in time: --attn_dropout=0' if slow_beta else ''})\n"
-    f"beside GPT-2's choices: {choices or 'none'}; {optimizer}, {schedule if decay_lr else 'constant'} learning rate\n"
+    f"unlike GPT-2: {choices or 'nothing'}; {optimizer}, {schedule if decay_lr else 'constant'} learning rate\n"
     f"{tokens_per_step:,} tokens per step = {micro_steps} micro-batches x {world} processes x {batch_size} sequences "
     f"x {c.block_size}; {device}, {dtype}"
 )
