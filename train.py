@@ -31,7 +31,7 @@ from model import GPT, GPTConfig
 from optimizers import OPTIMIZER, Settings
 from pretrained import FREE
 
-began = time.perf_counter()
+_began = time.perf_counter()
 # -----------------------------------------------------------------------------
 # flags; GPT-2 (124M) on OpenWebText by default. The fields of GPTConfig are flags too.
 # I/O
@@ -515,7 +515,7 @@ while True:
 
 # -----------------------------------------------------------------------------
 signal.signal(signal.SIGINT, signal.default_int_handler)
-say(f"{it - start} steps; {time.perf_counter() - began:.1f} s with everything after the imports")
+say(f"{it - start} steps; {time.perf_counter() - _began:.1f} s with everything after the imports")
 if stop:
     say(f"\nstopped by signal after {it} steps; {out_dir} is saved: --init_from=resume --out_dir={out_dir} goes on")
 elif sample_tokens and not eval_only and master:
