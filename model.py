@@ -694,7 +694,7 @@ class RoPE(nn.Module):
 
     def __init__(self, config: "GPTConfig"):
         super().__init__()
-        D, base = config.head_size, config.rope_base or 10000.0
+        D, base = config.head_size, config.base
         rate = base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
         angle = torch.outer(torch.arange(config.block_size, dtype=torch.float64), rate)
         turn = torch.stack((angle.cos(), angle.sin()), dim=-1).float()
@@ -974,6 +974,11 @@ class GPTConfig:
         return self.max_distance or (16 if self.position == "relative" else 128)
 
     @property
+    def base(self) -> float:
+        """rope_base, or its paper's default."""
+        return self.rope_base or 10000.0
+
+    @property
     def sums(self) -> bool:
         """Whether running sums can hold what long heads need of the past: a core in CACHE whose scores get no bias."""
         scheme = POSITION[self.position][1]
@@ -985,8 +990,11 @@ class GPTConfig:
         return self.sums and self.block_size >= BETA_LINEAR_FROM and not self.weight_dropout
 
     def new_norm(self, norm: str, width: int) -> nn.Module:
-        bias = (self.bias and norm == "layernorm") if self.norm_bias is None else self.norm_bias
-        return NORM[norm](width, bias, self.norm_eps)
+        return NORM[norm](width, self.has_norm_bias(norm), self.norm_eps)
+
+    def has_norm_bias(self, norm: str) -> bool:
+        """norm_bias, or what None stands for."""
+        return (self.bias and norm == "layernorm") if self.norm_bias is None else self.norm_bias
 
     def _drops_weights(self) -> bool:
         return "dropout" in inspect.signature(ATTENTION[self.attention]).parameters

@@ -86,7 +86,7 @@ def llama_theirs(c: GPTConfig) -> dict:
     sizes = {"max_position_embeddings": c.block_size, "vocab_size": c.vocab_size, "num_hidden_layers": c.n_layer}
     sizes |= {"num_attention_heads": c.n_head, "num_key_value_heads": c.kv_heads, "hidden_size": c.n_embd}
     sizes |= {"head_dim": c.head_size, "intermediate_size": c.hidden, "rms_norm_eps": c.norm_eps}
-    rope = {"rope_type": "default", "rope_theta": c.rope_base or 10000.0}
+    rope = {"rope_type": "default", "rope_theta": c.base}
     return sizes | {"rope_parameters": rope, "tie_word_embeddings": c.tied, "use_cache": True} | SPECIAL
 
 
@@ -250,9 +250,9 @@ def _choices(config: GPTConfig) -> dict:
     """The fields that a trained model depends on, with what None stands for spelled out."""
     spelled = replace(
         config, n_kv_head=config.kv_heads, head_dim=config.head_size, n_hidden=config.hidden, window=config.span,
-        norm_bias=(config.bias and config.norm == "layernorm") if config.norm_bias is None else config.norm_bias,
+        norm_bias=config.has_norm_bias(config.norm),
         heads="/".join(config.layer_heads(layer) for layer in range(config.n_layer)),
     )  # fmt: skip
     if config.position == "rope":
-        spelled = replace(spelled, rope_base=config.rope_base or 10000.0)
+        spelled = replace(spelled, rope_base=config.base)
     return {field.name: getattr(spelled, field.name) for field in fields(GPTConfig) if field.name not in TRAINING}

@@ -130,7 +130,8 @@ with user_errors():
     for name in (*counts, "min_lr", "weight_decay", "grad_clip"):
         if config[name] < 0:
             raise ValueError(f"--{name}={config[name]} must not be negative")
-    if decay_lr and schedule != "constant" and lr_decay_iters <= warmup_iters:
+    decays = decay_lr and schedule != "constant"
+    if decays and lr_decay_iters <= warmup_iters:
         raise ValueError(
             f"lr_decay_iters={lr_decay_iters} must be greater than warmup_iters={warmup_iters}: the decay "
             f"lies between the two (--schedule=constant has none)"
@@ -148,11 +149,11 @@ with user_errors():
         ("muon_beta", optimizer == "muon", "--optimizer=muon"),
         ("decay_share", decay_lr and schedule == "wsd", "--schedule=wsd"),
         ("schedule", decay_lr, "--decay_lr=True"),
-        ("min_lr", decay_lr and schedule != "constant", "a schedule that decays"),
+        ("min_lr", decays, "a schedule that decays"),
     ):
         if given.get(name) == "command line" and not used:
             raise ValueError(f"--{name} is of {by}")
-    if decay_lr and schedule != "constant" and min_lr > learning_rate:
+    if decays and min_lr > learning_rate:
         raise ValueError(f"min_lr={min_lr} is above learning_rate={learning_rate}: the decay would go up")
     if gradient_accumulation_steps % world:
         raise ValueError(
