@@ -111,7 +111,7 @@ def positioned(position: str, core: Callable) -> Callable:
 
     def run(q, k, v):
         at = scheme(position, q.shape[-2], str(q.device))
-        q, k, bias = at(q, k, slice(0, n_head), 0, head_dim**-0.5)
+        q, k, bias = at(q, k, slice(0, n_head), 0)
         return core(q.to(v.dtype), k.to(v.dtype), v, bias=bias)
 
     return run
@@ -499,6 +499,7 @@ def main() -> None:
     if ":" in dev:
         torch.cuda.set_device(dev)
     torch.set_float32_matmul_precision("high")  # as train.py: TF32 on a GPU, nothing on a CPU
+    torch.set_flush_denormal(True)  # as train.py: on a CPU the tiniest weights are zeros
     chip = torch.cuda.get_device_name() if dev.startswith("cuda") else platform.processor() or platform.machine()
     about = {"device": dev, "chip": chip, "dtype": dt_name, "torch": torch.__version__}
     about |= {"threads": torch.get_num_threads(), "B": batch_size, "H": n_head, "D": head_dim}

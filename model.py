@@ -83,11 +83,13 @@ class ByDistance:
         return self if self.values.shape[-2] == 1 else ByDistance(f(self.values), self.v)
 
     def dense(self, Tq: int, T: int) -> torch.Tensor:
-        """(B or 1, H, Tq, T), for the last Tq of T tokens."""
-        at = self._distance(Tq, T)
-        if self.values.shape[-2] == 1:
-            return self.values[..., 0, :][..., at]
-        return self.values.gather(-1, at.expand(*self.values.shape[:-2], Tq, T))
+        """(B or 1, H, Tq, T), for the last Tq of T tokens; a number for i < j means nothing."""
+        x = self.values[..., :T]
+        x = torch.cat((x[..., -1:].expand(*x.shape[:-1], T - x.shape[-1]), x.flip(-1)), dim=-1)
+        # Row i now ends with distance 0, which key i has. Rows of T + 1 numbers that are read T at a time move
+        # one step to the right each, which is where it belongs (Huang et al. 2018, "skewing").
+        x = F.pad(x.expand(*x.shape[:-2], Tq, T), (0, 1)).flatten(-2)
+        return x[..., Tq - 1 : Tq - 1 + Tq * T].unflatten(-1, (Tq, T))
 
     def attend(self, core: Callable, q, k, v, **kwargs) -> torch.Tensor:
         """y of a core with this bias and these values."""
@@ -97,18 +99,16 @@ class ByDistance:
             return core(q, k, v, bias=bias, **kwargs)
         # What a core that is linear in its values makes of one-hot values is its weights. Those of the keys
         # before the last `near` ones are at the largest distance for every query, so their sum is enough.
-        n, near = len(self.v), min(T, Tq + len(self.v) - 2)
-        columns = F.pad(torch.eye(near, dtype=v.dtype, device=v.device), (0, 1, T - near, 0))
-        columns[:, -1] = 1
+        n = min(len(self.v) - 1, T)
+        near = Tq + n - 1
+        columns = torch.eye(near, dtype=v.dtype, device=v.device)[-T:]
+        columns = F.pad(F.pad(columns, (0, 0, T - len(columns), 0)), (0, 1), value=1.0)
         y = core(q, k, torch.cat((v, columns.expand(*v.shape[:-2], -1, -1)), -1), bias=bias, **kwargs)
         y, weights, total = y.split((Dv, near, 1), dim=-1)
-        at = self._distance(Tq, T)[:, T - near :].expand_as(weights)
-        far = F.pad(total - weights.sum(-1, keepdim=True), (n - 1, 0))
-        return y + far.scatter_add(-1, at, weights) @ self.v.to(v.dtype)
-
-    def _distance(self, Tq: int, T: int) -> torch.Tensor:
-        i = torch.arange(T - Tq, T, device=self.values.device)
-        return (i[:, None] - torch.arange(T, device=i.device)).clamp(0, self.values.shape[-1] - 1)
+        # the steps of `dense` back, to rows of distances n - 1 to 0
+        weights = F.pad(weights.flatten(-2), (0, Tq)).unflatten(-1, (Tq, near + 1))[..., :n].flip(-1)
+        far = total - weights.sum(-1, keepdim=True)
+        return y + torch.cat((weights, far), dim=-1) @ self.v[: n + 1].to(v.dtype)
 
 
 def bias_of(bias: torch.Tensor | ByDistance | None, start: int, end: int, T: int):
@@ -224,7 +224,7 @@ def banded(core: Callable) -> Callable:
     return attend
 
 
-ROWS = 2**24  # numbers of what a few queries need at once: 64 MiB in float32
+ROWS = 2**22  # numbers of what a few queries need at once: 16 MiB in float32
 
 
 def in_rows(per_query: Callable) -> Callable:
@@ -275,7 +275,7 @@ def dense_bias(q, k, v, bias) -> int:
 def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
     """y = softmax(s) v (Vaswani et al., equation 1), fused."""
     (Tq, D), (T, Dv) = q.shape[-2:], v.shape[-2:]
-    if D != Dv:  # the fused kernels want one width, and zeros change no score
+    if D != Dv and not (bias is not None and bias.requires_grad):  # one width for fused kernels, which have no dbias
         q, k, v = (F.pad(x, (0, max(D, Dv) - x.shape[-1])) for x in (q, k, v))
     mask = None
     if window is not None or bias is not None or 1 < Tq < T:
@@ -700,7 +700,7 @@ class RoPE(nn.Module):
         turn = torch.stack((angle.cos(), angle.sin()), dim=-1).float()
         self.register_buffer("turn", turn, persistent=False)  # (block_size, D / 2, 2)
 
-    def forward(self, q, k, heads, past, scale):
+    def forward(self, q, k, heads, past):
         turn = self.turn[past : past + q.shape[-2]]
         return rotate(q, turn), rotate(k, turn), None
 
@@ -715,18 +715,39 @@ def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 
 
 class ALiBi(nn.Module):
-    """A head's scores lose slope (i - j), in proportion to the distance (Press et al. 2021, section 3)."""
+    """A head's scores lose slope (i - j), in proportion to the distance (Press et al. 2021, section 3).
 
-    scores, shared = True, True
+    With a = slope / scale that is (a, -a i) . (j, 1), so two more dimensions of q and k are enough, and every
+    kernel takes them. A bfloat16 holds 8 bits of a number: each is the sum of two, which makes six dimensions.
+    """
+
+    scores, shared = False, True
 
     def __init__(self, config: "GPTConfig"):
         super().__init__()
-        n_map, T = 2 if config.differential else 1, config.block_size  # the maps of a pair decay alike
-        slopes = torch.tensor(alibi_slopes(config.n_head // n_map)).repeat_interleave(n_map)
-        self.register_buffer("bias", -slopes[:, None, None] * torch.arange(T), persistent=False)  # (H, 1, T)
+        n_map, pos = 2 if config.differential else 1, torch.arange(config.block_size, dtype=torch.float)
+        slopes = torch.tensor(alibi_slopes(config.n_head // n_map)).repeat_interleave(n_map)[:, None]
+        a, j = (slopes / config.scale).expand(-1, len(pos)), pos - len(pos) // 2  # halves the largest number
+        (a1, a2), (ai1, ai2), (j1, j2), one = *(in_two(x) for x in (a, -a * j, j)), torch.ones_like(j)
+        self.register_buffer(
+            "q", torch.stack((a1, a1, a2, a2, ai1, ai2), dim=-1), persistent=False
+        )  # (H, block_size, 6)
+        self.register_buffer("k", torch.stack((j1, j2, j1, j2, one, one), dim=-1), persistent=False)  # (block_size, 6)
 
-    def forward(self, q, k, heads, past, scale):
-        return q, k, ByDistance(self.bias[heads][None])
+    def forward(self, q, k, heads, past):
+        at = slice(past, past + q.shape[-2])
+        return beside(self.q[heads, at], q), beside(self.k[at], k), None
+
+
+def beside(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """table (H or none, T, E) before the dimensions of x (B, H, T, D)."""
+    return torch.cat((table.to(x.dtype).expand(*x.shape[:-1], -1), x), dim=-1)
+
+
+def in_two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as a sum of which bfloat16 holds the first number, and half of what is left of x in the second."""
+    high = x.bfloat16().to(x.dtype)
+    return high, x - high
 
 
 def alibi_slopes(n: int) -> list[float]:
@@ -745,12 +766,12 @@ class Relative(nn.Module):
 
     def __init__(self, config: "GPTConfig"):
         super().__init__()
-        n, D = config.reach + 1, config.head_size
+        n, D, self.scale = config.reach + 1, config.head_size, config.scale
         self.k = nn.Parameter(0.02 * torch.randn(n, D))
         self.v = nn.Parameter(0.02 * torch.randn(n, 2 * D if config.differential else D))
 
-    def forward(self, q, k, heads, past, scale):
-        return q, k, ByDistance(scale * (q @ self.k.to(q.dtype).mT), self.v)
+    def forward(self, q, k, heads, past):
+        return q, k, ByDistance(self.scale * (q @ self.k.to(q.dtype).mT), self.v)
 
 
 class T5(nn.Module):
@@ -764,7 +785,7 @@ class T5(nn.Module):
         self.table = nn.Embedding(self.buckets, config.n_head)
         self.register_buffer("bucket", t5_bucket(torch.arange(config.block_size), config.reach), persistent=False)
 
-    def forward(self, q, k, heads, past, scale):
+    def forward(self, q, k, heads, past):
         return q, k, ByDistance(self.table(self.bucket).T[heads][None, :, None])
 
 
@@ -776,7 +797,7 @@ def t5_bucket(distance: torch.Tensor, max_distance: int) -> torch.Tensor:
 
 
 # f(config) -> what is added to the token embedding, as f(positions); and what acts in a layer's attention, as
-# f(q, k, heads, past, scale) -> (q, k, bias): heads are the indices of q's, past the number of tokens before them.
+# f(q, k, heads, past) -> (q, k, bias): heads are the indices of q's, past the number of tokens before them.
 POSITION: dict[str, tuple[Callable | None, Callable | None]] = {
     "learned": (lambda c: nn.Embedding(c.block_size, c.n_embd), None),
     "sinusoidal": (Sinusoids, None),
@@ -964,6 +985,11 @@ class GPTConfig:
         return self.n_kv_head or self.n_head
 
     @property
+    def scale(self) -> float:
+        """Of the scores: 1 / sqrt(D), divided by the temperature."""
+        return self.head_size**-0.5 / self.temperature
+
+    @property
     def hidden(self) -> int:
         """The width of the MLP; 8/3 n_embd is rounded to a multiple of 8."""
         return self.n_hidden or (8 * max(1, round(self.n_embd / 3)) if ACTIVATION[self.mlp][1] else 4 * self.n_embd)
@@ -1039,7 +1065,6 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(H * D, C, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.q_norm, self.k_norm = QK_NORM[config.qk_norm](config, D)
-        self.scale = D**-0.5 / config.temperature
         # softplus(p) is 1 at the start (LASER, section 4: softmax(Q diag(softplus(p)) K^T / sqrt(d)))
         p = torch.full((D,), math.log(math.e - 1)) if config.per_dim_temperature else None
         self.per_dim_temperature = None if p is None else nn.Parameter(p)
@@ -1048,7 +1073,7 @@ class CausalSelfAttention(nn.Module):
         self.position = None if scheme is None or (self.nope_long and "S" not in letters) else scheme(config)
         core = ATTENTION[config.attention]  # what is not `checked` knows a bias as a tensor alone
         self.core = core.unchecked if hasattr(core, "unchecked") else in_rows(dense_bias)(core)
-        self.weight_dropout, self.sizes = config.weight_dropout, (H, G, D)
+        self.scale, self.weight_dropout, self.sizes = config.scale, config.weight_dropout, (H, G, D)
         self.n_map = 2 if config.differential else 1  # heads that share a value
         if config.differential:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
@@ -1080,7 +1105,7 @@ class CausalSelfAttention(nn.Module):
         for i, group in enumerate(self.groups):
             q_part, k_part, v_part, bias = *(take(*t) for t in ((q, group.q), (k, group.k), (v, group.v))), None
             if self.position is not None and not (self.nope_long and group.window is None):
-                q_part, k_part, bias = self.position(q_part, k_part, group.q, past, self.scale)
+                q_part, k_part, bias = self.position(q_part, k_part, group.q, past)
             part, kwargs = (q_part.to(v.dtype), k_part.to(v.dtype), v_part), {"scale": self.scale, "bias": bias}
             if cache is not None:
                 y.append(cache[i].attend(self.core, group.share, *part, **kwargs, **dropout))

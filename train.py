@@ -171,6 +171,7 @@ with user_errors():
     torch.manual_seed(seed + rank)
 compile = device_type == "cuda" if compile is None else compile
 torch.set_float32_matmul_precision("high")  # TF32 where there is any
+torch.set_flush_denormal(True)  # on a CPU the tiniest weights of attention, ALiBi above all, cost several times a zero
 
 # -----------------------------------------------------------------------------
 # data and model

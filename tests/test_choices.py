@@ -67,16 +67,23 @@ def by_distance(B: int, H: int, Tq: int, n: int, per_query: bool, v: int | None)
 
 
 @pytest.mark.parametrize("core", ATTENTION)
-@pytest.mark.parametrize("window", [None, 0, 16, 100])
-@pytest.mark.parametrize("n", [1, 9, 200])
-@pytest.mark.parametrize("per_query", [False, True])
-@pytest.mark.parametrize("with_v", [False, True])
-@pytest.mark.parametrize("rows", [2**24, 40 * 200 * 2])  # all at once, and few at a time
-def test_a_bias_by_distance(core, window, n, per_query, with_v, rows, monkeypatch):
+@pytest.mark.parametrize(
+    ("window", "n", "per_query"),
+    [
+        (None, 1, False),
+        (None, 9, True),
+        (None, 200, True),
+        (0, 9, True),
+        (16, 9, False),
+        (16, 200, True),
+        (100, 9, True),
+    ],
+)
+@pytest.mark.parametrize("few", [False, True])  # all queries at once, or a few at a time
+def test_a_bias_by_distance(core, window, n, per_query, few, monkeypatch):
     """Outputs and every gradient, in blocks and in rows, against one query after the other."""
-    if core == "laser" and with_v:
-        pytest.skip("refused: LASER is not linear in its values")
-    monkeypatch.setattr(model, "ROWS", rows)
+    with_v = core != "laser"  # which is not linear in its values
+    monkeypatch.setattr(model, "ROWS", 40 * 200 * 2 if few else 2**24)
     q, k, v = (torch.randn(1, 2, 200, d, dtype=torch.float64, requires_grad=True) for d in (8, 8, 5))
     bias = by_distance(1, 2, 200, n, per_query, 5 if with_v else None)
     y = ATTENTION[core](q, k, v, window=window, bias=bias)
@@ -130,9 +137,9 @@ def test_no_position_costs_memory_that_grows_with_the_square(position, core, win
         pytest.skip("refused")
     if position == "rope" and core != "beta" and window is None:
         pytest.skip("fused kernels, and no bias")
-    monkeypatch.setattr(model, "ROWS", 2**16)
+    monkeypatch.setattr(model, "ROWS", 2**15)
     largest, kept = {}, {}
-    for n in (512, 2048):
+    for n in (256, 1024):
         attn = GPT(config(attention=core, position=position, block_size=n, n_layer=1, **heads)).transformer.h[0].attn
         x, sizes = torch.randn(1, n, C, requires_grad=True), []
 
@@ -146,8 +153,8 @@ def test_no_position_costs_memory_that_grows_with_the_square(position, core, win
         with Watch():
             kept[n] = saved_bytes(lambda: attn(x))  # noqa: B023
         largest[n] = max(sizes)
-    assert kept[2048] <= 4.5 * kept[512]
-    assert largest[2048] <= 4.5 * largest[512]
+    assert kept[1024] <= 6 * kept[256]  # 4 times as many tokens
+    assert largest[1024] <= 6 * largest[256]
 
 
 def layer(gpt: GPT, i: int, x: torch.Tensor, change, window_of) -> torch.Tensor:
@@ -203,7 +210,7 @@ EXTRA = {"rope": {"rope_base": 50.0}, "relative": {"max_distance": 5}, "t5": {"m
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("core", ATTENTION)
 @pytest.mark.parametrize(("heads", "window"), [("L", None), ("SSSL", 4), ("LS/SL", 2)])
-@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+@pytest.mark.parametrize("n_kv_head", [4, 2])
 @pytest.mark.parametrize("nope_long", [False, True])
 def test_a_position_is_its_papers(position, core, heads, window, n_kv_head, nope_long):
     kwargs = {"attention": core, "position": position, "heads": heads, "window": window, "n_kv_head": n_kv_head}
@@ -227,8 +234,16 @@ def test_a_position_is_its_papers(position, core, heads, window, n_kv_head, nope
 
 @pytest.mark.parametrize("position", POSITION)
 @pytest.mark.parametrize("core", ATTENTION)
-@pytest.mark.parametrize(("heads", "window"), [("L", None), ("SSLL", 3), ("SLLS/SSSL", 5), ("SSLL", 100)])
-@pytest.mark.parametrize("more", [{}, {"n_kv_head": 1}, {"differential": True, "n_kv_head": 2}, {"nope_long": True}])
+@pytest.mark.parametrize(
+    ("heads", "window", "more"),
+    [
+        ("L", None, {}),
+        ("SSLL", 3, {"differential": True, "n_kv_head": 2}),
+        ("SLLS/SSSL", 5, {"n_kv_head": 1}),
+        ("SLLS/SSSL", 5, {"nope_long": True}),
+        ("SSLL", 100, {}),
+    ],
+)
 @torch.no_grad()
 def test_cached_logits_equal_uncached(position, core, heads, window, more):
     kwargs = {"attention": core, "position": position, "heads": heads, "window": window, "block_size": 140} | more
@@ -294,7 +309,7 @@ def test_rope_is_the_seeds_matrix(monkeypatch):
     seeds = x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
     for compiling in (False, True):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda c=compiling: c)
-        q, k, bias = rope(x, 2 * x, slice(0, 1), 0, 1.0)
+        q, k, bias = rope(x, 2 * x, slice(0, 1), 0)
         assert bias is None
         torch.testing.assert_close(q, seeds, rtol=0, atol=1e-5)
         torch.testing.assert_close(k, 2 * seeds, rtol=0, atol=1e-5)
@@ -303,7 +318,7 @@ def test_rope_is_the_seeds_matrix(monkeypatch):
 def test_rope_knows_the_distance_alone():
     rope = model.RoPE(config(position="rope", block_size=200))
     q, k = (torch.randn(1, 1, 1, D).expand(1, 1, 200, D) for _ in "qk")
-    q, k, _ = rope(q, k, slice(0, 1), 0, 1.0)
+    q, k, _ = rope(q, k, slice(0, 1), 0)
     s = (q @ k.mT)[0, 0]
     for d in (0, 1, 50, 199):
         torch.testing.assert_close(s.diagonal(-d), s[d, 0].expand(200 - d), rtol=0, atol=1e-4)
@@ -317,9 +332,24 @@ def test_alibi_slopes_are_the_papers():
     assert all(len(set(alibi_slopes(n))) == n for n in range(1, 40))
 
 
-def test_alibi_of_a_pair_of_maps():
-    bias = model.ALiBi(config(position="alibi", differential=True)).bias[:, 0, 1]
-    assert bias.tolist() == [-(2.0**-4), -(2.0**-4), -(2.0**-8), -(2.0**-8)]
+@pytest.mark.parametrize("n_head", [4, 6])  # slopes that are powers of two, and some that are not
+@pytest.mark.parametrize("differential", [False, True])  # the maps of a pair decay alike
+@pytest.mark.parametrize("past", [0, 1700])
+def test_alibis_products_are_slopes_times_distances(n_head, differential, past):
+    c = config(position="alibi", n_head=n_head, head_dim=D, differential=differential, block_size=2000, temperature=3.0)
+    slopes = torch.tensor(alibi_slopes(n_head // 2)).repeat_interleave(2) if differential else alibi_slopes(n_head)
+    expected = -torch.as_tensor(slopes)[:, None, None] * (torch.arange(300)[:, None] - torch.arange(300))
+    for dtype, tolerance in (
+        (torch.float64, 1e-6),
+        (torch.float32, 3e-6),
+        (torch.bfloat16, 2e-5),
+        (torch.float16, 2e-5),
+    ):
+        x = torch.zeros(2, n_head, 300, D, dtype=dtype)
+        q, k, bias = model.ALiBi(c)(x, x, slice(0, n_head), past)
+        assert bias is None and q.dtype == k.dtype == dtype
+        s = q.double() @ k.double().mT * c.scale
+        assert (s - expected).abs().max() < tolerance * 2000
 
 
 def test_a_span_survives_a_shorter_context():
@@ -333,7 +363,7 @@ def test_alibi_of_slope_zero_is_no_position():
     plain = GPT(config(position="none")).eval()
     plain.load_state_dict(gpt.state_dict())
     assert (plain(x, x)[0] - gpt(x, x)[0]).abs().max() > 1e-3
-    gpt.transformer.h[0].attn.position.bias.zero_()
+    gpt.transformer.h[0].attn.position.q.zero_()
     torch.testing.assert_close(plain(x, x)[0], gpt(x, x)[0], rtol=0, atol=1e-5)
 
 
