@@ -224,7 +224,7 @@ def banded(core: Callable) -> Callable:
     return attend
 
 
-ROWS = 2**22  # numbers of what a few queries need at once: 16 MiB in float32
+ROWS = 2**23  # numbers of what a few queries need at once: 32 MiB in float32; elsewhere than on a CPU 16 times that
 
 
 def in_rows(per_query: Callable) -> Callable:
@@ -242,15 +242,19 @@ def in_rows(per_query: Callable) -> Callable:
                     return bias.attend(core, q, k, v, window=window, scale=scale, **kwargs)
                 return core(q, k, v, window=window, scale=scale, bias=bias, **kwargs)
 
-            Tq, past = q.shape[-2], k.shape[-2] - q.shape[-2]
-            rows = ROWS // max(1, per_query(q, k, v, bias))
+            Tq = q.shape[-2]
+            rows = (ROWS if q.device.type == "cpu" else 16 * ROWS) // max(1, per_query(q, k, v, bias))
             if isinstance(bias, ByDistance) and bias.v is not None:
                 rows = min(rows, max(CHUNK, len(bias.v)))  # one-hot values for few keys
             if rows >= Tq:
                 return part(q, k, v, bias)
             if isinstance(bias, ByDistance):
                 warnings.warn("a bias by distance has no fused kernel: a few queries at a time, slowly", stacklevel=4)
-            y, rows = [], max(1, rows)
+            return in_parts(part, max(1, rows), q, k, v, bias)
+
+        @torch.compiler.disable  # which would unroll the loop
+        def in_parts(part, rows, q, k, v, bias):
+            y, Tq, past = [], q.shape[-2], k.shape[-2] - q.shape[-2]
             for i in range(0, Tq, rows):
                 end = min(i + rows, Tq)
                 few = q[..., i:end, :], k[..., : past + end, :], v[..., : past + end, :]
@@ -266,7 +270,8 @@ def dense_bias(q, k, v, bias) -> int:
     """in_rows' measure of a core that is fused, or whose weights are few, unless there is a bias by distance."""
     if not isinstance(bias, ByDistance):
         return 0
-    return math.prod(bias.values.shape[:-2]) * k.shape[-2] * (1 if bias.v is None else 3)
+    B = len(q) if bias.values.requires_grad else len(bias.values)  # with a gradient PyTorch has no fused kernel
+    return B * q.shape[1] * k.shape[-2] * (1 if bias.v is None else 3)
 
 
 @checked
@@ -707,7 +712,7 @@ class RoPE(nn.Module):
 
 def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     """x (B, H, T, D) with each pair of dimensions turned: times cos + i sin, as a complex number."""
-    x = at_least_float32(x).unflatten(-1, (-1, 2))
+    x, turn = at_least_float32(x).unflatten(-1, (-1, 2)), at_least_float32(turn)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():  # one pass; elsewhere compilers want real ones
         return torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(turn)).flatten(-2)
     (a, b), (cos, sin) = x.unbind(-1), turn.unbind(-1)
@@ -718,7 +723,8 @@ class ALiBi(nn.Module):
     """A head's scores lose slope (i - j), in proportion to the distance (Press et al. 2021, section 3).
 
     With a = slope / scale that is (a, -a i) . (j, 1), so two more dimensions of q and k are enough, and every
-    kernel takes them. A bfloat16 holds 8 bits of a number: each is the sum of two, which makes six dimensions.
+    kernel takes them. A bfloat16 holds 8 bits of a number, so each is the sum of two, which makes six dimensions;
+    and float16 nothing past 65504, so a i is a i / 256 times 256.
     """
 
     scores, shared = False, True
@@ -728,11 +734,13 @@ class ALiBi(nn.Module):
         n_map, pos = 2 if config.differential else 1, torch.arange(config.block_size, dtype=torch.float)
         slopes = torch.tensor(alibi_slopes(config.n_head // n_map)).repeat_interleave(n_map)[:, None]
         a, j = (slopes / config.scale).expand(-1, len(pos)), pos - len(pos) // 2  # halves the largest number
-        (a1, a2), (ai1, ai2), (j1, j2), one = *(in_two(x) for x in (a, -a * j, j)), torch.ones_like(j)
+        (a1, a2), (ai1, ai2), (j1, j2) = (in_two(x) for x in (a, -a * j / 256, j))
         self.register_buffer(
             "q", torch.stack((a1, a1, a2, a2, ai1, ai2), dim=-1), persistent=False
         )  # (H, block_size, 6)
-        self.register_buffer("k", torch.stack((j1, j2, j1, j2, one, one), dim=-1), persistent=False)  # (block_size, 6)
+        self.register_buffer(
+            "k", torch.stack((j1, j2, j1, j2, *2 * [torch.full_like(j, 256.0)]), dim=-1), persistent=False
+        )  # (block_size, 6)
 
     def forward(self, q, k, heads, past):
         at = slice(past, past + q.shape[-2])
@@ -771,7 +779,8 @@ class Relative(nn.Module):
         self.v = nn.Parameter(0.02 * torch.randn(n, 2 * D if config.differential else D))
 
     def forward(self, q, k, heads, past):
-        return q, k, ByDistance(self.scale * (q @ self.k.to(q.dtype).mT), self.v)
+        n = past + q.shape[-2]  # distances past it there are none
+        return q, k, ByDistance(self.scale * (q @ self.k[:n].to(q.dtype).mT), self.v[:n])
 
 
 class T5(nn.Module):

@@ -195,7 +195,10 @@ def load(name: str, override_args: dict | None = None) -> GPT:
             raise ValueError(f"the family {c.model_type} is none of {', '.join(FAMILIES)}")
         family = FAMILIES[c.model_type]
         args = family.ours(c) | (override_args or {})
-        theirs = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        theirs, found = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        # which they would fill with random numbers
+        if missing := sorted(set(found["missing_keys"]) - ({"lm_head.weight"} if c.tie_word_embeddings else set())):
+            raise ValueError(f"its file has no {missing[0]}")
     except OSError as error:
         raise OSError(f"cannot load {name} through transformers: {str(error).splitlines()[0]}") from None
     except Exception as error:  # of several libraries
@@ -232,8 +235,11 @@ def export(model: GPT) -> object:
         if not misfits[name]:
             break
     else:
+        if not misfits:
+            raise ValueError("transformers has no model of these sizes: n_head, head_dim and n_embd do not fit there")
         nearest = min(misfits, key=lambda name: len(misfits[name]))
-        wrong = ", ".join(f"{key}={getattr(model.config, key)!r}" for key in misfits[nearest])
+        wrong = {key: getattr(model.config, key) for key in misfits[nearest]}
+        wrong = ", ".join(f"{key}={value!r}" for key, value in wrong.items() if value is not None) or ", ".join(wrong)
         raise ValueError(f"transformers has no such model; the nearest, {nearest}, has no {wrong}")
     theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     state = {key: torch.zeros_like(p) if key.endswith("bias") else p for key, p in theirs.state_dict().items()}

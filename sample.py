@@ -72,6 +72,7 @@ def main() -> None:
     if num_samples < 1 or max_new_tokens < 1:
         raise ValueError(f"num_samples={num_samples} and max_new_tokens={max_new_tokens} must be at least 1")
     device, _, amp = pick_device(config["device"], config["dtype"])
+    torch.set_flush_denormal(True)  # as train.py
     if init_from == "resume":
         path = checkpoint.path_of(out_dir, which)
         state = checkpoint.load(path)

@@ -352,7 +352,7 @@ def get_lr(it: int) -> float:
     if schedule == "constant":
         return learning_rate
     stable = warmup_iters if schedule == "cosine" else max(warmup_iters, lr_decay_iters * (1 - decay_share))
-    progress = min(1.0, max(0.0, it - stable) / (lr_decay_iters - stable))
+    progress = min(1.0, max(0.0, it - stable) / max(1, lr_decay_iters - stable))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
     return min_lr + left * (learning_rate - min_lr)
 

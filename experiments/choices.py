@@ -10,12 +10,14 @@ config, is not repeated, so that it can be stopped and goes on. Times are of tra
 process, interleaved: each row takes a step before any takes another.
 """
 
+import ast
 import concurrent.futures
 import json
 import os
 import re
 import statistics
 import sys
+import threading
 import time
 from dataclasses import dataclass, fields
 
@@ -24,7 +26,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure, user_errors
-from dataset import ROOT
+from dataset import ROOT, sha256
 from experiments.runs import finished
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZER, Settings
@@ -125,12 +127,28 @@ def relinked(readme: str) -> str:
     return readme
 
 
+def assigned(file: str) -> dict:
+    """A file's top-level assignments of constants, without running it."""
+    try:
+        with open(os.path.join(ROOT, file), encoding="utf-8") as f:
+            nodes = ast.parse(f.read()).body
+    except SyntaxError as error:
+        raise ValueError(f"{file} is no config file: {error}") from None
+    named = [
+        (n.targets[0] if isinstance(n, ast.Assign) else n.target, n.value)
+        for n in nodes
+        if isinstance(n, (ast.Assign, ast.AnnAssign))
+    ]
+    return {
+        name.id: value.value for name, value in named if isinstance(name, ast.Name) and isinstance(value, ast.Constant)
+    }
+
+
 def step_times(names: list[str]) -> dict[str, tuple[float, float]]:
     """Of each row: milliseconds of a training step, and their ratio to the default's in the same round."""
-    settings = {}
-    exec(open(os.path.join(ROOT, config_file)).read(), settings)
+    settings = assigned("train.py") | assigned(config_file)
     model_fields = {field.name for field in fields(GPTConfig)}
-    base = {"bias": False, "vocab_size": 65} | {k: v for k, v in settings.items() if k in model_fields}
+    base = {k: v for k, v in settings.items() if k in model_fields} | {"vocab_size": 65}
     x = torch.randint(65, (settings["batch_size"], base["block_size"]))
     runs = {}
     for name in names:
@@ -156,29 +174,49 @@ def step_times(names: list[str]) -> dict[str, tuple[float, float]]:
     }
 
 
+def timed(path: str) -> dict[str, tuple[float, float]]:
+    """The times of an earlier run with this config."""
+    if not os.path.exists(path):
+        return {}
+    try:
+        with open(path) as f:
+            stored = json.load(f)
+        return stored["ms"] if stored["config"] == sha256(os.path.join(ROOT, config_file)) else {}
+    except (ValueError, KeyError):
+        raise ValueError(f"{path} is damaged; without it the times are taken anew") from None
+
+
 def losses(names: list[str]) -> dict[str, list[float]]:
     """The last validation loss of each row's runs; seeds in the outer loop."""
     threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
 
-    def run(seed: int, name: str) -> float:
+    stop = threading.Event()
+
+    def run(seed: int, name: str) -> float | None:
+        if stop.is_set():
+            return None
         folder = os.path.join(out_dir, f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{seed}")
         command = [config_file, *as_flags(ROWS[name]), f"--seed={seed}", *extra.split()]
-        rows = finished(f"{name}, seed {seed}", command, folder, threads)
+        try:
+            rows = finished(f"{name}, seed {seed}", command, folder, threads)
+        except BaseException:
+            stop.set()
+            raise
         return [row["val_loss"] for row in rows if "val_loss" in row][-1]
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = {(name, seed): pool.submit(run, seed, name) for seed in range(1, seeds + 1) for name in names}
-        concurrent.futures.wait(futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION)
-        for future in futures.values():
-            future.cancel()
-    for future in futures.values():
-        if not future.cancelled() and future.exception():
-            raise future.exception()
+        try:
+            concurrent.futures.wait(futures.values())
+        except KeyboardInterrupt:  # which the runs get as well, save and end
+            stop.set()
+            raise
     return {name: [futures[name, seed].result() for seed in range(1, seeds + 1)] for name in names}
 
 
 def main() -> None:
     os.chdir(ROOT)
+    torch.set_flush_denormal(True)  # as train.py
     if jobs < 1 or seeds < 1 or repeats < 1:
         raise ValueError(f"--jobs={jobs}, --seeds={seeds} and --repeats={repeats} must be at least 1")
     parts, names = what.split(","), [name.strip() for name in only.split(",") if name.strip()] or list(ROWS)
@@ -195,11 +233,11 @@ def main() -> None:
     os.makedirs(out_dir, exist_ok=True)
     ms_path = os.path.join(out_dir, "ms.json")
     val = losses(names) if "train" in parts else {}
-    ms = json.load(open(ms_path)) if os.path.exists(ms_path) else {}
+    ms = timed(ms_path)
     if "time" in parts:
         ms |= step_times(names)
         with open(ms_path, "w") as f:
-            json.dump(ms, f)
+            json.dump({"config": sha256(os.path.join(ROOT, config_file)), "ms": ms}, f)
     print("| | flags | val loss, mean (range) | against GPT-2 | ms per step | | where | paper |")
     print("|---|---|---|---|---|---|---|---|")
     for name in names:

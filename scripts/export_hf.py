@@ -24,8 +24,8 @@ which: Literal["best", "latest"] = "best"  # best.pt, or ckpt.pt where there is 
 
 
 def main() -> None:
-    if os.path.isdir(to) and os.listdir(to):
-        raise ValueError(f"--to={to} is there already, and not empty")
+    if not to or os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
+        raise ValueError(f"--to={to} must name a folder that is empty or not there yet")
     path = checkpoint.path_of(out_dir, which)
     theirs = export(GPT.from_checkpoint(checkpoint.load(path)))
     theirs.save_pretrained(to)

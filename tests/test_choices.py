@@ -358,6 +358,25 @@ def test_a_span_survives_a_shorter_context():
     assert gpt.config.span == gpt.transformer.h[0].attn.groups[0].window == 100
 
 
+def test_alibi_stays_within_float16():
+    """At long contexts and low scales too, where slope / scale times a position does not."""
+    c = config(position="alibi", n_embd=512, head_dim=128, block_size=65536, temperature=8.0)
+    x = torch.zeros(1, H, 100, 128, dtype=torch.float16)
+    for past in (0, 65436):
+        q, k, _ = model.ALiBi(c)(x, x, slice(0, H), past)
+        s = (q.float() @ k.float().mT * c.scale)[0].diagonal(-50, -2, -1)
+        expected = -50 * torch.tensor(alibi_slopes(H))[:, None]
+        assert ((s - expected).abs() <= 0.02 * expected.abs() + 0.1).all()
+
+
+def test_a_model_cast_to_bfloat16_keeps_its_positions():
+    for position in POSITIONS:
+        gpt, x = shaken(config(position=position)), tokens()
+        exact = gpt(x, x)[0]
+        error = (gpt.bfloat16()(x, x)[0].float() - exact).norm() / exact.norm()
+        assert error < 0.05, position
+
+
 def test_alibi_of_slope_zero_is_no_position():
     x, gpt = tokens(), shaken(config(position="alibi"))
     plain = GPT(config(position="none")).eval()

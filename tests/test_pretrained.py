@@ -15,6 +15,7 @@ from model import GPT, GPTConfig
 from pretrained import FAMILIES, GPT2_MODULES, LLAMA_MODULES, Family, copy_from, export
 
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
 V, T, C, H, G, D, HIDDEN, L = 65, 24, 32, 4, 2, 8, 44, 4
 
 
@@ -212,6 +213,22 @@ def test_weights_without_a_place_and_damaged_files(tmp_path):
         GPT.from_pretrained(str(tmp_path))
 
 
+@pytest.mark.parametrize("lost", ["lm_head.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_weights_that_a_file_lacks_are_not_made_up(tmp_path, lost):
+    randomised(llama()).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    state = safetensors.load_file(weights)
+    del state[lost]
+    safetensors.save_file(state, weights, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"its file has no {lost}"):
+        GPT.from_pretrained(str(tmp_path))
+
+
+def test_sizes_that_no_family_has():
+    with pytest.raises(ValueError, match="no model of these sizes"):
+        export(GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=1, n_head=3, n_embd=32, head_dim=7)))
+
+
 @pytest.mark.parametrize("kwargs", [{"norm_bias": False, "heads": "LL"}, {"n_kv_head": H, "head_dim": C // H}])
 def test_choices_that_are_spelled_otherwise_are_exported(kwargs):
     sizes = {"block_size": T, "vocab_size": V, "n_layer": 2, "n_head": H, "n_embd": C}
@@ -251,7 +268,12 @@ def test_the_export_script(run, tmp_path):
     theirs, x = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to"), torch.randint(V, (2, T))
     torch.testing.assert_close(theirs(x).logits, ours(x, x)[0], rtol=0, atol=1e-5)
     code, _, err = run("scripts/export_hf.py", *flags)
-    assert code == 2 and "is there already" in err
+    assert code == 2 and "empty or not there yet" in err
+    (tmp_path / "file").write_text("mine")
+    for to in (tmp_path / "file", ""):
+        code, _, err = run("scripts/export_hf.py", flags[0], f"--to={to}")
+        assert code == 2 and "empty or not there yet" in err
+    assert (tmp_path / "file").read_text() == "mine"
     code, _, err = run("scripts/export_hf.py", f"--out_dir={tmp_path / 'none'}")
     assert code == 2
 

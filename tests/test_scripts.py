@@ -126,6 +126,7 @@ def test_schedules(train, tmp_path):
     assert lrs(low, "--schedule=wsd", "--decay_share=1") == pytest.approx(
         [*warm, *(1 - 0.15 * i for i in range(6)), 0.1, 0.1]
     )
+    assert lrs(low, "--schedule=wsd", "--decay_share=1e-20") == pytest.approx([*warm, *[1.0] * 7, 0.1])
     assert lrs("--decay_lr=False") == [1.0] * 10
     lrs(low, "--optimizer=muon", "--muon_lr=0.02", "--max_iters=7")
     saved = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["optimizer"]
@@ -654,6 +655,11 @@ def test_the_table_of_choices(run, data, tmp_path, monkeypatch):
                         ("--jobs=0", "at least 1"), ("--extra=--block_size=9999", "this run failed")):  # fmt: skip
         code, _, err = run("experiments/choices.py", *flags, "--only=rope", wrong)
         assert code == 2 and says in err
+    code, _, err = run("experiments/choices.py", *flags, "--what=time", f"--config_file={ROOT}/README.md")
+    assert code == 2 and "is no config file" in err
+    (tmp_path / "runs" / "ms.json").write_text("{")
+    code, _, err = run("experiments/choices.py", *flags, "--only=rope")
+    assert code == 2 and "is damaged" in err
 
 
 def test_the_readmes_links():
