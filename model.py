@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 #   scale: of the scores, 1 / sqrt(D) if None
 #   bias: added to the scaled scores; a tensor that broadcasts to (B, H, Tq, T), or a ByDistance
 # A core that can drop attention weights takes `dropout` as well, the probability, 0.0 by default.
+# Positions that a core cannot take are refused in GPTConfig: Shaw's want one that is linear in its values.
 # Raises ValueError for shapes that do not match, a window below 0, and (on a CPU) values that are not finite.
 
 
@@ -224,7 +225,7 @@ def banded(core: Callable) -> Callable:
     return attend
 
 
-ROWS = 2**23  # numbers of what a few queries need at once: 32 MiB in float32; elsewhere than on a CPU 16 times that
+ROWS = 2**23  # numbers of what a few queries need at once: 32 MiB in float32; off a CPU four times that
 
 
 def in_rows(per_query: Callable) -> Callable:
@@ -243,7 +244,7 @@ def in_rows(per_query: Callable) -> Callable:
                 return core(q, k, v, window=window, scale=scale, bias=bias, **kwargs)
 
             Tq = q.shape[-2]
-            rows = (ROWS if q.device.type == "cpu" else 16 * ROWS) // max(1, per_query(q, k, v, bias))
+            rows = (ROWS if q.device.type == "cpu" else 4 * ROWS) // max(1, per_query(q, k, v, bias))
             if isinstance(bias, ByDistance) and bias.v is not None:
                 rows = min(rows, max(CHUNK, len(bias.v)))  # one-hot values for few keys
             if rows >= Tq:
@@ -735,12 +736,9 @@ class ALiBi(nn.Module):
         slopes = torch.tensor(alibi_slopes(config.n_head // n_map)).repeat_interleave(n_map)[:, None]
         a, j = (slopes / config.scale).expand(-1, len(pos)), pos - len(pos) // 2  # halves the largest number
         (a1, a2), (ai1, ai2), (j1, j2) = (in_two(x) for x in (a, -a * j / 256, j))
-        self.register_buffer(
-            "q", torch.stack((a1, a1, a2, a2, ai1, ai2), dim=-1), persistent=False
-        )  # (H, block_size, 6)
-        self.register_buffer(
-            "k", torch.stack((j1, j2, j1, j2, *2 * [torch.full_like(j, 256.0)]), dim=-1), persistent=False
-        )  # (block_size, 6)
+        to_q, to_k = (a1, a1, a2, a2, ai1, ai2), (j1, j2, j1, j2, *2 * [torch.full_like(j, 256.0)])
+        self.register_buffer("q", torch.stack(to_q, dim=-1), persistent=False)  # (H, block_size, 6)
+        self.register_buffer("k", torch.stack(to_k, dim=-1), persistent=False)  # (block_size, 6)
 
     def forward(self, q, k, heads, past):
         at = slice(past, past + q.shape[-2])
@@ -753,7 +751,7 @@ def beside(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def in_two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as a sum of which bfloat16 holds the first number, and half of what is left of x in the second."""
+    """x as a sum of two numbers: its first 8 bits, which bfloat16 holds, and the rest, whose first 8 it holds too."""
     high = x.bfloat16().to(x.dtype)
     return high, x - high
 
