@@ -565,6 +565,8 @@ class BetaCache:
         """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
         if dropout:
             raise ValueError("beta's running sums cannot drop attention weights: call eval() before decoding")
+        if bias is not None:
+            raise ValueError("beta's running sums hold no bias: a Scheme that gives one has scores = True")
         k, v = share(k, v)
         if self.state is None or q.shape[-2] > 1:
             y, self.state = beta_linear(q, k, v, scale=scale, state=self.state)
@@ -689,14 +691,24 @@ class Sinusoids(nn.Module):
         return self.table[pos]
 
 
-class RoPE(nn.Module):
+class Scheme(nn.Module):
+    """A position that acts inside attention: forward(q, k, heads, past) -> (q, k, bias).
+
+    heads are the indices of q's, past the number of tokens before them.
+    """
+
+    scores = True  # whether it gives a bias: running sums cannot hold one, so beta keeps all keys for it
+    shared = False  # whether all layers have the same one
+
+
+class RoPE(Scheme):
     """Rotates q and k by their positions, so that q_i k_j depends on i - j (Su et al. 2021, section 3.4.2).
 
     Dimensions 2d and 2d + 1 turn together by pos / base^(2d / D), as in the paper. Llama in transformers pairs
     d and d + D/2: the same model, with the rows of the projections in another order.
     """
 
-    scores, shared = False, True  # no bias of the scores; one for all layers
+    scores, shared = False, True
 
     def __init__(self, config: "GPTConfig"):
         super().__init__()
@@ -720,7 +732,7 @@ def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
 
 
-class ALiBi(nn.Module):
+class ALiBi(Scheme):
     """A head's scores lose slope (i - j), in proportion to the distance (Press et al. 2021, section 3).
 
     With a = slope / scale that is (a, -a i) . (j, 1), so two more dimensions of q and k are enough, and every
@@ -763,12 +775,10 @@ def alibi_slopes(n: int) -> list[float]:
     return [2 ** (-8 * h / m) for h in range(1, m + 1)] + [2 ** (-4 * h / m) for h in range(1, 2 * (n - m), 2)]
 
 
-class Relative(nn.Module):
+class Relative(Scheme):
     """A vector per distance, up to max_distance, is added to the keys and one to the values (Shaw et al. 2018,
     equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), of which q_i a_k is a product of its own, and
     y_i = sum_j w_ij (v_j + a_v[i - j]). Shared by the heads of a layer. Memory grows with T max_distance."""
-
-    scores, shared = True, False
 
     def __init__(self, config: "GPTConfig"):
         super().__init__()
@@ -781,11 +791,11 @@ class Relative(nn.Module):
         return q, k, ByDistance(self.scale * (q @ self.k[:n].to(q.dtype).mT), self.v[:n])
 
 
-class T5(nn.Module):
+class T5(Scheme):
     """A learned number per head and bucket of distances is added to the scores; all layers share the table
     (Raffel et al. 2019, section 2.1)."""
 
-    scores, shared, buckets = True, True, 32
+    shared, buckets = True, 32
 
     def __init__(self, config: "GPTConfig"):
         super().__init__()
@@ -803,8 +813,8 @@ def t5_bucket(distance: torch.Tensor, max_distance: int) -> torch.Tensor:
     return torch.where(distance < exact, distance, (exact + far.long()).clamp(max=T5.buckets - 1))
 
 
-# f(config) -> what is added to the token embedding, as f(positions); and what acts in a layer's attention, as
-# f(q, k, heads, past) -> (q, k, bias): heads are the indices of q's, past the number of tokens before them.
+# f(config) -> what is added to the token embedding, as f(positions); and a Scheme, which acts in a layer's attention.
+# What a core cannot take, as low scores under beta, is refused in GPTConfig._check_position.
 POSITION: dict[str, tuple[Callable | None, Callable | None]] = {
     "learned": (lambda c: nn.Embedding(c.block_size, c.n_embd), None),
     "sinusoidal": (Sinusoids, None),
@@ -826,7 +836,7 @@ ACTIVATION: dict[str, tuple[Callable, bool]] = {
     "gelu_exact": (F.gelu, False),  # nanoGPT's
     "relu": (F.relu, False),  # Vaswani et al. 2017
     "relu2": (lambda x: F.relu(x).square(), False),  # Primer (So et al. 2021)
-    "swish": (F.silu, False),
+    "swish": (F.silu, False),  # SiLU
     "elu": (F.elu, False),
     "selu": (F.selu, False),
     "sigmoid": (F.sigmoid, False),
@@ -914,7 +924,7 @@ class GPTConfig:
     def _check_position(self):
         if self.position == "rope" and self.head_size % 2:
             raise ValueError(
-                f"position='rope' turns dimensions in pairs, but a head has {self.head_size}: set head_dim"
+                f"position='rope' turns dimensions in pairs, but a head has {self.head_size}: head_dim must be even"
             )
         if self.position == "sinusoidal" and self.n_embd % 2:
             raise ValueError(f"position='sinusoidal' is made of sines and cosines in pairs, but n_embd={self.n_embd}")
@@ -933,7 +943,9 @@ class GPTConfig:
             ("max_distance", self.max_distance, ("relative", "t5")),
         ):
             if value is not None and self.position not in used:
-                raise ValueError(f"{name}={value} is of position={' or '.join(used)}, not of {self.position!r}")
+                raise ValueError(
+                    f"{name}={value} is of position={' or '.join(used)}, not of {self.position!r}: leave it None"
+                )
         if self.rope_base is not None and not 0 < self.rope_base < math.inf:
             raise ValueError(f"rope_base={self.rope_base} must be a positive number")
         least = T5.buckets // 2 + 1 if self.position == "t5" else 1

@@ -184,7 +184,7 @@ def transformers_classes() -> tuple:
 
 def load(name: str, override_args: dict | None = None) -> GPT:
     """GPT.from_pretrained: see there."""
-    if name not in GPT2 and not os.path.isdir(name) and name.count("/") != 1:
+    if name not in GPT2 and not os.path.isdir(name) and (name.count("/") != 1 or name[0] in "./~"):
         raise ValueError(f"{name!r} is none of {', '.join(GPT2)}, nor owner/model of the hub, nor a local folder")
     AutoConfig, AutoModelForCausalLM = transformers_classes()
     if fixed := [key for key in override_args or {} if key not in FREE]:

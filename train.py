@@ -56,7 +56,7 @@ batch_size = 12  # sequences per micro-batch
 vocab_size: int | None = None  # rows of the embedding, at least the data's vocabulary, which is the default
 bias = False  # in Linears and LayerNorms; without is a bit better and faster
 # optimizer
-optimizer: Literal["adamw", "muon", "lamb"] = "adamw"  # muon: for the matrices of the blocks, AdamW for the rest
+optimizer: Literal[*OPTIMIZER] = "adamw"  # muon: for the matrices of the blocks, AdamW for the rest
 learning_rate = 6e-4  # the largest, of AdamW or LAMB
 muon_lr = 0.02  # the largest, of Muon
 muon_beta = 0.95  # Muon's momentum
@@ -152,7 +152,7 @@ with user_errors():
         ("min_lr", decays, "a schedule that decays"),
     ):
         if given.get(name) == "command line" and not used:
-            raise ValueError(f"--{name} is of {by}")
+            raise ValueError(f"--{name} is used only with {by}")
     if decays and min_lr > learning_rate:
         raise ValueError(f"min_lr={min_lr} is above learning_rate={learning_rate}: the decay would go up")
     if gradient_accumulation_steps % world:
@@ -193,10 +193,13 @@ with user_errors():
     else:
         model = GPT.from_pretrained(init_from, {name: config[name] for name in FREE if name in given})
         if (meta["tokenizer"]["kind"], model.config.vocab_size) != ("gpt2", 50257):
-            say(f"{init_from} was not trained on the tokens of {dataset}: their numbers mean something else to it")
-        for name in set(MODEL_FIELDS) & set(given):
-            if name not in FREE and config[name] != getattr(model.config, name):
-                raise ValueError(f"{name}={config[name]} does not fit {init_from}: {getattr(model.config, name)}")
+            say(f"{init_from} may know other tokens than those of {dataset}, whose numbers mean something else to it")
+        for name in (name for name in given if name in MODEL_FIELDS and name not in FREE):
+            theirs, mine = getattr(model.config, name), config[name]
+            if theirs != mine and given[name] == "command line":
+                raise ValueError(f"--{name}={mine} does not fit {init_from}, which has {name}={theirs}")
+            if theirs != mine:
+                say(f"{init_from}: {name} is {theirs}, not {mine} as in {given[name]}")
     if model.config.vocab_size < meta["vocab_size"]:
         raise ValueError(f"vocab_size={model.config.vocab_size} is less than the {meta['vocab_size']} ids of {dataset}")
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
@@ -247,6 +250,10 @@ c = model.config
 shown = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "attention", "heads", "window", "dropout")
 choices = {f.name: getattr(c, f.name) for f in fields(GPTConfig) if f.name not in (*shown, "attn_dropout")}
 choices = ", ".join(f"{k}={v}" for k, v in choices.items() if v != getattr(GPTConfig, k))
+decay_from = warmup_iters if schedule == "cosine" else max(warmup_iters, lr_decay_iters * (1 - decay_share))
+rate = f"{schedule if decay_lr else 'constant'} learning rate of {learning_rate}"
+rate += f" (Muon's {muon_lr}, momentum {muon_beta})" if optimizer == "muon" else ""
+rate += f", down to {min_lr} from step {math.ceil(decay_from)} to {lr_decay_iters}" if decays else ""
 slow_beta = c.weight_dropout and replace(c, attn_dropout=0.0).linear
 say(
     f"{dataset}: {len(data['train']):,} train, {len(data['val']):,} val tokens; source: {meta['source'].get('from')}\n"
@@ -255,7 +262,7 @@ say(
     f"{c.attention} attention, heads {c.heads}{f' (span {c.span})' if c.span is not None else ''}, "
     f"dropout {c.dropout} (on attention weights {c.weight_dropout}"
     f"{', which makes it quadratic in time: --attn_dropout=0' if slow_beta else ''})\n"
-    f"unlike GPT-2: {choices or 'nothing'}; {optimizer}, {schedule if decay_lr else 'constant'} learning rate\n"
+    f"unlike GPT-2: {choices or 'nothing'}; {optimizer}, {rate}\n"
     f"{tokens_per_step:,} tokens per step = {micro_steps} micro-batches x {world} processes x {batch_size} sequences "
     f"x {c.block_size}; {device}, {dtype}"
 )
@@ -351,8 +358,7 @@ def get_lr(it: int) -> float:
         return learning_rate * (it + 1) / (warmup_iters + 1)
     if schedule == "constant":
         return learning_rate
-    stable = warmup_iters if schedule == "cosine" else max(warmup_iters, lr_decay_iters * (1 - decay_share))
-    progress = min(1.0, max(0.0, it - stable) / max(1, lr_decay_iters - stable))
+    progress = min(1.0, max(0.0, it - decay_from) / max(1, lr_decay_iters - decay_from))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
     return min_lr + left * (learning_rate - min_lr)
 
@@ -517,6 +523,7 @@ while True:
 
 # -----------------------------------------------------------------------------
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 say(f"{it - start} steps; {time.perf_counter() - _began:.1f} s with everything after the imports")
 if stop:
     say(f"\nstopped by signal after {it} steps; {out_dir} is saved: --init_from=resume --out_dir={out_dir} goes on")

@@ -198,6 +198,7 @@ def scheme(gpt: GPT, i: int):
             return q, k, -(2.0 ** (-8 * (h + 1) / H)) * distance, still
         if c.position == "t5":
             return q, k, position.table(t5_bucket(distance, c.reach))[..., h], still
+        assert c.position == "relative", f"no reference for {c.position}: its formula goes here"
         a_k, a_v = (a[distance.clamp(max=c.reach)] for a in (position.k, position.v))  # (T, T, D)
         return q, k, torch.einsum("bhid,ijd->bhij", q, a_k) * D**-0.5, a_v
 
@@ -463,6 +464,14 @@ def test_shared_heads_are_repeated_heads(core, differential, heads):
         assert shared.num_params() < plain.num_params()
 
 
+def test_running_sums_refuse_a_bias():
+    gpt = shaken(config(attention="beta", position="relative"))
+    cache = model.BetaCache(None, T)
+    q = torch.randn(1, H, 1, D)
+    with pytest.raises(ValueError, match="scores = True"):
+        cache.attend(gpt.transformer.h[0].attn.core, lambda k, v: (k, v), q, q, q, bias=ByDistance(q))
+
+
 def test_bytes_of_a_cache_shrink_with_shared_heads():
     def nbytes(**kwargs: object) -> int:
         gpt = GPT(config(block_size=100, **kwargs))
@@ -563,6 +572,7 @@ def test_mlps_are_the_papers(mlp, n_hidden):
         f = FORMULAS.get(GATES[mlp], lambda x: x)
         y = f(x @ W.T + b) * (x @ V.T + c)
     else:
+        assert mlp in FORMULAS, f"no reference for {mlp}: its formula goes into FORMULAS"
         y = FORMULAS[mlp](m.c_fc(x))
         assert y.shape[-1] == (n_hidden or 4 * 96)
     torch.testing.assert_close(m(x), y @ m.c_proj.weight.T + m.c_proj.bias, rtol=0, atol=1e-9)

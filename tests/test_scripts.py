@@ -256,12 +256,12 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
         (["--lr_decay_iters=2"], "greater than warmup_iters=2"),
         (["--schedule=linear"], "one of cosine, wsd, constant"),
         (["--optimizer=sgd"], "one of adamw, muon, lamb"),
-        (["--muon_lr=0.01"], "--muon_lr is of --optimizer=muon"),
-        (["--schedule=wsd", "--decay_lr=False"], "--schedule is of --decay_lr=True"),
-        (["--schedule=constant", "--min_lr=1e-5"], "--min_lr is of a schedule that decays"),
+        (["--muon_lr=0.01"], "--muon_lr is used only with --optimizer=muon"),
+        (["--schedule=wsd", "--decay_lr=False"], "--schedule is used only with --decay_lr=True"),
+        (["--schedule=constant", "--min_lr=1e-5"], "--min_lr is used only with a schedule that decays"),
         (["--min_lr=1"], "the decay would go up"),
         (["--muon_lr=0", "--optimizer=muon"], "--muon_lr=0.0 must be positive"),
-        (["--decay_share=0.5"], "--decay_share is of --schedule=wsd"),
+        (["--decay_share=0.5"], "--decay_share is used only with --schedule=wsd"),
         (["--decay_share=0", "--schedule=wsd"], "above 0 and at most 1"),
         (["--position=rope", "--n_embd=36"], "a head has 9"),
         (["--n_kv_head=3"], "n_head=4 is not a multiple of n_kv_head=3"),
@@ -336,7 +336,13 @@ def test_from_a_local_gpt2(train, tmp_path, data):
     assert code == 0 and "block 48" in out and "laser attention" in out, err
     assert rows(tmp_path)[-1][1] < rows(tmp_path)[0][1]
     assert "block 32" in train(*flags)[1]  # cropped
-    for wrong, says in ((["--n_layer=3"], "n_layer=3 does not fit"), (["--block_size=64"], "larger than the model's")):
+    (tmp_path / "config.py").write_text("mlp = 'relu'\n")  # what a file sets gives way, what a user types does not
+    code, out, _ = train(str(tmp_path / "config.py"), *flags)
+    assert code == 0 and "mlp is gelu, not relu as in" in out
+    for wrong, says in (
+        (["--n_layer=3"], "--n_layer=3 does not fit"),
+        (["--block_size=64"], "larger than the model's"),
+    ):
         code, _, err = train(*flags, *wrong)
         assert code == 2 and says in err
 
