@@ -100,7 +100,7 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
 
 def _flags(script: dict, dataclasses: tuple) -> dict[str, Flag]:
     flags = {}
-    for name, hint, comment in _assignments(ast.parse(source := _source(script)).body, source):
+    for name, hint, comment, _ in _assignments(ast.parse(source := _source(script)).body, source):
         if name in script and name not in flags and not name.startswith("_") and not name.isupper():
             default = script[name]
             hint = eval(hint, script) if hint else type(default)
@@ -109,7 +109,7 @@ def _flags(script: dict, dataclasses: tuple) -> dict[str, Flag]:
     for cls in dataclasses:
         hints = typing.get_type_hints(cls)
         source = textwrap.dedent(inspect.getsource(cls))
-        for name, _, comment in _assignments(ast.parse(source).body[0].body, source):
+        for name, _, comment, _ in _assignments(ast.parse(source).body[0].body, source):
             if name in cls.__dataclass_fields__:
                 field = Flag(cls.__dataclass_fields__[name].default, hints[name], comment, "")
                 flags[name] = flags.get(name, field)  # the script's own default and comment win
@@ -123,8 +123,22 @@ def _source(script: dict) -> str:
         return f.read()
 
 
-def _assignments(body: list, source: str) -> Iterator[tuple[str, str | None, str]]:
-    """Yields (name, annotation, trailing comment) of each `name = value` and `name: type = value`."""
+def constants(path: str) -> dict:
+    """The constants that a script or a config file assigns at its top level, without running it.
+
+    Raises ValueError for a file that is not Python, OSError for one that is not there.
+    """
+    with open(path, encoding="utf-8") as f:
+        source = f.read()
+    try:
+        body = ast.parse(source).body
+    except SyntaxError as error:
+        raise ValueError(f"{path} is no config file: {error}") from None
+    return {name: value.value for name, _, _, value in _assignments(body, source) if isinstance(value, ast.Constant)}
+
+
+def _assignments(body: list, source: str) -> Iterator[tuple[str, str | None, str, ast.expr | None]]:
+    """Yields (name, annotation, trailing comment, value) of each `name = value` and `name: type = value`."""
     comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -133,9 +147,9 @@ def _assignments(body: list, source: str) -> Iterator[tuple[str, str | None, str
     for node in body:
         comment = comments.get(getattr(node, "end_lineno", 0), "")
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id, ast.unparse(node.annotation), comment
+            yield node.target.id, ast.unparse(node.annotation), comment, node.value
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            yield node.targets[0].id, None, comment
+            yield node.targets[0].id, None, comment, node.value
 
 
 # -----------------------------------------------------------------------------

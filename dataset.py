@@ -87,11 +87,12 @@ class HubTokenizer:
 def pretrained_tokenizer(name: str, vocab_size: int) -> GPT2Tokenizer | HubTokenizer:
     """The tokenizer of pretrained weights: the one beside them; for GPT-2's own names, and a folder of weights
     alone with a vocabulary of its size, GPT-2's."""
-    alone = os.path.isdir(name) and not any("token" in f or "vocab" in f for f in os.listdir(name))
-    if vocab_size == 50257 if alone else "/" not in name and not os.path.isdir(name):
-        return GPT2Tokenizer()
-    if alone:
+    folder = os.path.isdir(name)
+    alone = folder and not any("token" in f or "vocab" in f for f in os.listdir(name))
+    if alone and vocab_size != 50257:
         raise ValueError(f"{name} has no tokenizer beside its weights, and its {vocab_size} tokens are not GPT-2's")
+    if alone or not (folder or "/" in name):
+        return GPT2Tokenizer()
     return HubTokenizer(name)
 
 

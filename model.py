@@ -719,13 +719,13 @@ class RoPE(Scheme):
         self.register_buffer("turn", turn, persistent=False)  # (block_size, D / 2, 2)
 
     def forward(self, q, k, heads, past):
-        turn = self.turn[past : past + q.shape[-2]]
+        turn = at_least_float32(self.turn[past : past + q.shape[-2]])
         return rotate(q, turn), rotate(k, turn), None
 
 
 def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     """x (B, H, T, D) with each pair of dimensions turned: times cos + i sin, as a complex number."""
-    x, turn = at_least_float32(x).unflatten(-1, (-1, 2)), at_least_float32(turn)
+    x = at_least_float32(x).unflatten(-1, (-1, 2))
     if x.device.type == "cpu" and not torch.compiler.is_compiling():  # one pass; elsewhere compilers want real ones
         return torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(turn)).flatten(-2)
     (a, b), (cos, sin) = x.unbind(-1), turn.unbind(-1)

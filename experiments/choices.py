@@ -10,7 +10,6 @@ config, is not repeated, so that it can be stopped and goes on. Times are of tra
 process, interleaved: each row takes a step before any takes another.
 """
 
-import ast
 import concurrent.futures
 import json
 import os
@@ -25,7 +24,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure, user_errors
+from configurator import configure, constants, user_errors
 from dataset import ROOT, sha256
 from experiments.runs import finished
 from model import GPT, GPTConfig
@@ -127,26 +126,9 @@ def relinked(readme: str) -> str:
     return readme
 
 
-def assigned(file: str) -> dict:
-    """A file's top-level assignments of constants, without running it."""
-    try:
-        with open(os.path.join(ROOT, file), encoding="utf-8") as f:
-            nodes = ast.parse(f.read()).body
-    except SyntaxError as error:
-        raise ValueError(f"{file} is no config file: {error}") from None
-    named = [
-        (n.targets[0] if isinstance(n, ast.Assign) else n.target, n.value)
-        for n in nodes
-        if isinstance(n, (ast.Assign, ast.AnnAssign))
-    ]
-    return {
-        name.id: value.value for name, value in named if isinstance(name, ast.Name) and isinstance(value, ast.Constant)
-    }
-
-
 def step_times(names: list[str]) -> dict[str, tuple[float, float]]:
     """Of each row: milliseconds of a training step, and their ratio to the default's in the same round."""
-    settings = assigned("train.py") | assigned(config_file)
+    settings = constants("train.py") | constants(config_file)
     model_fields = {field.name for field in fields(GPTConfig)}
     base = {k: v for k, v in settings.items() if k in model_fields} | {"vocab_size": 65}
     x = torch.randint(65, (settings["batch_size"], base["block_size"]))

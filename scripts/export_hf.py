@@ -24,7 +24,8 @@ which: Literal["best", "latest"] = "best"  # best.pt, or ckpt.pt where there is 
 
 
 def main() -> None:
-    if not to or os.path.exists(to) and not (os.path.isdir(to) and not os.listdir(to)):
+    free = not os.path.exists(to) or (os.path.isdir(to) and not os.listdir(to))
+    if not to or not free:
         raise ValueError(f"--to={to} must name a folder that is empty or not there yet")
     path = checkpoint.path_of(out_dir, which)
     theirs = export(GPT.from_checkpoint(checkpoint.load(path)))

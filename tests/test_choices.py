@@ -79,10 +79,12 @@ def by_distance(B: int, H: int, Tq: int, n: int, per_query: bool, v: int | None)
         (100, 9, True),
     ],
 )
+@pytest.mark.parametrize("with_v", [False, True])
 @pytest.mark.parametrize("few", [False, True])  # all queries at once, or a few at a time
-def test_a_bias_by_distance(core, window, n, per_query, few, monkeypatch):
+def test_a_bias_by_distance(core, window, n, per_query, with_v, few, monkeypatch):
     """Outputs and every gradient, in blocks and in rows, against one query after the other."""
-    with_v = core != "laser"  # which is not linear in its values
+    if core == "laser" and with_v:
+        pytest.skip("refused: LASER is not linear in its values")
     monkeypatch.setattr(model, "ROWS", 40 * 200 * 2 if few else 2**24)
     q, k, v = (torch.randn(1, 2, 200, d, dtype=torch.float64, requires_grad=True) for d in (8, 8, 5))
     bias = by_distance(1, 2, 200, n, per_query, 5 if with_v else None)
@@ -137,9 +139,9 @@ def test_no_position_costs_memory_that_grows_with_the_square(position, core, win
         pytest.skip("refused")
     if position == "rope" and core != "beta" and window is None:
         pytest.skip("fused kernels, and no bias")
-    monkeypatch.setattr(model, "ROWS", 2**15)
+    monkeypatch.setattr(model, "ROWS", 2**16)
     largest, kept = {}, {}
-    for n in (256, 1024):
+    for n in (512, 2048):
         attn = GPT(config(attention=core, position=position, block_size=n, n_layer=1, **heads)).transformer.h[0].attn
         x, sizes = torch.randn(1, n, C, requires_grad=True), []
 
@@ -153,8 +155,8 @@ def test_no_position_costs_memory_that_grows_with_the_square(position, core, win
         with Watch():
             kept[n] = saved_bytes(lambda: attn(x))  # noqa: B023
         largest[n] = max(sizes)
-    assert kept[1024] <= 6 * kept[256]  # 4 times as many tokens
-    assert largest[1024] <= 6 * largest[256]
+    assert kept[2048] <= 4.5 * kept[512]
+    assert largest[2048] <= 4.5 * largest[512]
 
 
 def layer(gpt: GPT, i: int, x: torch.Tensor, change, window_of) -> torch.Tensor:
@@ -211,7 +213,7 @@ EXTRA = {"rope": {"rope_base": 50.0}, "relative": {"max_distance": 5}, "t5": {"m
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("core", ATTENTION)
 @pytest.mark.parametrize(("heads", "window"), [("L", None), ("SSSL", 4), ("LS/SL", 2)])
-@pytest.mark.parametrize("n_kv_head", [4, 2])
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
 @pytest.mark.parametrize("nope_long", [False, True])
 def test_a_position_is_its_papers(position, core, heads, window, n_kv_head, nope_long):
     kwargs = {"attention": core, "position": position, "heads": heads, "window": window, "n_kv_head": n_kv_head}
