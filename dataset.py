@@ -123,10 +123,19 @@ def written_aside(path: str) -> Iterator[BinaryIO]:
             f.flush()
             os.fsync(f.fileno())
         os.replace(path + ".tmp", path)
+        sync_folder(os.path.dirname(path))
     except BaseException:
         with contextlib.suppress(OSError):
             os.remove(path + ".tmp")
         raise
+
+
+def sync_folder(folder: str) -> None:
+    """Flushes a folder's names to the disk, as after a renaming."""
+    if os.name == "posix":
+        number = os.open(folder or ".", os.O_RDONLY)
+        os.fsync(number)
+        os.close(number)
 
 
 def replace(path: str, data: bytes) -> None:
@@ -214,7 +223,9 @@ class Tokens:
                 f"{path} has {entry['tokens']:,} tokens, but block_size {block_size} needs at least "
                 f"{block_size + 1}. Use --block_size={max(1, entry['tokens'] - 1)} or less, or more text"
             )
-        self.ids = np.memmap(path, dtype=dtype, mode="r")
+        self._file = open(path, "rb")  # what is put in its place under this name later changes nothing here
+        self.ids = np.memmap(self._file, dtype=dtype, mode="r")
+        self._state = self._now()
         if size <= VERIFY_BYTES and sha256(path) != entry["sha256"]:
             raise ValueError(f"{path} does not have the checksum that meta.json promises. {again}")
         stride = 1 + size // VERIFY_BYTES  # of a larger file one block of 2^20 ids in so many
@@ -225,11 +236,16 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def _now(self) -> tuple[int, int]:
+        stat = os.fstat(self._file.fileno())
+        return stat.st_size, stat.st_mtime_ns
+
     def batch(self, step: int, size: int, *, seed: int = 0, rank: int = 0, world: int = 1) -> tuple:
         """(x, y), int64 (size / world, T): this rank's rows of step's global batch of `size` windows.
 
         y is x one token later. Windows are drawn uniformly, with replacement, and depend on (seed, step)
         alone: ranks take turns, so that any world size sees the same global batch.
+        Raises ValueError where the file has been changed since it was opened, or holds an id past the vocabulary.
         """
         offsets = np.random.default_rng([seed, step]).integers(0, len(self) - self.block_size, size)
         return self._windows(offsets[rank::world])
@@ -237,15 +253,29 @@ class Tokens:
     def eval_batches(self, n: int, size: int, *, rank: int = 0, world: int = 1) -> Iterator[tuple]:
         """(x, y) batches of up to `size` rows that cover n * size fixed windows, evenly spaced.
 
-        The same windows at every call, in every run; at most as many as fit without overlap.
+        The same windows at every call, in every run; at most as many as fit without overlap. Every rank gets as
+        many batches: where one has no rows left, there is one row in its last, whose y are -1, to be ignored.
         """
         room = (len(self) - 1) // self.block_size
         count = min(n * size, room)
-        offsets = np.linspace(0, len(self) - 1 - self.block_size, count).astype(np.int64)[rank::world]
-        for i in range(0, len(offsets), size):
-            yield self._windows(offsets[i : i + size])
+        all_offsets = np.linspace(0, len(self) - 1 - self.block_size, count).astype(np.int64)
+        offsets = all_offsets[rank::world]
+        for i in range(0, len(all_offsets[::world]), size):
+            if i < len(offsets):
+                yield self._windows(offsets[i : i + size])
+            else:
+                x, y = self._windows(all_offsets[:1])
+                yield x, torch.full_like(y, -1)
 
     def _windows(self, offsets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._now() != self._state:  # and to read past the end of a shorter file would end the process
+            raise ValueError(f"{self._file.name} has been changed while it was in use")
         rows = self.ids[offsets[:, None] + np.arange(self.block_size + 1)].astype(np.int64)
+        if rows.max() >= self.meta["vocab_size"]:
+            row = int(rows.max(axis=1).argmax())
+            raise ValueError(
+                f"{self._file.name} holds the id {rows.max()} after {offsets[row]:,} tokens, but the vocabulary ends "
+                f"at {self.meta['vocab_size'] - 1}"
+            )
         rows = torch.from_numpy(rows)
         return rows[:, :-1], rows[:, 1:]

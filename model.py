@@ -120,8 +120,12 @@ def bias_of(bias: torch.Tensor | ByDistance | None, start: int, end: int, T: int
 
 
 def check_finite(name: str, x: torch.Tensor) -> None:
-    """Raises ValueError where x holds a NaN or an infinity. On a CPU only: elsewhere that would stall the device."""
-    look = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Raises ValueError where x holds a NaN or an infinity. On a CPU only: elsewhere that would stall the device.
+
+    Not among several processes either, where the others would wait for the one that raises.
+    """
+    alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+    look = x.device.type == "cpu" and not torch.compiler.is_compiling() and alone
     if look and not math.isfinite(x.detach().sum().item()) and not x.isfinite().all():
         raise ValueError(f"attention: {name} holds values that are not finite; has the model diverged?")
 
@@ -885,6 +889,7 @@ class GPTConfig:
     zero_init: bool = False  # what adds to the residual stream starts at zero
     logit_softcap: float | None = None  # c: logits are c tanh(logits / c), Gemma 2; None: not
     z_loss: float = 0.0  # times the mean squared log Z, added to the training loss (PaLM: 1e-4)
+    activation_checkpointing: bool = False  # blocks are computed again in the backward pass: slower, far less memory
 
     def __post_init__(self):
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "n_hidden"):
@@ -1284,8 +1289,12 @@ class GPT(nn.Module):
         if "wpe" in self.transformer:
             x = x + self.transformer.wpe(torch.arange(past, past + T, device=idx.device))
         x = self.transformer.drop(x)
+        again = self.config.activation_checkpointing and self.training and cache is None
         for i, block in enumerate(self.transformer.h):
-            x = block(x, None if cache is None else cache.layers[i], past)
+            if again:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x, None if cache is None else cache.layers[i], past)
         x = self.transformer.ln_f(x)
         if targets is None:
             return self._logits(x[:, [-1]]), None

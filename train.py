@@ -7,6 +7,7 @@
 Writes ckpt.pt (the latest state), best.pt (the lowest validation loss) and log.jsonl to out_dir.
 """
 
+import collections
 import contextlib
 import json
 import math
@@ -17,16 +18,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from dataclasses import replace as with_fields
 from typing import Literal, NoReturn
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
-from configurator import configure, pick_device, user_errors
-from dataset import Tokens, folder_of, read_meta, tokenizer
+from configurator import configure, fail, pick_device, user_errors
+from dataset import Tokens, folder_of, read_meta, replace, tokenizer
+from distributed import (
+    by_master,
+    connect,
+    launch,
+    local_rank,
+    master,
+    rank,
+    restarted,
+    say,
+    shared,
+    summed,
+    whole,
+    world,
+)
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZER, Settings
 from pretrained import FREE
@@ -42,6 +57,8 @@ eval_iters = 200  # batches per evaluation, from fixed windows of each split
 eval_only = False  # evaluate once, write nothing, exit
 always_save_checkpoint = True  # ckpt.pt at every evaluation; False: only at the end and when interrupted
 save_interval = 0  # steps between saves of ckpt.pt; 0: at every evaluation
+keep_checkpoints = 2  # of the latest ones: ckpt.pt, and those before it as ckpt-00000500.pt
+save_in_background: bool | None = None  # write while training goes on; None: on CUDA only
 init_from = "scratch"  # scratch, resume, gpt2, gpt2-medium, ..., owner/model of the hub, or a local folder of one
 sample_tokens = 300  # tokens of text printed at the end, 0: none
 # wandb
@@ -50,8 +67,9 @@ wandb_project = "owt"  # its project
 wandb_run_name = "gpt2"  # its run
 # data
 dataset = "openwebtext"  # a folder of data/
+allow_other_data = False  # resume on other data than the saved run's
 gradient_accumulation_steps = 5 * 8  # micro-batches per step, over all processes
-batch_size = 12  # sequences per micro-batch
+batch_size = 12  # sequences per micro-batch; times the micro-batches it is the global batch, whoever computes it
 # model; None: the data's vocabulary
 vocab_size: int | None = None  # rows of the embedding, at least the data's vocabulary, which is the default
 bias = False  # in Linears and LayerNorms; without is a bit better and faster
@@ -65,6 +83,7 @@ weight_decay = 1e-1  # of matrices and embeddings
 beta1 = 0.9  # AdamW's and LAMB's
 beta2 = 0.95  # AdamW's and LAMB's
 grad_clip = 1.0  # largest gradient norm, 0.0: no clipping
+loss_spike = 0.0  # warn of losses that many times the mean of the last 100 steps; 0.0: do not
 # learning rate: linear warm-up, then what schedule says
 schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # down to min_lr; wsd: stable, then a linear decay to it
 decay_share = 0.2  # of lr_decay_iters that wsd decays in, at their end; 1.0: from the warm-up on
@@ -73,6 +92,7 @@ warmup_iters = 2000  # steps of warm-up
 lr_decay_iters = 600000  # the step at which min_lr is reached
 min_lr = 6e-5  # the smallest, learning_rate / 10 by Chinchilla; Muon's is in proportion
 # system
+parallel: Literal["ddp", "fsdp"] = "ddp"  # of several processes each has the whole model, or its share of it
 backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # of torch.distributed: nccl on CUDA, gloo elsewhere
 device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on a GPU that has it, else float16
@@ -81,22 +101,14 @@ seed = 1337  # of weights, batches, dropout
 # -----------------------------------------------------------------------------
 config, given = configure(globals(), GPTConfig)
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
-RESHAPABLE = ("dropout", "attn_dropout", "z_loss")  # the model fields that a resumed run may change
-rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-master = rank == 0
-
-
-def say(*args: object, **kwargs: object) -> None:
-    """print, by one process."""
-    if master:
-        print(*args, flush=True, **kwargs)
+# the model fields that a resumed run may change, and the flags that are of one call alone
+RESHAPABLE = ("dropout", "attn_dropout", "z_loss", "activation_checkpointing")
+PASSING = ("init_from", "out_dir", "eval_only", "allow_other_data")
 
 
 def restore(saved: dict) -> None:
     """Takes the saved run's settings over into config, except for those on the command line, and says so."""
-    theirs = {
-        k: v for k, v in saved["config"].items() if k in config and k not in ("init_from", "out_dir", "eval_only")
-    }
+    theirs = {k: v for k, v in saved["config"].items() if k in config and k not in PASSING}
     model_args = {field.name: field.default for field in fields(GPTConfig)} | saved["model_args"]
     free = (*RESHAPABLE, *(("block_size",) if model_args["position"] != "learned" else ()))  # train short, test long
     theirs |= {k: v for k, v in model_args.items() if k not in free}
@@ -113,21 +125,40 @@ def restore(saved: dict) -> None:
             say(f"resume: {key} was {value}, now {mine}")
 
 
-saved = None
+def to_resume() -> str | None:
+    """The checkpoint to go on from, if any: what --init_from=resume asks for, and torchrun after a process died."""
+    if config["init_from"] != "resume" and not (restarted and checkpoint.names(config["out_dir"])):
+        return None
+    path, skipped = checkpoint.newest(config["out_dir"])
+    if config["init_from"] != "resume" and checkpoint.load(path, verify=False).get("launch") != launch:
+        return None  # of another run, which is still there because this one has not begun
+    for why in skipped:
+        say(f"resume: skipping a checkpoint: {why}")
+    if skipped or os.path.basename(path) not in (checkpoint.LATEST, "ckpt"):
+        say(f"resume: going on from {path}")
+    return path
+
+
+saved = saved_path = None
 with user_errors():
-    if config["init_from"] == "resume":
-        saved = checkpoint.load(os.path.join(config["out_dir"], checkpoint.LATEST))
+    if config["init_from"] == "resume" or (restarted and not config["eval_only"]):
+        connect(config["backend"])
+        saved_path = by_master(to_resume)
+    if saved_path:
+        config["init_from"] = "resume"
+        saved = checkpoint.load(saved_path, verify=False)
         restore(saved)
 globals().update(config)
 
 # -----------------------------------------------------------------------------
 # processes, device, precision
 with user_errors():
-    for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "eval_iters"):
+    positive = ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "eval_iters")
+    for name in (*positive, "keep_checkpoints"):
         if config[name] < 1:
             raise ValueError(f"--{name}={config[name]} must be at least 1")
     counts = ("seed", "max_iters", "save_interval", "sample_tokens", "warmup_iters")
-    for name in (*counts, "min_lr", "weight_decay", "grad_clip"):
+    for name in (*counts, "min_lr", "weight_decay", "grad_clip", "loss_spike"):
         if config[name] < 0:
             raise ValueError(f"--{name}={config[name]} must not be negative")
     decays = decay_lr and schedule != "constant"
@@ -155,10 +186,13 @@ with user_errors():
             raise ValueError(f"--{name} is used only with {by}")
     if decays and min_lr > learning_rate:
         raise ValueError(f"min_lr={min_lr} is above learning_rate={learning_rate}: the decay would go up")
-    if gradient_accumulation_steps % world:
+    rows = batch_size * gradient_accumulation_steps  # of the global batch
+    if rows % world:
+        more = next(n for n in range(gradient_accumulation_steps, 10**9) if n * batch_size % world == 0)
         raise ValueError(
-            f"gradient_accumulation_steps={gradient_accumulation_steps} micro-batches cannot be shared by {world} "
-            f"processes; {math.ceil(gradient_accumulation_steps / world) * world} can"
+            f"a step of gradient_accumulation_steps={gradient_accumulation_steps} micro-batches of {batch_size} "
+            f"sequences cannot be shared by {world} processes; {more} can, and {gradient_accumulation_steps} by "
+            f"{', '.join(str(n) for n in range(1, 2 * world) if rows % n == 0)} processes"
         )
     device, dtype, amp = pick_device(device, dtype)
     device_type = device.split(":")[0]
@@ -166,9 +200,9 @@ with user_errors():
         device = f"cuda:{local_rank}"
     if device_type == "cuda":
         torch.cuda.set_device(device)
-    if world > 1:
-        dist.init_process_group(backend if backend != "auto" else "nccl" if device_type == "cuda" else "gloo")
-    torch.manual_seed(seed + rank)
+    connect(backend)
+    torch.manual_seed(seed)  # the same weights everywhere
+sharded = parallel == "fsdp" and world > 1
 compile = device_type == "cuda" if compile is None else compile
 torch.set_float32_matmul_precision("high")  # TF32 where there is any
 torch.set_flush_denormal(True)  # on a CPU the tiniest weights of attention, ALiBi above all, cost several times a zero
@@ -182,8 +216,7 @@ with user_errors():
         say(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}")
         if subprocess.run([sys.executable, prepare]).returncode:
             raise ValueError(f"{prepare} failed, see above")
-    if world > 1:
-        dist.barrier()
+    summed(torch.zeros(1))  # the others wait
     meta = read_meta(data_dir)
     config["vocab_size"] = config["vocab_size"] or meta["vocab_size"]
     if init_from == "scratch":
@@ -204,48 +237,12 @@ with user_errors():
         raise ValueError(f"vocab_size={model.config.vocab_size} is less than the {meta['vocab_size']} ids of {dataset}")
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
 
-rows = batch_size * gradient_accumulation_steps  # of the global batch
-micro_steps = gradient_accumulation_steps // world
+micro_steps = math.ceil(rows / world / batch_size)  # of this process
 tokens_per_step = rows * model.config.block_size
 
 model_args = {name: getattr(model.config, name) for name in MODEL_FIELDS}
 model_args["window"] = model.config.span  # a number, whatever the context is later
 config |= model_args
-model.to(device)
-settings = Settings(learning_rate, (beta1, beta2), weight_decay, device_type in ("cuda", "cpu"), muon_lr, muon_beta)
-optimizers = OPTIMIZER[optimizer](model, settings)
-for group in (group for o in optimizers for group in o.param_groups):
-    group["scale"] = group["lr"] / learning_rate  # of the schedule's learning rate
-scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
-start, best_val_loss = 0, math.inf
-if saved:
-    start = saved["iter_num"]
-    if all(config[name] == saved["config"].get(name) for name in ("dataset", "eval_iters", "batch_size", "block_size")):
-        best_val_loss = saved["best_val_loss"]  # of the same windows
-    else:
-        say("resume: evaluation is over other windows, so the best validation loss starts anew")
-    if start >= max_iters:
-        say(f"resume: the run is at step {start} already, max_iters={max_iters}")
-    with user_errors():
-        if saved.get("tokenizer", meta["tokenizer"]) != meta["tokenizer"]:
-            raise ValueError(f"{dataset} has been prepared anew, with another vocabulary than the saved run's")
-        if "optimizer" not in saved:
-            raise ValueError(f"the checkpoint in {out_dir} has no optimizer state to go on with")
-        if saved["config"].get("optimizer", "adamw") != optimizer:
-            raise ValueError(f"--optimizer={optimizer} cannot go on from the state of the saved run's other one")
-        states = saved["optimizer"] if isinstance(saved["optimizer"], list) else [saved["optimizer"]]  # nanoGPT's
-        for o, state in zip(optimizers, states, strict=True):
-            fresh = [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
-            o.load_state_dict(state)
-            for group, wanted in zip(o.param_groups, fresh, strict=True):
-                group |= wanted  # a flag wins over what was saved
-    scaler.load_state_dict(saved.get("scaler", scaler.state_dict()))
-    if "rng" in saved and world == 1:
-        torch.set_rng_state(saved["rng"])
-    if "rng_cuda" in saved and world == 1 and device_type == "cuda":
-        torch.cuda.set_rng_state(saved["rng_cuda"])
-raw_model, saved = model, None
-
 c = model.config
 shown = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "attention", "heads", "window", "dropout")
 choices = {f.name: getattr(c, f.name) for f in fields(GPTConfig) if f.name not in (*shown, "attn_dropout")}
@@ -254,7 +251,7 @@ decay_from = warmup_iters if schedule == "cosine" else max(warmup_iters, lr_deca
 rate = f"{schedule if decay_lr else 'constant'} learning rate of {learning_rate}"
 rate += f" (Muon's {muon_lr}, momentum {muon_beta})" if optimizer == "muon" else ""
 rate += f", down to {min_lr} from step {math.ceil(decay_from)} to {lr_decay_iters}" if decays else ""
-slow_beta = c.weight_dropout and replace(c, attn_dropout=0.0).linear
+slow_beta = c.weight_dropout and with_fields(c, attn_dropout=0.0).linear
 say(
     f"{dataset}: {len(data['train']):,} train, {len(data['val']):,} val tokens; source: {meta['source'].get('from')}\n"
     f"{model.num_params() / 1e6:.2f}M parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, "
@@ -263,8 +260,9 @@ say(
     f"dropout {c.dropout} (on attention weights {c.weight_dropout}"
     f"{', which makes it quadratic in time: --attn_dropout=0' if slow_beta else ''})\n"
     f"unlike GPT-2: {choices or 'nothing'}; {optimizer}, {rate}\n"
-    f"{tokens_per_step:,} tokens per step = {micro_steps} micro-batches x {world} processes x {batch_size} sequences "
-    f"x {c.block_size}; {device}, {dtype}"
+    f"{tokens_per_step:,} tokens per step = {rows} sequences x {c.block_size}: {world} processes x {micro_steps} "
+    f"micro-batches of {'' if rows == batch_size * micro_steps * world else 'up to '}{batch_size}; {device}, {dtype}"
+    f"{', ' + parallel if world > 1 else ''}"
 )
 
 
@@ -281,12 +279,16 @@ def to_device(batch: tuple) -> tuple[torch.Tensor, torch.Tensor]:
 
 def compiled(model: torch.nn.Module) -> torch.nn.Module:
     """torch.compile(model), tried on one micro-batch; where that fails the model itself, saying why."""
-    x, y = (t[:batch_size] for t in get_batch(start))
+    say("compiling the model (a minute or so)...")
+    if sharded:  # block by block, which are put together anew for every step
+        torch._dynamo.config.suppress_errors = True
+        for block in model.transformer.h:
+            block.compile()
+        return model
     try:
-        say("compiling the model (a minute or so)...")
         fast = torch.compile(model)
         with torch.random.fork_rng(), amp:
-            fast(x, y)[1].backward()
+            fast(x[:batch_size], y[:batch_size])[1].backward()
     except Exception as error:
         why = (str(error).strip() or "no reason given").splitlines()[0]
         say(f"torch.compile does not work here, going on without it ({type(error).__name__}: {why})")
@@ -295,21 +297,64 @@ def compiled(model: torch.nn.Module) -> torch.nn.Module:
     return fast
 
 
-if compile:
-    model = compiled(model)
-eval_model = model  # without DDP, whose ranks must run in step
+# -----------------------------------------------------------------------------
+# the model as it is trained, and the optimizers
+start, best_val_loss = saved["iter_num"] if saved else 0, math.inf
+with user_errors():
+    x, y = get_batch(start)
+raw_model = model if sharded else model.to(device)
+model = eval_model = compiled(model) if compile else model
 if world > 1:
-    device_ids = [device] if device_type == "cuda" else None
-    model = DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False)  # they are constants
+    model = shared(model, parallel, device, getattr(torch, dtype))
+    eval_model = model if sharded else eval_model  # DDP's processes would have to run in step
+settings = Settings(learning_rate, (beta1, beta2), weight_decay, device_type in ("cuda", "cpu"), muon_lr, muon_beta)
+optimizers = OPTIMIZER[optimizer](raw_model, settings)
+for group in (group for o in optimizers for group in o.param_groups):
+    group["scale"] = group["lr"] / learning_rate  # of the schedule's learning rate
+scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
+checksums = {name: entry["sha256"] for name, entry in meta["files"].items()}
+if saved:
+    if start >= max_iters:
+        say(f"resume: the run is at step {start} already, max_iters={max_iters}")
+    with user_errors():
+        if saved.get("tokenizer", meta["tokenizer"]) != meta["tokenizer"]:
+            raise ValueError(f"{dataset} has been prepared anew, with another vocabulary than the saved run's")
+        other = [name for name, checksum in saved.get("data", {}).items() if checksums.get(name) != checksum]
+        if other and not allow_other_data:
+            raise ValueError(
+                f"{', '.join(other)} of {dataset} are not those that the saved run was trained on: "
+                f"--allow_other_data goes on with them all the same"
+            )
+        if "optimizer" not in saved:
+            raise ValueError(f"the checkpoint in {out_dir} has no optimizer state to go on with")
+        if saved["config"].get("optimizer", "adamw") != optimizer:
+            raise ValueError(f"--optimizer={optimizer} cannot go on from the state of the saved run's other one")
+        for o, state in zip(optimizers, checkpoint.optimizer_states(saved_path, saved, optimizers), strict=True):
+            fresh = [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
+            o.load_state_dict(state)
+            for group, wanted in zip(o.param_groups, fresh, strict=True):
+                group |= wanted  # a flag wins over what was saved
+    windows = ("dataset", "eval_iters", "batch_size", "block_size")
+    if not other and all(config[name] == saved["config"].get(name) for name in windows):
+        best_val_loss = saved["best_val_loss"]  # of the same windows
+    else:
+        say("resume: evaluation is over other windows, so the best validation loss starts anew")
+    scaler.load_state_dict(saved.get("scaler", scaler.state_dict()))
+in_background = device_type == "cuda" if save_in_background is None else save_in_background
+keeper = checkpoint.Keeper(out_dir, keep_checkpoints, in_background, sharded)
+keeper.step = start if saved and os.path.basename(saved_path) in (checkpoint.LATEST, "ckpt") else None
+saved = None  # what is left of it in memory
 
 
-def diverged(what: object) -> NoReturn:
+def diverged(step: int, what: object) -> NoReturn:
     """Ends the run at a loss or at values that are not finite."""
-    print(
-        f"\nstep {it}: {what}: stopped before the optimizer used that. No checkpoint was changed; a smaller "
-        f"--learning_rate, --grad_clip or --dtype=float32 may help",
-        file=sys.stderr,
-    )
+    if master:
+        print(
+            f"\nstep {step}: {what}: stopped before the optimizer used that. No checkpoint was changed; a smaller "
+            f"--learning_rate, --grad_clip or --dtype=float32 may help",
+            file=sys.stderr,
+        )
+    keeper.wait()
     sys.exit(1)
 
 
@@ -320,34 +365,36 @@ def forward_pass() -> Iterator[None]:
         with amp:
             yield
     except ValueError as error:
-        diverged(error)
+        diverged(it, error)
 
 
 # -----------------------------------------------------------------------------
 # one evaluation, one learning rate, one checkpoint
 @torch.no_grad()
 def estimate_loss() -> dict[str, float]:
-    """Mean loss over fixed windows of each split; draws no random number and no training batch."""
+    """Mean loss over fixed windows of each split, shared out over the processes; draws no random number.
+
+    Raises ValueError on every process where one cannot read its windows.
+    """
     raw_model.eval()
-    losses = {}
+    losses, wrong = {}, ""
     for split, tokens in data.items():
-        total = torch.zeros(2, dtype=torch.float64)
-        for batch in tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world):
-            x, y = to_device(batch)
-            with forward_pass():
-                total += torch.tensor([eval_model(x, y)[1].item() * len(x), len(x)])
-        total = reduced(total)
+        total = torch.zeros(3, dtype=torch.float64)  # loss, windows, processes with a problem
+        try:
+            for batch in tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world):
+                x, y = to_device(batch)
+                with forward_pass():
+                    loss = eval_model(x, y)[1].item()
+                if (batch[1] >= 0).any():
+                    total += torch.tensor([loss * len(x), len(x), 0])
+        except (ValueError, OSError) as error:
+            wrong, total[2] = str(error), 1
+        total = summed(total)
+        if total[2]:
+            raise ValueError(wrong or "another process could not read its data")
         losses[split] = (total[0] / total[1]).item()
     raw_model.train()
     return losses
-
-
-def reduced(x: torch.Tensor) -> torch.Tensor:
-    """The sum of x over the processes."""
-    if world > 1:
-        x = x.float().to(device)
-        dist.all_reduce(x)
-    return x
 
 
 def get_lr(it: int) -> float:
@@ -363,25 +410,22 @@ def get_lr(it: int) -> float:
     return min_lr + left * (learning_rate - min_lr)
 
 
-def save(name: str, it: int) -> None:
-    """The run's state after `it` steps to out_dir/name."""
-    if not master:
-        return
+def save(it: int, latest: bool, best: bool) -> None:
+    """Hands the run's state after `it` steps to the keeper, and says what is wrong where it could not be written."""
     state = {
+        "version": checkpoint.VERSION,
         "model": raw_model.state_dict(),
         "optimizer": [o.state_dict() for o in optimizers],
         "scaler": scaler.state_dict(),
         "model_args": model_args,
-        "iter_num": it,
+        "iter_num": it,  # with the seed and the rank, this is also the state of the random numbers
         "best_val_loss": best_val_loss,
         "config": config,
         "tokenizer": meta["tokenizer"],
-        "rng": torch.get_rng_state(),
+        "data": checksums,
+        "launch": launch,
     }
-    if device_type == "cuda":
-        state["rng_cuda"] = torch.cuda.get_rng_state()
-    with user_errors():
-        checkpoint.save(os.path.join(out_dir, name), state)
+    keeper.save(state, latest, best)
 
 
 # -----------------------------------------------------------------------------
@@ -418,14 +462,17 @@ if master and not eval_only:
     with user_errors():
         os.makedirs(out_dir, exist_ok=True)
         log_path = os.path.join(out_dir, checkpoint.LOG)
+        log_file = open(log_path, "a")
+        checkpoint.claim(log_file)
         kept = []
-        if init_from == "resume" and os.path.exists(log_path):  # rows past the checkpoint are trained again
+        if init_from == "resume":  # rows past the checkpoint are trained again
             with open(log_path) as f:
                 kept = [line for line in f if step_of(line) < start]
-        elif init_from != "resume":
+        else:
             checkpoint.set_aside(out_dir)
-        log_file = open(log_path, "w", buffering=1)
-        log_file.writelines(kept)
+        replace(log_path, "".join(kept).encode())
+        log_file = open(log_path, "a", buffering=1)
+        checkpoint.claim(log_file)
 
 
 def log(row: dict, line: str, passing: bool = False) -> None:
@@ -439,105 +486,167 @@ def log(row: dict, line: str, passing: bool = False) -> None:
     say(line, end="" if terminal and passing else "\n")
 
 
-stop_signal = 0
+stop_signal, stopped_at = 0, 0.0
 
 
 def on_signal(number: int, frame: object) -> None:
-    """Asks for a stop at the end of the step; a second signal stops at once."""
-    global stop_signal
-    stop_signal = number
-    say("\nstopping after this step (once more: at once)")
-    signal.signal(number, signal.SIG_DFL)
+    """Asks for a stop at the end of the step; a second signal, not torchrun's copy of the first, stops at once."""
+    global stop_signal, stopped_at
+    if stop_signal and time.monotonic() - stopped_at > 1:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    elif not stop_signal:
+        stop_signal, stopped_at = number, time.monotonic()
+        say("\nstopping after this step (once more: at once)")
 
 
 signal.signal(signal.SIGINT, on_signal)
 signal.signal(signal.SIGTERM, on_signal)
 
 # -----------------------------------------------------------------------------
+# what a step has been like: read from the device, agreed on by all processes
+lag = int(device_type == "cuda" and optimizer == "adamw" and not scaler.is_enabled())  # steps, for no wait
+waiting = collections.deque()  # (step, learning rate, status, when it has arrived), of the steps not read yet
+recent = collections.deque(maxlen=100)  # losses
+high = 0  # losses in a row that were too high
+
+
+def settle(left: int) -> None:
+    """Reads the status of all but the last `left` steps: ends the run, asks for its end, or logs the step."""
+    global stop, failed, overflowed, it, since, since_it, high
+    while len(waiting) > left:
+        step, lr, status, arrived = waiting.popleft()
+        if arrived is not None:
+            arrived.synchronize()
+        loss, norm, stopping, failing = status.tolist()
+        stop, overflowed = stop or stopping > 0, not math.isfinite(norm)
+        if failing:
+            failed, it = True, step
+            waiting.clear()
+            return
+        if not math.isfinite(loss) or (overflowed and not scaler.is_enabled()):
+            diverged(step, f"the loss is {loss} and the gradient norm {norm}")
+        if loss_spike and len(recent) == recent.maxlen:
+            high = high + 1 if loss > loss_spike * sum(recent) / len(recent) else 0
+            if high == 4:
+                say(f"\nstep {step}: the loss, {loss:.4f}, has been above {loss_spike} times its mean for 4 steps")
+        recent.append(loss)
+        if step % log_interval == 0 and master:
+            seconds = (time.perf_counter() - since) / (step + 1 - since_it)
+            speed = tokens_per_step / seconds
+            row = {"iter": step, "loss": loss, "lr": lr, "norm": norm, "ms": seconds * 1e3, "tokens_per_s": speed}
+            line = f"iter {step}: loss {loss:.4f}, time {seconds * 1e3:.2f}ms, {speed:,.0f} tok/s, norm {norm:.3f}"
+            if peak:
+                row["mfu"] = raw_model.flops() * speed / (peak * world)
+                line += f", mfu {row['mfu'] * 100:.2f}%"
+            if terminal:
+                line += f", {(max_iters - step) * seconds / 60:.1f} min left"
+            log(row, line, passing=True)
+            since, since_it = time.perf_counter(), step + 1
+
+
+# -----------------------------------------------------------------------------
 # training
 model.train()
-it, stop = start, False
+loader = ThreadPoolExecutor(1)  # one batch ahead
+it, stop, failed, overflowed, problem = start, False, False, False, ""
 since, since_it = time.perf_counter(), start  # of the last log line
 while True:
     # evaluation and checkpoints, of the weights after `it` steps
     pause = time.perf_counter()
-    last = it >= max_iters or stop
     evaluated = eval_only or it % eval_interval == 0 or it == max_iters
-    if evaluated:
-        losses = estimate_loss()
-        row = {"iter": it, "train_loss": losses["train"], "val_loss": losses["val"]}
-        log(row, f"step {it}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-        if eval_only:
-            break
-        if losses["val"] < best_val_loss and it > 0:
-            best_val_loss = losses["val"]
-            save(checkpoint.BEST, it)
     due = it % save_interval == 0 if save_interval else evaluated and always_save_checkpoint
-    if it > start and (due or last):
-        save(checkpoint.LATEST, it)
+    if evaluated or due or it >= max_iters:
+        settle(0)
+    best = False
+    if evaluated and not failed:
+        try:
+            losses = estimate_loss()
+        except ValueError as error:
+            failed, problem = True, str(error)
+        else:
+            if not all(map(math.isfinite, losses.values())):
+                diverged(it, f"the losses of the evaluation are {losses}")
+            row = {"iter": it, "train_loss": losses["train"], "val_loss": losses["val"]}
+            log(row, f"step {it}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+            best = losses["val"] < best_val_loss and it > 0 and not eval_only
+            best_val_loss = losses["val"] if best else best_val_loss
+    if eval_only:
+        break
+    last = it >= max_iters or stop or failed
+    latest = it > start and (due or last)
+    if latest or best:
+        save(it, latest, best)
+        if isinstance(keeper.error, ValueError):  # of this one or, in the background, the one before it
+            problem = str(keeper.error)
+        elif keeper.error and not last:
+            say(f"\n{keeper.error}. Training goes on, and the next save tries again")
     if last:
         break
     since += time.perf_counter() - pause  # the clock of the log line stands still meanwhile
 
     # one step, on the mean of the micro-batches' gradients
+    upcoming = loader.submit(get_batch, it + 1)
     lr = get_lr(it)
     for group in (group for o in optimizers for group in o.param_groups):
         group["lr"] = lr * group["scale"]
-    x, y = get_batch(it)
+    torch.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)  # whatever came before, as after a resume
     loss = torch.zeros((), device=device)
-    for micro in range(micro_steps):
-        part = slice(micro * batch_size, (micro + 1) * batch_size)
-        if world > 1:
+    for micro, (xs, ys) in enumerate(zip(x.tensor_split(micro_steps), y.tensor_split(micro_steps), strict=True)):
+        if world > 1 and not sharded:
             model.require_backward_grad_sync = micro == micro_steps - 1
         with forward_pass():
-            micro_loss = model(x[part], y[part])[1] / micro_steps
+            micro_loss = model(xs, ys)[1] * (len(xs) / len(x))
         loss += micro_loss.detach()
         scaler.scale(micro_loss).backward()
     for o in optimizers:
         scaler.unscale_(o)
-    norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
-    # what all processes must agree on: the loss, and whether one of them was told to stop
-    total = reduced(torch.tensor([loss.item() / world, norm.item() / world, float(stop_signal)]))
-    mean_loss, mean_norm, stop = total[0].item(), total[1].item(), bool(total[2])
-    if not math.isfinite(mean_loss) or not (math.isfinite(mean_norm) or scaler.is_enabled()):
-        diverged(f"the loss is {mean_loss} and the gradient norm {mean_norm}")
-    if math.isfinite(mean_norm):  # else float16 has overflowed: none of the optimizers steps, also not one without inf
+    norm = whole(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf))
+    # what all processes must agree on: the loss, the norm, and whether one was told to stop or cannot go on
+    flags = (torch.full((), float(flag), device=device) for flag in (stop_signal != 0, problem != ""))
+    status = summed(torch.stack((loss / world, norm / world, *flags)))
+    arrived = None
+    if lag:  # the optimizer itself leaves the weights alone where the status is bad, before anyone has read that
+        optimizers[0].found_inf = (~status[:2].isfinite().all() | (status[3] > 0)).float()
+        status, arrived = status.to("cpu", non_blocking=True), torch.cuda.Event()
+        arrived.record()
+    waiting.append((it, lr, status, arrived))
+    settle(lag)
+    if not failed and not (overflowed and scaler.is_enabled()):  # then none steps, also not one without inf
         for o in optimizers:
             scaler.step(o)
     scaler.update()
     model.zero_grad(set_to_none=True)
-
-    if it % log_interval == 0 and master:
-        seconds = (time.perf_counter() - since) / (it + 1 - since_it)
-        speed = tokens_per_step / seconds
-        row = {"iter": it, "loss": mean_loss, "lr": lr, "norm": mean_norm, "ms": seconds * 1e3, "tokens_per_s": speed}
-        line = f"iter {it}: loss {mean_loss:.4f}, time {seconds * 1e3:.2f}ms, {speed:,.0f} tok/s, norm {mean_norm:.3f}"
-        if peak:
-            row["mfu"] = raw_model.flops() * speed / (peak * world)
-            line += f", mfu {row['mfu'] * 100:.2f}%"
-        if terminal:
-            line += f", {(max_iters - it) * seconds / 60:.1f} min left"
-        log(row, line, passing=True)
-        since, since_it = time.perf_counter(), it + 1
+    if failed:
+        continue
+    try:
+        x, y = upcoming.result()
+    except (ValueError, OSError) as error:
+        problem = str(error)  # one more step, which is not made, tells the others
     it += 1
 
 # -----------------------------------------------------------------------------
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+keeper.wait()
 say(f"{it - start} steps; {time.perf_counter() - _began:.1f} s with everything after the imports")
-if stop:
+if keeper.error:
+    fail(keeper.error)
+if failed:
+    print(f"\nstep {it}: {problem or 'another process cannot go on'}; {out_dir} is saved", file=sys.stderr)
+elif stop:
     say(f"\nstopped by signal after {it} steps; {out_dir} is saved: --init_from=resume --out_dir={out_dir} goes on")
-elif sample_tokens and not eval_only and master:
+elif sample_tokens and not eval_only and (master or sharded):
     try:
         tok = tokenizer(meta["tokenizer"])
         start_ids = tok.encode("\n") if "\n" in meta["tokenizer"].get("vocab", "\n") else data["val"].ids[:1].tolist()
-        with amp:
+        with amp, torch.compiler.set_stance("force_eager"):
             prompt = torch.tensor([start_ids], device=device)
             ids = raw_model.eval().generate(prompt, sample_tokens, 0.8, vocab_size=tok.n_vocab, seed=seed)
         say(f"\na sample (more of them: python sample.py --out_dir={out_dir}):\n{tok.decode(ids[0].tolist())}")
     except (ImportError, OSError, ValueError) as error:  # the run itself is done and saved
         say(f"\nno sample: {error}")
 if world > 1:
-    dist.destroy_process_group()
-if stop:
-    sys.exit(128 + (stop_signal or signal.SIGTERM))  # another process was told
+    torch.distributed.destroy_process_group()
+if failed or stop:
+    sys.exit(2 if failed else 128 + (stop_signal or signal.SIGTERM))  # another process was told

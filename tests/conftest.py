@@ -1,5 +1,6 @@
 """Fixtures: a small prepared data set, and the scripts run as a user runs them."""
 
+import importlib
 import os
 import random
 import runpy
@@ -12,6 +13,7 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+import distributed  # noqa: E402
 
 
 @pytest.fixture
@@ -20,6 +22,7 @@ def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Calla
 
     def run(script: str, *args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [script, *map(str, args)])
+        importlib.reload(distributed)  # which reads the environment
         handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
         capsys.readouterr()
         try:

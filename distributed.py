@@ -1,0 +1,104 @@
+"""One process or many: which one this is, what they tell each other, and a model that they share (DDP, FSDP2).
+
+torchrun starts the processes, and tells each its RANK, its LOCAL_RANK on this machine and the WORLD_SIZE.
+"""
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+master = rank == 0
+restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # by torchrun, after a process died
+launch = os.environ.get("TORCHELASTIC_RUN_ID")  # the same before and after that
+
+
+def say(*args: object, **kwargs: object) -> None:
+    """print, by one process."""
+    if master:
+        print(*args, flush=True, **kwargs)
+
+
+def connect(backend: str) -> None:
+    """Joins the other processes, if there are any: NCCL between GPUs, gloo between CPUs and for tensors on them."""
+    if world > 1 and not dist.is_initialized():
+        if backend in ("auto", "nccl"):
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend)
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    """The sum of x over the processes, in its place."""
+    if world > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def gathered(value: object) -> list:
+    """The plain Python values of all processes, on each of them."""
+    values = [value] * world
+    if world > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def by_master(f: Callable) -> object:
+    """What f() gives the master, on every process; a ValueError or an OSError of it is raised on every process."""
+    result = error = None
+    if master:
+        try:
+            result = f()
+        except (ValueError, OSError) as problem:
+            error = problem
+    result, error = gathered((result, error))[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -> torch.nn.Module:
+    """The GPT as the processes train it together; what they compute is the mean of their losses' gradients.
+
+    ddp: each has all of it (Li et al. 2020). fsdp: each has its share of every parameter, and the whole of a
+    block while it computes that block (Zhao et al. 2023, as fully_shard, in place): its parameters are in
+    dtype there, gradients are summed in float32.
+    """
+    if kind == "fsdp":
+        return _sharded(model, device.split(":")[0], dtype)
+    if world == 1:
+        return model
+    from torch.nn.parallel import DistributedDataParallel
+
+    device_ids = [device] if device.startswith("cuda") else None
+    return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False)  # they are constants
+
+
+def _sharded(model, device_type, dtype):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, torch.float32)
+    settings = {"mesh": init_device_mesh(device_type, (world,)), "mp_policy": policy}
+    positions = dict.fromkeys(block.attn.position for block in model.transformer.h)
+    for part in (part for p in positions if p is not None and p.shared for part in p.children()):
+        fully_shard(part, reshard_after_forward=False, **settings)  # what all blocks share is no part of any
+    for block in model.transformer.h:
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or all of it where the processes have a share each (every process must ask)."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def like(x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of x, which every process has, on a parameter's device and shared out as the parameter is."""
+    if not hasattr(parameter, "placements"):
+        return x.to(parameter.device, copy=True)
+    from torch.distributed.tensor import distribute_tensor
+
+    x = x.to(parameter.device, copy=True)
+    return distribute_tensor(x, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,0 +1,203 @@
+"""Several processes: the same curve, whoever computes it; checkpoints between them; and what one must tell the others."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, SMALL
+
+import checkpoint
+from model import ATTENTION
+
+
+class Workers:
+    """Processes that run a script together; they live on, since importing torch is slow."""
+
+    def __init__(self):
+        self.processes = []
+
+    def start(self, n: int, *argv: object, before: str = "") -> None:
+        """Starts argv in n processes, in each after the Python in `before`, which may define an after()."""
+        while len(self.processes) < n:
+            command = [sys.executable, os.path.join(ROOT, "tests", "worker.py")]
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            self.processes.append(subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=env))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank, process in enumerate(self.processes[:n]):
+            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            env = {name: str(value) for name, value in env.items()}
+            job = {"env": env, "argv": [str(arg) for arg in argv], "before": before}
+            print(json.dumps(job), file=process.stdin, flush=True)
+        self.running = self.processes[:n]
+
+    def answers(self) -> tuple[list, str, str]:
+        """(exit code of each, the first one's stdout, everyone's stderr)."""
+        codes, outs, errs = zip(*(json.loads(process.stdout.readline()) for process in self.running), strict=True)
+        return list(codes), outs[0], "".join(errs)
+
+    def run(self, n: int, *argv: object, before: str = "") -> tuple[list, str, str]:
+        self.start(n, *argv, before=before)
+        return self.answers()
+
+
+@pytest.fixture(scope="module")
+def workers():
+    pool = Workers()
+    yield pool
+    for process in pool.processes:
+        process.kill()
+
+
+@pytest.fixture
+def train(workers, data, tmp_path):
+    """train(2, "--max_iters=3") -> ([exit codes], stdout, stderr) of a small run of two processes into tmp_path / "out"."""
+
+    def train(n: int, *args: object, before: str = "") -> tuple[list, str, str]:
+        quick = ["--gradient_accumulation_steps=2", "--warmup_iters=2", "--lr_decay_iters=50", "--learning_rate=1e-3"]
+        quick += ["--eval_interval=5", "--eval_iters=2", "--sample_tokens=0", "--max_iters=10"]
+        flags = (f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, *quick)
+        return workers.run(n, "train.py", *flags, *args, before=before)
+
+    return train
+
+
+def rows(folder, *keys) -> list:
+    with open(folder / "log.jsonl") as f:
+        return [row[key] for row in map(json.loads, f) for key in keys if key in row]
+
+
+def weights(path) -> dict:
+    return {name: x.clone() for name, x in checkpoint.load(str(path))["model"].items()}
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [  # the first: 10 sequences, five micro-batches of 2; or for each of two processes micro-batches of 2, 2 and 1
+        ("--batch_size=2", "--gradient_accumulation_steps=5", "--n_kv_head=2", "--position=t5"),
+        ("--attention=laser", "--heads=SSSL", "--window=4", "--position=alibi", "--optimizer=muon", "--muon_lr=2e-3"),
+        ("--attention=beta", "--position=relative", "--optimizer=lamb", "--n_layer=1", "--activation_checkpointing"),
+    ],
+)
+def test_the_same_curve_whoever_computes_it(train, tmp_path, flags):
+    curves = []
+    for n, parallel in ((1, "ddp"), (2, "ddp"), (2, "fsdp")):
+        codes, out, err = train(n, *flags, f"--parallel={parallel}", "--max_iters=50", "--eval_interval=25")
+        assert codes == [0] * n, (codes, err)
+        assert "T5" not in err and ("fsdp" in out) == (parallel == "fsdp")
+        curves.append(rows(tmp_path / "out", "loss", "norm", "val_loss"))
+    assert len(curves[0]) == 50 + 50 + 3 and curves[0][-1] < curves[0][0]
+    assert curves[1] == pytest.approx(curves[0], abs=1e-5) and curves[2] == pytest.approx(curves[0], abs=1e-5)
+
+
+def test_sharded_in_bfloat16(train, tmp_path):
+    """Its weights and activations are rounded where DDP's autocast keeps some in float32."""
+    curves = []
+    for parallel in ("ddp", "fsdp"):
+        codes, _, err = train(2, f"--parallel={parallel}", "--dtype=bfloat16", "--eval_interval=10")
+        assert codes == [0, 0], (codes, err)
+        curves.append(rows(tmp_path / "out", "loss"))
+    assert curves[0] == pytest.approx(curves[1], abs=0.02) and curves[0] != curves[1]
+    assert train(2, "--parallel=fsdp", "--dtype=float16", "--eval_interval=10")[0] == [0, 0]
+    assert rows(tmp_path / "out", "loss") == pytest.approx(curves[0], abs=0.02)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("core", ATTENTION)
+def test_resume_is_exact_with_two_processes(train, tmp_path, core, parallel):
+    """6 + 4 steps are 10 steps, bit for bit, dropout included, which differs between the processes."""
+    flags = (f"--attention={core}", "--dropout=0.1", "--heads=SL", "--window=5", f"--parallel={parallel}")
+    name = {"ddp": "ckpt.pt", "fsdp": "ckpt"}[parallel]
+    assert train(2, *flags)[0] == [0, 0]
+    straight, log = weights(tmp_path / "out" / name), rows(tmp_path / "out", "loss")
+    assert train(2, *flags, "--max_iters=6")[0] == [0, 0]
+    codes, out, err = train(2, "--init_from=resume", "--max_iters=10")
+    assert codes == [0, 0] and "resume: max_iters was 6, now 10" in out, err
+    assert same(weights(tmp_path / "out" / name), straight) and rows(tmp_path / "out", "loss") == log
+
+
+def test_a_checkpoint_for_any_number_of_processes(train, workers, tmp_path):
+    """Sharded by 2, loaded by 3, by 1, in whole by 2, and sharded again; each time the run goes on as it would have."""
+    batch = ("--batch_size=6", "--gradient_accumulation_steps=1", "--optimizer=muon", "--muon_lr=2e-3")
+    assert train(1, *batch, "--max_iters=15")[0] == [0]
+    curve = rows(tmp_path / "out", "loss")
+    codes, _, err = train(2, *batch, "--parallel=fsdp", "--max_iters=3", "--save_interval=2", "--keep_checkpoints=1")
+    assert codes == [0, 0], err
+    out = tmp_path / "out"
+    assert sorted(path.name for path in out.iterdir()) == ["ckpt", "log.jsonl", "previous"]
+    assert sum(path.suffix == ".safetensors" for path in (out / "ckpt").iterdir()) == 2
+    code, text, _ = workers.run(1, "sample.py", f"--out_dir={out}", "--num_samples=1", "--max_new_tokens=9", "--start=t",
+                                "--device=cpu")  # fmt: skip
+    assert code == [0] and "step 3" in text
+    for n, steps, parallel in ((3, 6, "fsdp"), (1, 9, "fsdp"), (2, 12, "ddp"), (2, 15, "fsdp")):
+        codes, text, err = train(n, "--init_from=resume", f"--parallel={parallel}", f"--max_iters={steps}")
+        assert codes == [0] * n, (codes, err)
+        kept = {"ckpt", "best"} if parallel == "fsdp" and n > 1 else {"ckpt.pt", "best.pt"}
+        assert "ckpt" in kept or kept <= {path.name for path in out.iterdir()}
+        assert len(list(out.glob("ckpt*"))) == 1
+    assert rows(out, "loss") == pytest.approx(curve, abs=1e-5)
+    assert train(2, "--init_from=resume", "--eval_only")[0] == [0, 0]
+
+
+def test_all_stop_at_the_same_step(train, workers, tmp_path):
+    """A signal to one of them."""
+    stop = "import os, signal, threading\nif os.environ['RANK'] == '1':\n    import time\n"
+    stop += "    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()"
+    for parallel, name in (("ddp", "ckpt.pt"), ("fsdp", "ckpt")):
+        codes, out, err = train(2, "--max_iters=1000000", "--eval_interval=1000000", "--sample_tokens=9",
+                                f"--parallel={parallel}", before=stop)  # fmt: skip
+        assert codes == [143, 143] and "stopped by signal after" in out and "a sample" not in out, (codes, err)
+        steps = checkpoint.load(str(tmp_path / "out" / name))["iter_num"]
+        assert 0 < steps < 1000000 and len(rows(tmp_path / "out", "loss")) == steps
+
+
+PLANT = """
+import os, torch
+norm, steps = torch.nn.utils.clip_grad_norm_, [0]
+def clip(parameters, largest):
+    parameters = list(parameters)
+    steps[0] += 1
+    if os.environ["RANK"] == "1" and steps[0] == 4:
+        {plant}
+    return norm(parameters, largest)
+torch.nn.utils.clip_grad_norm_ = clip
+def after():
+    torch.nn.utils.clip_grad_norm_ = norm
+"""
+
+
+@pytest.mark.parametrize(
+    ("plant", "step"),
+    [("parameters[3].grad.view(-1)[0] = float('nan')", 3), ("parameters[3].data.view(-1)[0] = float('inf')", 4)],
+)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_nan_of_one_process_stops_all(train, tmp_path, plant, step, parallel):
+    """In a gradient, before the optimizer sees it; in a weight, before the next step."""
+    plant = plant.replace("[3].grad", "[3].grad._local_tensor") if parallel == "fsdp" else plant
+    plant = plant.replace("[3].data", "[3].data._local_tensor") if parallel == "fsdp" else plant
+    codes, _, err = train(2, "--eval_interval=2", f"--parallel={parallel}", before=PLANT.format(plant=plant))
+    assert codes == [1, 1] and f"step {step}: the loss is" in err and "Traceback" not in err, (codes, err)
+    path = tmp_path / "out" / ("ckpt" if parallel == "fsdp" else "ckpt.pt")
+    assert checkpoint.load(str(path))["iter_num"] == 2
+    assert all(x.isfinite().all() for x in weights(path).values())
+
+
+def test_data_that_changes_under_a_run(train, tmp_path, data):
+    """Truncated, on one process's disk: it tells the others, and all keep what they have."""
+    change = "import dataset, os\nwindows = dataset.Tokens._windows\ncalls = [0]\ndef changed(self, offsets):\n"
+    change += "    calls[0] += 1\n    if os.environ['RANK'] == '1' and calls[0] > 12:\n        self._state = None\n"
+    change += "    return windows(self, offsets)\ndataset.Tokens._windows = changed\n"
+    change += "def after():\n    dataset.Tokens._windows = windows\n"
+    codes, out, err = train(2, "--max_iters=100", before=change)
+    assert codes == [2, 2] and err.count("train.bin has been changed while it was in use") == 1, (codes, err)
+    saved = checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))
+    assert 0 < saved["iter_num"] < 100 and len(rows(tmp_path / "out", "loss")) == saved["iter_num"]
