@@ -105,10 +105,11 @@ def _unwritten(path: str, state: dict, error: Exception) -> OSError:
     )
 
 
-def load(path: str, verify: bool = True) -> dict:
-    """The checkpoint at path, its weights named as GPT names them, on the CPU and read from the disk when used.
+def load(path: str, verify: bool = True, lazily: bool = False) -> dict:
+    """The checkpoint at path, on the CPU, its weights named as GPT names them.
 
-    Of a sharded one the optimizers' tensors are left out, for optimizer_states. verify: its checksums.
+    Of a sharded one the optimizers' tensors are left out, for optimizer_states. verify: its checksums. lazily:
+    tensors are read from the disk where they are used, so the file must stay what it is.
     Raises ValueError, with a sentence that says why, for a missing, damaged or foreign file.
     """
     if not os.path.exists(path):
@@ -117,7 +118,7 @@ def load(path: str, verify: bool = True) -> dict:
         hint = f"there is {', '.join(others)}" if others else "train first, or name its folder with --out_dir="
         raise ValueError(f"there is no checkpoint {path}; {hint}")
     if os.path.isdir(path):
-        state = _load(os.path.join(path, "run.pt"), path, verify)
+        state = _load(os.path.join(path, "run.pt"), path, verify, lazily)
         for name, (size, checksum) in _entry(state, "shards", path).items():
             shard = os.path.join(path, name)
             if not os.path.exists(shard) or os.path.getsize(shard) != size:
@@ -128,7 +129,7 @@ def load(path: str, verify: bool = True) -> dict:
         read |= {alias: read[name] for alias, name in _entry(state, "aliases", path).items()}
         state["model"] = {name.removeprefix("model/"): x for name, x in read.items()}
     else:
-        state = _load(path, path, verify)
+        state = _load(path, path, verify, lazily)
     if "tokenizer" not in state:  # nanoGPT's own: compiled names, mask buffers, the exact GELU
         weights = {key.removeprefix("_orig_mod."): value for key, value in state["model"].items()}
         state["model"] = {key: value for key, value in weights.items() if not key.endswith(".attn.bias")}
@@ -137,12 +138,12 @@ def load(path: str, verify: bool = True) -> dict:
     return state
 
 
-def _load(path: str, name: str, verify: bool) -> dict:
+def _load(path: str, name: str, verify: bool, lazily: bool) -> dict:
     """One of torch.save's files, checked; name: what its user calls it."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip() if verify else None  # torch.load does not check the CRCs
-        state = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except (zipfile.BadZipFile, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{name} is damaged or no checkpoint: {reason}") from None
@@ -297,12 +298,12 @@ def newest(folder: str) -> tuple[str, list[str]]:
         path = os.path.join(folder, name)
         file = os.path.join(path, "run.pt") if os.path.isdir(path) else path
         try:
-            found.append((_load(file, path, verify=False)["iter_num"], path))
+            found.append((_load(file, path, verify=False, lazily=True)["iter_num"], path))
         except ValueError as error:
             skipped.append(str(error))
     for _, path in sorted(found, reverse=True, key=lambda entry: entry[0]):
         try:
-            load(path)
+            load(path, lazily=True)
             return path, skipped
         except ValueError as error:
             skipped.append(str(error))
@@ -326,16 +327,23 @@ class Keeper:
         self.step: int | None = None  # of the checkpoint that is the latest, where it is intact
         self._thread: threading.Thread | None = None
 
-    def save(self, state: dict, latest: bool = True, best: bool = False) -> None:
-        """Writes the state as the latest checkpoint, the best, or both."""
+    def save(self, state: dict, latest: bool = True, best: bool = False) -> Exception | None:
+        """Writes the state as the latest checkpoint, the best, or both.
+
+        Returns what is wrong with it: a ValueError of the state, an OSError of the disk. In the background that
+        is not known yet, and it is what was wrong with the one before.
+        """
         self.wait()
+        before = self.error
         if self.sharded:
             self._write(state, latest, best)
         elif distributed.master and self.background:
             self._thread = threading.Thread(target=self._write, args=(snapshot(state), latest, best))
             self._thread.start()
+            return before
         elif distributed.master:
             self._write(state, latest, best)
+        return self.error
 
     def wait(self) -> None:
         """Until what is being written has been."""

@@ -54,7 +54,7 @@ def user_errors() -> Iterator[None]:
 
 
 def _excepthook(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
-    """A sentence for what is nobody's bug: Ctrl-C, a reader who went away, too little memory."""
+    """A sentence for what is nobody's bug: Ctrl-C, a reader or a process that went away, too little memory."""
     if issubclass(kind, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):
@@ -62,6 +62,8 @@ def _excepthook(kind: type, error: BaseException, trace: types.TracebackType | N
     elif issubclass(kind, MemoryError) or kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
         name = os.path.basename(sys.argv[0])
         print(f"{name}: out of memory ({str(error).splitlines()[0]}): a smaller batch or model fits", file=sys.stderr)
+    elif kind.__name__ in ("DistBackendError", "DistNetworkError") or "gloo" in str(error):
+        print(f"another process has died or cannot be reached ({str(error).splitlines()[0]})", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 

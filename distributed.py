@@ -3,6 +3,7 @@
 torchrun starts the processes, and tells each its RANK, its LOCAL_RANK on this machine and the WORLD_SIZE.
 """
 
+import inspect
 import os
 from collections.abc import Callable
 
@@ -11,8 +12,8 @@ import torch.distributed as dist
 
 rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 master = rank == 0
-restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # by torchrun, after a process died
-launch = os.environ.get("TORCHELASTIC_RUN_ID")  # the same before and after that
+launch = os.environ.get("TORCHELASTIC_RUN_ID")  # what torchrun has started, and starts again after a process has died
+launch = launch and f"{launch} {os.getppid()}"  # an id that users choose may come again
 
 
 def say(*args: object, **kwargs: object) -> None:
@@ -71,8 +72,10 @@ def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -
         return model
     from torch.nn.parallel import DistributedDataParallel
 
+    known = inspect.signature(DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before PyTorch 2.13
     device_ids = [device] if device.startswith("cuda") else None
-    return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False)  # they are constants
+    return DistributedDataParallel(model, device_ids=device_ids, **{buffers: False})  # they are constants
 
 
 def _sharded(model, device_type, dtype):

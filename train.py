@@ -35,7 +35,6 @@ from distributed import (
     local_rank,
     master,
     rank,
-    restarted,
     say,
     shared,
     summed,
@@ -126,27 +125,28 @@ def restore(saved: dict) -> None:
 
 
 def to_resume() -> str | None:
-    """The checkpoint to go on from, if any: what --init_from=resume asks for, and torchrun after a process died."""
-    if config["init_from"] != "resume" and not (restarted and checkpoint.names(config["out_dir"])):
+    """The checkpoint to go on from, if any: --init_from=resume asks for it; torchrun starts anew what it started."""
+    resume = config["init_from"] == "resume"
+    if not resume and not checkpoint.names(config["out_dir"]):
         return None
     path, skipped = checkpoint.newest(config["out_dir"])
-    if config["init_from"] != "resume" and checkpoint.load(path, verify=False).get("launch") != launch:
-        return None  # of another run, which is still there because this one has not begun
+    if not resume and checkpoint.load(path, verify=False, lazily=True).get("launch") != launch:
+        return None  # of an older run
     for why in skipped:
         say(f"resume: skipping a checkpoint: {why}")
-    if skipped or os.path.basename(path) not in (checkpoint.LATEST, "ckpt"):
-        say(f"resume: going on from {path}")
+    if skipped or not resume or os.path.basename(path) not in (checkpoint.LATEST, "ckpt"):
+        say(f"{'resume' if resume else 'started again by torchrun'}: going on from {path}")
     return path
 
 
 saved = saved_path = None
 with user_errors():
-    if config["init_from"] == "resume" or (restarted and not config["eval_only"]):
+    if config["init_from"] == "resume" or (launch and not config["eval_only"]):
         connect(config["backend"])
         saved_path = by_master(to_resume)
     if saved_path:
         config["init_from"] = "resume"
-        saved = checkpoint.load(saved_path, verify=False)
+        saved = checkpoint.load(saved_path, verify=False, lazily=True)
         restore(saved)
 globals().update(config)
 
@@ -410,8 +410,8 @@ def get_lr(it: int) -> float:
     return min_lr + left * (learning_rate - min_lr)
 
 
-def save(it: int, latest: bool, best: bool) -> None:
-    """Hands the run's state after `it` steps to the keeper, and says what is wrong where it could not be written."""
+def save(it: int, latest: bool, best: bool) -> Exception | None:
+    """Hands the run's state after `it` steps to the keeper, which says what is wrong."""
     state = {
         "version": checkpoint.VERSION,
         "model": raw_model.state_dict(),
@@ -425,7 +425,7 @@ def save(it: int, latest: bool, best: bool) -> None:
         "data": checksums,
         "launch": launch,
     }
-    keeper.save(state, latest, best)
+    return keeper.save(state, latest, best)
 
 
 # -----------------------------------------------------------------------------
@@ -576,11 +576,11 @@ while True:
     last = it >= max_iters or stop or failed
     latest = it > start and (due or last)
     if latest or best:
-        save(it, latest, best)
-        if isinstance(keeper.error, ValueError):  # of this one or, in the background, the one before it
-            problem = str(keeper.error)
-        elif keeper.error and not last:
-            say(f"\n{keeper.error}. Training goes on, and the next save tries again")
+        wrong = save(it, latest, best)
+        if isinstance(wrong, ValueError):
+            problem = str(wrong)
+        elif wrong and not last:
+            say(f"\n{wrong}. Training goes on, and the next save tries again")
     if last:
         break
     since += time.perf_counter() - pause  # the clock of the log line stands still meanwhile

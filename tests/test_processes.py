@@ -1,4 +1,4 @@
-"""Several processes: the same curve, whoever computes it; checkpoints between them; and what one must tell the others."""
+"""Several processes: the same curve, whoever computes it; checkpoints between them; what one must tell the others."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def workers():
 
 @pytest.fixture
 def train(workers, data, tmp_path):
-    """train(2, "--max_iters=3") -> ([exit codes], stdout, stderr) of a small run of two processes into tmp_path / "out"."""
+    """train(2, "--max_iters=3") -> ([exit codes], stdout, stderr) of a small run into tmp_path / "out"."""
 
     def train(n: int, *args: object, before: str = "") -> tuple[list, str, str]:
         quick = ["--gradient_accumulation_steps=2", "--warmup_iters=2", "--lr_decay_iters=50", "--learning_rate=1e-3"]
@@ -135,8 +135,8 @@ def test_a_checkpoint_for_any_number_of_processes(train, workers, tmp_path):
     out = tmp_path / "out"
     assert sorted(path.name for path in out.iterdir()) == ["best", "ckpt", "log.jsonl", "previous"]
     assert sum(path.suffix == ".safetensors" for path in (out / "ckpt").iterdir()) == 2
-    code, text, _ = workers.run(1, "sample.py", f"--out_dir={out}", "--num_samples=1", "--max_new_tokens=9", "--start=t",
-                                "--device=cpu")  # fmt: skip
+    sampling = ("--num_samples=1", "--max_new_tokens=9", "--start=t", "--device=cpu")
+    code, text, _ = workers.run(1, "sample.py", f"--out_dir={out}", *sampling)
     assert code == [0] and "step 3" in text
     for n, steps, parallel in ((3, 6, "fsdp"), (1, 9, "fsdp"), (2, 12, "ddp"), (2, 15, "fsdp")):
         codes, text, err = train(n, "--init_from=resume", *batch, f"--parallel={parallel}", f"--max_iters={steps}")
