@@ -95,6 +95,7 @@ parallel: Literal["ddp", "fsdp"] = "ddp"  # of several processes each has the wh
 backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # of torch.distributed: nccl on CUDA, gloo elsewhere
 device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on a GPU that has it, else float16
+tf32 = True  # matrix products of float32 in TF32, on GPUs that have it
 compile: bool | None = None  # torch.compile the model; None: on CUDA only
 seed = 1337  # of weights, batches, dropout
 # -----------------------------------------------------------------------------
@@ -204,7 +205,7 @@ with user_errors():
     torch.manual_seed(seed)  # the same weights everywhere
 sharded = parallel == "fsdp" and world > 1
 compile = device_type == "cuda" if compile is None else compile
-torch.set_float32_matmul_precision("high")  # TF32 where there is any
+torch.set_float32_matmul_precision("high" if tf32 else "highest")
 torch.set_flush_denormal(True)  # on a CPU the tiniest weights of attention, ALiBi above all, cost several times a zero
 
 # -----------------------------------------------------------------------------
@@ -556,7 +557,7 @@ while True:
     pause = time.perf_counter()
     evaluated = eval_only or it % eval_interval == 0 or it == max_iters
     due = it % save_interval == 0 if save_interval else evaluated and always_save_checkpoint
-    if evaluated or due or it >= max_iters:
+    if evaluated or due or stop or it >= max_iters:
         settle(0)
     best = False
     if evaluated and not failed:

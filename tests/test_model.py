@@ -122,6 +122,47 @@ def test_bfloat16_autocast_stays_near_float32(core, length, kwargs):
     assert all(p.grad.isfinite().all() for p in gpt.parameters())
 
 
+@cores
+@pytest.mark.parametrize("length", [T, 300])
+def test_bfloat16_autocast_gradients_stay_near_float32(core, length):
+    """All of them together, to a few of bfloat16's steps of 2^-8."""
+    gpt, x = GPT(config(attention=core, block_size=300, heads="SSLL", window=20)), torch.randint(V, (2, length))
+    grads = []
+    for half in (False, True):
+        gpt.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            gpt(x, x)[1].backward()
+        grads.append(torch.cat([p.grad.flatten() for p in gpt.parameters()]))
+    assert 0 < (grads[1] - grads[0]).norm() < 4 * 2**-8 * grads[0].norm()
+
+
+@cores
+@pytest.mark.parametrize("position", ["learned", "t5"])
+def test_activation_checkpointing_changes_memory_alone(core, position):
+    """The same loss and gradients, bit for bit, dropout included; less is kept for the backward pass."""
+    position = "rope" if core == "beta" and position == "t5" else position
+    c = config(attention=core, heads="SL", window=4, position=position, dropout=0.2, n_layer=4)
+    plain, again = GPT(c), GPT(replace(c, activation_checkpointing=True))
+    again.load_state_dict(plain.state_dict())
+    x, found = tokens(), []
+    for gpt in (plain, again):
+        kept = []
+
+        def keep(t: torch.Tensor, kept: list = kept) -> torch.Tensor:
+            kept.append(t.numel())
+            return t
+
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            loss = gpt(x, x)[1]
+        forward = sum(kept)
+        loss.backward()
+        found.append((loss, forward, [p.grad for p in gpt.parameters()]))
+    assert torch.equal(found[0][0], found[1][0]) and found[1][1] < found[0][1] / 3
+    assert all(torch.equal(a, b) for a, b in zip(found[0][2], found[1][2], strict=True))
+    assert torch.equal(plain.eval()(x)[0], again.eval()(x)[0])
+
+
 def test_layer_heads_are_tiled():
     assert config(heads="SSL", window=1).layer_heads(0) == "SSLS"
     c = config(heads="S/SL", window=1, n_layer=3)

@@ -620,7 +620,7 @@ def test_bench_refuses(run, wrong, says):
 
 
 SCRIPTS = ["train.py", "sample.py", "bench.py", "data/shakespeare_char/prepare.py", "experiments/shakespeare_cores.py"]
-SCRIPTS += ["experiments/choices.py", "scripts/export_hf.py"]
+SCRIPTS += ["experiments/choices.py", "experiments/laser_precision.py", "scripts/export_hf.py", "tests/faults.py"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -693,3 +693,19 @@ def test_the_first_tables_experiment(run, data, tmp_path, monkeypatch):
     assert "seed 1" not in again and rows == [line for line in again.splitlines() if line.startswith("| ")]
     (tmp_path / "runs" / "beta-1" / "done").write_text("another command")
     assert run("experiments/shakespeare_cores.py", *flags)[1].count("seed 1") == 1
+
+
+def test_lasers_precision(run, data, tmp_path):
+    """That ours is as exact as softmax where rounding exp(v) is not; and that it stays so for large values."""
+    (tmp_path / "small.py").write_text(
+        f"dataset = {data!r}\nblock_size = 32\nn_layer = 2\nn_head = 4\nn_embd = 32\nmax_iters = 3\n"
+        "batch_size = 4\ngradient_accumulation_steps = 1\neval_iters = 1\ndevice = 'cpu'\n"
+    )
+    flags = (f"--config_file={tmp_path / 'small.py'}", f"--out_dir={tmp_path / 'run'}", "--batches=2", "--batch_size=4")
+    code, out, err = run("experiments/laser_precision.py", *flags, "--device=cpu")
+    assert code == 0 and "4 q, k and v of shape (4, 4, 32, 8)" in out, err
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith(("| LASER", "| softmax"))]
+    error = {name: [float(e) for e in numbers] for name, *numbers in rows[:4]}
+    large = {name: [float(e) for e in numbers] for name, *numbers in rows[4:]}
+    assert error["LASER, ours"][0] < 1.5 * error["softmax"][0] < 0.005 < error["LASER, vanilla"][0]
+    assert max(large["LASER, ours"]) < 0.005 and len(large) == 4

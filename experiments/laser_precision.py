@@ -1,0 +1,115 @@
+"""LASER's appendix A.5: how much of the attention's output bfloat16 loses, with and without the shift of its values.
+
+    python experiments/laser_precision.py
+
+Trains a LASER model with the CPU config, unless it is there, and takes the queries, keys and values of its layers on
+the validation text, rounded to bfloat16. Each way to compute attention from them in bfloat16 is compared with the
+same in float64: ||y - y_exact|| / ||y_exact|| of each layer and batch, its mean and standard deviation. The second
+table multiplies the values, as a model's may grow.
+"""
+
+import os
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import checkpoint
+from configurator import configure, pick_device, user_errors
+from dataset import ROOT, Tokens, folder_of
+from experiments.runs import finished
+from model import ATTENTION, GPT
+
+config_file = "config/train_shakespeare_char_cpu.py"  # of the run
+out_dir = "out-laser-precision"  # the run's folder
+extra = ""  # more flags of train.py, separated by spaces
+batches = 50  # of validation windows
+batch_size = 12  # windows per batch
+device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
+
+
+def vanilla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """log(softmax(s) exp(v)), as it stands (equation 6)."""
+    return F.scaled_dot_product_attention(q, k, v.exp(), is_causal=True).log()
+
+
+def shifted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The log-weighted-sum-exp trick, with the largest value of each channel (algorithm 1)."""
+    m = v.amax(-2, keepdim=True)
+    return F.scaled_dot_product_attention(q, k, (v - m).exp(), is_causal=True).log() + m
+
+
+WAYS: dict[str, tuple[Callable, str]] = {
+    "LASER, vanilla": (vanilla, "laser"),
+    "LASER, the paper's shift": (shifted, "laser"),
+    "LASER, ours": (ATTENTION["laser"], "laser"),
+    "softmax": (ATTENTION["softmax"], "softmax"),
+}
+
+
+def recorded(model: GPT, batch: torch.Tensor) -> list[tuple]:
+    """(q, k, v) of each layer on a batch, in bfloat16."""
+    found = []
+
+    def recording(core: Callable) -> Callable:
+        def attend(q, k, v, **kwargs):
+            found.append(tuple(t.bfloat16() for t in (q, k, v)))
+            return core(q, k, v, **kwargs)
+
+        return attend
+
+    cores = [block.attn.core for block in model.transformer.h]
+    for block, core in zip(model.transformer.h, cores, strict=True):
+        block.attn.core = recording(core)
+    model(batch)
+    for block, core in zip(model.transformer.h, cores, strict=True):
+        block.attn.core = core
+    return found
+
+
+def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list[float]:
+    """The relative error of each of the inputs, with their values times factor; infinity where it is not finite."""
+    out = []
+    for q, k, v in inputs:
+        v = v * factor
+        exact = ATTENTION[core](*(t.double() for t in (q, k, v)))
+        error = ((way(q, k, v).double() - exact).norm() / exact.norm()).item()
+        out.append(error if error < float("inf") else float("inf"))
+    return out
+
+
+@torch.no_grad()
+def main() -> None:
+    os.chdir(ROOT)
+    flags = [config_file, "--attention=laser", *extra.split()]
+    finished("LASER", flags, out_dir)
+    state = checkpoint.load(os.path.join(out_dir, checkpoint.LATEST))
+    where, _, _ = pick_device(device, "float32")
+    model = GPT.from_checkpoint(state).eval().to(where)
+    tokens = Tokens(folder_of(state["config"]["dataset"]), "val", model.config.block_size)
+    inputs = [layer for x, _ in tokens.eval_batches(batches, batch_size) for layer in recorded(model, x.to(where))]
+    ranges = torch.stack([(v.amax(-2) - v.amin(-2)).amax().float() for _, _, v in inputs])
+    shape = tuple(inputs[0][0].shape)
+    print(
+        f"{len(inputs)} q, k and v of shape {shape} on {where}; the values of a channel span up to {ranges.max():.1f}"
+    )
+    print("\n| in bfloat16 | relative error, mean | standard deviation |\n|---|---|---|")
+    for name, (way, core) in WAYS.items():
+        e = errors(way, core, inputs, 1.0)
+        print(f"| {name} | {statistics.mean(e):.5f} | {statistics.pstdev(e):.5f} |")
+    factors = (3.0, 10.0, 30.0)
+    print(f"\n| values times | {' | '.join(f'{f:g}' for f in factors)} |\n|---|{'---|' * len(factors)}")
+    for name, (way, core) in WAYS.items():
+        means = (statistics.mean(errors(way, core, inputs[:: max(1, len(inputs) // 12)], f)) for f in factors)
+        print(f"| {name} | {' | '.join(f'{m:.5f}' for m in means)} |")
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()
