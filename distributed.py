@@ -3,6 +3,7 @@
 torchrun starts the processes, and tells each its RANK, its LOCAL_RANK on this machine and the WORLD_SIZE.
 """
 
+import importlib.util
 import inspect
 import os
 from collections.abc import Callable
@@ -79,6 +80,8 @@ def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -
 
 
 def _sharded(model, device_type, dtype):
+    if importlib.util.find_spec("safetensors") is None:
+        raise ImportError("--parallel=fsdp saves through safetensors: pip install safetensors")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

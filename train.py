@@ -306,7 +306,8 @@ with user_errors():
 raw_model = model if sharded else model.to(device)
 model = eval_model = compiled(model) if compile else model
 if world > 1:
-    model = shared(model, parallel, device, getattr(torch, dtype))
+    with user_errors():
+        model = shared(model, parallel, device, getattr(torch, dtype))
     eval_model = model if sharded else eval_model  # DDP's processes would have to run in step
 settings = Settings(learning_rate, (beta1, beta2), weight_decay, device_type in ("cuda", "cpu"), muon_lr, muon_beta)
 optimizers = OPTIMIZER[optimizer](raw_model, settings)

@@ -101,7 +101,7 @@ def main() -> None:
     for name, (way, core) in WAYS.items():
         e = errors(way, core, inputs, 1.0)
         print(f"| {name} | {statistics.mean(e):.5f} | {statistics.pstdev(e):.5f} |")
-    factors = (3.0, 10.0, 30.0)
+    factors = (3.0, 10.0, 100.0)
     print(f"\n| values times | {' | '.join(f'{f:g}' for f in factors)} |\n|---|{'---|' * len(factors)}")
     for name, (way, core) in WAYS.items():
         means = (statistics.mean(errors(way, core, inputs[:: max(1, len(inputs) // 12)], f)) for f in factors)
