@@ -374,7 +374,7 @@ class Keeper:
 
     def _step_aside(self, path: str) -> str | None:
         """Gives the latest checkpoint a name of its own, before the next one takes its place. Returns a new name."""
-        if self.step is not None and self.keep > 1 and os.path.exists(path):
+        if self.step is not None and os.path.exists(path) and (self.keep > 1 or os.path.isdir(path)):
             stem, suffix = os.path.splitext(path)
             older = f"{stem}-{self.step:08d}{suffix}"
             if os.path.isdir(path):
@@ -403,6 +403,13 @@ def remove(path: str) -> None:
         shutil.rmtree(path)
     elif os.path.exists(path):
         os.remove(path)
+
+
+def tidy(folder: str) -> None:
+    """Deletes what a run that was killed has left half written."""
+    for name in os.listdir(folder):
+        if re.fullmatch(r"(ckpt|best)(-\d+)?(\.pt)?\.(tmp|old)", name):
+            remove(os.path.join(folder, name))
 
 
 def _link(path: str, other: str) -> None:

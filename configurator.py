@@ -68,6 +68,9 @@ def _excepthook(kind: type, error: BaseException, trace: types.TracebackType | N
         sys.__excepthook__(kind, error, trace)
 
 
+sys.excepthook = _excepthook
+
+
 def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
     """Reads the config files and flags of the command line.
 
@@ -76,7 +79,6 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
     Returns (config, given): every flag's value, and for each flag that was set where: "command line" or
     the config file's path. Exits with code 2 on a mistake and with 0 after --help.
     """
-    sys.excepthook = _excepthook
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a ?
     flags = _flags(script, dataclasses)

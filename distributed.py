@@ -6,6 +6,8 @@ torchrun starts the processes, and tells each its RANK, its LOCAL_RANK on this m
 import importlib.util
 import inspect
 import os
+import signal
+import sys
 from collections.abc import Callable
 
 import torch
@@ -18,9 +20,13 @@ launch = launch and f"{launch} {os.getppid()}"  # an id that users choose may co
 
 
 def say(*args: object, **kwargs: object) -> None:
-    """print, by one process."""
+    """print, by one process. Where nobody reads any more, as after `| head`, it asks itself to stop."""
     if master:
-        print(*args, flush=True, **kwargs)
+        try:
+            print(*args, flush=True, **kwargs)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def connect(backend: str) -> None:

@@ -9,11 +9,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Literal
 
+from configurator import configure, pick_device, user_errors  # first: makes a sentence of Ctrl-C from here on
+
+# isort: split
 import torch
 
 import checkpoint
 import dataset
-from configurator import configure, pick_device, user_errors
 from model import GPT
 
 init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one

@@ -23,10 +23,12 @@ from dataclasses import fields
 from dataclasses import replace as with_fields
 from typing import Literal, NoReturn
 
+from configurator import configure, fail, pick_device, user_errors  # first: makes a sentence of Ctrl-C from here on
+
+# isort: split
 import torch
 
 import checkpoint
-from configurator import configure, fail, pick_device, user_errors
 from dataset import Tokens, folder_of, read_meta, replace, tokenizer
 from distributed import (
     by_master,
@@ -128,9 +130,12 @@ def restore(saved: dict) -> None:
 def to_resume() -> str | None:
     """The checkpoint to go on from, if any: --init_from=resume asks for it; torchrun starts anew what it started."""
     resume = config["init_from"] == "resume"
-    if not resume and not checkpoint.names(config["out_dir"]):
+    try:
+        path, skipped = checkpoint.newest(config["out_dir"])
+    except ValueError:
+        if resume:
+            raise
         return None
-    path, skipped = checkpoint.newest(config["out_dir"])
     if not resume and checkpoint.load(path, verify=False, lazily=True).get("launch") != launch:
         return None  # of an older run
     for why in skipped:
@@ -472,6 +477,7 @@ if master and not eval_only:
                 kept = [line for line in f if step_of(line) < start]
         else:
             checkpoint.set_aside(out_dir)
+        checkpoint.tidy(out_dir)
         replace(log_path, "".join(kept).encode())
         log_file = open(log_path, "a", buffering=1)
         checkpoint.claim(log_file)
@@ -550,7 +556,7 @@ def settle(left: int) -> None:
 # -----------------------------------------------------------------------------
 # training
 model.train()
-loader = ThreadPoolExecutor(1)  # one batch ahead
+loader = ThreadPoolExecutor(1, initializer=lambda: device_type == "cuda" and torch.cuda.set_device(device))
 it, stop, failed, overflowed, problem = start, False, False, False, ""
 since, since_it = time.perf_counter(), start  # of the last log line
 while True:
@@ -588,7 +594,7 @@ while True:
     since += time.perf_counter() - pause  # the clock of the log line stands still meanwhile
 
     # one step, on the mean of the micro-batches' gradients
-    upcoming = loader.submit(get_batch, it + 1)
+    upcoming = loader.submit(get_batch, it + 1)  # meanwhile
     lr = get_lr(it)
     for group in (group for o in optimizers for group in o.param_groups):
         group["lr"] = lr * group["scale"]
@@ -634,8 +640,11 @@ keeper.wait()
 say(f"{it - start} steps; {time.perf_counter() - _began:.1f} s with everything after the imports")
 if keeper.error:
     fail(keeper.error)
-if failed:
-    print(f"\nstep {it}: {problem or 'another process cannot go on'}; {out_dir} is saved", file=sys.stderr)
+if failed and (problem or master):
+    kept = f"; {out_dir} is saved" if it > start and not eval_only else ""
+    print(f"\nstep {it}: {problem or 'another process cannot go on'}{kept}", file=sys.stderr)
+elif failed:
+    pass
 elif stop:
     say(f"\nstopped by signal after {it} steps; {out_dir} is saved: --init_from=resume --out_dir={out_dir} goes on")
 elif sample_tokens and not eval_only and (master or sharded):

@@ -156,6 +156,17 @@ def test_a_disk_that_is_full(train, tmp_path, background):
     assert train("--init_from=resume", "--max_iters=10")[0] == 0 and state(tmp_path)["iter_num"] == 10
 
 
+def test_what_a_killed_run_left_half_written_is_deleted(train, tmp_path):
+    train("--max_iters=2")
+    before = files(tmp_path)
+    for name in ("ckpt.pt.tmp", "best.pt.tmp", "ckpt-00000002.pt.tmp"):
+        (tmp_path / "out" / name).write_bytes(b"half")
+    for name in ("ckpt.tmp", "best.old"):
+        (tmp_path / "out" / name).mkdir()
+    (tmp_path / "out" / "mine.tmp").write_bytes(b"not the run's")
+    assert train("--init_from=resume", "--max_iters=2")[0] == 0 and files(tmp_path) == sorted([*before, "mine.tmp"])
+
+
 def test_two_runs_cannot_share_a_folder(train, tmp_path):
     pytest.importorskip("fcntl")
     train("--max_iters=2")
@@ -317,6 +328,18 @@ def script(data, tmp_path) -> list:
 def wait_for(path, rows: int, process: subprocess.Popen) -> None:
     while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= rows):
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away(tmp_path, script):
+    """As in `train.py | head`: the run stops, and keeps what it has."""
+    command = [sys.executable, *script, "--max_iters=1000000", "--eval_interval=1000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        while not run.stdout.readline().startswith("iter 3:"):
+            pass
+        run.stdout.close()
+        assert run.wait(timeout=60) == 143 and "Traceback" not in run.stderr.read()
+    assert state(tmp_path)["iter_num"] > 3
 
 
 @pytest.mark.slow
