@@ -6,9 +6,9 @@ Of a sharded run it is a folder: each process's share in shard-*.safetensors, th
 and all else in run.pt. Nothing is unpickled but what `weights_only=True` allows.
 """
 
+import errno
 import glob
 import os
-import pickle
 import re
 import shutil
 import threading
@@ -27,6 +27,7 @@ LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"
 SHARDED = {LATEST: "ckpt", BEST: "best"}  # the names of folders
 KEYS = ("model", "model_args", "iter_num", "best_val_loss", "config")
 VERSION = 1  # of the format; nanoGPT's files have none
+FOLDER = 16  # a zip entry's attribute, which PyTorch believes although no checksum covers it
 
 # -----------------------------------------------------------------------------
 # one checkpoint
@@ -96,7 +97,10 @@ def save(path: str, state: dict) -> None:
 
 
 def _unwritten(path: str, state: dict, error: Exception) -> OSError:
-    reason = str(error).splitlines()[0]
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    full = (os.strerror(code) for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT))
+    if not any(words in reason for words in (*full, "unexpected pos")):  # the last is torch's own
+        return OSError(f"cannot write {path}: {reason}. What was there before is untouched")
     needed = sum(x.numel() * x.element_size() for x in tensors(state)[0].values()) / 2**20
     free = shutil.disk_usage(os.path.dirname(path) or ".").free / 2**20
     return OSError(
@@ -117,19 +121,11 @@ def load(path: str, verify: bool = True, lazily: bool = False) -> dict:
         others = [os.path.join(folder, name) for name in names(folder)]
         hint = f"there is {', '.join(others)}" if others else "train first, or name its folder with --out_dir="
         raise ValueError(f"there is no checkpoint {path}; {hint}")
+    state = _opened(path, verify, lazily)
     if os.path.isdir(path):
-        state = _load(os.path.join(path, "run.pt"), path, verify, lazily)
-        for name, (size, checksum) in _entry(state, "shards", path).items():
-            shard = os.path.join(path, name)
-            if not os.path.exists(shard) or os.path.getsize(shard) != size:
-                raise ValueError(f"{path} is damaged: {name} is missing or does not have its {size:,} bytes")
-            if verify and crc32(shard) != checksum:
-                raise ValueError(f"{path} is damaged: {name} does not have its checksum")
         read = _read(path, {name: None for name in _names_in(path) if name.startswith("model/")})
         read |= {alias: read[name] for alias, name in _entry(state, "aliases", path).items()}
         state["model"] = {name.removeprefix("model/"): x for name, x in read.items()}
-    else:
-        state = _load(path, path, verify, lazily)
     if "tokenizer" not in state:  # nanoGPT's own: compiled names, mask buffers, the exact GELU
         weights = {key.removeprefix("_orig_mod."): value for key, value in state["model"].items()}
         state["model"] = {key: value for key, value in weights.items() if not key.endswith(".attn.bias")}
@@ -138,18 +134,33 @@ def load(path: str, verify: bool = True, lazily: bool = False) -> dict:
     return state
 
 
+def _opened(path: str, verify: bool, lazily: bool) -> dict:
+    """load, with None for the tensors of a sharded one."""
+    if not os.path.isdir(path):
+        return _load(path, path, verify, lazily)
+    state = _load(os.path.join(path, "run.pt"), path, verify, lazily)
+    for name, (size, checksum) in _entry(state, "shards", path).items():
+        shard = os.path.join(path, name)
+        if not os.path.exists(shard) or os.path.getsize(shard) != size:
+            raise ValueError(f"{path} is damaged: {name} is missing or does not have its {size:,} bytes")
+        if verify and crc32(shard) != checksum:
+            raise ValueError(f"{path} is damaged: {name} does not have its checksum")
+    return state
+
+
 def _load(path: str, name: str, verify: bool, lazily: bool) -> dict:
     """One of torch.save's files, checked; name: what its user calls it."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip() if verify else None  # torch.load does not check the CRCs
+            damaged = damaged or next((x.filename for x in archive.infolist() if x.external_attr & FOLDER), None)
         state = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
-    except (zipfile.BadZipFile, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a flipped bit may make anything of a pickle
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{name} is damaged or no checkpoint: {reason}") from None
     if damaged:
         raise ValueError(f"{name} is damaged: its record {damaged} does not have its checksum")
-    if not isinstance(state, dict) or any(key not in state for key in KEYS):
+    if not isinstance(state, dict) or any(key not in state for key in KEYS) or not isinstance(state["iter_num"], int):
         raise ValueError(f"{name} is not a checkpoint of train.py: it needs the entries {', '.join(KEYS)}")
     if state.get("version", VERSION) != VERSION:
         raise ValueError(f"{name} has version {state['version']} of the format; this train.py knows version {VERSION}")
@@ -192,6 +203,8 @@ def save_sharded(path: str, state: dict, before: Callable = lambda: None) -> Non
         raise ValueError(problem)
     aside = path + ".tmp"
     found, aliases = tensors({key: state[key] for key in ("model", "optimizer")})
+    aliases = distributed.gathered(aliases)[0]  # an empty share does not show what it is one of; the master's is not
+    found = {name: x for name, x in found.items() if name not in aliases}
     distributed.by_master(lambda: (shutil.rmtree(aside, ignore_errors=True), os.makedirs(aside)))
     try:
         dcp_save(found, storage_writer=HuggingFaceStorageWriter(aside, save_distributed=True))
@@ -205,8 +218,12 @@ def save_sharded(path: str, state: dict, before: Callable = lambda: None) -> Non
     rest["aliases"] = aliases
 
     def publish() -> None:
-        with written_aside(os.path.join(aside, "run.pt")) as f:
-            torch.save(rest, f)
+        try:
+            with written_aside(os.path.join(aside, "run.pt")) as f:
+                torch.save(rest, f)
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise _unwritten(path, state, error) from None
         before()
         _put(aside, path)
 
@@ -288,23 +305,19 @@ def names(folder: str) -> list[str]:
     return [name for name in (LATEST, "ckpt", *older, BEST, "best") if name in found]
 
 
-def newest(folder: str) -> tuple[str, list[str]]:
-    """(path, skipped): the newest intact checkpoint of a run, and why newer ones are not it, a sentence each.
-
-    Raises ValueError where there is none.
+def newest(folder: str) -> tuple[str, list, list[str]]:
+    """(path, launch, skipped): the newest intact checkpoint of a run, what it says of who started it, and why newer
+    ones are not it, a sentence each. Raises ValueError where there is none.
     """
     found, skipped = [], []
-    for name in names(folder):
-        path = os.path.join(folder, name)
-        file = os.path.join(path, "run.pt") if os.path.isdir(path) else path
+    for path in (os.path.join(folder, name) for name in names(folder)):
         try:
-            found.append((_load(file, path, verify=False, lazily=True)["iter_num"], path))
+            found.append((_opened(path, verify=False, lazily=True)["iter_num"], path))
         except ValueError as error:
             skipped.append(str(error))
     for _, path in sorted(found, reverse=True, key=lambda entry: entry[0]):
         try:
-            load(path, lazily=True)
-            return path, skipped
+            return path, _opened(path, verify=True, lazily=True).get("launch", []), skipped
         except ValueError as error:
             skipped.append(str(error))
     if len(skipped) > 1:
@@ -367,8 +380,8 @@ class Keeper:
                 if best and latest:
                     _link(path, os.path.join(self.folder, SHARDED[BEST] if self.sharded else BEST))
                 self._prune(latest, best)
-        except (OSError, ValueError) as error:
-            self.error = error
+        except Exception as error:  # in the background it would be lost
+            self.error = error if isinstance(error, (OSError, ValueError)) else _unwritten(path, state, error)
             if aside:
                 remove(aside)
 
@@ -399,17 +412,19 @@ class Keeper:
 
 def remove(path: str) -> None:
     """Deletes a checkpoint, if it is there."""
-    if os.path.isdir(path):
+    if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
-    elif os.path.exists(path):
+    elif os.path.lexists(path):
         os.remove(path)
 
 
 def tidy(folder: str) -> None:
-    """Deletes what a run that was killed has left half written."""
-    for name in os.listdir(folder):
-        if re.fullmatch(r"(ckpt|best)(-\d+)?(\.pt)?\.(tmp|old)", name):
-            remove(os.path.join(folder, name))
+    """Deletes what a run that was killed has left half written, and puts back what was about to be replaced."""
+    for path in (os.path.join(folder, name) for name in os.listdir(folder)):
+        if re.fullmatch(r"(ckpt|best)(-\d+)?(\.pt)?\.(tmp|old)", os.path.basename(path)):
+            if path.endswith(".old") and not os.path.exists(path[:-4]):
+                os.rename(path, path[:-4])
+            remove(path)
 
 
 def _link(path: str, other: str) -> None:
@@ -419,7 +434,8 @@ def _link(path: str, other: str) -> None:
         try:
             os.link(a, b)
         except OSError:
-            shutil.copy(a, b)
+            with open(a, "rb") as source, written_aside(b) as f:
+                shutil.copyfileobj(source, f)
 
     aside = other + ".tmp"
     remove(aside)

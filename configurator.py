@@ -37,7 +37,7 @@ class Flag:
 
 def fail(message: object) -> typing.NoReturn:
     """Prints a user's mistake on stderr and exits with code 2."""
-    if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks for all
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one process speaks for all of its machine
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
     sys.exit(2)
 

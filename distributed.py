@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 
@@ -15,8 +16,21 @@ import torch.distributed as dist
 
 rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 master = rank == 0
-launch = os.environ.get("TORCHELASTIC_RUN_ID")  # what torchrun has started, and starts again after a process has died
-launch = launch and f"{launch} {os.getppid()}"  # an id that users choose may come again
+
+
+def launch() -> str | None:
+    """A name for the torchrun that has started this process, and starts it again after one has died; None without one.
+
+    --rdzv_id alone is not enough, since users may give it again, nor is a process number, which containers repeat.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    name = f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
+    try:
+        with open(f"/proc/{os.getppid()}/stat") as f:  # where there is one, when it was started
+            return f"{name} {f.read().rpartition(')')[2].split()[19]}"
+    except OSError:
+        return name
 
 
 def say(*args: object, **kwargs: object) -> None:
@@ -53,12 +67,12 @@ def gathered(value: object) -> list:
 
 
 def by_master(f: Callable) -> object:
-    """What f() gives the master, on every process; a ValueError or an OSError of it is raised on every process."""
+    """What f() gives the master, on every process, where its ValueError, OSError or ImportError is raised as well."""
     result = error = None
     if master:
         try:
             result = f()
-        except (ValueError, OSError) as problem:
+        except (ValueError, OSError, ImportError) as problem:
             error = problem
     result, error = gathered((result, error))[0]
     if error is not None:
@@ -71,7 +85,7 @@ def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -
 
     ddp: each has all of it (Li et al. 2020). fsdp: each has its share of every parameter, and the whole of a
     block while it computes that block (Zhao et al. 2023, as fully_shard, in place): its parameters are in
-    dtype there, gradients are summed in float32.
+    dtype there, gradients are summed in float32, after every micro-batch, so that no process holds all of them.
     """
     if kind == "fsdp":
         return _sharded(model, device.split(":")[0], dtype)

@@ -624,7 +624,7 @@ class L2Norm(nn.Module):
 
     def __init__(self, scale: float | None = None):
         super().__init__()
-        self.scale = None if scale is None else nn.Parameter(torch.tensor(scale))
+        self.scale = None if scale is None else nn.Parameter(torch.tensor([scale]))  # FSDP2 shares no scalars out
 
     def forward(self, x):
         x = F.normalize(at_least_float32(x), dim=-1)

@@ -33,6 +33,7 @@ from dataset import Tokens, folder_of, read_meta, replace, tokenizer
 from distributed import (
     by_master,
     connect,
+    gathered,
     launch,
     local_rank,
     master,
@@ -131,12 +132,12 @@ def to_resume() -> str | None:
     """The checkpoint to go on from, if any: --init_from=resume asks for it; torchrun starts anew what it started."""
     resume = config["init_from"] == "resume"
     try:
-        path, skipped = checkpoint.newest(config["out_dir"])
+        path, theirs, skipped = checkpoint.newest(config["out_dir"])
     except ValueError:
         if resume:
             raise
         return None
-    if not resume and checkpoint.load(path, verify=False, lazily=True).get("launch") != launch:
+    if not resume and not set(launches) & set(theirs or []):
         return None  # of an older run
     for why in skipped:
         say(f"resume: skipping a checkpoint: {why}")
@@ -146,9 +147,11 @@ def to_resume() -> str | None:
 
 
 saved = saved_path = None
+launches = [launch()]  # of each machine, one of which may be replaced
 with user_errors():
-    if config["init_from"] == "resume" or (launch and not config["eval_only"]):
+    if config["init_from"] == "resume" or (launch() and not config["eval_only"]):
         connect(config["backend"])
+        launches = sorted({name for name in gathered(launch()) if name})
         saved_path = by_master(to_resume)
     if saved_path:
         config["init_from"] = "resume"
@@ -206,9 +209,11 @@ with user_errors():
         device = f"cuda:{local_rank}"
     if device_type == "cuda":
         torch.cuda.set_device(device)
+    sharded = parallel == "fsdp" and world > 1
+    if sharded and save_in_background:
+        raise ValueError("--save_in_background: with --parallel=fsdp all processes write together, and training waits")
     connect(backend)
     torch.manual_seed(seed)  # the same weights everywhere
-sharded = parallel == "fsdp" and world > 1
 compile = device_type == "cuda" if compile is None else compile
 torch.set_float32_matmul_precision("high" if tf32 else "highest")
 torch.set_flush_denormal(True)  # on a CPU the tiniest weights of attention, ALiBi above all, cost several times a zero
@@ -284,16 +289,22 @@ def to_device(batch: tuple) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compiled(model: torch.nn.Module) -> torch.nn.Module:
-    """torch.compile(model), tried on one micro-batch; where that fails the model itself, saying why."""
+    """torch.compile(model), tried on one micro-batch; where that fails the model itself, saying why.
+
+    Of several processes it is compiled where it is used, inside of DDP, which sends gradients while others are still
+    computed, or block by block, which FSDP2 puts together; what fails there is left as it is, with a warning.
+    """
     say("compiling the model (a minute or so)...")
-    if sharded:  # block by block, which are put together anew for every step
-        torch._dynamo.config.suppress_errors = True
+    torch._dynamo.config.suppress_errors = world > 1
+    if sharded:
         for block in model.transformer.h:
             block.compile()
         return model
+    if world > 1:
+        return torch.compile(model)
     try:
         fast = torch.compile(model)
-        with torch.random.fork_rng(), amp:
+        with amp:
             fast(x[:batch_size], y[:batch_size])[1].backward()
     except Exception as error:
         why = (str(error).strip() or "no reason given").splitlines()[0]
@@ -346,7 +357,7 @@ if saved:
         best_val_loss = saved["best_val_loss"]  # of the same windows
     else:
         say("resume: evaluation is over other windows, so the best validation loss starts anew")
-    scaler.load_state_dict(saved.get("scaler", scaler.state_dict()))
+    scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # it is empty of other precisions
 in_background = device_type == "cuda" if save_in_background is None else save_in_background
 keeper = checkpoint.Keeper(out_dir, keep_checkpoints, in_background, sharded)
 keeper.step = start if saved and os.path.basename(saved_path) in (checkpoint.LATEST, "ckpt") else None
@@ -386,19 +397,20 @@ def estimate_loss() -> dict[str, float]:
     raw_model.eval()
     losses, wrong = {}, ""
     for split, tokens in data.items():
-        total = torch.zeros(3, dtype=torch.float64)  # loss, windows, processes with a problem
         try:
-            for batch in tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world):
-                x, y = to_device(batch)
-                with forward_pass():
-                    loss = eval_model(x, y)[1].item()
-                if (batch[1] >= 0).any():
-                    total += torch.tensor([loss * len(x), len(x), 0])
+            batches = list(tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world))
         except (ValueError, OSError) as error:
-            wrong, total[2] = str(error), 1
-        total = summed(total)
-        if total[2]:
+            wrong = str(error)
+        if summed(torch.tensor(float(wrong != ""))):  # before anyone computes, together with those who cannot
             raise ValueError(wrong or "another process could not read its data")
+        total = torch.zeros(2, dtype=torch.float64)  # loss, windows
+        for batch in batches:
+            x, y = to_device(batch)
+            with forward_pass():
+                loss = eval_model(x, y)[1].item()
+            if (batch[1] >= 0).any():
+                total += torch.tensor([loss * len(x), len(x)])
+        total = summed(total)
         losses[split] = (total[0] / total[1]).item()
     raw_model.train()
     return losses
@@ -430,7 +442,7 @@ def save(it: int, latest: bool, best: bool) -> Exception | None:
         "config": config,
         "tokenizer": meta["tokenizer"],
         "data": checksums,
-        "launch": launch,
+        "launch": launches,
     }
     return keeper.save(state, latest, best)
 
@@ -469,13 +481,12 @@ if master and not eval_only:
     with user_errors():
         os.makedirs(out_dir, exist_ok=True)
         log_path = os.path.join(out_dir, checkpoint.LOG)
-        log_file = open(log_path, "a")
+        log_file = open(log_path, "a+")
         checkpoint.claim(log_file)
-        kept = []
-        if init_from == "resume":  # rows past the checkpoint are trained again
-            with open(log_path) as f:
-                kept = [line for line in f if step_of(line) < start]
-        else:
+        log_file.seek(0)
+        kept = [line for line in log_file if step_of(line) < start]  # rows past the checkpoint are trained again
+        if init_from != "resume":
+            kept = []
             checkpoint.set_aside(out_dir)
         checkpoint.tidy(out_dir)
         replace(log_path, "".join(kept).encode())
@@ -486,7 +497,10 @@ if master and not eval_only:
 def log(row: dict, line: str, passing: bool = False) -> None:
     """A row to log.jsonl and wandb, and its line; a passing line is overwritten by the next in a terminal."""
     if log_file:
-        log_file.write(json.dumps(row) + "\n")
+        try:
+            log_file.write(json.dumps(row) + "\n")
+        except OSError as error:  # a full disk ends no run
+            say(f"\ncannot write {log_path} ({error}): going on without that line")
         if wandb_log:
             wandb.log(row, step=row["iter"])
     if terminal:
@@ -505,11 +519,13 @@ def on_signal(number: int, frame: object) -> None:
         os.kill(os.getpid(), number)
     elif not stop_signal:
         stop_signal, stopped_at = number, time.monotonic()
-        say("\nstopping after this step (once more: at once)")
+        if master:  # print may be what was interrupted
+            os.write(2, b"\nstopping after this step (once more: at once)\n")
 
 
-signal.signal(signal.SIGINT, on_signal)
-signal.signal(signal.SIGTERM, on_signal)
+if not eval_only:
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
 
 # -----------------------------------------------------------------------------
 # what a step has been like: read from the device, agreed on by all processes
@@ -532,7 +548,7 @@ def settle(left: int) -> None:
             failed, it = True, step
             waiting.clear()
             return
-        if not math.isfinite(loss) or (overflowed and not scaler.is_enabled()):
+        if not math.isfinite(loss) or (overflowed and (not scaler.is_enabled() or scaler.get_scale() < 1)):
             diverged(step, f"the loss is {loss} and the gradient norm {norm}")
         if loss_spike and len(recent) == recent.maxlen:
             high = high + 1 if loss > loss_spike * sum(recent) / len(recent) else 0
@@ -561,12 +577,11 @@ it, stop, failed, overflowed, problem = start, False, False, False, ""
 since, since_it = time.perf_counter(), start  # of the last log line
 while True:
     # evaluation and checkpoints, of the weights after `it` steps
-    pause = time.perf_counter()
     evaluated = eval_only or it % eval_interval == 0 or it == max_iters
     due = it % save_interval == 0 if save_interval else evaluated and always_save_checkpoint
     if evaluated or due or stop or it >= max_iters:
         settle(0)
-    best = False
+    pause, best = time.perf_counter(), False
     if evaluated and not failed:
         try:
             losses = estimate_loss()
@@ -577,7 +592,7 @@ while True:
                 diverged(it, f"the losses of the evaluation are {losses}")
             row = {"iter": it, "train_loss": losses["train"], "val_loss": losses["val"]}
             log(row, f"step {it}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-            best = losses["val"] < best_val_loss and it > 0 and not eval_only
+            best = losses["val"] <= best_val_loss and it > 0 and not eval_only  # <: a kill could lose the file alone
             best_val_loss = losses["val"] if best else best_val_loss
     if eval_only:
         break
@@ -633,28 +648,36 @@ while True:
         problem = str(error)  # one more step, which is not made, tells the others
     it += 1
 
+
 # -----------------------------------------------------------------------------
+def first_tokens() -> tuple[list[int], int]:
+    """What the sample begins with, and the size of its vocabulary."""
+    tok = tokenizer(meta["tokenizer"])
+    newline = "\n" in meta["tokenizer"].get("vocab", "\n")
+    return tok.encode("\n") if newline else data["val"].ids[:1].tolist(), tok.n_vocab
+
+
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 keeper.wait()
 say(f"{it - start} steps; {time.perf_counter() - _began:.1f} s with everything after the imports")
 if keeper.error:
     fail(keeper.error)
-if failed and (problem or master):
+if failed:
     kept = f"; {out_dir} is saved" if it > start and not eval_only else ""
-    print(f"\nstep {it}: {problem or 'another process cannot go on'}{kept}", file=sys.stderr)
-elif failed:
-    pass
+    if problem or master:
+        print(f"\nstep {it}: {problem or 'another process cannot go on'}{kept}", file=sys.stderr)
 elif stop:
     say(f"\nstopped by signal after {it} steps; {out_dir} is saved: --init_from=resume --out_dir={out_dir} goes on")
 elif sample_tokens and not eval_only and (master or sharded):
     try:
-        tok = tokenizer(meta["tokenizer"])
-        start_ids = tok.encode("\n") if "\n" in meta["tokenizer"].get("vocab", "\n") else data["val"].ids[:1].tolist()
+        start_ids, n_vocab = by_master(first_tokens) if sharded else first_tokens()
         with amp, torch.compiler.set_stance("force_eager"):
             prompt = torch.tensor([start_ids], device=device)
-            ids = raw_model.eval().generate(prompt, sample_tokens, 0.8, vocab_size=tok.n_vocab, seed=seed)
-        say(f"\na sample (more of them: python sample.py --out_dir={out_dir}):\n{tok.decode(ids[0].tolist())}")
+            ids = raw_model.eval().generate(prompt, sample_tokens, 0.8, vocab_size=n_vocab, seed=seed)
+        if master:
+            text = tokenizer(meta["tokenizer"]).decode(ids[0].tolist())
+            say(f"\na sample (more of them: python sample.py --out_dir={out_dir}):\n{text}")
     except (ImportError, OSError, ValueError) as error:  # the run itself is done and saved
         say(f"\nno sample: {error}")
 if world > 1:

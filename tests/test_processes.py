@@ -11,6 +11,7 @@ import torch
 from conftest import ROOT, SMALL
 
 import checkpoint
+import dataset
 from model import ATTENTION
 
 
@@ -190,13 +191,38 @@ def test_a_nan_of_one_process_stops_all(train, tmp_path, plant, step, parallel):
     assert all(x.isfinite().all() for x in weights(path).values())
 
 
-def test_data_that_changes_under_a_run(train, tmp_path, data):
-    """Truncated, on one process's disk: it tells the others, and all keep what they have."""
-    change = "import dataset, os\nwindows = dataset.Tokens._windows\ncalls = [0]\ndef changed(self, offsets):\n"
-    change += "    calls[0] += 1\n    if os.environ['RANK'] == '1' and calls[0] > 12:\n        self._state = None\n"
-    change += "    return windows(self, offsets)\ndataset.Tokens._windows = changed\n"
-    change += "def after():\n    dataset.Tokens._windows = windows\n"
-    codes, out, err = train(2, "--max_iters=100", before=change)
-    assert codes == [2, 2] and err.count("train.bin has been changed while it was in use") == 1, (codes, err)
-    saved = checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))
+CHANGE = """
+import dataset, os
+read, calls = dataset.Tokens.{where}, [0]
+def changed(self, *args, **kwargs):
+    calls[0] += 1
+    if os.environ["RANK"] == "1" and calls[0] == {call}:
+        self._state = None
+    return read(self, *args, **kwargs)
+dataset.Tokens.{where} = changed
+def after():
+    dataset.Tokens.{where} = read
+"""
+
+
+@pytest.mark.parametrize(("where", "call", "file"), [("batch", 8, "train.bin"), ("eval_batches", 4, "val.bin")])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_data_that_changes_under_a_run(train, tmp_path, where, call, file, parallel):
+    """On one process's disk, between evaluations or in one: it tells the others, and all keep what they have."""
+    change = CHANGE.format(where=where, call=call)
+    codes, out, err = train(2, "--max_iters=100", f"--parallel={parallel}", before=change)
+    assert codes == [2, 2] and err.count(f"{file} has been changed while it was in use") == 1, (codes, err)
+    saved = checkpoint.load(str(tmp_path / "out" / ("ckpt" if parallel == "fsdp" else "ckpt.pt")))
     assert 0 < saved["iter_num"] < 100 and len(rows(tmp_path / "out", "loss")) == saved["iter_num"]
+
+
+def test_more_processes_than_rows_of_a_weight(train, tmp_path):
+    """An empty share of the embedding, which is the head as well; and a norm with a single number."""
+    tok = dataset.CharTokenizer("abc\n")  # in shares of 2, 2 and 0
+    os.makedirs(tmp_path / "few")
+    dataset.write(str(tmp_path / "few"), tok, {"train": [0, 1, 2, 3] * 100, "val": [0, 1, 2, 3] * 20}, {})
+    flags = ("--parallel=fsdp", "--batch_size=3", f"--dataset={tmp_path / 'few'}", "--qk_norm=l2")
+    codes, _, err = train(3, *flags, "--max_iters=5")
+    assert codes == [0] * 3, err
+    codes, out, err = train(3, *flags, "--init_from=resume", "--max_iters=7", "--sample_tokens=9")
+    assert codes == [0] * 3 and "a sample" in out, err
