@@ -86,8 +86,8 @@ def kill(folder: str) -> None:
         early += done <= before
     code = subprocess.call(command(out, f"--max_iters={steps}", f"--init_from={init}"), stdout=subprocess.DEVNULL)
     print(
-        f"kill: {times} SIGKILLs, {early} of them before the first step of their run; resumed each time; steps lost "
-        f"{min(lost)} to {max(lost)} with a save every {save_interval}; in the end exit code {code}, weights "
+        f"kill: {times} SIGKILLs, {early} of them before the first step of their run, none of which a resume failed "
+        f"after; steps lost {min(lost, default=0)} to {max(lost, default=0)} with a save every {save_interval}; in the end exit code {code}, weights "
         f"{'the same as' if same_weights(straight, out) else 'DIFFERENT from'} the undisturbed run's, bit for bit"
     )
 

@@ -185,9 +185,7 @@ def test_the_status_that_is_read_a_step_later(train, run, data, tmp_path, monkey
     before = state(tmp_path)["model"]
     again = (str(tmp_path / "later.py"), "--init_from=resume", *flags[:2], "--max_iters=30")
     meanwhile(monkeypatch, 15, lambda: monkeypatch.setattr(dataset.Tokens, "_now", lambda self: None))
-    code, _, err = run(
-        str(tmp_path / "later.py"), "--init_from=resume", *flags[1:2], "--max_iters=30", f"--dataset={data}"
-    )
+    code, _, err = run(*again)
     assert code == 2 and "step 15: " in err and state(tmp_path)["iter_num"] == 15
     assert {s["step"].item() for s in state(tmp_path)["optimizer"][0]["state"].values()} == {15.0}
     monkeypatch.undo()
@@ -201,9 +199,7 @@ def test_the_status_that_is_read_a_step_later(train, run, data, tmp_path, monkey
         return clip(parameters, largest)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", planted)
-    code, _, err = run(
-        str(tmp_path / "later.py"), "--init_from=resume", *flags[1:2], "--max_iters=30", f"--dataset={data}"
-    )
+    code, _, err = run(*again)
     assert code == 1 and "step 18: the loss is" in err and not same(before, state(tmp_path)["model"])
 
 
