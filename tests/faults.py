@@ -86,9 +86,10 @@ def kill(folder: str) -> None:
         early += done <= before
     code = subprocess.call(command(out, f"--max_iters={steps}", f"--init_from={init}"), stdout=subprocess.DEVNULL)
     print(
-        f"kill: {times} SIGKILLs, {early} of them before the first step of their run, none of which a resume failed "
-        f"after; steps lost {min(lost, default=0)} to {max(lost, default=0)} with a save every {save_interval}; in the end exit code {code}, weights "
-        f"{'the same as' if same_weights(straight, out) else 'DIFFERENT from'} the undisturbed run's, bit for bit"
+        f"kill: {times} SIGKILLs, {early} of them before the first step of their run; each next run went on; "
+        f"steps lost {min(lost, default=0)} to {max(lost, default=0)}, of {save_interval} between saves; exit code "
+        f"{code}, weights {'the same as' if same_weights(straight, out) else 'DIFFERENT from'} the undisturbed run's, "
+        f"bit for bit"
     )
 
 

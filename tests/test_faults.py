@@ -125,6 +125,20 @@ def test_a_damaged_sharded_checkpoint(tmp_path):
         checkpoint.save_sharded(str(path), {"model": gpt.state_dict(), **kept})
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_resume_is_exact_in_half_precision(train, tmp_path, dtype):
+    """With float16's loss scale, which counts the steps since it changed."""
+    flags = (f"--dtype={dtype}", "--dropout=0.1", "--attention=laser")
+    train(*flags)
+    straight = state(tmp_path)
+    train(*flags, "--max_iters=6")
+    assert train("--init_from=resume", "--max_iters=10")[0] == 0
+    assert same(state(tmp_path)["model"], straight["model"]) and state(tmp_path)["scaler"] == straight["scaler"]
+    assert straight["scaler"].get("_growth_tracker", 10) == 10
+    code, _, err = train("--init_from=resume", "--max_iters=12", "--dtype=float32")
+    assert code == 0 and train("--init_from=resume", "--max_iters=14", "--dtype=float16")[0] == 0, err
+
+
 def test_weights_that_are_not_finite_are_not_saved(train, tmp_path, monkeypatch):
     """Where the loss does not tell: in the row of a token that does not occur."""
     train("--tied=False", "--vocab_size=100", "--max_iters=4", "--save_interval=2")
