@@ -62,17 +62,10 @@ def tensors(state: object) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 def snapshot(state: object) -> object:
     """A copy in the CPU's memory, which training does not change; what was one tensor under two names still is."""
-    copies = {}
-
-    def copy(path: str, x: object) -> object:
-        if not isinstance(x, torch.Tensor):
-            return x
-        key = (x.data_ptr(), x.shape, x.stride()) if x.numel() else path
-        if key not in copies:
-            copies[key] = x.detach().to("cpu", copy=True)
-        return copies[key]
-
-    return mapped(copy, state)
+    found, aliases = tensors(state)
+    copies = {path: x.detach().to("cpu", copy=True) for path, x in found.items()}
+    copies |= {alias: copies[path] for alias, path in aliases.items()}
+    return mapped(lambda path, x: copies.get(path, x), state)
 
 
 def check_finite(path: str, state: dict) -> None:

@@ -77,7 +77,7 @@ def main() -> None:
     torch.set_flush_denormal(True)  # as train.py
     if init_from == "resume":
         path = checkpoint.path_of(out_dir, which)
-        state = checkpoint.load(path)
+        state = checkpoint.load(path, lazily=True)  # of which the weights alone are used
         model, tok = GPT.from_checkpoint(state), tokenizer_of(state)
         print(f"{path}: step {state['iter_num']}, best validation loss {state['best_val_loss']:.4f}")
     else:
