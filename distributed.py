@@ -46,9 +46,14 @@ def say(*args: object, **kwargs: object) -> None:
 def connect(backend: str) -> None:
     """Joins the other processes, if there are any: NCCL between GPUs, gloo between CPUs and for tensors on them."""
     if world > 1 and not dist.is_initialized():
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise ValueError("--backend=nccl needs CUDA, which is not here; gloo works")
         if backend in ("auto", "nccl"):
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend)
+        try:
+            dist.init_process_group(backend)
+        except RuntimeError as error:
+            raise ValueError(f"--backend={backend} does not work here: {str(error).splitlines()[0]}") from None
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ weight_decay = 1e-1  # of matrices and embeddings
 beta1 = 0.9  # AdamW's and LAMB's
 beta2 = 0.95  # AdamW's and LAMB's
 grad_clip = 1.0  # largest gradient norm, 0.0: no clipping
-loss_spike = 0.0  # warn of losses that many times the mean of the last 100 steps; 0.0: do not
+loss_spike = 0.0  # warn of 4 losses in a row above that many times the mean of the 100 before; 0.0: do not
 # learning rate: linear warm-up, then what schedule says
 schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # down to min_lr; wsd: stable, then a linear decay to it
 decay_share = 0.2  # of lr_decay_iters that wsd decays in, at their end; 1.0: from the warm-up on
@@ -141,8 +141,6 @@ def to_resume() -> str | None:
         return None  # of an older run
     for why in skipped:
         say(f"resume: skipping a checkpoint: {why}")
-    if skipped or not resume or os.path.basename(path) not in (checkpoint.LATEST, "ckpt"):
-        say(f"{'resume' if resume else 'started again by torchrun'}: going on from {path}")
     return path
 
 
@@ -154,8 +152,10 @@ with user_errors():
         launches = sorted({name for name in gathered(launch()) if name})
         saved_path = by_master(to_resume)
     if saved_path:
-        config["init_from"] = "resume"
         saved = checkpoint.load(saved_path, verify=False, lazily=True)
+        again = "resume" if config["init_from"] == "resume" else "started again by torchrun"
+        say(f"{again}: going on from {saved_path}, step {saved['iter_num']}")
+        config["init_from"] = "resume"
         restore(saved)
 globals().update(config)
 
@@ -199,9 +199,9 @@ with user_errors():
     if rows % world:
         more = next(n for n in range(gradient_accumulation_steps, 10**9) if n * batch_size % world == 0)
         raise ValueError(
-            f"a step of gradient_accumulation_steps={gradient_accumulation_steps} micro-batches of {batch_size} "
-            f"sequences cannot be shared by {world} processes; {more} can, and {gradient_accumulation_steps} by "
-            f"{', '.join(str(n) for n in range(1, 2 * world) if rows % n == 0)} processes"
+            f"the {rows} sequences of a step, gradient_accumulation_steps={gradient_accumulation_steps} times {batch_size}, "
+            f"cannot be shared by {world} processes; {more} can (--gradient_accumulation_steps={more}); "
+            f"or start {' or '.join(str(n) for n in range(1, 129) if rows % n == 0)} processes"
         )
     device, dtype, amp = pick_device(device, dtype)
     device_type = device.split(":")[0]
@@ -210,6 +210,8 @@ with user_errors():
     if device_type == "cuda":
         torch.cuda.set_device(device)
     sharded = parallel == "fsdp" and world > 1
+    if parallel == "fsdp" and not sharded:
+        say("one process: --parallel=fsdp changes nothing")
     if sharded and save_in_background:
         raise ValueError("--save_in_background: with --parallel=fsdp all processes write together, and training waits")
     connect(backend)
@@ -332,16 +334,16 @@ for group in (group for o in optimizers for group in o.param_groups):
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
 checksums = {name: entry["sha256"] for name, entry in meta["files"].items()}
 if saved:
-    if start >= max_iters:
-        say(f"resume: the run is at step {start} already, max_iters={max_iters}")
+    if start >= max_iters and not eval_only:
+        say(f"resume: the run is at step {start} already, max_iters={max_iters}: a larger --max_iters goes on")
     with user_errors():
         if saved.get("tokenizer", meta["tokenizer"]) != meta["tokenizer"]:
             raise ValueError(f"{dataset} has been prepared anew, with another vocabulary than the saved run's")
         other = [name for name, checksum in saved.get("data", {}).items() if checksums.get(name) != checksum]
         if other and not allow_other_data:
             raise ValueError(
-                f"{', '.join(other)} of {dataset} are not those that the saved run was trained on: "
-                f"--allow_other_data goes on with them all the same"
+                f"the saved run was trained on other data than {' and '.join(other)} of {dataset}: "
+                f"--allow_other_data goes on all the same"
             )
         if "optimizer" not in saved:
             raise ValueError(f"the checkpoint in {out_dir} has no optimizer state to go on with")
@@ -476,22 +478,29 @@ if wandb_log and master and not eval_only:
             raise ImportError("--wandb_log needs wandb: pip install wandb") from None
         except wandb.Error as error:
             raise ValueError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from None
-log_file = None
-if master and not eval_only:
+log_path, log_file = os.path.join(out_dir, checkpoint.LOG), None
+
+
+def open_log() -> None:
+    """Claims out_dir for this run, and opens its log."""
+    global log_file
+    os.makedirs(out_dir, exist_ok=True)
+    log_file = open(log_path, "a+")
+    checkpoint.claim(log_file)
+    log_file.seek(0)
+    kept = [line for line in log_file if step_of(line) < start]  # rows past the checkpoint are trained again
+    if init_from != "resume":
+        kept = []
+        checkpoint.set_aside(out_dir)
+    checkpoint.tidy(out_dir)
+    replace(log_path, "".join(kept).encode())
+    log_file = open(log_path, "a", buffering=1)
+    checkpoint.claim(log_file)
+
+
+if not eval_only:
     with user_errors():
-        os.makedirs(out_dir, exist_ok=True)
-        log_path = os.path.join(out_dir, checkpoint.LOG)
-        log_file = open(log_path, "a+")
-        checkpoint.claim(log_file)
-        log_file.seek(0)
-        kept = [line for line in log_file if step_of(line) < start]  # rows past the checkpoint are trained again
-        if init_from != "resume":
-            kept = []
-            checkpoint.set_aside(out_dir)
-        checkpoint.tidy(out_dir)
-        replace(log_path, "".join(kept).encode())
-        log_file = open(log_path, "a", buffering=1)
-        checkpoint.claim(log_file)
+        by_master(open_log)
 
 
 def log(row: dict, line: str, passing: bool = False) -> None:
@@ -660,7 +669,8 @@ def first_tokens() -> tuple[list[int], int]:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 keeper.wait()
-say(f"{it - start} steps; {time.perf_counter() - _began:.1f} s with everything after the imports")
+if not eval_only:
+    say(f"{it - start} steps; {time.perf_counter() - _began:.1f} s with everything after the imports")
 if keeper.error:
     fail(keeper.error)
 if failed:

@@ -2,7 +2,7 @@
 
 python tests/faults.py                                  # all of it, about ten minutes
 python tests/faults.py --what=kill --times=30           # SIGKILL while saving often, and resume
-python tests/faults.py --what=restart --times=10        # a process of two dies under torchrun --max-restarts
+python tests/faults.py --what=restart --times=30        # a process of two dies under torchrun --max-restarts, 10 times
 python tests/faults.py --what=stall                     # seconds that training waits for a save
 """
 
@@ -153,8 +153,8 @@ if __name__ == "__main__":
     random.seed(seed)
     with user_errors():
         known = {"kill": kill, "restart": restart, "stall": stall}
-        if unknown := set(what.split(",")) - set(known) or times < 1:
-            raise ValueError(f"--what={what}: {unknown} is none of {', '.join(known)}; --times is at least 1")
+        if set(what.split(",")) - set(known) or times < 1:
+            raise ValueError(f"--what={what} --times={times}: any of {', '.join(known)}, at least once")
         for name in what.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 known[name](folder)
