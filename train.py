@@ -199,7 +199,7 @@ with user_errors():
     if rows % world:
         more = next(n for n in range(gradient_accumulation_steps, 10**9) if n * batch_size % world == 0)
         raise ValueError(
-            f"the {rows} sequences of a step, gradient_accumulation_steps={gradient_accumulation_steps} times {batch_size}, "
+            f"the {rows} sequences, gradient_accumulation_steps={gradient_accumulation_steps} times {batch_size}, "
             f"cannot be shared by {world} processes; {more} can (--gradient_accumulation_steps={more}); "
             f"or start {' or '.join(str(n) for n in range(1, 129) if rows % n == 0)} processes"
         )
@@ -581,6 +581,7 @@ def settle(left: int) -> None:
 # -----------------------------------------------------------------------------
 # training
 model.train()
+generator = {"cuda": torch.cuda, "mps": torch.mps}.get(device_type, torch.default_generator)  # of dropout
 loader = ThreadPoolExecutor(1, initializer=lambda: device_type == "cuda" and torch.cuda.set_device(device))
 it, stop, failed, overflowed, problem = start, False, False, False, ""
 since, since_it = time.perf_counter(), start  # of the last log line
@@ -622,7 +623,7 @@ while True:
     lr = get_lr(it)
     for group in (group for o in optimizers for group in o.param_groups):
         group["lr"] = lr * group["scale"]
-    torch.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)  # whatever came before, as after a resume
+    generator.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)  # whatever came before, as after a resume
     loss = torch.zeros((), device=device)
     for micro, (xs, ys) in enumerate(zip(x.tensor_split(micro_steps), y.tensor_split(micro_steps), strict=True)):
         if world > 1 and not sharded:
