@@ -62,7 +62,7 @@ def _excepthook(kind: type, error: BaseException, trace: types.TracebackType | N
     elif issubclass(kind, MemoryError) or kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
         name = os.path.basename(sys.argv[0])
         print(f"{name}: out of memory ({str(error).splitlines()[0]}): a smaller batch or model fits", file=sys.stderr)
-    elif kind.__name__ in ("DistBackendError", "DistNetworkError") or "gloo" in str(error):
+    elif kind.__name__ in ("DistBackendError", "DistNetworkError") or "gloo/transport" in str(error):
         print(f"another process has died or cannot be reached ({str(error).splitlines()[0]})", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
