@@ -116,7 +116,7 @@ def load(path: str, verify: bool = True, lazily: bool = False) -> dict:
         raise ValueError(f"there is no checkpoint {path}; {hint}")
     state = _opened(path, verify, lazily)
     if os.path.isdir(path):
-        read = _read(path, {name: None for name in _names_in(path) if name.startswith("model/")})
+        read = _read(path, {name: None for name in _entries(path) if name.startswith("model/")})
         read |= {alias: read[name] for alias, name in _entry(state, "aliases", path).items()}
         state["model"] = {name.removeprefix("model/"): x for name, x in read.items()}
     if "tokenizer" not in state:  # nanoGPT's own: compiled names, mask buffers, the exact GELU
@@ -239,15 +239,16 @@ def _reader(path: str) -> object:
     return HuggingFaceStorageReader(path)
 
 
-def _names_in(path: str) -> list[str]:
-    return list(_reader(path).read_metadata().state_dict_metadata)
+def _entries(path: str) -> dict:
+    """The size and the dtype of each tensor of a sharded checkpoint."""
+    return _reader(path).read_metadata().state_dict_metadata
 
 
 def _read(path: str, wanted: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     """The wanted tensors of a sharded checkpoint, read into the ones given, which may be shares; None: in whole."""
     from torch.distributed.checkpoint import load as dcp_load
 
-    entries = _reader(path).read_metadata().state_dict_metadata
+    entries = _entries(path)
     for name, x in wanted.items():
         if x is None:
             wanted[name] = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
@@ -278,7 +279,7 @@ def optimizer_states(path: str, state: dict, optimizers: list) -> list[dict]:
     if not os.path.isdir(path):
         return mapped(in_memory, {"optimizer": saved})["optimizer"]
     wanted = {}
-    for name, entry in _reader(path).read_metadata().state_dict_metadata.items():
+    for name, entry in _entries(path).items():
         p = parameters.get(name.rpartition("/")[0])
         if name.startswith("optimizer/"):
             alike = p is not None and p.shape == entry.size
@@ -357,10 +358,12 @@ class Keeper:
             self._thread.join()
             self._thread = None
 
+    def _path(self, name: str) -> str:
+        return os.path.join(self.folder, SHARDED[name] if self.sharded else name)
+
     def _write(self, state: dict, latest: bool, best: bool) -> None:
         self.error, aside = None, None
-        name = LATEST if latest else BEST
-        path = os.path.join(self.folder, SHARDED[name] if self.sharded else name)
+        path = self._path(LATEST if latest else BEST)
         try:
             if self.sharded:
                 save_sharded(path, state, lambda: latest and self._step_aside(path))
@@ -371,7 +374,7 @@ class Keeper:
                 self.step = state["iter_num"]
             if distributed.master:
                 if best and latest:
-                    _link(path, os.path.join(self.folder, SHARDED[BEST] if self.sharded else BEST))
+                    _link(path, self._path(BEST))
                 self._prune(latest, best)
         except Exception as error:  # in the background it would be lost
             self.error = error if isinstance(error, (OSError, ValueError)) else _unwritten(path, state, error)

@@ -21,8 +21,11 @@ class Workers:
     def __init__(self):
         self.processes = []
 
-    def start(self, n: int, *argv: object, before: str = "") -> None:
-        """Starts argv in n processes, in each after the Python in `before`, which may define an after()."""
+    def run(self, n: int, *argv: object, before: str = "") -> tuple[list, str, str]:
+        """(exit code of each, the first one's stdout, everyone's stderr) of argv in n processes.
+
+        before: Python to run in each first, which may define an after().
+        """
         while len(self.processes) < n:
             command = [sys.executable, os.path.join(ROOT, "tests", "worker.py")]
             env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -35,16 +38,9 @@ class Workers:
             env = {name: str(value) for name, value in env.items()}
             job = {"env": env, "argv": [str(arg) for arg in argv], "before": before}
             print(json.dumps(job), file=process.stdin, flush=True)
-        self.running = self.processes[:n]
-
-    def answers(self) -> tuple[list, str, str]:
-        """(exit code of each, the first one's stdout, everyone's stderr)."""
-        codes, outs, errs = zip(*(json.loads(process.stdout.readline()) for process in self.running), strict=True)
+        answers = [json.loads(process.stdout.readline()) for process in self.processes[:n]]
+        codes, outs, errs = zip(*answers, strict=True)
         return list(codes), outs[0], "".join(errs)
-
-    def run(self, n: int, *argv: object, before: str = "") -> tuple[list, str, str]:
-        self.start(n, *argv, before=before)
-        return self.answers()
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +146,7 @@ def test_a_checkpoint_for_any_number_of_processes(train, workers, tmp_path):
 
 def test_all_stop_at_the_same_step(train, workers, tmp_path):
     """A signal to one of them."""
-    stop = "import os, signal, threading\nif os.environ['RANK'] == '1':\n    import time\n"
+    stop = "import os, signal, threading\nif os.environ['RANK'] == '1':\n"
     stop += "    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()"
     for parallel, name in (("ddp", "ckpt.pt"), ("fsdp", "ckpt")):
         codes, out, err = train(2, "--max_iters=1000000", "--eval_interval=1000000", "--sample_tokens=9",
