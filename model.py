@@ -476,6 +476,21 @@ def _running_sums(x: torch.Tensor, state: torch.Tensor | None, reverse: bool = F
     return sums.flatten(0, 2), sums[:, :, last] + x[:, :, last]
 
 
+@banded
+@in_rows(lambda q, k, v, bias: q.shape[0] * q.shape[1] * k.shape[-2])
+def _largest_scores(q, k, v, *, window, scale, bias):
+    """max_j |s_ij| of each query, (B, H, Tq, 1), as if it were a core: short heads cost O(T window), and no long one
+    needs a (T, T) matrix. v (B, H, T, 1) means nothing."""
+    unseen = ~visible(q.shape[-2], k.shape[-2], window, q.device)
+    return scores(q, k, scale, bias).abs().masked_fill_(unseen, 0.0).amax(-1, keepdim=True)
+
+
+def largest_score(q, k, *, window=None, scale=None, bias=None) -> torch.Tensor:
+    """The largest absolute score, a scalar, of a core with these arguments: what softmax is taken of."""
+    bias = ByDistance(bias.values) if isinstance(bias, ByDistance) else bias  # without what it adds to values
+    return _largest_scores(q, k, k[..., :1], window=window, scale=scale, bias=bias).amax()
+
+
 ATTENTION: dict[str, Callable] = {
     "softmax": softmax_attention,
     "laser": laser_attention,
@@ -1099,6 +1114,7 @@ class CausalSelfAttention(nn.Module):
         self.core = core.unchecked if hasattr(core, "unchecked") else in_rows(dense_bias)(core)
         self.scale, self.weight_dropout, self.sizes = config.scale, config.weight_dropout, (H, G, D)
         self.n_map = 2 if config.differential else 1  # heads that share a value
+        self.largest = None  # a list: of each call's groups of heads the largest score is added
         if config.differential:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
             self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
@@ -1131,6 +1147,8 @@ class CausalSelfAttention(nn.Module):
             if self.position is not None and not (self.nope_long and group.window is None):
                 q_part, k_part, bias = self.position(q_part, k_part, group.q, past)
             part, kwargs = (q_part.to(v.dtype), k_part.to(v.dtype), v_part), {"scale": self.scale, "bias": bias}
+            if self.largest is not None:
+                self.largest.append(largest_score(part[0], group.share(*part[1:])[0], window=group.window, **kwargs))
             if cache is not None:
                 y.append(cache[i].attend(self.core, group.share, *part, **kwargs, **dropout))
             else:
@@ -1321,6 +1339,20 @@ class GPT(nn.Module):
             return kind(window, capacity)
 
         return Cache([[group(g.window) for g in b.attn.groups] for b in self.transformer.h], capacity)
+
+    @torch.no_grad()
+    def largest_logits(self, idx: torch.Tensor) -> list[float]:
+        """The largest absolute attention score of each layer on idx (B, T): what explodes where training is unstable
+        (LS paper, figure 1b). It costs a forward pass, and q k^T once more in float32, a few queries at a time."""
+        layers = [block.attn for block in self.transformer.h]
+        for layer in layers:
+            layer.largest = []
+        try:
+            self(idx)
+            return [torch.stack(layer.largest).max().item() for layer in layers]
+        finally:
+            for layer in layers:
+                layer.largest = None
 
     def num_params(self, non_embedding: bool = True) -> int:
         """Parameters; without the embeddings unless asked, except for a token embedding that is the head too."""

@@ -55,6 +55,7 @@ _began = time.perf_counter()
 out_dir = "out"  # where checkpoints and the log go
 eval_interval = 2000  # steps between evaluations
 log_interval = 1  # steps between log lines
+log_logits = False  # and the largest absolute attention score of each layer, on a micro-batch: a forward pass more
 eval_iters = 200  # batches per evaluation, from fixed windows of each split
 eval_only = False  # evaluate once, write nothing, exit
 always_save_checkpoint = True  # ckpt.pt at every evaluation; False: only at the end and when interrupted
@@ -418,6 +419,15 @@ def estimate_loss() -> dict[str, float]:
     return losses
 
 
+def largest_logits() -> list[float]:
+    """Of each layer the largest absolute score, on this process's first micro-batch."""
+    raw_model.eval()
+    with forward_pass(), torch.compiler.set_stance("force_eager"):
+        largest = raw_model.largest_logits(x.tensor_split(micro_steps)[0])
+    raw_model.train()
+    return largest
+
+
 def get_lr(it: int) -> float:
     """Linear warm-up, then a cosine, or stable and a linear decay, to min_lr, then min_lr; or constant."""
     if not decay_lr:
@@ -511,7 +521,8 @@ def log(row: dict, line: str, passing: bool = False) -> None:
         except OSError as error:  # a full disk ends no run
             say(f"\ncannot write {log_path} ({error}): going on without that line")
         if wandb_log:
-            wandb.log(row, step=row["iter"])
+            lists = {f"{k}/{i}": x for k, xs in row.items() if isinstance(xs, list) for i, x in enumerate(xs)}
+            wandb.log({k: x for k, x in row.items() if not isinstance(x, list)} | lists, step=row["iter"])
     if terminal:
         line = "\r" + line[: shutil.get_terminal_size().columns - 1] + "\x1b[K"
     say(line, end="" if terminal and passing else "\n")
@@ -539,7 +550,7 @@ if not eval_only:
 # -----------------------------------------------------------------------------
 # what a step has been like: read from the device, agreed on by all processes
 lag = int(device_type == "cuda" and optimizer == "adamw" and not scaler.is_enabled())  # steps, for no wait
-waiting = collections.deque()  # (step, learning rate, status, when it has arrived), of the steps not read yet
+waiting = collections.deque()  # (step, learning rate, status, when it has arrived, scores), of the steps not read yet
 recent = collections.deque(maxlen=100)  # losses
 high = 0  # losses in a row that were too high
 
@@ -548,7 +559,7 @@ def settle(left: int) -> None:
     """Reads the status of all but the last `left` steps: ends the run, asks for its end, or logs the step."""
     global stop, failed, overflowed, it, since, since_it, high
     while len(waiting) > left:
-        step, lr, status, arrived = waiting.popleft()
+        step, lr, status, arrived, largest = waiting.popleft()
         if arrived is not None:
             arrived.synchronize()
         loss, norm, stopping, failing = status.tolist()
@@ -569,6 +580,9 @@ def settle(left: int) -> None:
             speed = tokens_per_step / seconds
             row = {"iter": step, "loss": loss, "lr": lr, "norm": norm, "ms": seconds * 1e3, "tokens_per_s": speed}
             line = f"iter {step}: loss {loss:.4f}, time {seconds * 1e3:.2f}ms, {speed:,.0f} tok/s, norm {norm:.3f}"
+            if largest:
+                row["max_logit"] = largest
+                line += f", largest logit {max(largest):.2f}"
             if peak:
                 row["mfu"] = raw_model.flops() * speed / (peak * world)
                 line += f", mfu {row['mfu'] * 100:.2f}%"
@@ -624,6 +638,7 @@ while True:
     for group in (group for o in optimizers for group in o.param_groups):
         group["lr"] = lr * group["scale"]
     generator.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)  # whatever came before, as after a resume
+    largest = largest_logits() if log_logits and it % log_interval == 0 else None
     loss = torch.zeros((), device=device)
     for micro, (xs, ys) in enumerate(zip(x.tensor_split(micro_steps), y.tensor_split(micro_steps), strict=True)):
         if world > 1 and not sharded:
@@ -643,7 +658,7 @@ while True:
         optimizers[0].found_inf = (~status[:2].isfinite().all() | (status[3] > 0)).float()
         status, arrived = status.to("cpu", non_blocking=True), torch.cuda.Event()
         arrived.record()
-    waiting.append((it, lr, status, arrived))
+    waiting.append((it, lr, status, arrived, largest))
     settle(lag)
     if not failed and not (overflowed and scaler.is_enabled()):  # then none steps, also not one without inf
         for o in optimizers:

