@@ -91,16 +91,16 @@ def _text_files(paths: list[str], folder: str) -> Split:
     """One document each. They are read once before anything is written: a file that is no text ends it here."""
     about, size, characters = [], 0, 0
     for path in paths:
-        text = sum(map(len, _blocks_of_file(path)))
+        text = sum(map(len, blocks_of_file(path)))
         if not text:
             raise ValueError(f"{path} is empty")
         about.append([os.path.relpath(path, folder), os.path.getsize(path), os.stat(path).st_mtime_ns])
         size, characters = size + os.path.getsize(path), characters + text
-    shards = [lambda path=path: iter([_blocks_of_file(path)]) for path in paths]
+    shards = [lambda path=path: iter([blocks_of_file(path)]) for path in paths]
     return Split(shards, about, size, len(paths), characters)
 
 
-def _blocks_of_file(path: str) -> Iterator[str]:
+def blocks_of_file(path: str) -> Iterator[str]:
     """Its text in blocks of a million characters, up to a line's end, whose ends are \\n, without a BOM.
 
     Raises ValueError where it is not UTF-8 text.
@@ -150,6 +150,7 @@ def _parquet_file(path: str) -> Iterator:
     import pyarrow
     import pyarrow.parquet
 
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # which gives back what is no longer used
     if path.startswith("hf://"):
         from huggingface_hub import HfFileSystem
 
@@ -158,8 +159,7 @@ def _parquet_file(path: str) -> Iterator:
         stream = open(path, "rb")
     with stream:
         try:
-            pool = pyarrow.system_memory_pool()  # which gives back what is no longer used
-            yield pyarrow.parquet.ParquetFile(stream, memory_pool=pool, pre_buffer=False, buffer_size=2**20)
+            yield pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20)
         except pyarrow.ArrowInvalid as error:
             raise ValueError(f"{path} is no intact parquet file: {str(error).splitlines()[0]}") from None
 
@@ -320,13 +320,13 @@ def batches(splits: dict[str, Split], share: float, gutenberg: bool, begin: dict
             skip = 0
 
 
-def tokenised(tok: Tokenizer, dtype: np.dtype, batch: Batch) -> tuple[bytes, dict]:
-    """A batch's tokens, each document's with the boundary after it, and counts of what is in them."""
+def tokenised(tok: Tokenizer, eot: int | None, dtype: np.dtype, batch: Batch) -> tuple[bytes, dict]:
+    """A batch's tokens, with eot, if there is one, after each document; and counts of what is in them."""
     ids, counts = [], dict.fromkeys(COUNTS, 0)
     for text, last in batch.pieces:
         ids.append(tok.ids(text))
-        if last and tok.eot is not None:
-            ids.append(np.array([tok.eot]))
+        if last and eot is not None:
+            ids.append(np.array([eot]))
         counts["bytes"] += len(text.encode("utf-8", "surrogatepass"))
         counts["words"] += len(text.split())
         counts["documents"] += last
@@ -366,12 +366,14 @@ def prepare(
 ) -> dict:
     """Writes <split>.bin for each split, and meta.json, into folder, and returns the meta data.
 
+    After each document, if there is more than one, comes the tokenizer's boundary.
     new_tokenizer: makes the tokenizer, unless an interrupted call has done so. source: says where the text came from,
     and how it was tokenised. val_share: of the documents of train make val, where the source has none; of one document
     alone, its end. num_workers: threads; None: one per core.
     Nothing is done where the folder is prepared from the same source; an interrupted call is gone on with.
     Raises ValueError, with nothing left behind, for text that is none, a disk that is too small or full.
     """
+    boundaries = sum(split.documents for split in splits.values()) > 1
     if "val" in splits:
         val_share = 0.0
     elif not 0 < val_share < 1:
@@ -388,7 +390,7 @@ def prepare(
     with journal.locked():
         try:
             if not journal.state["done"]:
-                _tokenise(journal, splits, new_tokenizer, val_share, gutenberg, num_workers or _cores())
+                _tokenise(journal, splits, new_tokenizer, boundaries, val_share, gutenberg, num_workers or _cores())
             return journal.finish()
         except (ValueError, OSError) as error:
             if isinstance(error, ValueError) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -397,7 +399,7 @@ def prepare(
             raise OSError(f"{error}: stopped; the same command goes on from there") from None
 
 
-def _tokenise(journal, splits, new_tokenizer, val_share, gutenberg, workers):
+def _tokenise(journal, splits, new_tokenizer, boundaries, val_share, gutenberg, workers):
     state, folder = journal.state, journal.folder
     tok = dataset.tokenizer(state["tokenizer"]) if state["tokenizer"] else new_tokenizer()
     dtype, total = np.min_scalar_type(tok.n_vocab - 1), sum(split.size for split in splits.values())
@@ -408,7 +410,8 @@ def _tokenise(journal, splits, new_tokenizer, val_share, gutenberg, workers):
     bar = _bar(total, sum(entry["bytes"] for entry in state["files"].values()))
     began, before = time.perf_counter(), bar.n
     stream = batches(splits, val_share, gutenberg, dict(state))
-    stream = in_order(lambda batch: tokenised(tok, dtype, batch), stream, workers)
+    eot = tok.eot if boundaries else None
+    stream = in_order(lambda batch: tokenised(tok, eot, dtype, batch), stream, workers)
     with bar, journal.parts() as parts:
         checked = False
         for batch, (data, counts) in stream:

@@ -168,6 +168,8 @@ class SentencePieceTokenizer(Tokenizer):
 class HubTokenizer(Tokenizer):
     """The tokenizer that lies beside a model of transformers'."""
 
+    meta = {"kind": "hub"}  # of no data set
+
     def __init__(self, name: str):
         from transformers import AutoTokenizer  # the model came through it
 
@@ -359,15 +361,39 @@ class Tokens:
                 x, y = self._windows(all_offsets[:1])
                 yield x, torch.full_like(y, -1)
 
+    def strided(self, stride: int, size: int, *, rank: int = 0, world: int = 1) -> Iterator[tuple]:
+        """(x, y) batches of up to `size` rows in which every token but the first is a target once, y, else -1.
+
+        Windows begin `stride` tokens apart, the last one ends with the split; a token is the target of the first
+        that reaches it, where it has the longest context but for the first window's. Ranks take turns.
+        """
+        last = len(self) - 1 - self.block_size
+        offsets = np.array([*range(0, last, stride), last])
+        fresh = np.diff(offsets, prepend=-self.block_size)  # targets at the end of each
+        for i in range(0, len(offsets[rank::world]), size):
+            x, y = self._windows(offsets[rank::world][i : i + size])
+            y = y.clone()  # which shares its numbers with x
+            for row, n in zip(y, fresh[rank::world][i : i + size].tolist(), strict=True):
+                row[: self.block_size - n] = -1
+            yield x, y
+
     def _windows(self, offsets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         if self._now() != self._state:  # and to read past the end of a shorter file would end the process
             raise ValueError(f"{self._file.name} has been changed while it was in use")
-        rows = self.ids[offsets[:, None] + np.arange(self.block_size + 1)].astype(np.int64)
-        if rows.max() >= self.meta["vocab_size"]:
-            row = int(rows.max(axis=1).argmax())
-            raise ValueError(
-                f"{self._file.name} holds the id {rows.max()} after {offsets[row]:,} tokens, but the vocabulary ends "
-                f"at {self.meta['vocab_size'] - 1}"
-            )
-        rows = torch.from_numpy(rows)
+        n, vocab_size = self.block_size + 1, self.meta["vocab_size"]
+        rows, ids = torch.empty(len(offsets), n, dtype=torch.int64), np.asarray(self.ids)
+        for row, offset in zip(rows.numpy(), offsets, strict=True):
+            window = ids[offset : offset + n]
+            if (largest := int(window.max())) >= vocab_size:
+                raise ValueError(
+                    f"{self._file.name} holds the id {largest} after {offset:,} tokens, but the vocabulary ends at "
+                    f"{vocab_size - 1}"
+                )
+            row[:] = window
         return rows[:, :-1], rows[:, 1:]
+
+
+def positions(x: torch.Tensor, eot: int) -> torch.Tensor:
+    """The position of each token of x (B, T) in its document, which begins with the eot before it, or at 0."""
+    at = torch.arange(x.shape[1], device=x.device).expand_as(x)
+    return at - torch.where(x == eot, at, 0).cummax(1).values

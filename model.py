@@ -479,16 +479,15 @@ def _running_sums(x: torch.Tensor, state: torch.Tensor | None, reverse: bool = F
 @banded
 @in_rows(lambda q, k, v, bias: q.shape[0] * q.shape[1] * k.shape[-2])
 def _largest_scores(q, k, v, *, window, scale, bias):
-    """max_j |s_ij| of each query, (B, H, Tq, 1), as if it were a core: short heads cost O(T window), and no long one
-    needs a (T, T) matrix. v (B, H, T, 1) means nothing."""
     unseen = ~visible(q.shape[-2], k.shape[-2], window, q.device)
     return scores(q, k, scale, bias).abs().masked_fill_(unseen, 0.0).amax(-1, keepdim=True)
 
 
-def largest_score(q, k, *, window=None, scale=None, bias=None) -> torch.Tensor:
-    """The largest absolute score, a scalar, of a core with these arguments: what softmax is taken of."""
+def largest_scores(q, k, v, *, window=None, scale=None, bias=None):
+    """max_j |s_ij| of each query, (B, H, Tq, 1), as if that were a core: short heads cost O(T window), and long ones
+    make no (T, T) matrix. Of v it takes nothing."""
     bias = ByDistance(bias.values) if isinstance(bias, ByDistance) else bias  # without what it adds to values
-    return _largest_scores(q, k, k[..., :1], window=window, scale=scale, bias=bias).amax()
+    return _largest_scores(q, k, k[..., :1], window=window, scale=scale, bias=bias)
 
 
 ATTENTION: dict[str, Callable] = {
@@ -527,6 +526,41 @@ def naive_attention(core, q, k, v, *, window=None, scale=None, bias=None):
             v_seen = v_seen + far[(i - torch.arange(T)[seen]).clamp(max=len(far) - 1)]
         rows.append(ONE_QUERY[core](s, v_seen))
     return torch.stack(rows, dim=-2)
+
+
+# -----------------------------------------------------------------------------
+# Documents that lie one after the other in a window: each is attended alone
+
+
+@torch.compiler.disable  # the shapes are others in every batch
+def documents_of(pos: torch.Tensor) -> dict[tuple[int, int], list[int]]:
+    """(start, end) -> the rows of pos (B, T) that have a document there. One begins at 0 and where pos is 0."""
+    found, starts = {}, [[0] for _ in pos]
+    for row, start in (pos[:, 1:] == 0).nonzero().tolist():
+        starts[row].append(start + 1)
+    for row, at in enumerate(starts):
+        for span in zip(at, [*at[1:], pos.shape[1]], strict=True):
+            found.setdefault(span, []).append(row)
+    return found
+
+
+@torch.compiler.disable
+def by_document(core: Callable, documents: dict, q, k, v, *, bias=None, **kwargs) -> torch.Tensor:
+    """y of a core, each of whose calls sees one document (or those of several rows that lie at the same place).
+
+    Nothing is masked, so that every core, window and position takes it, and n documents of T / n tokens cost a core
+    that is quadratic an n-th.
+    """
+    y = [{} for _ in q]
+    for (start, end), rows in documents.items():
+        few = slice(None) if len(rows) == len(q) else rows
+        part = None if bias is None else bias_of(bias, start, end, end)
+        if part is not None and len(part.values) > 1:
+            part = ByDistance(part.values[few], part.v)
+        out = core(*(x[few, :, start:end] for x in (q, k, v)), bias=part, **kwargs)
+        for row, part in zip(rows, out, strict=True):
+            y[row][start] = part
+    return torch.stack([torch.cat([parts[start] for start in sorted(parts)], dim=-2) for parts in y])
 
 
 # -----------------------------------------------------------------------------
@@ -1129,7 +1163,7 @@ class CausalSelfAttention(nn.Module):
         order = sum(by_span, [])
         self.inverse = None if order == sorted(order) else [order.index(h) for h in range(H)]
 
-    def forward(self, x, cache=None, past=0):
+    def forward(self, x, cache=None, past=0, documents=None):
         (B, T, _), (H, G, D) = x.shape, self.sizes
         qkv = self.c_attn(x)
         if cache is None:  # while decoding, it is the logits that are looked at
@@ -1147,12 +1181,14 @@ class CausalSelfAttention(nn.Module):
             if self.position is not None and not (self.nope_long and group.window is None):
                 q_part, k_part, bias = self.position(q_part, k_part, group.q, past)
             part, kwargs = (q_part.to(v.dtype), k_part.to(v.dtype), v_part), {"scale": self.scale, "bias": bias}
-            if self.largest is not None:
-                self.largest.append(largest_score(part[0], group.share(*part[1:])[0], window=group.window, **kwargs))
             if cache is not None:
                 y.append(cache[i].attend(self.core, group.share, *part, **kwargs, **dropout))
-            else:
-                y.append(self.core(part[0], *group.share(*part[1:]), window=group.window, **kwargs, **dropout))
+                continue
+            part = part[0], *group.share(*part[1:])
+            alone = (lambda f: f) if documents is None else (lambda f: functools.partial(by_document, f, documents))
+            if self.largest is not None:
+                self.largest.append(alone(largest_scores)(*part, window=group.window, **kwargs).max())
+            y.append(alone(self.core)(*part, window=group.window, **kwargs, **dropout))
         y = torch.cat(y, dim=1) if len(y) > 1 else y[0]
         if self.inverse is not None:
             y = y[:, self.inverse]
@@ -1230,14 +1266,14 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x, cache=None, past=0):
+    def forward(self, x, *seen):
         if self.added:
-            x = self.ln_1(x + self.attn(x, cache, past))
+            x = self.ln_1(x + self.attn(x, *seen))
             return self.ln_2(x + self.mlp(x))
         h = self.ln_1(x)
         if self.parallel:
-            return x + self.ln_1_after(self.attn(h, cache, past)) + self.ln_2_after(self.mlp(h))
-        x = x + self.ln_1_after(self.attn(h, cache, past))
+            return x + self.ln_1_after(self.attn(h, *seen)) + self.ln_2_after(self.mlp(h))
+        x = x + self.ln_1_after(self.attn(h, *seen))
         return x + self.ln_2_after(self.mlp(self.ln_2(x)))
 
 
@@ -1282,37 +1318,46 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None, cache: Cache | None = None) -> tuple:
+    def forward(
+        self,
+        idx: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        pos: torch.Tensor | None = None,
+    ) -> tuple:
         """(logits, loss) for token ids idx (B, T), T <= block_size.
 
         With targets (B, T), where -1 is ignored: logits (B, T, V) and the mean cross-entropy in nats, in
         training with z_loss mean(log^2 Z) added (PaLM, section 5), Z the sum of a token's exp(logits).
         Without: the logits of the last position (B, 1, V) and None.
         With a cache of new_cache's, idx are the next tokens after those that it holds, and are added to it.
-        Raises ValueError past block_size or past the cache's end.
+        With pos (B, T), the positions of the tokens in their documents, no token sees another document's: one begins
+        where pos is 0, as dataset.positions has it.
+        Raises ValueError past block_size or past the cache's end, or for a cache with pos.
         """
         T, past = idx.shape[1], 0 if cache is None else cache.length
         if T < 1 or past + T > self.config.block_size:
             raise ValueError(f"{past + T} tokens do not fit into block_size={self.config.block_size}, from 1 on")
         if cache is not None:
+            if pos is not None:
+                raise ValueError("a cache holds one document: pos and cache do not go together")
             with torch.no_grad(), cache.extended(*idx.shape):
-                return self._forward(idx, targets, cache)
-        return self._forward(idx, targets, None)
+                return self._forward(idx, targets, cache, None)
+        return self._forward(idx, targets, None, pos)
 
-    def _forward(self, idx, targets, cache):
+    def _forward(self, idx, targets, cache, pos):
         T, past = idx.shape[1], 0 if cache is None else cache.length
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
         if "wpe" in self.transformer:
-            x = x + self.transformer.wpe(torch.arange(past, past + T, device=idx.device))
+            x = x + self.transformer.wpe(torch.arange(past, past + T, device=idx.device) if pos is None else pos)
         x = self.transformer.drop(x)
         again = self.config.activation_checkpointing and self.training and cache is None
+        documents = None if pos is None else documents_of(pos)
         for i, block in enumerate(self.transformer.h):
-            if again:
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x, None if cache is None else cache.layers[i], past)
+            seen = None if cache is None else cache.layers[i], past, documents
+            x = checkpoint(block, x, *seen, use_reentrant=False) if again else block(x, *seen)
         x = self.transformer.ln_f(x)
         if targets is None:
             return self._logits(x[:, [-1]]), None
@@ -1341,14 +1386,17 @@ class GPT(nn.Module):
         return Cache([[group(g.window) for g in b.attn.groups] for b in self.transformer.h], capacity)
 
     @torch.no_grad()
-    def largest_logits(self, idx: torch.Tensor) -> list[float]:
-        """The largest absolute attention score of each layer on idx (B, T): what explodes where training is unstable
-        (LS paper, figure 1b). It costs a forward pass, and q k^T once more in float32, a few queries at a time."""
+    def largest_logits(self, idx: torch.Tensor, pos: torch.Tensor | None = None) -> list[float]:
+        """The largest absolute attention score of each layer on idx and pos (B, T), which are forward's.
+
+        It explodes where training is unstable (LS paper, figure 1b). Costs a forward pass, and q k^T once more in
+        float32, a few queries at a time.
+        """
         layers = [block.attn for block in self.transformer.h]
         for layer in layers:
             layer.largest = []
         try:
-            self(idx)
+            self(idx, pos=pos)
             return [torch.stack(layer.largest).max().item() for layer in layers]
         finally:
             for layer in layers:

@@ -35,7 +35,7 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on
 compile = False  # torch.compile the model
 
 
-def tokenizer_of(state: dict) -> dataset.CharTokenizer | dataset.GPT2Tokenizer:
+def tokenizer_of(state: dict) -> dataset.Tokenizer:
     """The tokenizer in a checkpoint; of nanoGPT's checkpoints that of their data set, or else GPT-2's."""
     if "tokenizer" in state:
         return dataset.tokenizer(state["tokenizer"])
@@ -70,19 +70,24 @@ def text_of(ids: Iterator[torch.Tensor], tok: object, stop: str | None, prompt: 
     yield tok.decode(seen)[before + shown :]
 
 
+def open_model(init_from: str, out_dir: str, which: str) -> tuple[GPT, dataset.Tokenizer, dict, str]:
+    """(model, tokenizer, settings of its run, a line about it) of a checkpoint or of pretrained weights."""
+    if init_from != "resume":
+        model = GPT.from_pretrained(init_from)
+        return model, dataset.pretrained_tokenizer(init_from, model.config.vocab_size), {}, init_from
+    path = checkpoint.path_of(out_dir, which)
+    state = checkpoint.load(path, lazily=True)  # of which the weights alone are used
+    about = f"{path}: step {state['iter_num']}, best validation loss {state['best_val_loss']:.4f}"
+    return GPT.from_checkpoint(state), tokenizer_of(state), state["config"], about
+
+
 def main() -> None:
     if num_samples < 1 or max_new_tokens < 1:
         raise ValueError(f"num_samples={num_samples} and max_new_tokens={max_new_tokens} must be at least 1")
     device, _, amp = pick_device(config["device"], config["dtype"])
     torch.set_flush_denormal(True)  # as train.py
-    if init_from == "resume":
-        path = checkpoint.path_of(out_dir, which)
-        state = checkpoint.load(path, lazily=True)  # of which the weights alone are used
-        model, tok = GPT.from_checkpoint(state), tokenizer_of(state)
-        print(f"{path}: step {state['iter_num']}, best validation loss {state['best_val_loss']:.4f}")
-    else:
-        model = GPT.from_pretrained(init_from)
-        tok = dataset.pretrained_tokenizer(init_from, model.config.vocab_size)
+    model, tok, _, about = open_model(init_from, out_dir, which)
+    print(about)
     model.eval().to(device)
     if compile:
         torch._dynamo.config.suppress_errors = True  # where it does not work, go on without and say why
@@ -95,7 +100,7 @@ def main() -> None:
                 text = f.read()
         except UnicodeDecodeError as error:
             raise ValueError(f"{start[5:]} is not UTF-8 text: {error}") from None
-    prompt = tok.encode(text)
+    prompt = tok.start(text)
     if not prompt:
         raise ValueError("the prompt is empty: --start needs at least one character")
     if len(prompt) > model.config.block_size:

@@ -29,7 +29,7 @@ from configurator import configure, fail, pick_device, user_errors  # first: mak
 import torch
 
 import checkpoint
-from dataset import Tokens, folder_of, read_meta, replace, tokenizer
+from dataset import Tokens, folder_of, positions, read_meta, replace, tokenizer
 from distributed import (
     by_master,
     connect,
@@ -70,6 +70,7 @@ wandb_project = "owt"  # its project
 wandb_run_name = "gpt2"  # its run
 # data
 dataset = "openwebtext"  # a folder of data/
+pack: Literal["none", "document"] = "none"  # document: no token sees another document's; positions begin anew in each
 allow_other_data = False  # resume on other data than the saved run's
 gradient_accumulation_steps = 5 * 8  # micro-batches per step, over all processes
 batch_size = 12  # sequences per micro-batch; times the micro-batches it is the global batch, whoever computes it
@@ -249,6 +250,9 @@ with user_errors():
                 say(f"{init_from}: {name} is {theirs}, not {mine} as in {given[name]}")
     if model.config.vocab_size < meta["vocab_size"]:
         raise ValueError(f"vocab_size={model.config.vocab_size} is less than the {meta['vocab_size']} ids of {dataset}")
+    eot = tokenizer(meta["tokenizer"]).eot if pack == "document" else None
+    if pack == "document" and eot is None:
+        raise ValueError(f"--pack=document: {dataset} has no boundaries of documents (data/text/prepare.py makes some)")
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
 
 micro_steps = math.ceil(rows / world / batch_size)  # of this process
@@ -280,15 +284,21 @@ say(
 )
 
 
-def get_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def get_batch(step: int) -> tuple[torch.Tensor, ...]:
     """This process's rows of a step's global batch, on the device."""
     return to_device(data["train"].batch(step, rows, seed=seed, rank=rank, world=world))
 
 
-def to_device(batch: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+def to_device(batch: tuple) -> tuple[torch.Tensor, ...]:
+    """(x, y) or, with --pack=document, (x, y, positions in their documents)."""
+    batch = batch if eot is None else (*batch, positions(batch[0], eot))
     if device_type == "cuda":
         return tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
     return tuple(t.to(device) for t in batch)
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None) -> torch.Tensor:
+    return model(x, y, pos=pos)[1]
 
 
 def compiled(model: torch.nn.Module) -> torch.nn.Module:
@@ -308,7 +318,7 @@ def compiled(model: torch.nn.Module) -> torch.nn.Module:
     try:
         fast = torch.compile(model)
         with amp:
-            fast(x[:batch_size], y[:batch_size])[1].backward()
+            loss_of(fast, *(t[:batch_size] for t in batch)).backward()
     except Exception as error:
         why = (str(error).strip() or "no reason given").splitlines()[0]
         say(f"torch.compile does not work here, going on without it ({type(error).__name__}: {why})")
@@ -321,7 +331,7 @@ def compiled(model: torch.nn.Module) -> torch.nn.Module:
 # the model as it is trained, and the optimizers
 start, best_val_loss = saved["iter_num"] if saved else 0, math.inf
 with user_errors():
-    x, y = get_batch(start)
+    batch = get_batch(start)
 raw_model = model if sharded else model.to(device)
 model = eval_model = compiled(model) if compile else model
 if world > 1:
@@ -407,12 +417,11 @@ def estimate_loss() -> dict[str, float]:
         if summed(torch.tensor(float(wrong != ""))):  # before anyone computes, together with those who cannot
             raise ValueError(wrong or "another process could not read its data")
         total = torch.zeros(2, dtype=torch.float64)  # loss, windows
-        for batch in batches:
-            x, y = to_device(batch)
+        for windows in batches:
             with forward_pass():
-                loss = eval_model(x, y)[1].item()
-            if (batch[1] >= 0).any():
-                total += torch.tensor([loss * len(x), len(x)])
+                loss = loss_of(eval_model, *to_device(windows)).item()
+            if (windows[1] >= 0).any():
+                total += torch.tensor([loss * len(windows[0]), len(windows[0])])
         total = summed(total)
         losses[split] = (total[0] / total[1]).item()
     raw_model.train()
@@ -423,7 +432,8 @@ def largest_logits() -> list[float]:
     """Of each layer the largest absolute score, on this process's first micro-batch."""
     raw_model.eval()
     with forward_pass(), torch.compiler.set_stance("force_eager"):
-        largest = raw_model.largest_logits(x.tensor_split(micro_steps)[0])
+        x, _, *pos = (t.tensor_split(micro_steps)[0] for t in batch)
+        largest = raw_model.largest_logits(x, *pos)
     raw_model.train()
     return largest
 
@@ -640,11 +650,11 @@ while True:
     generator.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)  # whatever came before, as after a resume
     largest = largest_logits() if log_logits and it % log_interval == 0 else None
     loss = torch.zeros((), device=device)
-    for micro, (xs, ys) in enumerate(zip(x.tensor_split(micro_steps), y.tensor_split(micro_steps), strict=True)):
+    for micro, part in enumerate(zip(*(t.tensor_split(micro_steps) for t in batch), strict=True)):
         if world > 1 and not sharded:
             model.require_backward_grad_sync = micro == micro_steps - 1
         with forward_pass():
-            micro_loss = model(xs, ys)[1] * (len(xs) / len(x))
+            micro_loss = loss_of(model, *part) * (len(part[0]) / len(batch[0]))
         loss += micro_loss.detach()
         scaler.scale(micro_loss).backward()
     for o in optimizers:
@@ -668,7 +678,7 @@ while True:
     if failed:
         continue
     try:
-        x, y = upcoming.result()
+        batch = upcoming.result()
     except (ValueError, OSError) as error:
         problem = str(error)  # one more step, which is not made, tells the others
     it += 1
@@ -679,7 +689,7 @@ def first_tokens() -> tuple[list[int], int]:
     """What the sample begins with, and the size of its vocabulary."""
     tok = tokenizer(meta["tokenizer"])
     newline = "\n" in meta["tokenizer"].get("vocab", "\n")
-    return tok.encode("\n") if newline else data["val"].ids[:1].tolist(), tok.n_vocab
+    return tok.start("\n") if newline else data["val"].ids[:1].tolist(), tok.n_vocab
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

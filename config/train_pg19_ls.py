@@ -1,5 +1,5 @@
 # The long-short paper's model of PG-19 (section 5.1), 6.5M parameters, at n = 2048; python data/pg19/prepare.py first.
-# At n = 8192: --block_size=8192 --batch_size=4 --gradient_accumulation_steps=16 --window=100
+# At n = 8192: --block_size=8192 --batch_size=4 --gradient_accumulation_steps=16
 # Against it: --heads=L, full attention, which the paper sees diverge; --heads=S, without the long head.
 
 out_dir = "out-pg19-ls"
@@ -19,8 +19,7 @@ block_size = 2048
 n_layer = 6
 n_head = 6
 n_embd = 192  # heads of 32, the MLP 4 times as wide: the paper's
-heads = "SSSSSL"  # one long head in each layer
-window = 50  # its span at 2048; 100 at 8192
+heads = "SSSSSL"  # one long head in each layer; the default span is the paper's, 50 at 2048 and 100 at 8192
 tied = False  # with it and without the positions it has 6.5M parameters, as the paper's
 
 max_iters = 50000  # where the paper compares: at n = 8192 a validation perplexity of about 36

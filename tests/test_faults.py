@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, SMALL
+from conftest import ROOT, SMALL, write
 
 import checkpoint
 import dataset
@@ -332,10 +332,9 @@ def test_data_replaced_under_a_run(train, tmp_path, own, data, monkeypatch):
     train(f"--dataset={own}")
     straight = state(tmp_path)["model"] | {}
     meta = dataset.read_meta(str(own))
-    ids = dataset.Tokens(str(own), "train", 8).ids[::-1].tolist()
     tok = dataset.tokenizer(meta["tokenizer"])
-    val = dataset.Tokens(str(own), "val", 8).ids.tolist()
-    meanwhile(monkeypatch, 7, lambda: dataset.write(str(own), tok, {"train": ids, "val": val}, {}))
+    train_text, val = (tok.decode(dataset.Tokens(str(own), split, 8).ids) for split in ("train", "val"))
+    meanwhile(monkeypatch, 7, lambda: write(own, tok, {"train": train_text[::-1], "val": val}, {}))
     assert train(f"--dataset={own}")[0] == 0 and same(state(tmp_path)["model"], straight)
     monkeypatch.undo()
     again = ("--init_from=resume", f"--dataset={own}", "--max_iters=12")

@@ -108,7 +108,8 @@ def test_truncated_output_is_prepared_anew(prepare, text, tmp_path):
 
 
 def test_markdown_of_a_play_becomes_tiny_shakespeares_format():
-    spec = importlib.util.spec_from_file_location("prepare", os.path.join(ROOT, PREPARE))
+    path = os.path.join(ROOT, "data", "shakespeare_char", "tiny_shakespeare.py")
+    spec = importlib.util.spec_from_file_location("tiny_shakespeare", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     play = """# The Play

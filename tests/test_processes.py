@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, SMALL
+from conftest import ROOT, SMALL, write
 
 import checkpoint
 import dataset
@@ -215,8 +215,7 @@ def test_data_that_changes_under_a_run(train, tmp_path, where, call, file, paral
 def test_more_processes_than_rows_of_a_weight(train, tmp_path):
     """An empty share of the embedding, which is the head as well; and a norm with a single number."""
     tok = dataset.CharTokenizer("abc\n")  # in shares of 2, 2 and 0
-    os.makedirs(tmp_path / "few")
-    dataset.write(str(tmp_path / "few"), tok, {"train": [0, 1, 2, 3] * 100, "val": [0, 1, 2, 3] * 20}, {})
+    write(tmp_path / "few", tok, {"train": "abc\n" * 100, "val": "abc\n" * 20}, {})
     flags = ("--parallel=fsdp", "--batch_size=3", f"--dataset={tmp_path / 'few'}", "--qk_norm=l2")
     codes, _, err = train(3, *flags, "--max_iters=5")
     assert codes == [0] * 3, err

@@ -295,7 +295,7 @@ def test_missing_wandb_says_what_to_install(train, monkeypatch):
 
 
 def test_compile_falls_back_and_says_why(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda model: lambda *args: torch.rand(3).tolist() and 1 / 0)
+    monkeypatch.setattr(torch, "compile", lambda model: lambda *args, **kwargs: torch.rand(3).tolist() and 1 / 0)
     code, out, _ = train("--compile", "--max_iters=3", "--dropout=0.1")
     assert code == 0 and "going on without it (ZeroDivisionError: division by zero)" in out
     compiled = weights(tmp_path)

