@@ -55,15 +55,17 @@ class Split:
     characters: int | None = None  # where they have been counted
 
 
+MANY = 10**9  # documents, where nobody knows
 SPLITS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "dev": "val", "test": "test"}  # to ours
 
 
 def open_source(source: str, column: str = "text") -> dict[str, Split]:
     """The splits (train, and maybe val and test) of a text file, a folder or a data set of the hub.
 
-    source: a .txt or .parquet file; a folder of .parquet or of .txt files, each a document, whose names or folders
-    may begin with the split's name (train-00000.parquet, test/12.txt; else it is train); or owner/name, or
-    owner/name:config, of the hub. column: the one of the text. Raises ValueError and OSError naming what is wrong.
+    source: a .txt or .parquet file; a folder of .parquet files, or of .txt files, each a document, whose names or
+    folders may begin with the split's name (train-00000.parquet, test/12.txt; else it is train), or of files that
+    `datasets` reads (.jsonl, .csv, .json.gz); or owner/name, or owner/name:config, of the hub. column: the one of the
+    text. Raises ValueError and OSError naming what is wrong.
     """
     if os.path.isfile(source):
         return {"train": _parquet([source], column) if source.endswith(".parquet") else _text_files([source], source)}
@@ -71,7 +73,7 @@ def open_source(source: str, column: str = "text") -> dict[str, Split]:
         kinds = {end: sorted(glob.glob(f"{source}/**/*{end}", recursive=True)) for end in (".parquet", ".txt")}
         paths = kinds[".parquet"] or kinds[".txt"]
         if not paths:
-            raise ValueError(f"the folder {source} holds neither .parquet nor .txt files")
+            return _through_datasets(source, "", column, [[p, os.path.getsize(p)] for p in sorted(_files(source))])
         by_split = {}
         for path in paths:
             by_split.setdefault(_split_of(os.path.relpath(path, source)), []).append(path)
@@ -169,9 +171,42 @@ def _rows(path: str, column: str) -> Iterator[Document]:
         for batch in file.iter_batches(8, columns=[column], use_threads=False):
             for row in batch.column(0):
                 text = row.as_py()
-                if not isinstance(text, str):
-                    raise ValueError(f"{path}: the column {column!r} holds a {type(text).__name__}, not text")
-                yield [text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")]
+                yield _document(text, path, column)
+
+
+def _document(text: object, path: str, column: str) -> Document:
+    if not isinstance(text, str):
+        raise ValueError(f"{path}: the column {column!r} holds a {type(text).__name__}, not text")
+    return [text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")]
+
+
+def _files(folder: str) -> list[str]:
+    return [path for path in glob.glob(f"{folder}/**", recursive=True) if os.path.isfile(path)]
+
+
+def _through_datasets(name: str, config: str, column: str, about: list) -> dict[str, Split]:
+    """The splits of files that are neither .parquet nor .txt, as `datasets` streams them."""
+    import datasets
+
+    try:
+        found = datasets.load_dataset(name, config or None, streaming=True)
+        columns = list(next(iter(next(iter(found.values())))))
+    except Exception as error:  # of several libraries
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{name} holds no .parquet or .txt files, and `datasets` cannot read it: {why}") from None
+    if column not in columns:
+        raise ValueError(f"{name} has no column {column!r}, but {', '.join(columns)}: --column=")
+
+    def rows(stream, i):
+        return (_document(row[column], name, column) for row in stream.shard(stream.num_shards, i))
+
+    splits = {}
+    for split, stream in found.items():
+        shards = [lambda stream=stream, i=i: rows(stream, i) for i in range(stream.num_shards)]
+        known = (stream.info.splits or {}).get(split)  # how much there is
+        size, n = (known.num_bytes, known.num_examples) if known else (0, MANY)
+        splits[SPLITS.get(str(split), str(split))] = Split(shards, [*about, column], size or 0, n or MANY)
+    return splits
 
 
 def _hub(source: str, column: str) -> dict[str, Split]:
@@ -181,22 +216,20 @@ def _hub(source: str, column: str) -> dict[str, Split]:
     name, _, config = source.partition(":")
     other = "--source= takes a local folder of .parquet or .txt files as well"
     try:
-        HfApi().dataset_info(
-            name, timeout=10
-        )  # `datasets` itself tries for 23 s before it says that there is no network
-        files = datasets.load_dataset_builder(name, config or None).config.data_files or {}
+        version = HfApi().dataset_info(name, timeout=10).sha  # `datasets` tries for 23 s until it finds no network
+        found = datasets.load_dataset_builder(name, config or None).config.data_files or {}
+        files = {str(split): [str(file) for file in paths] for split, paths in found.items()}
+        if not files or not all(file.endswith(".parquet") for paths in files.values() for file in paths):
+            return _through_datasets(name, config, column, [version])
+        system = HfFileSystem()
+        sizes = {split: [system.info(file)["size"] for file in paths] for split, paths in files.items()}
+        return {SPLITS.get(split, split): _parquet(files[split], column, sizes[split]) for split in files}
     except Exception as error:  # of several libraries
-        if "RepositoryNotFound" in type(error).__name__:
-            raise ValueError(f"the Hugging Face hub has no data set {name}: {other}") from None
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise OSError(f"cannot open {name} on the Hugging Face hub ({why}): {other}") from None
-    files = {str(split): [str(file) for file in found] for split, found in files.items()}
-    if unknown := [file for found in files.values() for file in found if not file.endswith(".parquet")] or not files:
-        raise ValueError(f"{name} is not made of parquet files ({unknown[0] if files else 'no data files'}): {other}")
-    sizes, system = {}, HfFileSystem()
-    for split, found in files.items():
-        sizes[split] = [system.info(file)["size"] for file in found]
-    return {SPLITS.get(split, split): _parquet(found, column, sizes[split]) for split, found in files.items()}
+        kind = type(error).__name__
+        if kind in ("RepositoryNotFoundError", "DatasetNotFoundError"):
+            raise ValueError(f"the Hugging Face hub has no data set {name}: {other}") from None
+        raise OSError(f"cannot read {name} on the Hugging Face hub ({kind}: {why}): {other}") from None
 
 
 def of_text(text: str) -> Split:
@@ -442,7 +475,9 @@ def _bar(total: int, done: int) -> object:
     from tqdm import tqdm
 
     often = 0.2 if sys.stderr.isatty() else 30.0  # seconds: a file gets a line now and then
-    return tqdm(total=total, initial=done, unit="B", unit_scale=True, mininterval=often, delay=1.0, desc="tokenising")
+    return tqdm(
+        total=total or None, initial=done, unit="B", unit_scale=True, mininterval=often, delay=1.0, desc="tokenising"
+    )
 
 
 def _check_space(folder: str, need: float) -> None:

@@ -44,6 +44,7 @@ from distributed import (
     whole,
     world,
 )
+from estimate import peak_flops, report
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZER, Settings
 from pretrained import FREE
@@ -58,6 +59,7 @@ log_interval = 1  # steps between log lines
 log_logits = False  # and the largest absolute attention score of each layer, on a micro-batch: a forward pass more
 eval_iters = 200  # batches per evaluation, from fixed windows of each split
 eval_only = False  # evaluate once, write nothing, exit
+dry_run = False  # print parameters, FLOPs, and estimates of memory and time, touch nothing, exit
 always_save_checkpoint = True  # ckpt.pt at every evaluation; False: only at the end and when interrupted
 save_interval = 0  # steps between saves of ckpt.pt; 0: at every evaluation
 keep_checkpoints = 2  # of the latest ones: ckpt.pt, and those before it as ckpt-00000500.pt
@@ -108,7 +110,7 @@ config, given = configure(globals(), GPTConfig)
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
 # the model fields that a resumed run may change, and the flags that are of one call alone
 RESHAPABLE = ("dropout", "attn_dropout", "z_loss", "activation_checkpointing")
-PASSING = ("init_from", "out_dir", "eval_only", "allow_other_data")
+PASSING = ("init_from", "out_dir", "eval_only", "dry_run", "allow_other_data")
 
 
 def restore(saved: dict) -> None:
@@ -146,7 +148,7 @@ def to_resume() -> str | None:
     return path
 
 
-saved = saved_path = None
+saved = saved_path = meta = None
 launches = [launch()]  # of each machine, one of which may be replaced
 with user_errors():
     if config["init_from"] == "resume" or (launch() and not config["eval_only"]):
@@ -214,6 +216,17 @@ with user_errors():
     sharded = parallel == "fsdp" and world > 1
     if parallel == "fsdp" and not sharded:
         say("one process: --parallel=fsdp changes nothing")
+    if dry_run:
+        with contextlib.suppress(ValueError):  # of data that are not there yet
+            meta = read_meta(folder_of(dataset))
+        if init_from not in ("scratch", "resume"):
+            raise ValueError(f"--dry_run does not fetch {init_from}; it knows models from scratch and resumed ones")
+        if vocab_size is None and not meta:
+            say(f"{dataset} is not prepared: its vocabulary is taken for {GPTConfig.vocab_size:,}")
+        config["vocab_size"] = vocab_size or (meta or {"vocab_size": GPTConfig.vocab_size})["vocab_size"]
+        n_tokens = meta["files"]["train.bin"]["tokens"] if meta else None
+        say(report(GPTConfig(**{k: config[k] for k in MODEL_FIELDS}), config, n_tokens, device, dtype, world))
+        sys.exit()
     if sharded and save_in_background:
         raise ValueError("--save_in_background: with --parallel=fsdp all processes write together, and training waits")
     connect(backend)
@@ -471,12 +484,7 @@ def save(it: int, latest: bool, best: bool) -> Exception | None:
 
 # -----------------------------------------------------------------------------
 # logging
-PEAK_FLOPS = {  # of the tensor cores in bfloat16 or float16, dense, from the data sheets
-    "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
-    "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12,
-}  # fmt: skip
-gpu = torch.cuda.get_device_name() if device_type == "cuda" and dtype != "float32" else ""
-peak = next((flops for name, flops in PEAK_FLOPS.items() if f" {name} " in f" {gpu.replace('-', ' ')} "), None)
+peak = peak_flops(device, dtype)
 terminal = sys.stdout.isatty()
 
 

@@ -1,0 +1,9 @@
+# The loss of OpenAI's GPT-2 (774M) on OpenWebText, as nanoGPT: python train.py config/eval_gpt2_large.py
+# (eval.py --init_from=gpt2-large --dataset=openwebtext is over the whole split, in more measures)
+
+dataset = "openwebtext"
+init_from = "gpt2-large"
+eval_only = True
+eval_iters = 500  # more for a good estimate
+batch_size = 8
+wandb_log = False

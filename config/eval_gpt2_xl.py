@@ -1,0 +1,9 @@
+# The loss of OpenAI's GPT-2 (1558M) on OpenWebText, as nanoGPT: python train.py config/eval_gpt2_xl.py
+# (eval.py --init_from=gpt2-xl --dataset=openwebtext is over the whole split, in more measures)
+
+dataset = "openwebtext"
+init_from = "gpt2-xl"
+eval_only = True
+eval_iters = 500  # more for a good estimate
+batch_size = 8
+wandb_log = False

@@ -1,0 +1,36 @@
+# The LASER paper's model of 301M parameters, on 168 billion tokens of C4 (section 4.1).
+# --attention=softmax is its baseline.
+# Its table 1: --n_layer=16 --n_hidden=4096 and --n_hidden=4096 too; --optimizer=lamb is its ablation with LAMB.
+# Its text: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece --vocab_size=32000
+# --out_dir=data/c4. The paper names no vocabulary; with 32,000 tokens, tied, the sizes are those that it gives.
+# python train.py config/train_laser_301m.py --dry_run says what it needs.
+
+out_dir = "out-laser-301m"
+eval_interval = 1000
+eval_iters = 100
+log_interval = 10
+
+wandb_project = "laser"
+wandb_run_name = "laser_301m"
+
+dataset = "c4"
+vocab_size = 32000
+attention = "laser"
+block_size = 1024  # the paper's
+batch_size = 16
+gradient_accumulation_steps = 64  # 1024 sequences per step, the paper's
+
+n_layer = 32
+n_embd = 1024
+n_head = 8
+head_dim = 128
+n_hidden = 2048
+
+max_iters = 160000
+lr_decay_iters = 160000  # as max_iters
+learning_rate = 1e-3  # the paper searched 1e-1 to 1e-5 in powers of ten, and does not say which one won
+min_lr = 0.0  # "decay to zero"
+warmup_iters = 8000  # 5%, as in its appendix A.1; for these models it gives no number
+weight_decay = 1e-1  # of its 1e-2, 1e-1 and 1
+beta1 = 0.9
+beta2 = 0.99
