@@ -9,6 +9,7 @@ Writes ckpt.pt (the latest state), best.pt (the lowest validation loss) and log.
 
 import collections
 import contextlib
+import html
 import json
 import math
 import os
@@ -343,6 +344,7 @@ def compiled(model: torch.nn.Module) -> torch.nn.Module:
 # -----------------------------------------------------------------------------
 # the model as it is trained, and the optimizers
 start, best_val_loss = saved["iter_num"] if saved else 0, math.inf
+wandb_id = saved.get("wandb_id") if saved else None  # a resumed run goes on in the same place
 with user_errors():
     batch = get_batch(start)
 raw_model = model if sharded else model.to(device)
@@ -478,6 +480,7 @@ def save(it: int, latest: bool, best: bool) -> Exception | None:
         "tokenizer": meta["tokenizer"],
         "data": checksums,
         "launch": launches,
+        "wandb_id": wandb_id,
     }
     return keeper.save(state, latest, best)
 
@@ -501,7 +504,8 @@ if wandb_log and master and not eval_only:
         try:
             import wandb
 
-            wandb.init(project=wandb_project, name=wandb_run_name, config=config)
+            wandb.init(project=wandb_project, name=wandb_run_name, config=config, id=wandb_id, resume="allow")
+            wandb_id = wandb.run.id
         except ImportError:
             raise ImportError("--wandb_log needs wandb: pip install wandb") from None
         except wandb.Error as error:
@@ -721,9 +725,13 @@ elif sample_tokens and not eval_only and (master or sharded):
             ids = raw_model.eval().generate(prompt, sample_tokens, 0.8, vocab_size=n_vocab, seed=seed)
         if master:
             text = tokenizer(meta["tokenizer"]).decode(ids[0].tolist())
+            if wandb_log:
+                wandb.log({"sample": wandb.Html(f"<pre>{html.escape(text)}</pre>")})
             say(f"\na sample (more of them: python sample.py --out_dir={out_dir}):\n{text}")
     except (ImportError, OSError, ValueError) as error:  # the run itself is done and saved
         say(f"\nno sample: {error}")
+if wandb_log and master and not eval_only:
+    wandb.finish()
 if world > 1:
     torch.distributed.destroy_process_group()
 if failed or stop:

@@ -1,0 +1,116 @@
+"""Draws the curves of one run or of many, out of their log.jsonl.
+
+    python scripts/plot.py --runs=out-shakespeare-char-cpu
+    python scripts/plot.py --runs=out-a,out-b --y=loss,norm,logit --x=tokens --out=curves.png
+
+Training losses are drawn faintly as they are, and their running mean over them; validation losses as points.
+"""
+
+import json
+import math
+import os
+import sys
+from typing import Literal
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+from configurator import configure, user_errors  # noqa: E402
+
+runs = "out"  # folders of runs, with commas between them
+y = "loss,norm,logit,speed"  # loss, norm (of the gradient), logit (the largest, of --log_logits), speed (tokens/s), lr
+x: Literal["steps", "tokens", "time"] = "steps"  # time: hours of steps, without evaluations
+smooth = 0.95  # share of the running mean that stays from one log line to the next; 0.0: no mean
+out = "curves.png"  # the picture
+
+KEYS = {"loss": "loss", "norm": "norm", "logit": "max_logit", "speed": "tokens_per_s", "lr": "lr"}  # of the log
+LABELS = {"loss": "loss (nats per token)", "norm": "gradient norm", "logit": "largest |attention score|"}
+LABELS |= {"speed": "tokens per second", "lr": "learning rate"}
+
+
+def read(folder: str) -> list[dict]:
+    """The rows of a run's log, each with steps, tokens and hours so far. Raises ValueError where there are none."""
+    path = os.path.join(folder, "log.jsonl")
+    if not os.path.exists(path):
+        raise ValueError(f"there is no {path}: --runs= are folders that train.py wrote, with commas between them")
+    rows, tokens, hours, last = [], 0.0, 0.0, -1
+    with open(path, encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                row = json.loads(line)
+                row["steps"] = row["iter"]
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(f"{path}: line {number} is no row of a log") from None
+            if "ms" in row:
+                steps, last = row["iter"] - last, row["iter"]
+                hours += steps * row["ms"] / 3.6e6
+                tokens += steps * row["tokens_per_s"] * row["ms"] / 1e3
+            rows.append(row | {"tokens": tokens, "time": hours})
+    if not rows:
+        raise ValueError(f"{path} is empty: the run has logged nothing yet")
+    return rows
+
+
+def running_mean(values: list[float], keep: float) -> list[float]:
+    """Exponentially weighted, without the bias of its beginning."""
+    means, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        means.append(total / weight)
+    return means
+
+
+def main() -> None:
+    names = [folder.rstrip("/") for folder in runs.split(",") if folder]
+    what = y.split(",")
+    if unknown := [name for name in what if name not in KEYS]:
+        raise ValueError(f"--y={unknown[0]} is none of {', '.join(KEYS)}")
+    if not 0 <= smooth < 1:
+        raise ValueError(f"--smooth={smooth} must be in [0, 1)")
+    logs = {name: read(name) for name in names}
+    if not logs:
+        raise ValueError("--runs= names no folder")
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("plots need matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [name for name in what if any(KEYS[name] in row for rows in logs.values() for row in rows)]
+    if not shown:
+        raise ValueError(f"none of these runs has logged {' or '.join(what)} (logit needs train.py --log_logits)")
+    for name in set(what) - set(shown):
+        print(f"no run has logged {name}: left out{' (it needs train.py --log_logits)' if name == 'logit' else ''}")
+    figure, axes = pyplot.subplots(1, len(shown), figsize=(5 * len(shown), 4), squeeze=False, layout="constrained")
+    for ax, name in zip(axes[0], shown, strict=True):
+        for i, (run, rows) in enumerate(logs.items()):
+            rows_with = [row for row in rows if KEYS[name] in row]
+            at = [row[x] for row in rows_with]
+            values = [max(v) if isinstance(v, list) else v for v in (row[KEYS[name]] for row in rows_with)]
+            label = os.path.basename(run)
+            if name in ("loss", "norm", "speed") and smooth:
+                ax.plot(at, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
+                values = running_mean(values, smooth if len(values) > 1 else 0.0)
+            ax.plot(at, values, color=f"C{i}", label=label)
+            if name == "loss":
+                evaluated = [row for row in rows if "val_loss" in row]
+                ax.plot([r[x] for r in evaluated], [r["val_loss"] for r in evaluated], "o", color=f"C{i}", markersize=4)
+        ax.set(xlabel="hours of steps" if x == "time" else x, ylabel=LABELS[name])
+        ax.grid(alpha=0.3)
+    if "loss" in shown:
+        axes[0][shown.index("loss")].plot([], [], "o", color="grey", markersize=4, label="validation")
+    axes[0][0].legend()
+    figure.savefig(out, dpi=120)
+    for run, rows in logs.items():
+        last = next((row for row in reversed(rows) if "loss" in row), rows[-1])
+        best = min((row["val_loss"] for row in rows if "val_loss" in row), default=math.nan)
+        print(f"{run}: {last['iter'] + 1:,} steps, {last['tokens']:,.0f} tokens, best validation loss {best:.4f}")
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()
