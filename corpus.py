@@ -426,9 +426,12 @@ def prepare(
                 _tokenise(journal, splits, new_tokenizer, boundaries, val_share, gutenberg, num_workers or _cores())
             return journal.finish()
         except (ValueError, OSError) as error:
-            if isinstance(error, ValueError) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if isinstance(error, ValueError):
                 journal.discard()
                 raise
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                journal.discard()
+                raise OSError(error.errno, f"{error.strerror}: {folder} (what was written is deleted)") from None
             raise OSError(f"{error}: stopped; the same command goes on from there") from None
 
 

@@ -20,7 +20,7 @@ from configurator import configure, user_errors  # noqa: E402
 runs = "out"  # folders of runs, with commas between them
 y = "loss,norm,logit,speed"  # loss, norm (of the gradient), logit (the largest, of --log_logits), speed (tokens/s), lr
 x: Literal["steps", "tokens", "time"] = "steps"  # time: hours of steps, without evaluations
-smooth = 0.95  # share of the running mean that stays from one log line to the next; 0.0: no mean
+smooth: float | None = None  # of the running mean, what stays from one log line to the next; None: over a 50th of all
 out = "curves.png"  # the picture
 
 KEYS = {"loss": "loss", "norm": "norm", "logit": "max_logit", "speed": "tokens_per_s", "lr": "lr"}  # of the log
@@ -51,9 +51,10 @@ def read(folder: str) -> list[dict]:
     return rows
 
 
-def running_mean(values: list[float], keep: float) -> list[float]:
+def running_mean(values: list[float], smooth: float | None) -> list[float]:
     """Exponentially weighted, without the bias of its beginning."""
     means, total, weight = [], 0.0, 0.0
+    keep = max(0.0, 1 - 50 / len(values)) if smooth is None else smooth
     for value in values:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
         means.append(total / weight)
@@ -65,7 +66,7 @@ def main() -> None:
     what = y.split(",")
     if unknown := [name for name in what if name not in KEYS]:
         raise ValueError(f"--y={unknown[0]} is none of {', '.join(KEYS)}")
-    if not 0 <= smooth < 1:
+    if smooth is not None and not 0 <= smooth < 1:
         raise ValueError(f"--smooth={smooth} must be in [0, 1)")
     logs = {name: read(name) for name in names}
     if not logs:
@@ -89,9 +90,9 @@ def main() -> None:
             at = [row[x] for row in rows_with]
             values = [max(v) if isinstance(v, list) else v for v in (row[KEYS[name]] for row in rows_with)]
             label = os.path.basename(run)
-            if name in ("loss", "norm", "speed") and smooth:
+            if name in ("loss", "norm", "speed"):
                 ax.plot(at, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
-                values = running_mean(values, smooth if len(values) > 1 else 0.0)
+                values = running_mean(values, smooth)
             ax.plot(at, values, color=f"C{i}", label=label)
             if name == "loss":
                 evaluated = [row for row in rows if "val_loss" in row]

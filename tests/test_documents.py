@@ -1,0 +1,151 @@
+"""Documents in one window that do not see each other, and the largest attention score."""
+
+import json
+import os
+
+import pytest
+import torch
+
+import checkpoint
+import corpus
+import model
+from dataset import positions
+from model import ATTENTION, GPT, POSITION, ByDistance, GPTConfig, scores, visible
+
+T, V = 48, 20
+KINDS = ({}, {"heads": "SL", "window": 5}, {"heads": "SSLL", "window": 5, "differential": True}, {"n_kv_head": 2})
+CUTS = ([0, 10, 40], [0], [0, 1, 33, 47], [0])  # where documents begin
+
+
+def config(core: str, position: str, **kwargs: object) -> GPTConfig:
+    try:
+        return GPTConfig(
+            block_size=T, vocab_size=V, n_layer=2, n_head=4, n_embd=32, attention=core, position=position, **kwargs
+        )
+    except ValueError:
+        pytest.skip("these do not go together")
+
+
+def spans() -> list[tuple]:
+    return [(row, a, b) for row, at in enumerate(CUTS) for a, b in zip(at, [*at[1:], T], strict=True)]
+
+
+def places() -> torch.Tensor:
+    pos = torch.empty(len(CUTS), T, dtype=torch.long)
+    for row, a, b in spans():
+        pos[row, a:b] = torch.arange(b - a)
+    return pos
+
+
+@pytest.mark.parametrize("core", ATTENTION)
+@pytest.mark.parametrize("position", POSITION)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_packed_documents_are_each_alone(core, position, kind):
+    """Logits, and every gradient."""
+    gpt = GPT(config(core, position, **kind)).double()
+    idx, pos = torch.randint(V, (len(CUTS), T)), places()
+    targets = torch.randint(V, idx.shape)
+    logits, loss = gpt(idx, targets, pos=pos)
+    loss.backward()
+    packed = [p.grad for p in gpt.parameters()]
+    gpt.zero_grad()
+    for row, a, b in spans():
+        alone, loss = gpt(idx[[row], a:b], targets[[row], a:b])
+        torch.testing.assert_close(logits[row, a:b], alone[0], rtol=1e-6, atol=1e-6)  # RoPE's table is in float32
+        (loss * (b - a) / idx.numel()).backward()
+    for p, grad in zip(gpt.parameters(), packed, strict=True):
+        torch.testing.assert_close(grad, p.grad, rtol=1e-5, atol=1e-7)
+    whole = gpt(idx, targets)[0]
+    assert (whole - logits)[0, 20:].abs().max() > 1e-6  # otherwise they do see each other
+
+
+@pytest.mark.parametrize("core", ATTENTION)
+def test_activation_checkpointing_of_packed_documents(core):
+    gpt = GPT(config(core, "learned", heads="SL", window=5))
+    idx, pos = torch.randint(V, (len(CUTS), T)), places()
+    grads = []
+    for again in (False, True):
+        gpt.config.activation_checkpointing = again
+        gpt.zero_grad()
+        gpt(idx, idx, pos=pos)[1].backward()
+        grads.append([p.grad.clone() for p in gpt.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_cache_holds_one_document():
+    gpt = GPT(config("softmax", "learned"))
+    with pytest.raises(ValueError, match="a cache holds one document"):
+        gpt(torch.zeros(1, 3, dtype=torch.long), cache=gpt.new_cache(), pos=torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_a_document_begins_with_the_boundary_before_it():
+    x = torch.tensor([[5, 9, 1, 2, 9, 9, 3], [9, 1, 1, 1, 1, 1, 1], [1, 2, 3, 4, 5, 6, 9]])
+    assert positions(x, 9).tolist() == [[0, 0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 0]]
+
+
+def test_training_with_packed_documents(train, tmp_path, text):
+    """It is another run than without, resumes bit for bit, and says where there are no documents."""
+    os.makedirs(tmp_path / "texts")
+    for i in range(0, len(text), 20):
+        (tmp_path / "texts" / f"{i:05d}.txt").write_text(text[i : i + 20])
+    corpus.run(str(tmp_path / "docs"), str(tmp_path / "texts"), "text", "bytes", 0.1, 1)
+    flags, got = f"--dataset={tmp_path / 'docs'}", {}
+
+    def head() -> torch.Tensor:
+        return checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))["model"]["lm_head.weight"].clone()
+
+    for pack in ("document", "none"):
+        assert train(flags, f"--pack={pack}")[0] == 0
+        got[pack] = head()
+    assert not torch.equal(got["document"], got["none"])
+    assert train(flags, "--pack=document", "--max_iters=4")[0] == 0
+    assert train(flags, "--init_from=resume")[0] == 0 and torch.equal(head(), got["document"])
+    code, _, err = train("--pack=document")
+    assert code == 2 and "has no boundaries of documents" in err
+
+
+# -----------------------------------------------------------------------------
+# --log_logits
+
+
+@pytest.mark.parametrize("core", ATTENTION)
+@pytest.mark.parametrize("position", POSITION)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_largest_score_of_each_layer(core, position, kind, packed, monkeypatch):
+    """As that of a full matrix, of what the core itself is given; a few queries at a time it is the same."""
+    gpt = GPT(config(core, position, **kind)).eval()
+    idx, pos = torch.randint(V, (len(CUTS), T)), places() if packed else None
+    seen = []
+
+    def spy(layer, original):
+        def core(q, k, v, *, window=None, scale=None, bias=None, **kwargs):
+            dense = bias.dense(q.shape[-2], k.shape[-2]) if isinstance(bias, ByDistance) else bias
+            s = scores(q, k, scale, dense).abs()
+            largest = s[..., visible(q.shape[-2], k.shape[-2], window, q.device)].max().item()
+            seen[layer] = max(seen[layer], largest)
+            return original(q, k, v, window=window, scale=scale, bias=bias, **kwargs)
+
+        return core
+
+    for layer, block in enumerate(gpt.transformer.h):
+        seen.append(0.0)
+        block.attn.core = spy(layer, block.attn.core)
+    gpt(idx, pos=pos)
+    got = gpt.largest_logits(idx, pos)
+    assert got == pytest.approx(seen, rel=1e-5) and min(got) > 0
+    monkeypatch.setattr(model, "ROWS", 1000)
+    assert gpt.largest_logits(idx, pos) == pytest.approx(seen, rel=1e-5)
+    assert all(block.attn.largest is None for block in gpt.transformer.h)
+
+
+def test_logits_in_the_log(train, tmp_path):
+    code, out, _ = train("--log_logits", "--log_interval=2", "--max_iters=4")
+    rows = [json.loads(line) for line in open(tmp_path / "out" / "log.jsonl")]
+    logged = [row["max_logit"] for row in rows if "loss" in row]
+    assert code == 0 and len(logged) == 2 and all(len(layers) == 2 and min(layers) > 0 for layers in logged)
+    assert f"largest logit {max(logged[0]):.2f}" in out
+    plain = [row["loss"] for row in rows if "loss" in row]
+    train("--log_interval=2", "--max_iters=4")
+    rows = [json.loads(line) for line in open(tmp_path / "out" / "log.jsonl")]
+    assert [row["loss"] for row in rows if "loss" in row] == plain  # to look changes nothing

@@ -1,0 +1,354 @@
+"""The tools around a run: eval.py, --dry_run, the configs, scripts/plot.py, wandb."""
+
+import glob
+import importlib.util
+import json
+import math
+import os
+import re
+import runpy
+import struct
+import time
+
+import pytest
+import torch
+from conftest import ROOT, write
+
+import checkpoint
+import dataset
+import estimate
+from configurator import constants
+from dataset import Tokens
+from model import ATTENTION, GPT, GPTConfig
+
+# -----------------------------------------------------------------------------
+# eval.py
+
+
+@pytest.mark.parametrize(("T", "stride"), [(8, 8), (8, 4), (8, 1), (16, 5), (7, 3), (836, 10), (837, 837)])
+def test_strided_windows_have_every_token_once(data, T, stride):
+    tokens = Tokens(data, "val", T)
+    n, seen, all_x = len(tokens), [], []
+    for x, y in tokens.strided(stride, 3):
+        all_x += x.tolist()
+        seen += [[t if t >= 0 else None for t in row] for row in y.tolist()]
+        assert len(x) <= 3
+    targets = [t for row in seen for t in row if t is not None]
+    assert targets == tokens.ids[1:].tolist() and len(targets) == n - 1
+    counts = [sum(t is not None for t in row) for row in seen]
+    assert counts[0] == T and all(0 < count <= stride for count in counts[1:])  # context of T - stride, at the least
+    ranks = [[row for x, _ in tokens.strided(stride, 3, rank=r, world=3) for row in x.tolist()] for r in range(3)]
+    assert [ranks[i % 3][i // 3] for i in range(len(all_x))] == all_x
+
+
+def measures(out: str) -> dict[str, float]:
+    """The numbers that eval.py has printed: loss, perplexity token, perplexity word, bits."""
+    found = re.findall(r"^(loss|perplexity|bits per byte) +([\d.]+)(?: per (token|word))?", out, re.M)
+    return {f"{name} {of}".strip(): float(value) for name, value, of in found}
+
+
+def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path):
+    """Of each token's -log p given the block_size tokens before it, for stride 1; in every measure."""
+    assert train("--max_iters=10")[0] == 0
+    code, out, _ = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--stride=1", "--batch_size=64", "--device=cpu")
+    gpt = GPT.from_checkpoint(checkpoint.load(str(tmp_path / "out" / "best.pt"))).eval()
+    ids, T = torch.from_numpy(Tokens(data, "val", 32).ids.astype(int)), 32
+    losses = []
+    with torch.no_grad():
+        for i in range(1, len(ids)):
+            x = ids[max(0, i - T) : i]
+            losses.append(-gpt(x[None])[0][0, -1].log_softmax(-1)[ids[i]].item())
+    total, got = sum(losses), measures(out)
+    entry = dataset.read_meta(data)["files"]["val.bin"]
+    assert code == 0 and got["loss"] == pytest.approx(total / (len(ids) - 1), abs=1e-4)
+    assert got["perplexity token"] == pytest.approx(math.exp(total / (len(ids) - 1)), abs=1e-2)
+    assert got["perplexity word"] == pytest.approx(math.exp(total / entry["words"]), rel=1e-3)
+    assert got["bits per byte"] == pytest.approx(total / math.log(2) / entry["bytes"], abs=1e-4)
+
+
+def test_eval_of_a_model_that_knows_nothing(train, run, tmp_path, text, data):
+    """Every token costs log V, whatever the stride and the batch."""
+    train("--max_iters=1", "--tied=False")
+    state = checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))
+    state["model"]["lm_head.weight"].zero_()
+    checkpoint.save(str(tmp_path / "out" / "ckpt.pt"), state)
+    V = len(set(text))
+    for flags in ((), ("--stride=32",), ("--block_size=5", "--stride=2", "--batch_size=7")):
+        _, out, _ = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--which=latest", "--device=cpu", *flags)
+        assert measures(out)["loss"] == pytest.approx(math.log(V), abs=1e-4)
+        assert measures(out)["perplexity token"] == pytest.approx(V, abs=1e-2)
+
+
+def test_eval_of_packed_documents_sees_one_at_a_time(run, train, tmp_path, monkeypatch):
+    """The run's --pack=document is eval.py's."""
+    train("--max_iters=1")
+    seen = []
+    original = GPT.forward
+    monkeypatch.setattr(
+        GPT, "forward", lambda self, *a, pos=None, **k: seen.append(pos) or original(self, *a, pos=pos, **k)
+    )
+    tokenizer = dataset.tokenizer
+
+    def with_eot(meta):
+        tok = tokenizer(meta)
+        tok.eot = 0
+        return tok
+
+    monkeypatch.setattr(dataset, "tokenizer", with_eot)
+    state = checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))
+    for pack in ("none", "document"):
+        state["config"]["pack"] = pack
+        checkpoint.save(str(tmp_path / "out" / "ckpt.pt"), state)
+        seen.clear()
+        run("eval.py", f"--out_dir={tmp_path / 'out'}", "--which=latest", "--device=cpu")
+        assert seen and all((pos is None) == (pack == "none") for pos in seen)
+
+
+def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
+    train("--max_iters=2")
+    write(
+        tmp_path / "other", dataset.CharTokenizer("".join(sorted(set(text + "XYZ")))), {"train": text, "val": text}, {}
+    )
+    out = f"--out_dir={tmp_path / 'out'}"
+    for flags, says in (
+        ((f"--out_dir={tmp_path / 'none'}",), "there is no checkpoint"),
+        ((out, "--stride=0"), "stride=0 must be between 1 and block_size=32"),
+        ((out, "--stride=33"), "must be between 1"),
+        ((out, "--block_size=64"), "larger than the model's"),
+        ((out, "--batch_size=0"), "must be at least 1"),
+        ((out, "--split=test"), "test.bin is missing"),
+        ((out, f"--dataset={tmp_path / 'other'}"), "which are not those of this model"),
+        ((out, "--dataset=nowhere"), "there is no data set"),
+    ):
+        code, _, err = run("eval.py", "--device=cpu", *flags)
+        assert code == 2 and says in err and "Traceback" not in err, err
+
+
+def test_eval_of_data_without_counts(train, run, data, tmp_path):
+    """As prepared before there were any."""
+    import shutil
+
+    shutil.copytree(data, tmp_path / "old")
+    meta = json.loads((tmp_path / "old" / "meta.json").read_text())
+    for entry in meta["files"].values():
+        del entry["words"], entry["bytes"], entry["documents"]
+    (tmp_path / "old" / "meta.json").write_text(json.dumps(meta))
+    train("--max_iters=2", f"--dataset={tmp_path / 'old'}")
+    code, out, _ = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu")
+    assert code == 0 and "prepare it anew" in out and "per token" in out and "bits per byte" not in out
+
+
+def test_eval_of_gpt2s_weights(run, tmp_path, monkeypatch):
+    """Out of a local folder, on data in GPT-2's tokens; another attention takes the same weights."""
+    transformers = pytest.importorskip("transformers")
+    tiktoken = pytest.importorskip("tiktoken")
+    tokens = [bytes([i]) for i in range(256)] + [b"<%d>" % i for i in range(50000)]
+    ranks = {token: i for i, token in enumerate(tokens)}
+    bpe = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: bpe)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=16))
+    theirs.save_pretrained(tmp_path / "gpt2")
+    text = "a rose is a rose is a rose. " * 20
+    write(tmp_path / "rose", dataset.GPT2Tokenizer(), {"train": text, "val": text}, {})
+    flags = (f"--init_from={tmp_path / 'gpt2'}", f"--dataset={tmp_path / 'rose'}", "--device=cpu")
+    code, out, err = run("eval.py", *flags, "--stride=16")
+    assert code == 0 and measures(out)["loss"] == pytest.approx(math.log(50257), rel=0.02), err
+    assert run("eval.py", flags[0], "--device=cpu")[0] == 2
+    quick = (
+        "--max_iters=1",
+        "--eval_iters=1",
+        "--batch_size=1",
+        "--gradient_accumulation_steps=1",
+        "--lr_decay_iters=9",
+    )
+    quick += ("--warmup_iters=1", "--sample_tokens=0", f"--out_dir={tmp_path / 'out'}", "--block_size=16")
+    code, out, err = run("train.py", *flags, *quick, "--attention=laser")
+    assert code == 0 and "all of its weights carry over" in out and "attention=laser" in out, err
+
+
+# -----------------------------------------------------------------------------
+# --dry_run
+
+
+def dry(run, *flags: str) -> str:
+    code, out, err = run("train.py", "--dry_run", "--device=cpu", *flags)
+    assert code == 0, err
+    return out
+
+
+def test_a_dry_run_touches_nothing(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = dry(run, "--dataset=openwebtext", f"--out_dir={tmp_path / 'out'}", "--n_layer=2", "--n_embd=64", "--n_head=2")
+    assert os.listdir(tmp_path) == [] and not os.path.exists(os.path.join(ROOT, "data", "openwebtext", "meta.json"))
+    gpt = GPT(GPTConfig(n_layer=2, n_embd=64, n_head=2, bias=False))
+    assert f"parameters: {gpt.num_params(False):,}, {gpt.num_params():,} without" in out
+    assert f"FLOPs: {gpt.flops():,} per token" in out and "491,520 per step (480 x 1024)" in out
+    assert "vocabulary is taken for 50,304" in out and "not prepared" in out
+    assert " GiB = " in out and " on 1 x A100, " in out
+
+
+def test_a_dry_run_knows_the_data_and_resumed_runs(run, train, data, tmp_path, text):
+    train("--max_iters=2")
+    before = sorted((name, os.stat(tmp_path / "out" / name).st_mtime_ns) for name in os.listdir(tmp_path / "out"))
+    out = dry(run, "--init_from=resume", f"--out_dir={tmp_path / 'out'}", "--max_iters=100")
+    assert "tokens: 256 per step (8 x 32), 25,600 in 100 steps, 3.40 epochs of 7,536" in out
+    assert before == sorted(
+        (name, os.stat(tmp_path / "out" / name).st_mtime_ns) for name in os.listdir(tmp_path / "out")
+    )
+    code, _, err = run("train.py", "--dry_run", "--init_from=gpt2")
+    assert code == 2 and "does not fetch gpt2" in err
+
+
+@pytest.mark.parametrize("core", ATTENTION)
+@pytest.mark.parametrize("kwargs", [{}, {"heads": "SL", "window": 20}, {"mlp": "swiglu", "tied": False}], ids=str)
+def test_the_memory_of_activations(core, kwargs):
+    """Extrapolated from one layer and two, and 509 tokens, it is what autograd keeps of four and 900, within 5%."""
+    config = GPTConfig(attention=core, block_size=900, vocab_size=50, n_layer=4, n_head=4, n_embd=64, **kwargs)
+    kept = estimate.kept_bytes(config, "float32") / config.block_size
+    assert estimate.activation_bytes(config, "float32") - 8 * 50 == pytest.approx(kept, rel=0.05)
+
+
+def test_the_memory_of_half_precision_and_of_checkpointed_blocks():
+    sizes = {"block_size": 256, "vocab_size": 50, "n_layer": 8, "n_head": 4, "n_embd": 64, "bias": False}
+    whole, half = (estimate.activation_bytes(GPTConfig(**sizes), dtype) for dtype in ("float32", "bfloat16"))
+    again = estimate.activation_bytes(GPTConfig(**sizes, activation_checkpointing=True), "float32")
+    assert 0.4 * whole < half < 0.8 * whole and again < 0.3 * whole
+
+
+CONFIGS = sorted(os.path.basename(path) for path in glob.glob(os.path.join(ROOT, "config", "*.py")))
+TINY = ("--n_layer=1", "--n_embd=16", "--n_head=2", "--head_dim=8", "--n_hidden=16", "--heads=L", "--block_size=16")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_is_one(name, run):
+    code, out, err = run("train.py", f"config/{name}", "--dry_run", "--device=cpu", *TINY)
+    pretrained = "init_from" in constants(os.path.join(ROOT, "config", name))
+    assert (code, "does not fetch gpt2" in err) == ((2, True) if pretrained else (0, False)), err
+    assert pretrained or "FLOPs: " in out
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "millions"),
+    [
+        ("train_gpt2", 50304, 124),
+        ("train_shakespeare_char", 65, 10.65),
+        ("train_pg19_ls", 10000, 6.5),
+        ("train_laser_301m", 32000, 301),
+        ("train_laser_1_1b", 32000, 1140),
+        ("train_laser_2_2b", 32000, 2210),
+        ("train_laser_7_7b", 32000, 7730),
+    ],
+)
+def test_the_configs_have_the_papers_sizes(name, vocab_size, millions):
+    names = GPTConfig.__dataclass_fields__
+    settings = {k: v for k, v in constants(os.path.join(ROOT, "config", f"{name}.py")).items() if k in names}
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig(**{"bias": False, "vocab_size": vocab_size} | settings))
+    total = gpt.num_params(False) - gpt.transformer.wpe.weight.numel()
+    assert total / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+# -----------------------------------------------------------------------------
+# scripts/plot.py, wandb
+
+
+def test_plot(run, train, tmp_path):
+    pytest.importorskip("matplotlib")
+    train("--log_logits")
+    train(f"--out_dir={tmp_path / 'b'}", "--max_iters=20")
+    runs = f"--runs={tmp_path / 'out'},{tmp_path / 'b'}/"
+    sizes = []
+    for flags in ((), ("--x=tokens",), ("--x=time", "--smooth=0"), ("--y=loss",)):
+        code, out, err = run("scripts/plot.py", runs, f"--out={tmp_path / 'c.png'}", *flags)
+        assert code == 0 and (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG", err
+        sizes.append(struct.unpack(">II", (tmp_path / "c.png").read_bytes()[16:24]))
+    assert sizes[0][0] == 4 * sizes[3][0]  # four curves, and one
+    assert "b: 20 steps, 5,120 tokens, best validation loss" in out
+    code, out, _ = run("scripts/plot.py", f"--runs={tmp_path / 'b'}", "--y=loss,logit", f"--out={tmp_path / 'd.png'}")
+    assert code == 0 and "no run has logged logit" in out
+    (tmp_path / "bad").mkdir()
+    for log, flags, says in (
+        (None, (f"--runs={tmp_path / 'none'}",), "there is no"),
+        ("", (f"--runs={tmp_path / 'bad'}",), "is empty"),
+        ("{1", (f"--runs={tmp_path / 'bad'}",), "line 1 is no row of a log"),
+        (None, (runs, "--y=los"), "is none of loss, norm"),
+        (None, (runs, "--smooth=1"), "must be in [0, 1)"),
+        (None, (f"--runs={tmp_path / 'b'}", "--y=logit"), "none of these runs has logged logit"),
+        (None, ("--runs=,",), "names no folder"),
+    ):
+        if log is not None:
+            (tmp_path / "bad" / "log.jsonl").write_text(log)
+        code, _, err = run("scripts/plot.py", *flags, f"--out={tmp_path / 'e.png'}")
+        assert code == 2 and says in err and not os.path.exists(tmp_path / "e.png"), err
+
+
+def test_the_axes_of_a_plot(tmp_path):
+    """Tokens and hours are sums over the steps, which need not be logged each."""
+    module = runpy.run_path(os.path.join(ROOT, "scripts", "plot.py"))
+    rows = [{"iter": i, "loss": 1.0, "ms": 1000.0 * (i + 1), "tokens_per_s": 100.0 / (i + 1)} for i in (0, 10, 20)]
+    rows.append({"iter": 20, "val_loss": 2.0})
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    got = module["read"](str(tmp_path))
+    assert [row["tokens"] for row in got] == pytest.approx([100, 1100, 2100, 2100])
+    assert [row["time"] * 3600 for row in got] == pytest.approx([1, 111, 321, 321])
+    assert module["running_mean"]([4.0, 2.0], 0.5) == pytest.approx([4.0, (0.5 * 4 + 2) / 1.5])
+
+
+def records(path: str) -> list:
+    """What is in an offline run of wandb's: LevelDB's log format (blocks of 32 KiB) of protobuf messages."""
+    from wandb.proto import wandb_internal_pb2
+
+    with open(path, "rb") as f:
+        data = f.read()
+    at, parts, found = 7, b"", []
+    while at < len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7].ljust(7, b"\0"))
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            parts = b""
+            found.append(record)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
+def test_wandb_offline(train, tmp_path, monkeypatch):
+    """The run's config, its curves and its sample are in what wandb writes; a resumed run is the same one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = ("--wandb_log", "--wandb_project=p", "--wandb_run_name=n", "--log_logits", "--sample_tokens=20")
+    ids = set()
+    for begin, extra in ((0, ("--max_iters=10",)), (10, ("--init_from=resume", "--max_iters=15"))):
+        code, _, err = train(*flags, *extra)
+        assert code == 0, err
+        folder = max(glob.glob(str(tmp_path / "wandb" / "offline-run-*")), key=os.path.getmtime)
+        got = []
+        for _ in range(100):  # its service writes when it likes
+            got = records(*glob.glob(os.path.join(folder, "*.wandb")))
+            if any(record.WhichOneof("record_type") == "exit" for record in got):
+                break
+            time.sleep(0.1)
+        run = next(record.run for record in got if record.WhichOneof("record_type") == "run")
+        settings = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert (run.project, run.display_name, settings["attention"], settings["n_layer"]) == ("p", "n", "softmax", 2)
+        history = [record.history.item for record in got if record.WhichOneof("record_type") == "history"]
+        curves = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in history]
+        with open(tmp_path / "out" / "log.jsonl") as f:
+            logged = [row for row in map(json.loads, f) if row["iter"] >= begin]
+        for key in ("loss", "norm", "lr", "val_loss"):
+            mine = {row["iter"]: row[key] for row in logged if key in row}
+            theirs = {row["_step"]: row[key] for row in curves if key in row}
+            assert theirs == pytest.approx({step: mine[step] for step in theirs}) and len(theirs) >= len(mine) - 1 > 0
+        assert any("max_logit/1" in row for row in curves)
+        (sample,) = glob.glob(os.path.join(folder, "files", "media", "html", "*.html"))
+        assert "<pre>" in open(sample).read()
+        ids.add(run.run_id)
+        time.sleep(1.1)  # folders have their second in the name
+    assert len(ids) == 1
