@@ -159,7 +159,8 @@ class SentencePieceTokenizer(Tokenizer):
         return cls(base64.b64encode(model).decode())
 
     def ids(self, text: str) -> np.ndarray:
-        return np.array(self._sp.encode(text), dtype=np.int64)
+        ids = self._sp.encode(text)
+        return np.fromiter(ids, dtype=np.int64, count=len(ids))
 
     def text(self, ids: list[int]) -> str:
         return self._sp.decode(ids)

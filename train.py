@@ -256,12 +256,9 @@ with user_errors():
         model = GPT.from_pretrained(init_from, {name: config[name] for name in FREE if name in given})
         if (meta["tokenizer"]["kind"], model.config.vocab_size) != ("gpt2", 50257):
             say(f"{init_from} may know other tokens than those of {dataset}, whose numbers mean something else to it")
-        other = [name for name in FREE if name not in TRAINING and config[name] != getattr(GPTConfig, name)]
-        swapped = [f"{name}={config[name]}" for name in other if name in given]
-        say(
-            f"{init_from}: all of its weights carry over, the optimizer starts anew"
-            + (f"; they were trained without {', '.join(swapped)}, so the loss begins higher" if swapped else "")
-        )
+        swapped = [f"{name}={config[name]}" for name in FREE if name in given and name not in (*TRAINING, "block_size")]
+        new = f"; new to them: {', '.join(swapped)}, so the loss begins higher" if swapped else ""
+        say(f"{init_from}: all of its weights carry over, the optimizer starts anew{new}")
         for name in (name for name in given if name in MODEL_FIELDS and name not in FREE):
             theirs, mine = getattr(model.config, name), config[name]
             if theirs != mine and given[name] == "command line":

@@ -132,6 +132,15 @@ def test_pieces_are_cut_where_tokens_begin(texts, few):
     assert list(corpus.pieces(["y" * 1500])) == ["y" * 512, "y" * 512, "y" * 476]
 
 
+def test_words_are_those_between_whitespace(texts):
+    rng = random.Random(0)
+    for n in (1, 2, 3, 50):
+        for _ in range(300):
+            text = "".join(rng.choice("ab\t\n\x0b\x1c é漢\x85\u2003") for _ in range(n))
+            for some in (text, text.replace("\u2003", "c").replace("\x85", "d")):
+                assert corpus.n_words(some, some.encode()) == len(some.split())
+
+
 def test_one_document_is_cut_as_in_nanogpt(tmp_path):
     text = sentences(2000, 1)
     (tmp_path / "one.txt").write_text(text, encoding="utf-8")
