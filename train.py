@@ -241,7 +241,8 @@ torch.set_flush_denormal(True)  # on a CPU the tiniest weights of attention, ALi
 with user_errors():
     data_dir = folder_of(dataset)
     prepare = os.path.join(data_dir, "prepare.py")
-    if master and not os.path.exists(os.path.join(data_dir, "meta.json")) and os.path.exists(prepare):
+    missing = not os.path.exists(os.path.join(data_dir, "meta.json"))
+    if master and missing and dataset.startswith("shakespeare") and os.path.exists(prepare):  # others take long
         say(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}")
         if subprocess.run([sys.executable, prepare]).returncode:
             raise ValueError(f"{prepare} failed, see above")
