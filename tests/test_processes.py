@@ -212,6 +212,19 @@ def test_data_that_changes_under_a_run(train, tmp_path, where, call, file, paral
     assert 0 < saved["iter_num"] < 100 and len(rows(tmp_path / "out", "loss")) == saved["iter_num"]
 
 
+def test_eval_in_shares(train, workers, data, tmp_path):
+    """eval.py gives the same from one process, two and three, some of which have a window less."""
+    assert train(1, "--max_iters=3")[0] == [0]
+    flags = (f"--out_dir={tmp_path / 'out'}", f"--dataset={data}", "--device=cpu", "--batch_size=3", "--stride=25")
+    numbers = []
+    for n in (1, 2, 3):
+        codes, out, err = workers.run(n, "eval.py", *flags)
+        assert codes == [0] * n and f"on {n} process(es)" in out, err
+        loss, perplexity, _, bits = out.splitlines()[2:]  # e^(nats per word) shows how float32 was rounded
+        numbers.append((loss, perplexity, bits))
+    assert numbers[0] == numbers[1] == numbers[2]
+
+
 def test_more_processes_than_rows_of_a_weight(train, tmp_path):
     """An empty share of the embedding, which is the head as well; and a norm with a single number."""
     tok = dataset.CharTokenizer("abc\n")  # in shares of 2, 2 and 0

@@ -166,6 +166,29 @@ def test_eval_of_gpt2s_weights(run, tmp_path, monkeypatch):
     assert code == 0 and "all of its weights carry over" in out and "attention=laser" in out, err
 
 
+@pytest.mark.parametrize("kind", dataset.TOKENIZER)
+def test_train_sample_and_eval_with_every_tokenizer(kind, run, train, tmp_path, text, monkeypatch):
+    """From text files to text, by its own commands; the boundary of documents is typed as it is printed."""
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([i]): i for i in range(256)}
+    bpe = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={dataset.END: 256})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: bpe)
+    os.makedirs(tmp_path / "texts")
+    for i in range(20):
+        (tmp_path / "texts" / f"{i:02d}.txt").write_text(text[i * 400 : i * 400 + 400] + "\n")
+    flags = (f"--source={tmp_path / 'texts'}", f"--out_dir={tmp_path / 'docs'}", f"--tokenizer={kind}")
+    code, out, err = run("data/text/prepare.py", *flags, "--vocab_size=290")
+    assert code == 0 and "train has" in out, err
+    code, out, err = train(f"--dataset={tmp_path / 'docs'}", "--max_iters=5", "--sample_tokens=20")
+    assert code == 0 and "a sample" in out, err
+    sample = ("sample.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--max_new_tokens=20")
+    for start in ("\n", dataset.END, "the lord", f"the lord{dataset.END}of all"):
+        code, out, err = run(*sample, f"--start={start}")
+        assert code == 0 and out.splitlines()[1:2] != [] and start.strip() in out, err
+    code, out, err = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu")
+    assert code == 0 and 0.5 < measures(out)["bits per byte"] < 10, err
+
+
 # -----------------------------------------------------------------------------
 # --dry_run
 
