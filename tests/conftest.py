@@ -1,10 +1,13 @@
 """Fixtures: a small prepared data set, and the scripts run as a user runs them."""
 
 import importlib
+import json
 import os
 import random
 import runpy
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -79,6 +82,36 @@ def train(run: Callable, data: str, tmp_path: object) -> Callable:
         return run("train.py", f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, *quick, *args)
 
     return train
+
+
+class Workers:
+    """Processes that run a script together; they live on, since importing torch is slow.
+
+    env: of them, beside this one's.
+    """
+
+    def __init__(self, **env: str):
+        self.processes, self.env = [], os.environ | {"OMP_NUM_THREADS": "1"} | env
+
+    def run(self, n: int, *argv: object, before: str = "") -> tuple[list, str, str]:
+        """(exit code of each, the first one's stdout, everyone's stderr) of argv in n processes.
+
+        before: Python to run in each first, which may define an after().
+        """
+        while len(self.processes) < n:
+            command = [sys.executable, os.path.join(ROOT, "tests", "worker.py")]
+            self.processes.append(subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=self.env))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank, process in enumerate(self.processes[:n]):
+            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            env = {name: str(value) for name, value in env.items()}
+            job = {"env": env, "argv": [str(arg) for arg in argv], "before": before}
+            print(json.dumps(job), file=process.stdin, flush=True)
+        answers = [json.loads(process.stdout.readline()) for process in self.processes[:n]]
+        codes, outs, errs = zip(*answers, strict=True)
+        return list(codes), outs[0], "".join(errs)
 
 
 torch.set_num_threads(1)  # the models are tiny

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 CUT = 0  # instead of a status: the connection closes in the middle of the file
@@ -71,13 +71,14 @@ def entries(files: dict[str, bytes]) -> list[dict]:
 
 
 @contextlib.contextmanager
-def serve(repositories: dict[str, dict[str, bytes]], fault: Callable = lambda path: None) -> Iterator[str]:
-    """The URL of a hub with {"owner/name": {"data/train.parquet": its bytes}}.
+def serve(repositories: dict[str, dict[str, bytes]]) -> Iterator[http.server.HTTPServer]:
+    """A hub, at its .url, with {"owner/name": {"data/train.parquet": its bytes}}.
 
-    fault: of a file's path, gives the status that a GET is answered with instead, CUT, or None.
+    Its .fault, of a file's path, gives the status that a GET is answered with instead, CUT, or None.
     """
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.repositories, server.fault = repositories, fault
+        server.repositories, server.fault = repositories, lambda path: None
+        server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield server
         server.shutdown()

@@ -10,14 +10,14 @@ import time
 
 import hub
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Workers
 
 from dataset import read_meta
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 pytest.importorskip("datasets")
-pytestmark = pytest.mark.slow  # each imports `datasets`, in a process of its own
+pytestmark = pytest.mark.slow  # it imports `datasets` in a process of its own
 
 TRAIN = "data/train-00001-of-00002.parquet"
 README = b"""---
@@ -57,25 +57,37 @@ def repositories():
     return {"owner/books": books, "owner/lines": lines | {"README.md": README}}
 
 
-AT_ONCE = """import runpy, sys, time
-time.sleep = lambda seconds: None
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
+AT_ONCE = """import time
+wait, time.sleep = time.sleep, lambda seconds: None
+def after():
+    time.sleep = wait
 """
 
 
-@pytest.fixture
-def prepare(tmp_path):
-    """prepare(url, "owner/name", "--flag=1") -> (exit code, stdout, stderr), of a process: HF_ENDPOINT is read once."""
+@pytest.fixture(scope="module")
+def server(repositories):
+    with hub.serve(repositories) as server:
+        yield server
 
-    def prepare(url: str, source: str, *args: str, patient: bool = True) -> tuple[int, str, str]:
-        script = [os.path.join(ROOT, "data", "text", "prepare.py"), f"--source={source}", "--tokenizer=bytes"]
-        if not patient:  # huggingface_hub waits for 23 s between its tries
-            script = ["-c", AT_ONCE, *script]
-        env = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-        command = [sys.executable, *script, f"--out_dir={tmp_path / 'out'}", *args]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-        return done.returncode, done.stdout, done.stderr
+
+@pytest.fixture(scope="module")
+def worker(server, tmp_path_factory):
+    home = str(tmp_path_factory.mktemp("hf"))
+    pool = Workers(HF_ENDPOINT=server.url, HF_HOME=home, HF_HUB_DISABLE_TELEMETRY="1")
+    yield pool
+    for process in pool.processes:
+        process.kill()
+
+
+@pytest.fixture
+def prepare(worker, tmp_path):
+    """prepare("owner/name", "--flag=1") -> (exit code, stdout, stderr), of a process: HF_ENDPOINT is read once."""
+
+    def prepare(source: str, *args: str, patient: bool = True) -> tuple[int, str, str]:
+        flags = (f"--source={source}", "--tokenizer=bytes", f"--out_dir={tmp_path / 'out'}", *args)
+        before = "" if patient else AT_ONCE  # huggingface_hub waits for 23 s between its tries
+        (code,), out, err = worker.run(1, "data/text/prepare.py", *flags, before=before)
+        return code, out, err
 
     return prepare
 
@@ -90,8 +102,7 @@ def said(result: tuple[int, str, str]) -> str:
 
 
 def test_parquet_files_are_as_local_ones(prepare, run, repositories, tmp_path):
-    with hub.serve(repositories) as url:
-        code, _, err = prepare(url, "owner/books")
+    code, _, err = prepare("owner/books")
     assert code == 0, err
     for path, data in repositories["owner/books"].items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
@@ -104,12 +115,11 @@ def test_parquet_files_are_as_local_ones(prepare, run, repositories, tmp_path):
     assert read_meta(str(tmp_path / "out"))["files"] == read_meta(str(local))["files"]
 
 
-def test_json_lines_of_a_config_go_through_datasets(prepare, repositories, tmp_path):
-    with hub.serve(repositories) as url:
-        code, _, err = prepare(url, "owner/lines:en")
-        assert code == 0, err
-        code, out, _ = prepare(url, "owner/lines:en")
-        assert code == 0 and "nothing to do" in out
+def test_json_lines_of_a_config_go_through_datasets(prepare, tmp_path):
+    code, _, err = prepare("owner/lines:en")
+    assert code == 0, err
+    code, out, _ = prepare("owner/lines:en")
+    assert code == 0 and "nothing to do" in out
     for name, files in {"train.bin": ("en/train.0", "en/train.1"), "val.bin": ("en/validation",)}.items():
         rows = [row.replace("\r\n", "\n") for file in files for row in texts(file, 4)]
         assert (tmp_path / "out" / name).read_bytes() == b"".join(row.encode() + b"\xff" for row in rows)
@@ -124,15 +134,17 @@ def test_json_lines_of_a_config_go_through_datasets(prepare, repositories, tmp_p
         ("owner/lines:fr", ["'fr' not found", "['en', 'de']"]),
     ],
 )
-def test_what_is_not_on_the_hub(prepare, repositories, source, says, tmp_path):
-    with hub.serve(repositories) as url:
-        line = said(prepare(url, *source.split()))
+def test_what_is_not_on_the_hub(prepare, source, says, tmp_path):
+    line = said(prepare(*source.split()))
     assert all(part in line for part in says) and not (tmp_path / "out").exists()
 
 
-def test_no_hub_at_all(prepare, tmp_path):
+def test_no_hub_at_all(tmp_path):
     began = time.monotonic()
-    line = said(prepare("http://127.0.0.1:9", "owner/books"))
+    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf")}
+    command = [sys.executable, os.path.join(ROOT, "data", "text", "prepare.py"), "--source=owner/books"]
+    done = subprocess.run([*command, f"--out_dir={tmp_path / 'out'}"], env=env, capture_output=True, text=True)
+    line = said((done.returncode, done.stdout, done.stderr))
     assert "Connection refused" in line and "a local folder" in line and not (tmp_path / "out").exists()
     assert time.monotonic() - began < 20  # and not the time of many tries
 
@@ -146,17 +158,16 @@ def test_no_hub_at_all(prepare, tmp_path):
         ("tokenising", hub.CUT, "RemoteProtocolError"),
     ],
 )
-def test_a_hub_that_breaks_off(prepare, repositories, when, status, says, tmp_path):
+def test_a_hub_that_breaks_off(prepare, server, when, status, says, tmp_path, monkeypatch):
     asked = []
 
     def fault(path):
         asked.append(path)
         return status if path == TRAIN and asked.count(TRAIN) > (when == "tokenising") else None
 
-    with hub.serve(repositories, fault) as url:
-        line = said(prepare(url, "owner/books", patient=False))
+    monkeypatch.setattr(server, "fault", fault)
+    line = said(prepare("owner/books", patient=False))
     assert says in line and TRAIN in line and ("the same command goes on" in line) == (when == "tokenising")
     assert not (tmp_path / "out" / "meta.json").exists()
-    if when == "tokenising":
-        with hub.serve(repositories) as url:
-            assert prepare(url, "owner/books")[0] == 0
+    monkeypatch.undo()
+    assert prepare("owner/books")[0] == 0

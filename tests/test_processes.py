@@ -1,46 +1,14 @@
 """Several processes: the same curve, whoever computes it; checkpoints between them; what one must tell the others."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, write
+from conftest import SMALL, Workers, write
 
 import checkpoint
 import dataset
 from model import ATTENTION
-
-
-class Workers:
-    """Processes that run a script together; they live on, since importing torch is slow."""
-
-    def __init__(self):
-        self.processes = []
-
-    def run(self, n: int, *argv: object, before: str = "") -> tuple[list, str, str]:
-        """(exit code of each, the first one's stdout, everyone's stderr) of argv in n processes.
-
-        before: Python to run in each first, which may define an after().
-        """
-        while len(self.processes) < n:
-            command = [sys.executable, os.path.join(ROOT, "tests", "worker.py")]
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            self.processes.append(subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=env))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        for rank, process in enumerate(self.processes[:n]):
-            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            env = {name: str(value) for name, value in env.items()}
-            job = {"env": env, "argv": [str(arg) for arg in argv], "before": before}
-            print(json.dumps(job), file=process.stdin, flush=True)
-        answers = [json.loads(process.stdout.readline()) for process in self.processes[:n]]
-        codes, outs, errs = zip(*answers, strict=True)
-        return list(codes), outs[0], "".join(errs)
 
 
 @pytest.fixture(scope="module")
