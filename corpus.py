@@ -349,7 +349,7 @@ def batches(splits: dict[str, Split], share: float, gutenberg: bool, begin: dict
     for name in names[names.index(begin["split"]) :]:
         shard, skip, documents = (begin[k] if name == begin["split"] else 0 for k in ("shard", "pieces", "documents"))
         for i in range(shard, len(splits[name].shards)):
-            first, n, batch = documents, 0, None
+            first, n, batch, size = documents, 0, None, 0
             for document in splits[name].shards[i]():
                 file = "val" if name == "train" and int((documents + 1) * share) > int(documents * share) else name
                 document = pieces(without_gutenberg(document) if gutenberg else document)
@@ -358,10 +358,10 @@ def batches(splits: dict[str, Split], share: float, gutenberg: bool, begin: dict
                     following = next(document, None)
                     n += 1
                     if n > skip:
-                        if batch and (batch.file != file or sum(len(text) for text, _ in batch.pieces) > BATCH):
+                        if batch and (batch.file != file or size > BATCH):
                             yield batch
-                            batch = None
-                        batch = batch or Batch(file, name, i, 0, first, [])
+                            batch, size = None, 0
+                        batch, size = batch or Batch(file, name, i, 0, first, []), size + len(piece)
                         batch.pieces.append((piece, following is None))
                         batch.end = n
                     piece = following
@@ -370,6 +370,7 @@ def batches(splits: dict[str, Split], share: float, gutenberg: bool, begin: dict
             skip = 0
 
 
+COUNTS = ("tokens", "documents", "bytes", "words")  # of a file: text in UTF-8, and words between whitespace
 SPACES = np.array([chr(i).isspace() for i in range(128)] + [False] * 128)  # of the bytes of UTF-8
 OTHER_SPACES = [c for c in map(chr, range(128, 0x3001)) if c.isspace()]
 
@@ -395,9 +396,6 @@ def tokenised(tok: Tokenizer, eot: int | None, dtype: np.dtype, batch: Batch) ->
         counts["documents"] += last
     counts["tokens"] = sum(map(len, ids))
     return np.concatenate(ids).astype(dtype).tobytes(), counts
-
-
-COUNTS = ("tokens", "documents", "bytes", "words")  # of a file: text in UTF-8, and words between whitespace
 
 
 def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
