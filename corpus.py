@@ -9,7 +9,7 @@ that the same command goes on after a kill, and is renamed at the end.
 import collections
 import contextlib
 import errno
-import glob
+import functools
 import hashlib
 import io
 import itertools
@@ -40,6 +40,11 @@ PER_DOCUMENT = 10**5  # of them, where there are many documents
 
 Document = Iterable[str]  # its text, in blocks that end at line ends
 
+
+class TextError(ValueError):
+    """Text that is none: to go on with it would be of no use."""
+
+
 # -----------------------------------------------------------------------------
 # where documents come from
 
@@ -68,20 +73,36 @@ def open_source(source: str, column: str = "text") -> dict[str, Split]:
     text. Raises ValueError and OSError naming what is wrong.
     """
     if os.path.isfile(source):
+        if source.endswith((".jsonl", ".json", ".csv", ".gz", ".zst", ".zip")):
+            raise ValueError(f"{source} is no .txt or .parquet file: --source= takes a folder of such files")
         return {"train": _parquet([source], column) if source.endswith(".parquet") else _text_files([source], source)}
     if os.path.isdir(source):
-        kinds = {end: sorted(glob.glob(f"{source}/**/*{end}", recursive=True)) for end in (".parquet", ".txt")}
+        files = _files(source)
+        kinds = {end: [path for path in files if path.endswith(end)] for end in (".parquet", ".txt")}
         paths = kinds[".parquet"] or kinds[".txt"]
         if not paths:
-            return _through_datasets(source, "", column, [[p, os.path.getsize(p)] for p in sorted(_files(source))])
+            stats = [(path, os.stat(path)) for path in files]
+            return _through_datasets(source, "", column, [[p, stat.st_size, stat.st_mtime_ns] for p, stat in stats])
         by_split = {}
         for path in paths:
             by_split.setdefault(_split_of(os.path.relpath(path, source)), []).append(path)
         read = _parquet if kinds[".parquet"] else _text_files
         return {split: read(found, column if read is _parquet else source) for split, found in by_split.items()}
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source):
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source) or source.endswith((".txt", ".parquet")):
         raise ValueError(f"--source={source} is no file, no folder, and no owner/name of the Hugging Face hub")
     return _hub(source, column)
+
+
+def _files(folder: str) -> list[str]:
+    """All files below folder, in order; a folder that a link leads to again is left out."""
+    found, seen = [], set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(root) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(root))
+        found += [os.path.join(root, name) for name in names if os.path.isfile(os.path.join(root, name))]
+    return sorted(found)
 
 
 def _split_of(path: str) -> str:
@@ -95,7 +116,7 @@ def _text_files(paths: list[str], folder: str) -> Split:
     for path in paths:
         text = sum(map(len, blocks_of_file(path)))
         if not text:
-            raise ValueError(f"{path} is empty")
+            raise TextError(f"{path} is empty")
         about.append([os.path.relpath(path, folder), os.path.getsize(path), os.stat(path).st_mtime_ns])
         size, characters = size + os.path.getsize(path), characters + text
     shards = [lambda path=path: iter([blocks_of_file(path)]) for path in paths]
@@ -105,21 +126,21 @@ def _text_files(paths: list[str], folder: str) -> Split:
 def blocks_of_file(path: str) -> Iterator[str]:
     """Its text in blocks of a million characters, up to a line's end, whose ends are \\n, without a BOM.
 
-    Raises ValueError where it is not UTF-8 text.
+    Raises TextError where it is not UTF-8 text.
     """
     with open(path, "rb") as f:
         start = f.read(2)
     if start in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"{path} is UTF-16, not UTF-8: iconv -f UTF-16 -t UTF-8 {path} converts it")
+        raise TextError(f"{path} is UTF-16, not UTF-8: iconv -f UTF-16 -t UTF-8 {path} converts it")
     try:
         with open(path, encoding="utf-8-sig") as f:
             while block := f.read(2**20):
                 block += f.readline(2**16)
                 if "\0" in block:
-                    raise ValueError(f"{path} holds NUL characters: is it text?")
+                    raise TextError(f"{path} holds NUL characters: is it text?")
                 yield block
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise TextError(
             f"{path} is not UTF-8 text ({error.reason}, byte {error.object[error.start]:#x}); if it is text in "
             f"another encoding, as latin-1: iconv -f LATIN1 -t UTF-8 {path} converts it"
         ) from None
@@ -130,12 +151,17 @@ def _parquet(files: list[str], column: str, version: str | None = None) -> Split
 
     Through pyarrow's own reader: that of `datasets` (5.2) takes 2.4 GB for a row group of 440 MB, this one 1.1 GB.
     """
-    about, size, documents = [version], 0, 0
+    import pyarrow
+
+    about, size, documents = [version, column], 0, 0
     for path in files:
         with _parquet_file(path) as file:
             names = file.schema_arrow.names
             if column not in names:
                 raise ValueError(f"{path} has no column {column!r}, but {', '.join(names)}: --column=")
+            kind = file.schema_arrow.field(column).type
+            if not any(is_text(kind) for is_text in (pyarrow.types.is_string, pyarrow.types.is_large_string)):
+                raise ValueError(f"{path}: the column {column!r} holds {kind}, not text: --column=")
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             at = [g.column(j).path_in_schema for g in groups[:1] for j in range(g.num_columns)]
             size += sum(g.column(at.index(column)).total_uncompressed_size for g in groups)
@@ -188,18 +214,19 @@ def _rows(path: str, column: str) -> Iterator[Document]:
     with _parquet_file(path) as file:
         for batch in file.iter_batches(8, columns=[column], use_threads=False):
             for row in batch.column(0):
-                text = row.as_py()
+                try:
+                    text = row.as_py()
+                except UnicodeDecodeError as error:
+                    raise TextError(f"{path} holds a text that is not UTF-8: {error.reason}") from None
                 yield _document(text, path, column)
 
 
 def _document(text: object, path: str, column: str) -> Document:
+    """The text of a row; none is an empty one."""
+    text = "" if text is None else text
     if not isinstance(text, str):
-        raise ValueError(f"{path}: the column {column!r} holds a {type(text).__name__}, not text")
+        raise TextError(f"{path}: the column {column!r} holds a {type(text).__name__}, not text")
     return [text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")]
-
-
-def _files(folder: str) -> list[str]:
-    return [path for path in glob.glob(f"{folder}/**", recursive=True) if os.path.isfile(path)]
 
 
 def _through_datasets(name: str, config: str, column: str, about: list) -> dict[str, Split]:
@@ -399,11 +426,19 @@ def tokenised(tok: Tokenizer, eot: int | None, dtype: np.dtype, batch: Batch) ->
 
 
 def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
-    """(item, f(item)) in the order of the items, by so many threads; no more than twice as many items wait."""
-    waiting = collections.deque()
+    """(item, f(item)) in the order of the items, by so many threads; no more than twice as many items wait.
+
+    Where the items end with an error, those before it come first.
+    """
+    waiting, items, problem = collections.deque(), iter(items), None
     pool = ThreadPoolExecutor(workers)
     try:
-        for item in items:
+        while problem is None:
+            try:
+                item = next(items)
+            except (StopIteration, ValueError, OSError) as end:
+                problem = end
+                continue
             waiting.append((item, pool.submit(f, item)))
             if len(waiting) > 2 * workers:
                 item, result = waiting.popleft()
@@ -411,6 +446,8 @@ def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
         while waiting:
             item, result = waiting.popleft()
             yield item, result.result()
+        if not isinstance(problem, StopIteration):
+            raise problem
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -418,7 +455,7 @@ def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
 def prepare(
     folder: str,
     splits: dict[str, Split],
-    new_tokenizer: Callable[[], Tokenizer],
+    new_tokenizer: Callable[[dict[str, Split], float, bool], Tokenizer],
     source: dict,
     *,
     val_share: float = 0.0,
@@ -428,7 +465,8 @@ def prepare(
     """Writes <split>.bin for each split, and meta.json, into folder, and returns the meta data.
 
     After each document, if there is more than one, comes the tokenizer's boundary.
-    new_tokenizer: makes the tokenizer, unless an interrupted call has done so. source: says where the text came from,
+    new_tokenizer: makes the tokenizer, of the splits, the val_share and whether there are several documents, unless an
+    interrupted call has done so. source: says where the text came from,
     and how it was tokenised. val_share: of the documents of train make val, where the source has none; of one document
     alone, its end. num_workers: threads; None: one per core.
     Nothing is done where the folder is prepared from the same source; an interrupted call is gone on with.
@@ -441,31 +479,52 @@ def prepare(
         raise ValueError(f"val_share={val_share} must be between 0 and 1: the source has no validation split")
     elif splits["train"].documents == 1 and splits["train"].characters:
         splits, val_share = splits | in_two(splits["train"], val_share), 0.0
+    n = splits["train"].documents
+    if val_share and n < MANY and not 0 < int(n * val_share) < n:
+        raise ValueError(f"val_share={val_share} of {n} document(s) leaves none for train or for val")
     what = [source, {name: split.about for name, split in splits.items()}, val_share, gutenberg, PIECE]
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
-    if intact(folder, lambda meta: meta.get("id") == digest):
-        print(f"{folder} is already prepared and intact: nothing to do")
-        return dataset.read_meta(folder)
     os.makedirs(folder, exist_ok=True)
-    journal = Journal(folder, source, digest)
-    with journal.locked():
+    with locked(folder):
+        journal = Journal(folder, source, digest)
+        if intact(folder, lambda meta: meta.get("id") == digest):
+            print(f"{folder} is already prepared and intact: nothing to do")
+            journal.discard()
+            return dataset.read_meta(folder)
         try:
             if not journal.state["done"]:
                 _tokenise(journal, splits, new_tokenizer, boundaries, val_share, gutenberg, num_workers or _cores())
             return journal.finish()
         except (ValueError, OSError) as error:
-            if isinstance(error, ValueError):
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            if full or isinstance(error, TextError) or not journal.n_tokens():
                 journal.discard()
+                if full:
+                    raise OSError(error.errno, f"{error.strerror}: {folder} (what was written is deleted)") from None
                 raise
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                journal.discard()
-                raise OSError(error.errno, f"{error.strerror}: {folder} (what was written is deleted)") from None
-            raise OSError(f"{error}: stopped; the same command goes on from there") from None
+            raise type(error)(f"{error}: stopped; the same command goes on from there") from None
+
+
+@contextlib.contextmanager
+def locked(folder: str) -> Iterator[None]:
+    """Within it no other process prepares the folder. Raises OSError where one does."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError):  # on Windows
+            import fcntl
+
+            number = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, number)
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OSError(f"another process is preparing {folder}") from None
+        yield
 
 
 def _tokenise(journal, splits, new_tokenizer, boundaries, val_share, gutenberg, workers):
     state, folder = journal.state, journal.folder
-    tok = dataset.tokenizer(state["tokenizer"]) if state["tokenizer"] else new_tokenizer()
+    made = state["tokenizer"]
+    tok = dataset.tokenizer(made) if made else new_tokenizer(splits, val_share, boundaries)
     dtype, total = np.min_scalar_type(tok.n_vocab - 1), sum(split.size for split in splits.values())
     state |= {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name}
     state["split"] = state["split"] or next(iter(splits))
@@ -490,10 +549,8 @@ def _tokenise(journal, splits, new_tokenizer, boundaries, val_share, gutenberg, 
             bar.update(counts["bytes"])
             journal.entry(counts["bytes"])
         seconds, done = time.perf_counter() - began, bar.n - before
-    for name, entry in state["files"].items():
-        if not entry["tokens"]:
-            n = sum(split.documents for split in splits.values())
-            raise ValueError(f"none of the {n} documents fell to {name}: a larger --val_share= makes it some")
+    if empty := [name for name, entry in state["files"].items() if not entry["tokens"]]:
+        raise TextError(f"there is too little text: {empty[0]} would be empty")
     if seconds > 1:
         print(f"{done / 1e6:,.1f} MB of text in {seconds:.1f} s: {done / 1e6 / seconds:.1f} MB/s, {workers} threads")
 
@@ -540,7 +597,11 @@ class Journal:
                 state = json.load(f)
             if state["id"] == digest and all(self._there(name, state) for name in state["files"]):
                 self.state = state
-                print(f"{folder}: going on after {sum(e['tokens'] for e in state['files'].values()):,} tokens")
+                if self.n_tokens():
+                    print(f"{folder}: going on after {self.n_tokens():,} tokens")
+
+    def n_tokens(self) -> int:
+        return sum(entry["tokens"] for entry in self.state["files"].values())
 
     def _part(self, name: str) -> str:
         return os.path.join(self.folder, f"{name}.tmp")
@@ -551,23 +612,9 @@ class Journal:
         return any(os.path.exists(path) and os.path.getsize(path) >= size for path in paths)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Within it no other process prepares the folder. Raises ValueError where one does."""
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(ImportError):
-                import fcntl
-
-                number = os.open(self.folder, os.O_RDONLY)
-                stack.callback(os.close, number)
-                try:
-                    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise OSError(f"another process is preparing {self.folder}") from None
-            yield
-
-    @contextlib.contextmanager
     def parts(self) -> Iterator[dict]:
         """The files to write to, each at the end of what the journal says is in it."""
+        replace(self.path, json.dumps(self.state).encode())  # before any is touched: an older journal holds no more
         with contextlib.ExitStack() as stack:
             self.files = {}
             for name, entry in self.state["files"].items():
@@ -636,31 +683,32 @@ def run(
     splits = open_source(source, column)
     if "train" not in splits:
         raise ValueError(f"{source} has no train split, but {', '.join(splits)}")
-    share = 0.0 if "val" in splits else val_share
     about = {"from": source, "tokenizer": tokenizer} | ({"vocab_size": vocab_size} if vocab_size else {})
-    report(
-        prepare(
-            out_dir, splits, lambda: new_tokenizer(tokenizer, splits["train"], share, gutenberg, vocab_size), about,
-            val_share=val_share, gutenberg=gutenberg, num_workers=num_workers,
-        )
-    )  # fmt: skip
+    make = functools.partial(new_tokenizer, tokenizer, vocab_size, gutenberg)
+    settings = {"val_share": val_share, "gutenberg": gutenberg, "num_workers": num_workers}
+    report(prepare(out_dir, splits, make, about, **settings))
 
 
 # -----------------------------------------------------------------------------
 # tokenizers that are made of the text, and what is fetched with pip
 
 
-def new_tokenizer(kind: str, train: Split, val_share: float, gutenberg: bool, vocab_size: int) -> Tokenizer:
-    """A tokenizer of a kind in dataset.TOKENIZER for a corpus; char and sentencepiece are made of its train split."""
+def new_tokenizer(
+    kind: str, vocab_size: int | None, gutenberg: bool, splits: dict[str, Split], val_share: float, several: bool
+) -> Tokenizer:
+    """A tokenizer of a kind in dataset.TOKENIZER for a corpus.
+
+    char is made of all of its text, sentencepiece of the train split. several: whether there are several documents.
+    """
     if kind == "sentencepiece":
-        return train_sentencepiece(_sample(train, val_share, gutenberg), vocab_size)
+        return train_sentencepiece(_sample(splits["train"], val_share, gutenberg), vocab_size)
     if kind == "char":
         found = set()
-        for shard in train.shards:
+        for shard in (shard for split in splits.values() for shard in split.shards):
             for document in shard():
                 for block in without_gutenberg(document) if gutenberg else document:
                     found |= set(block)
-        return dataset.CharTokenizer("".join(sorted(found)), eot=train.documents > 1)
+        return dataset.CharTokenizer("".join(sorted(found)), eot=several)
     return dataset.tokenizer({"kind": kind})
 
 
@@ -694,7 +742,7 @@ def train_sentencepiece(lines: Iterator[str], vocab_size: int) -> SentencePieceT
             max_sentence_length=2**20, num_threads=16, minloglevel=2,
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
-        why = str(error).splitlines()[0].rpartition("] ")[2]
+        why = str(error).splitlines()[0].rpartition("] ")[2] or "it holds no words"
         raise ValueError(f"SentencePiece makes no vocabulary of {vocab_size:,} out of this text: {why}") from None
     return SentencePieceTokenizer.of(model.getvalue())
 

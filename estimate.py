@@ -31,7 +31,8 @@ def kept_bytes(config: GPTConfig, dtype: str) -> int:
     """
     model, kept = GPT(config).train(), {}
     weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    shapes = {shape for p in model.parameters() for shape in (p.shape, p.T.shape if p.dim() == 2 else p.shape)}
+    linears = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and dtype != "float32"]
+    shapes = {shape for p in linears for shape in (p.shape, p.T.shape)}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
@@ -50,7 +51,8 @@ def kept_bytes(config: GPTConfig, dtype: str) -> int:
 def activation_bytes(config: GPTConfig, dtype: str) -> float:
     """Bytes per token of a micro-batch that a training step needs beside weights, gradients and optimizer.
 
-    What autograd keeps of one layer and of two is measured, layer by layer of each kind, so it holds for any core;
+    What autograd keeps of one layer and of two is measured, layer by layer of each kind, so it holds for any core
+    (but where attention weights are dropped, which takes more the longer the text is, and on a GPU less than here);
     then two gradients of the logits in float32, when the backward pass begins.
     """
     T = (min(config.block_size, MEASURED) - 1) // 2 * 2 + 1

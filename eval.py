@@ -83,8 +83,8 @@ def main() -> None:
     say(f"loss                 {total / seen:.4f} nats per token")
     say(f"perplexity           {exp(total / seen)} per token")
     entry = tokens.meta["files"][f"{split}.bin"]
-    if "words" not in entry:
-        say(f"{name} was prepared before words and bytes were counted: prepare it anew for measures of them")
+    if not entry.get("words"):
+        say(f"no words and bytes are counted in {name}: it has none, or was prepared before; prepare it anew for them")
         return
     say(f"perplexity           {exp(total / entry['words'])} per word ({entry['words']:,} words between whitespace)")
     say(f"bits per byte        {total / math.log(2) / entry['bytes']:.4f} ({entry['bytes']:,} bytes)")

@@ -40,6 +40,8 @@ def read(folder: str) -> list[dict]:
                 row = json.loads(line)
                 row["steps"] = row["iter"]
             except (ValueError, TypeError, KeyError):
+                if not line.endswith("\n"):  # it is being written
+                    continue
                 raise ValueError(f"{path}: line {number} is no row of a log") from None
             if "ms" in row:
                 steps, last = row["iter"] - last, row["iter"]
@@ -54,10 +56,11 @@ def read(folder: str) -> list[dict]:
 def running_mean(values: list[float], smooth: float | None) -> list[float]:
     """Exponentially weighted, without the bias of its beginning."""
     means, total, weight = [], 0.0, 0.0
-    keep = max(0.0, 1 - 50 / len(values)) if smooth is None else smooth
+    keep = max(0.0, 1 - 50 / max(1, len(values))) if smooth is None else smooth
     for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        means.append(total / weight)
+        if math.isfinite(value):  # float16's first norms are not
+            total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        means.append(total / weight if weight else math.nan)
     return means
 
 
@@ -78,7 +81,8 @@ def main() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [name for name in what if any(KEYS[name] in row for rows in logs.values() for row in rows)]
+    logged = {key for rows in logs.values() for row in rows for key in row}
+    shown = [name for name in what if KEYS[name] in logged or (name == "loss" and "val_loss" in logged)]
     if not shown:
         raise ValueError(f"none of these runs has logged {' or '.join(what)} (logit needs train.py --log_logits)")
     for name in set(what) - set(shown):

@@ -66,7 +66,7 @@ def write(folder: object, tok: object, texts: dict[str, str], source: dict) -> d
     import corpus
 
     splits = {name: corpus.of_text(text) for name, text in texts.items()}
-    return corpus.prepare(str(folder), splits, lambda: tok, source)
+    return corpus.prepare(str(folder), splits, lambda *_: tok, source)
 
 
 SMALL = ["--block_size=32", "--batch_size=4", "--n_layer=2", "--n_head=4", "--n_embd=32", "--device=cpu"]

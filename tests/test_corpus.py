@@ -270,6 +270,68 @@ def test_kill_and_restart(folder, tmp_path, few, capsys):
         assert sum(calls) == total - done and ("going on after" in capsys.readouterr().out) == (n > 3)
 
 
+def test_an_older_journal_is_void_where_another_command_has_written(folder, tmp_path, few):
+    """A is killed, B with other settings is killed before its first entry, A goes on: not after what B has written."""
+    whole = prepare(tmp_path / "whole", folder)
+    out = tmp_path / "out"
+
+    def first():
+        killed_at(60)
+        prepare(out, folder)
+
+    def second():
+        corpus.SYNC_BYTES = 10**9
+        killed_at(100)
+        prepare(out, folder, "char", val_share=0.5)
+
+    assert in_a_child(first) == in_a_child(second) == -signal.SIGKILL
+    assert prepare(out, folder) == whole
+
+
+def test_what_a_data_set_is_made_of(folder, texts, tmp_path, capsys):
+    """Another column, another tokenizer or a changed file is another data set."""
+
+    def again(**kwargs) -> bool:
+        capsys.readouterr()
+        prepare(tmp_path / "out", **kwargs)
+        return "nothing to do" in capsys.readouterr().out
+
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": texts, "title": texts[::-1]}), str(tmp_path / "a.parquet"))
+    source = str(tmp_path / "a.parquet")
+    assert [again(source=source, column=c) for c in ("text", "text", "title")] == [False, True, False]
+    assert not again(source=source, kind="char")
+    os.makedirs(tmp_path / "lines")
+    with open(tmp_path / "lines" / "a.jsonl", "w") as f:
+        f.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    assert [again(source=str(tmp_path / "lines")) for _ in range(2)] == [False, True]
+    lines = (tmp_path / "lines" / "a.jsonl").read_text()
+    (tmp_path / "lines" / "a.jsonl").write_text(lines.replace("whale", "elahw"))
+    assert not again(source=str(tmp_path / "lines"))
+
+
+def test_rows_without_text_and_links(texts, tmp_path):
+    """A null is an empty document; a link to where one is already is no more documents."""
+    write_parquet(str(tmp_path / "a.parquet"), [texts[0], None, "", *texts[1:]])
+    prepare(tmp_path / "a", str(tmp_path / "a.parquet"), val_share=0.5)
+    assert sum(e["documents"] for e in dataset.read_meta(str(tmp_path / "a"))["files"].values()) == len(texts)
+    (tmp_path / "bo[1]oks" / "more").mkdir(parents=True)
+    for i, text in enumerate(texts):
+        (tmp_path / "bo[1]oks" / "more" / f"{i}.txt").write_text(text, encoding="utf-8")
+    os.symlink("..", tmp_path / "bo[1]oks" / "more" / "self")
+    prepare(tmp_path / "b", str(tmp_path / "bo[1]oks"))
+    assert sum(e["documents"] for e in dataset.read_meta(str(tmp_path / "b"))["files"].values()) == len(texts)
+
+
+def test_sentencepiece_has_not_seen_the_end_of_one_document(tmp_path):
+    (tmp_path / "a.txt").write_text(sentences(3000, 1) + " zyxwvut" * 500, encoding="utf-8")
+    prepare(tmp_path / "out", str(tmp_path / "a.txt"), "sentencepiece", val_share=0.5)
+    tok = dataset.tokenizer(dataset.read_meta(str(tmp_path / "out"))["tokenizer"])
+    assert len(tok.encode("zyxwvut")) > 3  # no piece of its own
+
+
 @pytest.mark.parametrize("at", ["sha256", "replace", "sync_folder"])
 def test_a_kill_at_the_end(folder, tmp_path, at):
     whole = prepare(tmp_path / "whole", folder)
@@ -295,7 +357,7 @@ def test_again_there_is_nothing_to_do(folder, tmp_path, capsys):
 
 def test_another_process_prepares_the_folder(folder, tmp_path):
     with (
-        corpus.Journal(str(tmp_path), {}, "").locked(),
+        corpus.locked(str(tmp_path)),
         pytest.raises(OSError, match="another process is preparing"),
     ):
         prepare(tmp_path, folder)
@@ -385,12 +447,18 @@ def test_what_is_no_text_is_named(name, run, tmp_path, texts):
 
 def test_mistakes(run, tmp_path, folder, texts):
     write_parquet(str(tmp_path / "a.parquet"), texts)
+    for name, text in (("a.jsonl", "{}"), ("blank.txt", " \n" * 100), ("tiny.txt", "a")):
+        (tmp_path / name).write_text(text)
     for flags, says in (
         ((), "--source= says which text"),
         (("--source=nowhere",), "no file, no folder, and no owner/name"),
         ((f"--source={tmp_path / 'a.parquet'}", "--column=story"), "no column 'story', but id, text"),
-        ((f"--source={tmp_path / 'a.parquet'}", "--column=id"), "holds a int, not text"),
-        ((f"--source={folder}", "--val_share=0.01"), "none of the 12 documents fell to val.bin"),
+        ((f"--source={tmp_path / 'a.parquet'}", "--column=id"), "the column 'id' holds int64, not text"),
+        (("--source=nowhere/a.txt",), "no file, no folder, and no owner/name"),
+        ((f"--source={tmp_path / 'a.jsonl'}",), "takes a folder of such files"),
+        ((f"--source={tmp_path / 'blank.txt'}", "--tokenizer=sentencepiece"), "it holds no words"),
+        ((f"--source={tmp_path / 'tiny.txt'}",), "too little text: train.bin would be empty"),
+        ((f"--source={folder}", "--val_share=0.01"), "val_share=0.01 of 12 document(s) leaves none"),
         ((f"--source={folder}", "--val_share=0"), "between 0 and 1"),
         ((f"--source={folder}", "--num_workers=0"), "must be at least 1"),
         ((f"--source={folder}", "--tokenizer=sentencepiece", "--vocab_size=100000"), "no vocabulary of 100,000"),

@@ -55,7 +55,11 @@ def test_downloads_checks_and_prepares_once(prepare, server, text, tmp_path):
     tok = dataset.tokenizer(train.meta["tokenizer"])
     assert tok.decode(train.ids) + tok.decode(val.ids) == text
     assert len(train) == int(0.9 * len(text))
-    assert train.meta["source"] == {"from": f"{server}/input.txt", "sha256": sha(text)}
+    assert train.meta["source"] == {
+        "from": f"{server}/input.txt",
+        "sha256": sha(text),
+        "tokenizer": "char",
+    }
     assert sorted(os.listdir(tmp_path)) == ["input.txt", "meta.json", "train.bin", "val.bin"]
     code, out, _ = prepare(*flags)
     assert code == 0 and "nothing to do" in out
@@ -149,3 +153,19 @@ Come _\\[Drum.]_ away!
         "All:",
         "Come  away!",
     ]
+
+
+def test_another_tokenizer_in_the_same_folder_prepares_it_anew(prepare, run, text, tmp_path, monkeypatch):
+    """Characters where GPT-2's tokens are, of the same text."""
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([i]): i for i in range(256)}
+    bpe = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={dataset.END: 256})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: bpe)
+    mine = tmp_path / "mine.txt"
+    mine.write_text(text)
+    flags = (f"--input={mine}", f"--out_dir={tmp_path}")
+    for script, kind in (("shakespeare", "gpt2"), ("shakespeare_char", "char"), ("shakespeare", "gpt2")):
+        code, out, _ = run(f"data/{script}/prepare.py", *flags)
+        assert code == 0 and "nothing to do" not in out
+        assert dataset.read_meta(str(tmp_path))["tokenizer"]["kind"] == kind
+        assert "nothing to do" in run(f"data/{script}/prepare.py", *flags)[1]

@@ -223,12 +223,27 @@ def test_a_dry_run_knows_the_data_and_resumed_runs(run, train, data, tmp_path, t
 
 
 @pytest.mark.parametrize("core", ATTENTION)
-@pytest.mark.parametrize("kwargs", [{}, {"heads": "SL", "window": 20}, {"mlp": "swiglu", "tied": False}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"heads": "SL", "window": 20}, {"mlp": "swiglu", "tied": False}, {"position": "none"}], ids=str
+)
 def test_the_memory_of_activations(core, kwargs):
     """Extrapolated from one layer and two, and 509 tokens, it is what autograd keeps of four and 900, within 5%."""
-    config = GPTConfig(attention=core, block_size=900, vocab_size=50, n_layer=4, n_head=4, n_embd=64, **kwargs)
-    kept = estimate.kept_bytes(config, "float32") / config.block_size
-    assert estimate.activation_bytes(config, "float32") - 8 * 50 == pytest.approx(kept, rel=0.05)
+    config = GPTConfig(
+        **{"attention": core, "block_size": 900, "vocab_size": 50, "n_layer": 4, "n_head": 4, "n_embd": 64} | kwargs
+    )
+    gpt, kept = GPT(config), {}
+    weights = {p.untyped_storage().data_ptr() for p in (*gpt.parameters(), *gpt.buffers())}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    idx = torch.randint(50, (1, 900))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = gpt(idx, idx)[1]
+    assert loss.requires_grad
+    per_token = sum(n for where, n in kept.items() if where not in weights) / 900
+    assert estimate.activation_bytes(config, "float32") - 8 * 50 == pytest.approx(per_token, rel=0.05)
 
 
 def test_the_memory_of_half_precision_and_of_checkpointed_blocks():
@@ -298,6 +313,7 @@ def test_plot(run, train, tmp_path):
         (None, (runs, "--smooth=1"), "must be in [0, 1)"),
         (None, (f"--runs={tmp_path / 'b'}", "--y=logit"), "none of these runs has logged logit"),
         (None, ("--runs=,",), "names no folder"),
+        ('{"iter": 1, "loss": 2}\n{1\n{"iter": 2, "loss": 2}\n', (f"--runs={tmp_path / 'bad'}",), "line 2 is no row"),
     ):
         if log is not None:
             (tmp_path / "bad" / "log.jsonl").write_text(log)
@@ -315,6 +331,21 @@ def test_the_axes_of_a_plot(tmp_path):
     assert [row["tokens"] for row in got] == pytest.approx([100, 1100, 2100, 2100])
     assert [row["time"] * 3600 for row in got] == pytest.approx([1, 111, 321, 321])
     assert module["running_mean"]([4.0, 2.0], 0.5) == pytest.approx([4.0, (0.5 * 4 + 2) / 1.5])
+    assert module["running_mean"]([math.inf, 4.0, 2.0], 0.5)[1:] == pytest.approx([4.0, (0.5 * 4 + 2) / 1.5])
+
+
+def test_plots_of_runs_that_have_little_or_go_on(run, tmp_path):
+    """Evaluations alone, a norm that overflowed, a line that is being written."""
+    rows = [
+        {"iter": i, "loss": 2.0, "norm": math.inf if i < 2 else 1.0, "ms": 1.0, "tokens_per_s": 1.0} for i in range(9)
+    ]
+    for name, log in (("a", rows), ("b", [{"iter": 0, "val_loss": 3.0}])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log) + '{"iter": 9, "lo')
+    for runs in (f"{tmp_path / 'a'},{tmp_path / 'b'}", f"{tmp_path / 'b'}"):
+        code, out, err = run("scripts/plot.py", f"--runs={runs}", f"--out={tmp_path / 'c.png'}")
+        assert code == 0 and os.path.exists(tmp_path / "c.png") and "best validation loss 3.0000" in out, err
+        os.remove(tmp_path / "c.png")
 
 
 def records(path: str) -> list:

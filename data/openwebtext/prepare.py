@@ -14,8 +14,10 @@ from typing import Literal
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
+from configurator import configure, user_errors  # noqa: E402  # first: makes a sentence of Ctrl-C from here on
+
+# isort: split
 import corpus  # noqa: E402
-from configurator import configure, user_errors  # noqa: E402
 from dataset import TOKENIZER  # noqa: E402
 
 source = "Skylion007/openwebtext"  # owner/name of the Hugging Face hub, or a folder of .parquet or .txt files

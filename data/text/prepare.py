@@ -15,15 +15,15 @@ from typing import Literal
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
+from configurator import configure, user_errors  # noqa: E402  # first: makes a sentence of Ctrl-C from here on
+
+# isort: split
 import corpus  # noqa: E402
-from configurator import configure, user_errors  # noqa: E402
 from dataset import TOKENIZER  # noqa: E402
 
 source: str | None = None  # a .txt or .parquet file, a folder of them, or owner/name of the Hugging Face hub
 column = "text"  # of parquet files, the one of the text
-tokenizer: Literal[*TOKENIZER] = (
-    "char"  # one token per character or byte, GPT-2's, or SentencePiece's, made of the text
-)
+tokenizer: Literal[*TOKENIZER] = "char"  # a token per character or byte, GPT-2's, SentencePiece's of this text
 vocab_size = 8000  # of sentencepiece
 val_share = 0.1  # of the documents, or of one document's text
 gutenberg = False  # leave Project Gutenberg's headers and licences out
