@@ -6,6 +6,7 @@ result does not depend on the number of workers. What is written grows beside th
 that the same command goes on after a kill, and is renamed at the end.
 """
 
+import codecs
 import collections
 import contextlib
 import errno
@@ -132,13 +133,18 @@ def blocks_of_file(path: str) -> Iterator[str]:
         start = f.read(2)
     if start in (b"\xff\xfe", b"\xfe\xff"):
         raise TextError(f"{path} is UTF-16, not UTF-8: iconv -f UTF-16 -t UTF-8 {path} converts it")
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # open() as text takes four times as long
     try:
-        with open(path, encoding="utf-8-sig") as f:
-            while block := f.read(2**20):
-                block += f.readline(2**16)
+        with open(path, "rb") as f:
+            rest = ""
+            while data := f.read(2**20) + f.readline(2**16):
+                block = rest + decoder.decode(data)
+                rest = "\r" if block.endswith("\r") else ""  # a \n may follow
+                block = _line_ends(block.removesuffix("\r"))
                 if "\0" in block:
                     raise TextError(f"{path} holds NUL characters: is it text?")
                 yield block
+            yield decoder.decode(b"", final=True) + _line_ends(rest)
     except UnicodeDecodeError as error:
         raise TextError(
             f"{path} is not UTF-8 text ({error.reason}, byte {error.object[error.start]:#x}); if it is text in "
@@ -226,7 +232,11 @@ def _document(text: object, path: str, column: str) -> Document:
     text = "" if text is None else text
     if not isinstance(text, str):
         raise TextError(f"{path}: the column {column!r} holds a {type(text).__name__}, not text")
-    return [text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")]
+    return [_line_ends(text.removeprefix("\ufeff"))]
+
+
+def _line_ends(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def _through_datasets(name: str, config: str, column: str, about: list) -> dict[str, Split]:
@@ -398,15 +408,15 @@ def batches(splits: dict[str, Split], share: float, gutenberg: bool, begin: dict
 
 
 COUNTS = ("tokens", "documents", "bytes", "words")  # of a file: text in UTF-8, and words between whitespace
-SPACES = np.array([chr(i).isspace() for i in range(128)] + [False] * 128)  # of the bytes of UTF-8
 OTHER_SPACES = [c for c in map(chr, range(128, 0x3001)) if c.isspace()]
 
 
 def n_words(text: str, data: bytes) -> int:
-    """len(text.split()), in a third of its time. data: text in UTF-8, not empty."""
+    """len(text.split()), in a sixth of its time. data: text in UTF-8, not empty."""
     if not text.isascii() and any(c in text for c in OTHER_SPACES):
         return len(text.split())
-    space = SPACES[np.frombuffer(data, dtype=np.uint8)]
+    codes = np.frombuffer(data, dtype=np.uint8)
+    space = (codes - np.uint8(9) < 5) | (codes - np.uint8(28) < 5)  # 9 to 13 and 28 to 32: smaller ones wrap around
     return int(np.count_nonzero(space[:-1] > space[1:])) + (not space[0])
 
 
@@ -426,7 +436,7 @@ def tokenised(tok: Tokenizer, eot: int | None, dtype: np.dtype, batch: Batch) ->
 
 
 def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
-    """(item, f(item)) in the order of the items, by so many threads; no more than twice as many items wait.
+    """(item, f(item)) in the order of the items, by so many threads; a few items wait.
 
     Where the items end with an error, those before it come first.
     """
@@ -440,7 +450,7 @@ def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
                 problem = end
                 continue
             waiting.append((item, pool.submit(f, item)))
-            if len(waiting) > 2 * workers:
+            if len(waiting) > max(8, 2 * workers):
                 item, result = waiting.popleft()
                 yield item, result.result()
         while waiting:

@@ -132,6 +132,18 @@ def test_pieces_are_cut_where_tokens_begin(texts, few):
     assert list(corpus.pieces(["y" * 1500])) == ["y" * 512, "y" * 512, "y" * 476]
 
 
+def test_files_are_read_as_python_reads_text(tmp_path):
+    """Every line end, wherever a block ends; a BOM at the start alone; characters of several bytes."""
+    rng = random.Random(0)
+    for n in (0, 1, 5, 2**20 - 3, 2**20 - 1, 2**20, 2**20 + 2**16 - 1, 2**20 + 2**16):
+        for tail in ("", "\r", "\r\n", "\r\r\n\ufeffé漢", "é\r\nx" * 40000):
+            text = "a" * n + tail + "".join(rng.choice("a\r\né漢\ufeff ") for _ in range(50))
+            (tmp_path / "a.txt").write_bytes(rng.choice([b"", b"\xef\xbb\xbf"]) + text.encode())
+            got = "".join(corpus.blocks_of_file(str(tmp_path / "a.txt")))
+            with open(tmp_path / "a.txt", encoding="utf-8-sig") as f:
+                assert got == f.read()
+
+
 def test_words_are_those_between_whitespace(texts):
     rng = random.Random(0)
     for n in (1, 2, 3, 50):
