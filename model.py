@@ -1517,6 +1517,7 @@ def _sample(logits, temperature, top_k, top_p, generator):
     """One token per row, (B, 1), from logits (B, V)."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
+    temperature = max(temperature, torch.finfo(logits.dtype).tiny)  # less is 0 where denormal numbers are flushed
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, whatever the temperature
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k).values[:, [-1]]

@@ -549,6 +549,9 @@ def test_top_k_top_p_and_padding():
     torch.testing.assert_close(drawn(top_p=0.7), torch.tensor([0.625, 0.375, 0, 0]), rtol=0, atol=0.04)
     assert drawn(top_p=0.1)[0] == 1
     assert drawn(temperature=0.05)[0] > 0.99 and drawn(temperature=1e-45)[0] == 1
+    torch.set_flush_denormal(True)  # as the scripts do
+    assert drawn(temperature=1e-45)[0] == 1
+    torch.set_flush_denormal(False)
     assert drawn(vocab_size=3)[3] == 0
     assert biased([0.0, 0.0, 9.0]).generate(x, 1, temperature=0, vocab_size=2)[:, 1].max() < 2
 
