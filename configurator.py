@@ -170,6 +170,8 @@ def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
         near = difflib.get_close_matches(os.path.basename(path), known, 1)
         hint = f"; did you mean {os.path.join(os.path.dirname(path), near[0])}?" if near else ""
         fail(f"there is no config file {path}{hint} (flags are written --key=value)")
+    if not found.endswith(".py"):  # and it would be run
+        fail(f"{path} is no config file, whose names end in .py; flags are written --key=value")
     namespace = {"__file__": found, "__name__": "config"}
     try:
         with open(found, encoding="utf-8") as f:

@@ -491,7 +491,8 @@ def prepare(
         splits, val_share = splits | in_two(splits["train"], val_share), 0.0
     n = splits["train"].documents
     if val_share and n < MANY and not 0 < int(n * val_share) < n:
-        raise ValueError(f"val_share={val_share} of {n} document(s) leaves none for train or for val")
+        hint = f": --val_share={1.1 / n:.2g}" if n > 1 else ""
+        raise ValueError(f"val_share={val_share} of {n} document(s) leaves none for train or for val{hint}")
     what = [source, {name: split.about for name, split in splits.items()}, val_share, gutenberg, PIECE]
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
     os.makedirs(folder, exist_ok=True)

@@ -71,8 +71,9 @@ def main() -> None:
     tokens = Tokens(folder_of(name), split, T)
     if tokens.meta["tokenizer"] != tok.meta:
         raise ValueError(
-            f"{name} is in tokens of the kind {tokens.meta['tokenizer']['kind']}, which are not those of this model "
-            f"({tok.meta['kind']}): prepare the text with its tokenizer; bits per byte and perplexity per word compare"
+            f"{name} is in {tokens.meta['vocab_size']:,} tokens of the kind {tokens.meta['tokenizer']['kind']}, "
+            f"which are not those of this model ({tok.n_vocab:,}, {tok.meta['kind']}). To compare models of different "
+            f"tokenizers, measure each on its own tokens of one text: bits per byte and perplexity per word compare"
         )
     eot = tok.eot if run.get("pack") == "document" else None
     n = len(tokens) - 1

@@ -223,7 +223,7 @@ with user_errors():
         if init_from not in ("scratch", "resume"):
             raise ValueError(f"--dry_run does not fetch {init_from}; it knows models from scratch and resumed ones")
         if vocab_size is None and not meta:
-            say(f"{dataset} is not prepared: its vocabulary is taken for {GPTConfig.vocab_size:,}")
+            say(f"{dataset} is not prepared: its vocabulary is taken for {GPTConfig.vocab_size:,} (--vocab_size=)")
         config["vocab_size"] = vocab_size or (meta or {"vocab_size": GPTConfig.vocab_size})["vocab_size"]
         n_tokens = meta["files"]["train.bin"]["tokens"] if meta else None
         say(report(GPTConfig(**{k: config[k] for k in MODEL_FIELDS}), config, n_tokens, device, dtype, world))
@@ -294,7 +294,8 @@ say(
     f"block {c.block_size}, vocabulary {c.vocab_size}\n"
     f"{c.attention} attention, heads {c.heads}{f' (span {c.span})' if c.span is not None else ''}, "
     f"dropout {c.dropout} (on attention weights {c.weight_dropout}"
-    f"{', which makes it quadratic in time: --attn_dropout=0' if slow_beta else ''})\n"
+    f"{', which makes it quadratic in time: --attn_dropout=0' if slow_beta else ''})"
+    f"{', documents apart' if pack == 'document' else ''}\n"
     f"unlike GPT-2: {choices or 'nothing'}; {optimizer}, {rate}\n"
     f"{tokens_per_step:,} tokens per step = {rows} sequences x {c.block_size}: {world} processes x {micro_steps} "
     f"micro-batches of {'' if rows == batch_size * micro_steps * world else 'up to '}{batch_size}; {device}, {dtype}"

@@ -201,3 +201,10 @@ def test_what_is_nobodys_bug_is_a_sentence(script, tmp_path, monkeypatch, ending
 def test_a_bug_keeps_its_traceback(script, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT + "1 / 0\n")
     assert "ZeroDivisionError" in script().stderr and "Traceback" in script().stderr
+
+
+def test_only_python_is_run_as_a_config_file(run, tmp_path):
+    """And not the text that someone meant with --source=."""
+    (tmp_path / "note.txt").write_text("print('it ran')")
+    code, out, err = run("data/text/prepare.py", tmp_path / "note.txt")
+    assert code == 2 and "note.txt is no config file, whose names end in .py" in err and "it ran" not in out
