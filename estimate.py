@@ -1,11 +1,11 @@
 """What a run will need, for train.py --dry_run: parameters, FLOPs, memory, time."""
 
-import contextlib
 import time
 from dataclasses import replace
 
 import torch
 
+from configurator import pick_device
 from model import GPT, GPTConfig
 
 MFU = 0.4  # of the peak: what nanoGPT reaches on an A100, about
@@ -40,9 +40,8 @@ def kept_bytes(config: GPTConfig, dtype: str) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return x
 
-    amp = contextlib.nullcontext() if dtype == "float32" else torch.autocast("cpu", getattr(torch, dtype))
     idx = torch.randint(config.vocab_size, (1, config.block_size))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), amp:
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), pick_device("cpu", dtype)[2]:
         _, loss = model(idx, idx)
     del loss
     return sum(kept.values())

@@ -69,6 +69,21 @@ def write(folder: object, tok: object, texts: dict[str, str], source: dict) -> d
     return corpus.prepare(str(folder), splits, lambda *_: tok, source)
 
 
+@pytest.fixture
+def bpe(monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """bpe(more tokens) puts a vocabulary of bytes, these and END in the place of the files that tiktoken downloads."""
+    tiktoken = pytest.importorskip("tiktoken")
+    from dataset import END
+
+    def bpe(*more: bytes, pattern: str = r"\S+|\s+") -> object:
+        ranks = {token: i for i, token in enumerate((*(bytes([i]) for i in range(256)), *more))}
+        encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: len(ranks)})
+        monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": encoding}[name])
+        return encoding
+
+    return bpe
+
+
 SMALL = ["--block_size=32", "--batch_size=4", "--n_layer=2", "--n_head=4", "--n_embd=32", "--device=cpu"]
 
 

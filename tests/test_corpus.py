@@ -64,17 +64,12 @@ def few(monkeypatch):
 
 
 @pytest.fixture
-def bpe(monkeypatch):
-    """GPT-2's own pattern with a small vocabulary, in the place of the files that tiktoken downloads."""
-    tiktoken = pytest.importorskip("tiktoken")
+def bpe(bpe):
+    """GPT-2's own pattern with a small vocabulary."""
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    tokens = [bytes([i]) for i in range(256)] + [b"th", b"the", b" the", b" w", b"\n\n", b"  ", b" \n", b"xx", b"xxxx"]
-    ranks = {token: i for i, token in enumerate(tokens)}
-    special = {END: len(ranks)}
-    encoding = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": encoding}[name])
-    return encoding
+    more = [b"th", b"the", b" the", b" w", b"\n\n", b"  ", b" \n", b"xx", b"xxxx"]
+    return bpe(*more, pattern=r50k_pat_str)
 
 
 def prepare(out: object, source: str, kind: str = "bytes", **kwargs: object) -> dict:

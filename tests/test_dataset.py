@@ -81,12 +81,10 @@ def test_tokenizer(text, data):
         dataset.tokenizer({"kind": "morse"})
 
 
-def test_gpt2_tokenizer(monkeypatch):
+def test_gpt2_tokenizer(monkeypatch, bpe):
     """Behind tiktoken's own interface, with a byte vocabulary in the place of the files that it downloads."""
     tiktoken = pytest.importorskip("tiktoken")
-    ranks, special = {bytes([i]): i for i in range(256)}, {"<|endoftext|>": 256}
-    bpe = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens=special)
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": bpe}[name])
+    bpe()
     tok = dataset.tokenizer({"kind": "gpt2"})
     ids = tok.encode("aé<|endoftext|>")
     assert ids == [97, 0xC3, 0xA9, 256] and tok.decode(ids) == "aé<|endoftext|>" and tok.n_vocab == 257

