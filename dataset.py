@@ -83,13 +83,18 @@ class CharTokenizer(Tokenizer):
         return "".join(self.vocab[i] for i in ids)
 
 
+def utf8(text: str) -> bytes:
+    """text in UTF-8, and of half a character (a lone surrogate, as of bytes typed in a shell) a question mark."""
+    return text.encode("utf-8", "replace")
+
+
 class ByteTokenizer(Tokenizer):
     """The bytes of UTF-8. 255, which is never one of them, is the boundary of documents."""
 
     n_vocab, eot, meta = 256, 255, {"kind": "bytes"}
 
     def ids(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8)
+        return np.frombuffer(utf8(text), dtype=np.uint8)
 
     def text(self, ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", "replace")
@@ -127,7 +132,7 @@ class GPT2Tokenizer(Tokenizer):
         self.n_vocab, self.eot = self._bpe.n_vocab, self._bpe.eot_token
 
     def ids(self, text: str) -> np.ndarray:
-        return self._bpe.encode_to_numpy(text, disallowed_special=())
+        return self._bpe.encode_to_numpy(utf8(text).decode(), disallowed_special=())
 
     def text(self, ids: list[int]) -> str:
         return self._bpe.decode(ids)
@@ -138,7 +143,9 @@ def sentencepiece() -> types.ModuleType:
     try:
         import sentencepiece
     except ImportError:
-        raise ImportError("this tokenizer needs SentencePiece: pip install sentencepiece") from None
+        sentencepiece = None
+    if not hasattr(getattr(sentencepiece, "SentencePieceProcessor", None), "encode_as_numpy"):
+        raise ImportError("this tokenizer needs SentencePiece 0.2.2: pip install 'sentencepiece>=0.2.2'")
     return sentencepiece
 
 
@@ -159,8 +166,7 @@ class SentencePieceTokenizer(Tokenizer):
         return cls(base64.b64encode(model).decode())
 
     def ids(self, text: str) -> np.ndarray:
-        ids = self._sp.encode(text)
-        return np.fromiter(ids, dtype=np.int64, count=len(ids))
+        return self._sp.encode_as_numpy(utf8(text))
 
     def text(self, ids: list[int]) -> str:
         return self._sp.decode(ids)

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import random
 import resource
 import shutil
@@ -201,6 +202,7 @@ def test_the_tokenizers(bpe):
         assert ids.count(tok.eot) == 2 and ids[-1] == tok.eot == max(ids) or kind == "sentencepiece"
         assert tok.decode(ids) == f"a b{END}c é{END}" and max(ids) < tok.n_vocab
         assert dataset.tokenizer(json.loads(json.dumps(tok.meta))).encode("c é") == tok.encode("c é")
+        assert kind == "char" or tok.encode("a\udcff") == tok.encode("a?")  # half a character
         assert tok.eot not in (tok.ids(END).tolist() if kind != "char" else [])
         assert tok.start("") == [] and tok.start("\n") == ([tok.eot] if kind == "sentencepiece" else tok.encode("\n"))
     assert tok.decode(tok.encode("漢 \u0416")) == "漢 \u0416"  # bytes, where SentencePiece has no piece
@@ -215,6 +217,15 @@ def test_sentencepiece_is_made_of_the_train_split_alone(texts, folder, tmp_path,
     metas = [dataset.read_meta(str(tmp_path / name)) for name in "ab"]
     assert a["train.bin"] == b["train.bin"] and a["val.bin"] != b["val.bin"]
     assert metas[0]["tokenizer"] == metas[1]["tokenizer"]
+
+
+def test_the_table_of_speeds(run, texts, folder, bpe):
+    flags = [f"--source={folder}", "--copies=2", "--rounds=1", "--vocab_size=300"]
+    code, out, err = run("experiments/tokenizing.py", *flags)
+    rows = [line.split("|") for line in out.splitlines() if line.startswith("| ")][1:]
+    assert code == 0 and [row[1].strip() for row in rows] == ["gpt2", "sentencepiece", "bytes"], err
+    assert all(re.fullmatch(r" *[\d.]+, [\d.]+ to [\d.]+ *", row[4]) for row in rows[:2])
+    assert "tokenizing.py: --source= says which" in run("experiments/tokenizing.py")[2]
 
 
 # -----------------------------------------------------------------------------

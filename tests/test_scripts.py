@@ -621,6 +621,7 @@ def test_bench_refuses(run, wrong, says):
 
 SCRIPTS = ["train.py", "sample.py", "bench.py", "data/shakespeare_char/prepare.py", "experiments/shakespeare_cores.py"]
 SCRIPTS += ["experiments/choices.py", "experiments/laser_precision.py", "scripts/export_hf.py", "tests/faults.py"]
+SCRIPTS += ["experiments/tokenizing.py"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
