@@ -1,0 +1,80 @@
+"""How fast corpus.py makes tokens on disk of text files, beside what the tokenizers' libraries do in memory.
+
+    python experiments/tokenizing.py --source=books
+
+Both take the same text with the same number of threads, in turns, and MB are millions of bytes of it. The library
+has each document as a whole in memory and keeps the result there; corpus.py reads, cuts, counts and writes.
+"""
+
+import contextlib
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import corpus
+import dataset
+from configurator import configure, user_errors
+
+source: str | None = None  # a .txt file or a folder of them
+vocab_size = 10000  # of sentencepiece
+copies = 3  # of the text, one after the other
+rounds = 5  # of all that is timed
+num_workers = 2  # threads
+
+
+def mb_per_s(mb: float, f: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(None):
+        f()
+    return mb / (time.perf_counter() - start)
+
+
+def main() -> None:
+    if source is None or min(copies, rounds, num_workers) < 1:
+        raise ValueError("--source= says which text; --copies=, --rounds= and --num_workers= are at least 1")
+    split = corpus.open_source(source)["train"]
+    one = ["".join(document) for shard in split.shards for document in shard()]
+    train = corpus.Split(split.shards * copies, split.about, split.size * copies, split.documents * copies)
+    texts, mb = one * copies, train.size / 1e6
+    gpt2, sp = (
+        dataset.GPT2Tokenizer(),
+        corpus.new_tokenizer("sentencepiece", vocab_size, False, {"train": split}, 0.0, True),
+    )
+    tokenizers = {"gpt2": gpt2, "sentencepiece": sp, "bytes": dataset.ByteTokenizer()}
+    library = {
+        "gpt2": lambda: gpt2._bpe.encode_ordinary_batch(texts, num_threads=num_workers),
+        "sentencepiece": lambda: sp._sp.encode(texts, num_threads=num_workers),
+    }
+
+    def prepare(tok: dataset.Tokenizer) -> None:
+        for _ in range(copies):
+            corpus.open_source(source)  # looks at the whole text first
+        with tempfile.TemporaryDirectory() as folder:
+            corpus.prepare(folder, {"train": train}, lambda *_: tok, {}, val_share=0.1, num_workers=num_workers)
+
+    speeds = {name: [] for name in tokenizers}
+    for _ in range(rounds):
+        for name, tok in tokenizers.items():
+            theirs = mb_per_s(mb, library[name]) if name in library else math.nan
+            speeds[name].append((mb_per_s(mb, lambda tok=tok: prepare(tok)), theirs))
+    print(
+        f"{mb:.0f} MB, {num_workers} threads\n| tokens | MB/s | its library | ratio: median, range |\n|---|---|---|---|"
+    )
+    for name, pairs in speeds.items():
+        ratios = [ours / theirs for ours, theirs in pairs]
+        ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+        last = f"{theirs:.1f} | {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
+        print(f"| {name} | {ours:.1f} | {last if name in library else '|'} |")
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()
