@@ -5,8 +5,8 @@ import errno
 import hashlib
 import json
 import os
-import re
 import random
+import re
 import resource
 import shutil
 import signal
