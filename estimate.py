@@ -8,6 +8,8 @@ import torch
 from configurator import pick_device
 from model import GPT, GPTConfig
 
+VOCAB_SIZE = {"shakespeare_char": 65, "pg19": 10000}  # of data that are not prepared; the others have GPT-2's
+GPT2_VOCAB_SIZE = 50257
 MFU = 0.4  # of the peak: what nanoGPT reaches on an A100, about
 PEAK_FLOPS = {  # of the tensor cores in bfloat16 or float16, dense, from the data sheets
     "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
@@ -50,13 +52,14 @@ def kept_bytes(config: GPTConfig, dtype: str) -> int:
 def activation_bytes(config: GPTConfig, dtype: str) -> float:
     """Bytes per token of a micro-batch that a training step needs beside weights, gradients and optimizer.
 
-    What autograd keeps of one layer and of two is measured, layer by layer of each kind, so it holds for any core
+    What autograd keeps of one layer and of two is measured, layer by layer of each kind, and of two small
+    vocabularies, so it holds for any core
     (but where attention weights are dropped, which takes more the longer the text is, and on a GPU less than here);
     then two gradients of the logits in float32, when the backward pass begins.
     """
     T = (min(config.block_size, MEASURED) - 1) // 2 * 2 + 1
-    small = replace(config, block_size=T, window=config.span, nope_long=False)
-    kinds, layers, rest = {}, 0.0, 0.0
+    small = replace(config, block_size=T, window=config.span, nope_long=False, vocab_size=64)
+    kinds, layers = {}, 0.0
     for letters in map(config.layer_heads, range(config.n_layer)):
         if letters not in kinds:
             alike = {
@@ -65,8 +68,9 @@ def activation_bytes(config: GPTConfig, dtype: str) -> float:
                 "activation_checkpointing": False,
             }
             one, two = (kept_bytes(replace(small, n_layer=n, **alike), dtype) for n in (1, 2))
-            kinds[letters] = (two - one) / small.block_size
-            rest = (2 * one - two) / small.block_size
+            more = kept_bytes(replace(small, n_layer=1, vocab_size=128, **alike), dtype) - one
+            kinds[letters] = (two - one) / T
+            rest = (2 * one - two + more * (config.vocab_size - 64) / 64) / T
         layers += kinds[letters]
     if config.activation_checkpointing:  # what goes into each layer, and one layer as a whole
         layers = 4 * config.n_embd * config.n_layer + max(kinds.values())
@@ -85,11 +89,12 @@ def matmul_rate(device: str, dtype: str) -> float:
 
 
 def duration(seconds: float) -> str:
-    """For people: 12 s, 3.4 min, 5.6 h, 7.8 days."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+    """For people: 1.2 s, 34 s, 5.6 min, 78 days, 9,012 years."""
+    for unit, size in (("years", 365 * 86400), ("days", 86400), ("h", 3600), ("min", 60), ("s", 0.5)):
         if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.0f} s"
+            n = seconds / max(1, size)
+            return f"{n:,.{0 if n >= 10 else 1}f} {unit}"
+    return "less than 1 s"
 
 
 def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtype: str, world: int) -> str:

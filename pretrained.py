@@ -4,15 +4,18 @@ A model of ours belongs to a family where the family's two config functions agre
 entry of FAMILIES; its modules are named once, for both directions.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
 
 from model import GPT, GPTConfig
 
-GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+GPT2 = {  # layers, heads, width
+    "gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600),
+}  # fmt: skip
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs: ours
 # fields that may differ from what the weights were trained with
 FREE = (
@@ -182,29 +185,46 @@ def transformers_classes() -> tuple:
     return AutoConfig, AutoModelForCausalLM
 
 
-def load(name: str, override_args: dict | None = None) -> GPT:
-    """GPT.from_pretrained: see there."""
-    if name not in GPT2 and not os.path.isdir(name) and (name.count("/") != 1 or name[0] in "./~"):
-        raise ValueError(f"{name!r} is none of {', '.join(GPT2)}, nor owner/model of the hub, nor a local folder")
-    AutoConfig, AutoModelForCausalLM = transformers_classes()
-    if fixed := [key for key in override_args or {} if key not in FREE]:
-        raise ValueError(f"{fixed[0]} is what {name}'s weights were trained with; free are {', '.join(FREE)}")
+@contextlib.contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Within it an error of the libraries is an OSError or a ValueError that names what is loaded."""
     try:
-        c = AutoConfig.from_pretrained(name)
-        if c.model_type not in FAMILIES:
-            raise ValueError(f"the family {c.model_type} is none of {', '.join(FAMILIES)}")
-        family = FAMILIES[c.model_type]
-        args = family.ours(c) | (override_args or {})
-        theirs, found = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-        # which they would fill with random numbers
-        if missing := sorted(set(found["missing_keys"]) - ({"lm_head.weight"} if c.tie_word_embeddings else set())):
-            raise ValueError(f"its file has no {missing[0]}")
+        yield
     except OSError as error:
         raise OSError(f"cannot load {name} through transformers: {str(error).splitlines()[0]}") from None
     except Exception as error:  # of several libraries
         raise ValueError(f"cannot take over {name}: {str(error).splitlines()[0]}") from None
+
+
+def config_of(name: str, override_args: dict | None = None) -> tuple[object, dict]:
+    """(transformers' config, the fields of GPTConfig) of what from_pretrained loads; of GPT-2 without a network."""
+    if name not in GPT2 and not os.path.isdir(name) and (name.count("/") != 1 or name[0] in "./~"):
+        raise ValueError(f"{name!r} is none of {', '.join(GPT2)}, nor owner/model of the hub, nor a local folder")
+    AutoConfig, _ = transformers_classes()
+    if fixed := [key for key in override_args or {} if key not in FREE]:
+        raise ValueError(f"{fixed[0]} is what {name}'s weights were trained with; free are {', '.join(FREE)}")
+    with loading(name):
+        if name in GPT2 and not os.path.isdir(name):
+            c = AutoConfig.for_model("gpt2", **dict(zip(("n_layer", "n_head", "n_embd"), GPT2[name], strict=True)))
+        else:
+            c = AutoConfig.from_pretrained(name)
+        if c.model_type not in FAMILIES:
+            raise ValueError(f"the family {c.model_type} is none of {', '.join(FAMILIES)}")
+        args = FAMILIES[c.model_type].ours(c) | (override_args or {})
     if "S" not in args.get("heads", "L") and "window" not in (override_args or {}):
         args.pop("window", None)  # of heads that are no longer short
+    return c, args
+
+
+def load(name: str, override_args: dict | None = None) -> GPT:
+    """GPT.from_pretrained: see there."""
+    c, args = config_of(name, override_args)
+    family, (_, AutoModelForCausalLM) = FAMILIES[c.model_type], transformers_classes()
+    with loading(name):
+        theirs, found = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        # which they would fill with random numbers
+        if missing := sorted(set(found["missing_keys"]) - ({"lm_head.weight"} if c.tie_word_embeddings else set())):
+            raise ValueError(f"its file has no {missing[0]}")
     learned = "position" not in args
     model = GPT(GPTConfig(**args | ({"block_size": c.n_positions} if learned else {})))
     try:

@@ -45,10 +45,10 @@ from distributed import (
     whole,
     world,
 )
-from estimate import peak_flops, report
+from estimate import GPT2_VOCAB_SIZE, VOCAB_SIZE, peak_flops, report
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZER, Settings
-from pretrained import FREE, TRAINING
+from pretrained import FREE, TRAINING, config_of
 
 _began = time.perf_counter()
 # -----------------------------------------------------------------------------
@@ -131,6 +131,21 @@ def restore(saved: dict) -> None:
             raise ValueError(f"--{key}={mine} does not fit the saved model, which has {key}={value}")
         else:
             say(f"resume: {key} was {value}, now {mine}")
+
+
+def of_weights() -> dict:
+    """The fields of pretrained weights' model that were asked for."""
+    return {name: config[name] for name in FREE if name in given}
+
+
+def check_weights(theirs: GPTConfig) -> None:
+    """Says which fields of pretrained weights' model were asked for in vain; ValueError: on the command line."""
+    for name in (name for name in given if name in MODEL_FIELDS and name not in FREE):
+        own, mine = getattr(theirs, name), config[name]
+        if own != mine and given[name] == "command line":
+            raise ValueError(f"--{name}={mine} does not fit {init_from}, which has {name}={own}")
+        if own != mine:
+            say(f"{init_from}: {name} is {own}, not {mine} as in {given[name]}")
 
 
 def to_resume() -> str | None:
@@ -218,15 +233,19 @@ with user_errors():
     if parallel == "fsdp" and not sharded:
         say("one process: --parallel=fsdp changes nothing")
     if dry_run:
-        with contextlib.suppress(ValueError):  # of data that are not there yet
+        try:
             meta = read_meta(folder_of(dataset))
+        except ValueError as error:
+            say(str(error))
+        config["vocab_size"] = vocab_size or (meta["vocab_size"] if meta else VOCAB_SIZE.get(dataset, GPT2_VOCAB_SIZE))
+        if not meta and not vocab_size and init_from == "scratch":
+            say(f"until then its vocabulary is taken for {config['vocab_size']:,} (--vocab_size=)")
+        shape = GPTConfig(**{k: config[k] for k in MODEL_FIELDS})
         if init_from not in ("scratch", "resume"):
-            raise ValueError(f"--dry_run does not fetch {init_from}; it knows models from scratch and resumed ones")
-        if vocab_size is None and not meta:
-            say(f"{dataset} is not prepared: its vocabulary is taken for {GPTConfig.vocab_size:,} (--vocab_size=)")
-        config["vocab_size"] = vocab_size or (meta or {"vocab_size": GPTConfig.vocab_size})["vocab_size"]
+            shape = GPTConfig(**config_of(init_from, of_weights())[1])
+            check_weights(shape)
         n_tokens = meta["files"]["train.bin"]["tokens"] if meta else None
-        say(report(GPTConfig(**{k: config[k] for k in MODEL_FIELDS}), config, n_tokens, device, dtype, world))
+        say(report(shape, config, n_tokens, device, dtype, world))
         sys.exit()
     if sharded and save_in_background:
         raise ValueError("--save_in_background: with --parallel=fsdp all processes write together, and training waits")
@@ -254,18 +273,13 @@ with user_errors():
     elif init_from == "resume":
         model = GPT.from_checkpoint(saved, **{name: config[name] for name in (*RESHAPABLE, "block_size")})
     else:
-        model = GPT.from_pretrained(init_from, {name: config[name] for name in FREE if name in given})
+        model = GPT.from_pretrained(init_from, of_weights())
         if (meta["tokenizer"]["kind"], model.config.vocab_size) != ("gpt2", 50257):
             say(f"{init_from} may know other tokens than those of {dataset}, whose numbers mean something else to it")
         swapped = [f"{name}={config[name]}" for name in FREE if name in given and name not in (*TRAINING, "block_size")]
         new = f"; new to them: {', '.join(swapped)}, so the loss begins higher" if swapped else ""
         say(f"{init_from}: all of its weights carry over, the optimizer starts anew{new}")
-        for name in (name for name in given if name in MODEL_FIELDS and name not in FREE):
-            theirs, mine = getattr(model.config, name), config[name]
-            if theirs != mine and given[name] == "command line":
-                raise ValueError(f"--{name}={mine} does not fit {init_from}, which has {name}={theirs}")
-            if theirs != mine:
-                say(f"{init_from}: {name} is {theirs}, not {mine} as in {given[name]}")
+        check_weights(model.config)
     if model.config.vocab_size < meta["vocab_size"]:
         raise ValueError(f"vocab_size={model.config.vocab_size} is less than the {meta['vocab_size']} ids of {dataset}")
     eot = tokenizer(meta["tokenizer"]).eot if pack == "document" else None

@@ -196,10 +196,10 @@ def test_a_dry_run_touches_nothing(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = dry(run, "--dataset=openwebtext", f"--out_dir={tmp_path / 'out'}", "--n_layer=2", "--n_embd=64", "--n_head=2")
     assert os.listdir(tmp_path) == [] and not os.path.exists(os.path.join(ROOT, "data", "openwebtext", "meta.json"))
-    gpt = GPT(GPTConfig(n_layer=2, n_embd=64, n_head=2, bias=False))
+    gpt = GPT(GPTConfig(n_layer=2, n_embd=64, n_head=2, bias=False, vocab_size=50257))
     assert f"parameters: {gpt.num_params(False):,}, {gpt.num_params():,} without" in out
     assert f"FLOPs: {gpt.flops():,} per token" in out and "491,520 per step (480 x 1024)" in out
-    assert "vocabulary is taken for 50,304" in out and "not prepared" in out
+    assert "vocabulary is taken for 50,257" in out and "not prepared" in out
     assert " GiB = " in out and " on 1 x A100, " in out
 
 
@@ -211,8 +211,25 @@ def test_a_dry_run_knows_the_data_and_resumed_runs(run, train, data, tmp_path, t
     assert before == sorted(
         (name, os.stat(tmp_path / "out" / name).st_mtime_ns) for name in os.listdir(tmp_path / "out")
     )
-    code, _, err = run("train.py", "--dry_run", "--init_from=gpt2")
-    assert code == 2 and "does not fetch gpt2" in err
+
+
+def test_a_dry_run_of_what_is_not_there(run, tmp_path):
+    """Its data: the vocabulary that they will have. Pretrained weights: their sizes, and what does not fit them."""
+    out = dry(run, "config/train_pg19_ls.py", "--block_size=16", f"--dataset={tmp_path / 'none'}")
+    assert "there is no data set" in out and "vocabulary is taken for 50,257" in out
+    code, _, err = run("train.py", "--dry_run", "--init_from=gpt2", "--n_layer=3")
+    assert code == 2 and "--n_layer=3 does not fit gpt2, which has n_layer=12" in err
+    flags = ["--init_from=gpt2", "--attention=laser", "--block_size=16", "--dataset=openwebtext"]
+    out = dry(run, *flags)
+    assert "taken for" not in out and "parameters: 123,665,664," in out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [(0, "less than 1 s"), (1.26, "1.3 s"), (119, "119 s"), (336, "5.6 min"), (7200, "2.0 h"), (9e9, "285 years")],
+)
+def test_durations(seconds, says):
+    assert estimate.duration(seconds) == says
 
 
 @pytest.mark.parametrize("core", ATTENTION)
@@ -251,11 +268,16 @@ TINY = ("--n_layer=1", "--n_embd=16", "--n_head=2", "--head_dim=8", "--n_hidden=
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_config_is_one(name, run):
-    code, out, err = run("train.py", f"config/{name}", "--dry_run", "--device=cpu", *TINY)
-    pretrained = "init_from" in constants(os.path.join(ROOT, "config", name))
-    assert (code, "does not fetch gpt2" in err) == ((2, True) if pretrained else (0, False)), err
-    assert pretrained or "FLOPs: " in out
+def test_every_config_is_one(name, run, monkeypatch):
+    pretrained = constants(os.path.join(ROOT, "config", name)).get("init_from")
+    monkeypatch.setattr(estimate, "kept_bytes", lambda *_: 0)  # which takes seconds for GPT-2 XL
+    flags = ["--block_size=16"] if pretrained else TINY
+    code, out, err = run("train.py", f"config/{name}", "--dry_run", "--device=cpu", *flags)
+    assert code == 0 and "FLOPs: " in out, err
+    if pretrained:  # https://huggingface.co/docs/transformers: 124M, 355M, 774M, 1558M; positions cut to 16
+        n = {"gpt2": 124439808, "gpt2-medium": 354823168, "gpt2-large": 774030080, "gpt2-xl": 1557611200}[pretrained]
+        width = {"gpt2": 768, "gpt2-medium": 1024, "gpt2-large": 1280, "gpt2-xl": 1600}[pretrained]
+        assert f"parameters: {n - (1024 - 16) * width:,}," in out
 
 
 @pytest.mark.parametrize(
