@@ -422,10 +422,16 @@ def n_words(text: str, data: bytes) -> int:
 
 
 def tokenised(tok: Tokenizer, eot: int | None, dtype: np.dtype, batch: Batch) -> tuple[bytes, dict]:
-    """A batch's tokens, with eot, if there is one, after each document; and counts of what is in them."""
+    """A batch's tokens, with eot, if there is one, after each document; and counts of what is in them.
+
+    Raises TextError for text that the vocabulary lacks.
+    """
     ids, counts = [], dict.fromkeys(COUNTS, 0)
     for text, last in batch.pieces:
-        ids.append(tok.ids(text))
+        try:
+            ids.append(tok.ids(text))
+        except ValueError as error:
+            raise TextError(str(error)) from None
         if last and eot is not None:
             ids.append(np.array([eot]))
         data = text.encode("utf-8", "surrogatepass")
@@ -504,6 +510,9 @@ def prepare(
             print(f"{folder} is already prepared and intact: nothing to do")
             journal.discard()
             return dataset.read_meta(folder)
+        with contextlib.suppress(ValueError):
+            meta = dataset.read_meta(folder)
+            print(f"{folder} has {meta['tokenizer']['kind']} tokens of {meta['source'].get('from')}: replacing them")
         try:
             if not journal.state["done"]:
                 _tokenise(journal, splits, new_tokenizer, boundaries, val_share, gutenberg, num_workers or _cores())
@@ -689,7 +698,10 @@ def run(
     out_dir: str, source: str, column: str, tokenizer: str, val_share: float, num_workers: int | None,
     gutenberg: bool = False, vocab_size: int | None = None,
 ) -> None:  # fmt: skip
-    """A prepare.py, from its flags: the source is opened, tokenised into out_dir, and what came of it printed."""
+    """A prepare.py, from its flags: the source is opened, tokenised into out_dir, and what came of it printed.
+
+    tokenizer: a kind in dataset.TOKENIZER, made of the text, or a prepared data set, whose tokens are taken.
+    """
     if num_workers is not None and num_workers < 1:
         raise ValueError(f"num_workers={num_workers} must be at least 1")
     splits = open_source(source, column)
@@ -697,6 +709,14 @@ def run(
         raise ValueError(f"{source} has no train split, but {', '.join(splits)}")
     about = {"from": source, "tokenizer": tokenizer} | ({"vocab_size": vocab_size} if vocab_size else {})
     make = functools.partial(new_tokenizer, tokenizer, vocab_size, gutenberg)
+    if tokenizer not in dataset.TOKENIZER:
+        try:
+            theirs = dataset.read_meta(dataset.folder_of(tokenizer))["tokenizer"]
+        except ValueError as error:
+            known = ", ".join(dataset.TOKENIZER)
+            raise ValueError(f"tokenizer={tokenizer} is none of {known}, nor a prepared data set: {error}") from None
+        about["of"] = hashlib.sha256(json.dumps(theirs).encode()).hexdigest()
+        make = lambda *_: dataset.tokenizer(theirs)  # noqa: E731
     settings = {"val_share": val_share, "gutenberg": gutenberg, "num_workers": num_workers}
     report(prepare(out_dir, splits, make, about, **settings))
 
@@ -755,7 +775,8 @@ def train_sentencepiece(lines: Iterator[str], vocab_size: int) -> SentencePieceT
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
         why = str(error).splitlines()[0].rpartition("] ")[2] or "it holds no words"
-        raise ValueError(f"SentencePiece makes no vocabulary of {vocab_size:,} out of this text: {why}") from None
+        no = f"SentencePiece makes no vocabulary of {vocab_size:,} out of this text"
+        raise ValueError(f"{no}: {why.removesuffix('.')} (--vocab_size=)") from None
     return SentencePieceTokenizer.of(model.getvalue())
 
 

@@ -265,8 +265,10 @@ def replace(path: str, data: bytes) -> None:
 
 
 def folder_of(dataset: str) -> str:
-    """The folder of a data set, whatever the working directory. Raises ValueError naming what there is."""
+    """The folder of a data set: of data/, or a path. Raises ValueError naming what there is."""
     folder = os.path.join(ROOT, "data", dataset)
+    if not os.path.isdir(folder) and os.path.isfile(os.path.join(dataset, "meta.json")):
+        folder = os.path.abspath(dataset)
     if not os.path.isdir(folder):
         known = sorted(d for d in os.listdir(os.path.join(ROOT, "data")) if d[0] not in "._")
         raise ValueError(f"there is no data set {dataset!r} ({folder}); there are: {', '.join(known)}")
@@ -311,7 +313,10 @@ class Tokens:
         path = os.path.join(folder, f"{split}.bin")
         again = _again(folder)
         entry = self.meta["files"].get(f"{split}.bin")
-        if entry is None or not os.path.exists(path):
+        if entry is None:
+            splits = ", ".join(name.removesuffix(".bin") for name in self.meta["files"])
+            raise ValueError(f"{folder} has no split {split!r}, but {splits}")
+        if not os.path.exists(path):
             raise ValueError(f"{path} is missing. {again}")
         dtype, size = np.dtype(self.meta["dtype"]), os.path.getsize(path)
         if size != entry["tokens"] * dtype.itemsize:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 
+import numpy as np
 import pytest
 
 import corpus
@@ -217,6 +218,26 @@ def test_sentencepiece_is_made_of_the_train_split_alone(texts, folder, tmp_path,
     metas = [dataset.read_meta(str(tmp_path / name)) for name in "ab"]
     assert a["train.bin"] == b["train.bin"] and a["val.bin"] != b["val.bin"]
     assert metas[0]["tokenizer"] == metas[1]["tokenizer"]
+
+
+def test_the_tokens_of_another_data_set(run, texts, folder, tmp_path, few, monkeypatch):
+    """For a model that knows them; what they lack is named, and what was there is replaced with a word."""
+    prepare(tmp_path / "a", folder, "sentencepiece")
+    (tmp_path / "other.txt").write_text(texts[0])
+    monkeypatch.chdir(tmp_path)
+    flags = ("--source=other.txt", f"--out_dir={tmp_path / 'b'}")
+    code, out, err = run(PREPARE, *flags, "--tokenizer=a")
+    assert code == 0 and f"train.py config/train_shakespeare_char_cpu.py --dataset={tmp_path / 'b'}\n" in out, err
+    a, b = (dataset.read_meta(str(tmp_path / name)) for name in "ab")
+    assert a["tokenizer"] == b["tokenizer"]
+    ids = np.concatenate([Tokens(str(tmp_path / "b"), file, 8).ids for file in ("train", "val")])
+    whole = dataset.tokenizer(a["tokenizer"]).ids(texts[0]).tolist()
+    assert len(ids) == pytest.approx(len(whole), abs=2) and ids[:100].tolist() == whole[:100]
+    assert "has sentencepiece tokens of other.txt: replacing them" in run(PREPARE, *flags)[1]
+    (tmp_path / "b.txt").write_text("Zebra" * 10)
+    code, _, err = run(PREPARE, "--source=b.txt", f"--out_dir={tmp_path / 'c'}", "--tokenizer=b")
+    assert code == 2 and "the text holds 'Z', which the" in err and "goes on from there" not in err
+    assert os.listdir(tmp_path / "c") == []
 
 
 def test_the_table_of_speeds(run, texts, folder, bpe):
@@ -479,7 +500,7 @@ def test_mistakes(run, tmp_path, folder, texts):
         ((f"--source={folder}", "--val_share=0"), "between 0 and 1"),
         ((f"--source={folder}", "--num_workers=0"), "must be at least 1"),
         ((f"--source={folder}", "--tokenizer=sentencepiece", "--vocab_size=100000"), "no vocabulary of 100,000"),
-        ((f"--source={folder}", "--tokenizer=words"), "one of char, bytes, gpt2, sentencepiece"),
+        ((f"--source={folder}", "--tokenizer=words"), "none of char, bytes, gpt2, sentencepiece, nor a prepared"),
     ):
         code, _, err = run(PREPARE, f"--out_dir={tmp_path / 'out'}", *flags)
         assert code == 2 and says in err and "Traceback" not in err, (flags, err)

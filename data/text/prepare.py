@@ -3,6 +3,7 @@
     python data/text/prepare.py --source=my.txt --out_dir=data/mytext     # then train.py --dataset=mytext
     python data/text/prepare.py --source=books --tokenizer=sentencepiece --vocab_size=8000 --out_dir=data/books
     python data/text/prepare.py --source=owner/name --tokenizer=gpt2 --out_dir=data/name
+    python data/text/prepare.py --source=my.txt --tokenizer=pg19 --out_dir=data/my      # for a model trained on pg19
 
 A .txt file is a document, and so is a row of a .parquet file. Files whose names or folders begin with train, val or
 test are of that split. Without a val split, every 10th document is it (--val_share=0.1), or of one document the end.
@@ -10,7 +11,6 @@ test are of that split. Without a val split, every 10th document is it (--val_sh
 
 import os
 import sys
-from typing import Literal
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
@@ -19,11 +19,10 @@ from configurator import configure, user_errors  # noqa: E402  # first: makes a 
 
 # isort: split
 import corpus  # noqa: E402
-from dataset import TOKENIZER  # noqa: E402
 
 source: str | None = None  # a .txt or .parquet file, a folder of them, or owner/name of the Hugging Face hub
 column = "text"  # of parquet files, the one of the text
-tokenizer: Literal[*TOKENIZER] = "char"  # a token per character or byte, GPT-2's, SentencePiece's of this text
+tokenizer = "char"  # or bytes, gpt2, sentencepiece (of this text), or a prepared data set, whose tokens are taken
 vocab_size = 8000  # of sentencepiece
 val_share = 0.1  # of the documents, or of one document's text
 gutenberg = False  # leave Project Gutenberg's headers and licences out
@@ -38,3 +37,4 @@ if __name__ == "__main__":
         if config["tokenizer"] != "sentencepiece":
             config["vocab_size"] = None
         corpus.run(**config)
+        print(f"to train on it: python train.py config/train_shakespeare_char_cpu.py --dataset={config['out_dir']}")
