@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from conftest import ROOT, SMALL
+from conftest import ROOT, SMALL, Workers
 
 import checkpoint
 import dataset
@@ -382,22 +382,16 @@ def test_the_device_cuda_gets_an_index(train, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes_follow_the_same_curve(tmp_path, data):
+def test_two_processes_follow_the_same_curve(run, tmp_path, data):
     flags = [f"--dataset={data}", *SMALL, "--gradient_accumulation_steps=4", "--max_iters=6", "--sample_tokens=0"]
     flags += ["--eval_interval=3", "--eval_iters=3", "--warmup_iters=2", "--lr_decay_iters=6"]
-    curves = []
-    for n in (1, 2):
-        out = tmp_path / str(n) / "out"
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-        run = subprocess.run(
-            [*launch, os.path.join(ROOT, "train.py"), f"--out_dir={out}", *flags],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        assert run.returncode == 0, run.stderr
-        curves.append([v for key in ("loss", "norm", "val_loss") for _, v in rows(tmp_path / str(n), key)])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launch, os.path.join(ROOT, "train.py"), f"--out_dir={tmp_path / '2' / 'out'}", *flags]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    two = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert two.returncode == 0, two.stderr
+    assert run("train.py", f"--out_dir={tmp_path / '1' / 'out'}", *flags)[0] == 0
+    curves = [[v for key in ("loss", "norm", "val_loss") for _, v in rows(tmp_path / n, key)] for n in "12"]
     assert len(curves[0]) == 6 + 6 + 3 and curves[0] == pytest.approx(curves[1], abs=1e-5)
 
 
@@ -640,8 +634,23 @@ def test_from_another_working_directory(run, data, tmp_path, monkeypatch):
     assert run("sample.py", "--out_dir=mine", "--num_samples=1", "--max_new_tokens=5", "--start= ")[0] == 0
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """The experiments' runs of train.py take place in one process that stays."""
+    pool, one_at_a_time = Workers(), threading.Lock()
+
+    def done(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        with one_at_a_time:
+            return subprocess.CompletedProcess(command, pool.run(1, *command[1:])[0][0])
+
+    monkeypatch.setattr(subprocess, "run", done)
+    yield
+    for process in pool.processes:
+        process.kill()
+
+
 @pytest.mark.slow
-def test_the_table_of_choices(run, data, tmp_path, monkeypatch):
+def test_the_table_of_choices(run, quick, data, tmp_path, monkeypatch):
     """Rows by name, resumed, timed, failed; and the README's links point at the lines that they mean."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.py").write_text(
@@ -678,7 +687,7 @@ def test_the_readmes_links():
         assert module["link"](row) in line and all(flag in line for flag in module["as_flags"](row)), name
 
 
-def test_the_first_tables_experiment(run, data, tmp_path, monkeypatch):
+def test_the_first_tables_experiment(run, quick, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.py").write_text(
         f"dataset = {data!r}\nblock_size = 32\nn_layer = 1\nn_head = 4\nn_embd = 32\nmax_iters = 2\n"
@@ -696,7 +705,7 @@ def test_the_first_tables_experiment(run, data, tmp_path, monkeypatch):
     assert run("experiments/shakespeare_cores.py", *flags)[1].count("seed 1") == 1
 
 
-def test_lasers_precision(run, data, tmp_path):
+def test_lasers_precision(run, quick, data, tmp_path):
     """That ours is as exact as softmax where rounding exp(v) is not; and that it stays so for large values."""
     (tmp_path / "small.py").write_text(
         f"dataset = {data!r}\nblock_size = 32\nn_layer = 2\nn_head = 4\nn_embd = 32\nmax_iters = 3\n"

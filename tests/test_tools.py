@@ -116,7 +116,7 @@ def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
         ((out, "--stride=33"), "must be between 1"),
         ((out, "--block_size=64"), "larger than the model's"),
         ((out, "--batch_size=0"), "must be at least 1"),
-        ((out, "--split=test"), "test.bin is missing"),
+        ((out, "--split=test"), "has no split 'test', but train, val"),
         ((out, f"--dataset={tmp_path / 'other'}"), "which are not those of this model"),
         ((out, "--dataset=nowhere"), "there is no data set"),
     ):
