@@ -180,8 +180,10 @@ class HubTokenizer(Tokenizer):
     def __init__(self, name: str):
         from transformers import AutoTokenizer  # the model came through it
 
+        from pretrained import hub_args  # which imports model.py
+
         try:
-            self._tok = AutoTokenizer.from_pretrained(name)
+            self._tok = AutoTokenizer.from_pretrained(name, **hub_args(name))
         except Exception as error:  # of several libraries
             raise ValueError(f"{name} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
         self.n_vocab = len(self._tok)

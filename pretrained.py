@@ -191,9 +191,26 @@ def loading(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(f"cannot load {name} through transformers: {str(error).splitlines()[0]}") from None
+        other = "" if os.path.isdir(name) else " (a local folder can be loaded as well)"
+        raise OSError(f"cannot load {name} through transformers: {str(error).splitlines()[0]}{other}") from None
     except Exception as error:  # of several libraries
         raise ValueError(f"cannot take over {name}: {str(error).splitlines()[0]}") from None
+
+
+def hub_args(name: str) -> dict:
+    """Of transformers' from_pretrained: what is cached alone, where there is no network (it tries for 23 s)."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if os.path.isdir(name):
+        return {}
+    try:
+        HfApi().model_info(name, timeout=10)
+    except HfHubHTTPError:  # of which transformers says more
+        return {}
+    except Exception:  # of several libraries
+        return {"local_files_only": True}
+    return {}
 
 
 def config_of(name: str, override_args: dict | None = None) -> tuple[object, dict]:
@@ -207,7 +224,7 @@ def config_of(name: str, override_args: dict | None = None) -> tuple[object, dic
         if name in GPT2 and not os.path.isdir(name):
             c = AutoConfig.for_model("gpt2", **dict(zip(("n_layer", "n_head", "n_embd"), GPT2[name], strict=True)))
         else:
-            c = AutoConfig.from_pretrained(name)
+            c = AutoConfig.from_pretrained(name, **hub_args(name))
         if c.model_type not in FAMILIES:
             raise ValueError(f"the family {c.model_type} is none of {', '.join(FAMILIES)}")
         args = FAMILIES[c.model_type].ours(c) | (override_args or {})
@@ -221,7 +238,9 @@ def load(name: str, override_args: dict | None = None) -> GPT:
     c, args = config_of(name, override_args)
     family, (_, AutoModelForCausalLM) = FAMILIES[c.model_type], transformers_classes()
     with loading(name):
-        theirs, found = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        theirs, found = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, output_loading_info=True, **hub_args(name)
+        )
         # which they would fill with random numbers
         if missing := sorted(set(found["missing_keys"]) - ({"lm_head.weight"} if c.tie_word_embeddings else set())):
             raise ValueError(f"its file has no {missing[0]}")

@@ -4,6 +4,7 @@ their config classes; logits, losses, gradients and counts."""
 import json
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -187,6 +188,24 @@ def test_from_pretrained_swaps_the_attention_and_refuses_what_needs_other_weight
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(OSError, match="cannot load"):
         GPT.from_pretrained(str(tmp_path))
+
+
+def test_no_network(monkeypatch):
+    """Where the hub does not answer, transformers, which would try for 23 seconds, is not to try."""
+    asked = []
+
+    def away(self, name, **_):
+        asked.append(name)
+        raise ConnectionError("the hub is away")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", away)
+    began = time.monotonic()
+    with pytest.raises(OSError, match=r"cannot load no-such/model-at-all .*local folder"):
+        GPT.from_pretrained("no-such/model-at-all")
+    assert asked == ["no-such/model-at-all"] and time.monotonic() - began < 10
+    assert pretrained.hub_args("no-such/model-at-all") == {"local_files_only": True}
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda self, name, **_: None)
+    assert pretrained.hub_args("no-such/model-at-all") == {}
 
 
 def test_overrides_of_context_and_span(tmp_path):
