@@ -93,7 +93,8 @@ def main() -> None:
             rows_with = [row for row in rows if KEYS[name] in row]
             at = [row[x] for row in rows_with]
             values = [max(v) if isinstance(v, list) else v for v in (row[KEYS[name]] for row in rows_with)]
-            label = os.path.basename(run)
+            same = [other for other in logs if os.path.basename(other) == os.path.basename(run)]
+            label = os.path.basename(run) if len(same) == 1 else run
             if name in ("loss", "norm", "speed"):
                 ax.plot(at, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
                 values = running_mean(values, smooth)
