@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from configurator import configure, pick_device, user_errors
+from configurator import configure, first_line, pick_device, user_errors
 from model import ATTENTION, GPT, ONE_QUERY, POSITION, GPTConfig, naive_attention, per_head
 from optimizers import OPTIMIZER, Settings
 
@@ -204,7 +204,7 @@ def subjects(dev: str) -> dict[str, Subject]:
 
 
 def why(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0][:90]}"
+    return f"{type(error).__name__}: {first_line(error)[:90]}"
 
 
 # -----------------------------------------------------------------------------

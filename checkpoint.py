@@ -21,6 +21,7 @@ from typing import IO
 import torch
 
 import distributed
+from configurator import first_line
 from dataset import sync_folder, written_aside
 
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"
@@ -90,7 +91,7 @@ def save(path: str, state: dict) -> None:
 
 
 def _unwritten(path: str, state: dict, error: Exception) -> OSError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = first_line(error)
     full = (os.strerror(code) for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT))
     if not any(words in reason for words in (*full, "unexpected pos")):  # the last is torch's own
         return OSError(f"cannot write {path}: {reason}. What was there before is untouched")
@@ -149,8 +150,7 @@ def _load(path: str, name: str, verify: bool, lazily: bool) -> dict:
             damaged = damaged or next((x.filename for x in archive.infolist() if x.external_attr & FOLDER), None)
         state = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:  # a flipped bit may make anything of a pickle
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{name} is damaged or no checkpoint: {reason}") from None
+        raise ValueError(f"{name} is damaged or no checkpoint: {first_line(error)}") from None
     if damaged:
         raise ValueError(f"{name} is damaged: its record {damaged} does not have its checksum")
     if not isinstance(state, dict) or any(key not in state for key in KEYS) or not isinstance(state["iter_num"], int):

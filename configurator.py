@@ -42,6 +42,11 @@ def fail(message: object) -> typing.NoReturn:
     sys.exit(2)
 
 
+def first_line(error: BaseException) -> str:
+    """Of an error's message, or its kind where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Within it a ValueError, a missing package or a file's error is the user's: a sentence, exit 2."""
@@ -61,9 +66,9 @@ def _excepthook(kind: type, error: BaseException, trace: types.TracebackType | N
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
     elif issubclass(kind, MemoryError) or kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
         name = os.path.basename(sys.argv[0])
-        print(f"{name}: out of memory ({str(error).splitlines()[0]}): a smaller batch or model fits", file=sys.stderr)
+        print(f"{name}: out of memory ({first_line(error)}): a smaller batch or model fits", file=sys.stderr)
     elif kind.__name__ in ("DistBackendError", "DistNetworkError") or "gloo/transport" in str(error):
-        print(f"another process has died or cannot be reached ({str(error).splitlines()[0]})", file=sys.stderr)
+        print(f"another process has died or cannot be reached ({first_line(error)})", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 

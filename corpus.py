@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import dataset
+from configurator import first_line
 from dataset import SentencePieceTokenizer, Tokenizer, replace, sha256, sync_folder
 
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # before pyarrow: its others keep what is no longer used
@@ -86,6 +87,8 @@ def open_source(source: str, column: str = "text") -> dict[str, Split]:
         if not paths:
             stats = [(path, os.stat(path)) for path in files]
             return _through_datasets(source, "", column, [[p, stat.st_size, stat.st_mtime_ns] for p, stat in stats])
+        if others := len(files) - len(paths):
+            print(f"{source}: {len(paths)} {os.path.splitext(paths[0])[1]} files are read, {others} others are not")
         by_split = {}
         for path in paths:
             by_split.setdefault(_split_of(os.path.relpath(path, source)), []).append(path)
@@ -97,19 +100,21 @@ def open_source(source: str, column: str = "text") -> dict[str, Split]:
 
 
 def _files(folder: str) -> list[str]:
-    """All files below folder, in order; a folder that a link leads to again is left out."""
+    """All files below folder, in order, but hidden ones; a folder that a link leads to again is left out."""
     found, seen = [], set()
     for root, folders, names in os.walk(folder, followlinks=True):
         if os.path.realpath(root) in seen:
             folders.clear()
             continue
         seen.add(os.path.realpath(root))
-        found += [os.path.join(root, name) for name in names if os.path.isfile(os.path.join(root, name))]
+        folders[:] = [name for name in folders if name[0] != "."]
+        paths = (os.path.join(root, name) for name in names if name[0] != ".")
+        found += [path for path in paths if os.path.isfile(path)]
     return sorted(found)
 
 
 def _split_of(path: str) -> str:
-    names = (re.split(r"[-_.]", part.lower())[0] for part in path.split(os.sep))
+    names = (re.match(r"[a-z]*", part.lower())[0] for part in path.split(os.sep))
     return next((SPLITS[name] for name in names if name in SPLITS), "train")
 
 
@@ -122,8 +127,15 @@ def _text_files(paths: list[str], folder: str) -> Split:
             raise TextError(f"{path} is empty")
         about.append([os.path.relpath(path, folder), os.path.getsize(path), os.stat(path).st_mtime_ns])
         size, characters = size + os.path.getsize(path), characters + text
-    shards = [lambda path=path: iter([blocks_of_file(path)]) for path in paths]
+    shards = [lambda path=path, was=was: iter([_unchanged(path, was)]) for path, was in zip(paths, about, strict=True)]
     return Split(shards, about, size, len(paths), characters)
+
+
+def _unchanged(path: str, was: list) -> Document:
+    """The blocks of a file. Raises TextError at its end if it is no longer what it was at first."""
+    yield from blocks_of_file(path)
+    if was[1:] != [os.path.getsize(path), os.stat(path).st_mtime_ns]:
+        raise TextError(f"{path} has changed while it was read")
 
 
 def blocks_of_file(path: str) -> Iterator[str]:
@@ -168,7 +180,8 @@ def _parquet(files: list[str], column: str, version: str | None = None) -> Split
             if column not in names:
                 raise ValueError(f"{path} has no column {column!r}, but {', '.join(names)}: --column=")
             kind = file.schema_arrow.field(column).type
-            if not any(is_text(kind) for is_text in (pyarrow.types.is_string, pyarrow.types.is_large_string)):
+            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if str(kind) not in ("string", "large_string", "string_view"):
                 raise ValueError(f"{path}: the column {column!r} holds {kind}, not text: --column=")
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             at = [g.column(j).path_in_schema for g in groups[:1] for j in range(g.num_columns)]
@@ -190,7 +203,9 @@ def _reading(name: str) -> Iterator[None]:
     except (ValueError, MemoryError):
         raise
     except Exception as error:
-        raise OSError(f"cannot read {name} ({type(error).__name__}: {_why(error)})") from None
+        damaged = isinstance(error, OSError) and error.errno is None and os.path.isfile(name)  # by its contents
+        kind = TextError if damaged else OSError
+        raise kind(f"cannot read {name} ({type(error).__name__}: {_why(error)})") from None
 
 
 def _why(error: Exception) -> str:
@@ -214,7 +229,7 @@ def _parquet_file(path: str) -> Iterator:
         try:
             yield pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=2**20)
         except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"{path} is no intact parquet file: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"{path} is no intact parquet file: {first_line(error)}") from None
 
 
 def _rows(path: str, column: str) -> Iterator[Document]:
@@ -293,21 +308,31 @@ def of_text(text: str) -> Split:
     return Split([lambda: iter([[text]])], [hashlib.sha256(data).hexdigest()], len(data), 1, len(text))
 
 
-def in_two(split: Split, share: float) -> dict[str, Split]:
-    """A split of one document as train, its first 1 - share characters, and val, the rest (as nanoGPT)."""
-    cut, (shard,) = int(split.characters * (1 - share)), split.shards
+def in_two(split: Split, share: float, gutenberg: bool) -> dict[str, Split]:
+    """A split of one document as train, its first 1 - share characters, and val, the rest (as nanoGPT).
+
+    Of a split whose characters are not counted yet, or in which Project Gutenberg's are, they are counted here.
+    """
+    (shard,) = split.shards
+
+    def text() -> Document:
+        document = next(shard())
+        return without_gutenberg(document) if gutenberg else document
+
+    n = sum(map(len, text())) if gutenberg or split.characters is None else split.characters
+    cut = int(n * (1 - share))
 
     def part(start: int, end: int) -> Iterator[Document]:
         def blocks() -> Iterator[str]:
             seen = 0
-            for block in next(shard()):
+            for block in text():
                 yield block[max(0, start - seen) : max(0, end - seen)]
                 seen += len(block)
 
         return iter([blocks()])
 
-    ends = {"train": (0, cut), "val": (cut, split.characters)}
-    size = split.size / max(1, split.characters)
+    ends = {"train": (0, cut), "val": (cut, n)}
+    size = split.size / max(1, n)
     return {
         name: Split([lambda a=a, b=b: part(a, b)], [*split.about, a], int((b - a) * size), 1, b - a)
         for name, (a, b) in ends.items()
@@ -495,8 +520,8 @@ def prepare(
         val_share = 0.0
     elif not 0 < val_share < 1:
         raise ValueError(f"val_share={val_share} must be between 0 and 1: the source has no validation split")
-    elif splits["train"].documents == 1 and splits["train"].characters:
-        splits, val_share = splits | in_two(splits["train"], val_share), 0.0
+    elif splits["train"].documents == len(splits["train"].shards) == 1:
+        splits, val_share = splits | in_two(splits["train"], val_share, gutenberg), 0.0
     n = splits["train"].documents
     if val_share and n < MANY and not 0 < int(n * val_share) < n:
         hint = f": --val_share={1.1 / n:.2g}" if n > 1 else ""
@@ -508,7 +533,8 @@ def prepare(
         journal = Journal(folder, source, digest)
         if intact(folder, lambda meta: meta.get("id") == digest):
             print(f"{folder} is already prepared and intact: nothing to do")
-            journal.discard()
+            if not journal.others:
+                journal.discard()
             return dataset.read_meta(folder)
         with contextlib.suppress(ValueError):
             meta = dataset.read_meta(folder)
@@ -529,8 +555,8 @@ def prepare(
 
 
 @contextlib.contextmanager
-def locked(folder: str) -> Iterator[None]:
-    """Within it no other process prepares the folder. Raises OSError where one does."""
+def locked(folder: str, wait: bool = False) -> Iterator[None]:
+    """Within it no other process prepares the folder. Raises OSError where one does; or waits until it has done so."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError):  # on Windows
             import fcntl
@@ -538,7 +564,7 @@ def locked(folder: str) -> Iterator[None]:
             number = os.open(folder, os.O_RDONLY)
             stack.callback(os.close, number)
             try:
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(number, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 raise OSError(f"another process is preparing {folder}") from None
         yield
@@ -549,6 +575,8 @@ def _tokenise(journal, splits, new_tokenizer, boundaries, val_share, gutenberg, 
     made = state["tokenizer"]
     tok = dataset.tokenizer(made) if made else new_tokenizer(splits, val_share, boundaries)
     dtype, total = np.min_scalar_type(tok.n_vocab - 1), sum(split.size for split in splits.values())
+    if boundaries and tok.eot is None:
+        print("these tokens have no boundary of documents: none will be between them")
     state |= {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name}
     state["split"] = state["split"] or next(iter(splits))
     for name in [*splits, *(["val"] if val_share else [])]:
@@ -593,7 +621,7 @@ def _check_space(folder: str, need: float) -> None:
     free = shutil.disk_usage(folder).free
     if free < need * 1.02 + 2**20:
         raise ValueError(
-            f"{folder} needs about {need / 1e9:,.2f} GB for the tokens, but its disk has {free / 1e9:,.2f} GB free"
+            f"{folder} needs about {need / 1e6:,.1f} MB for the tokens, but its disk has {free / 1e6:,.1f} MB free"
         )
 
 
@@ -601,7 +629,8 @@ def intact(folder: str, wanted: Callable[[dict], bool]) -> bool:
     """Whether folder holds a whole data set whose meta data are wanted."""
     try:
         meta = dataset.read_meta(folder)
-        return wanted(meta) and all(dataset.Tokens(folder, name[:-4], 0) for name in meta["files"])
+        counted = all(set(COUNTS) <= entry.keys() for entry in meta["files"].values())  # older ones are not
+        return counted and wanted(meta) and all(dataset.Tokens(folder, name[:-4], 0) for name in meta["files"])
     except ValueError:
         return False
 
@@ -613,6 +642,7 @@ class Journal:
         self.folder, self.path, self.unwritten = folder, os.path.join(folder, JOURNAL), 0
         self.state = {"id": digest, "source": source, "tokenizer": None, "dtype": None, "files": {}, "done": False}
         self.state |= {"split": None, "shard": 0, "pieces": 0, "documents": 0}
+        self.others = []  # files of another command that was interrupted
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             with open(self.path, encoding="utf-8") as f:
                 state = json.load(f)
@@ -620,6 +650,8 @@ class Journal:
                 self.state = state
                 if self.n_tokens():
                     print(f"{folder}: going on after {self.n_tokens():,} tokens")
+            else:
+                self.others = list(state["files"])
 
     def n_tokens(self) -> int:
         return sum(entry["tokens"] for entry in self.state["files"].values())
@@ -635,6 +667,7 @@ class Journal:
     @contextlib.contextmanager
     def parts(self) -> Iterator[dict]:
         """The files to write to, each at the end of what the journal says is in it."""
+        self._remove(self._part(name) for name in self.others if name not in self.state["files"])
         replace(self.path, json.dumps(self.state).encode())  # before any is touched: an older journal holds no more
         with contextlib.ExitStack() as stack:
             self.files = {}
@@ -667,10 +700,14 @@ class Journal:
             self.state["done"] = True
             replace(self.path, json.dumps(self.state).encode())
         meta_path = os.path.join(self.folder, "meta.json")
+        with contextlib.suppress(ValueError):
+            before = dataset.read_meta(self.folder)["files"]
+            os.remove(meta_path)  # of other files
+            self._remove(os.path.join(self.folder, name) for name in before if name not in self.state["files"])
         for name in self.state["files"]:
             if os.path.exists(self._part(name)):
                 with contextlib.suppress(FileNotFoundError):
-                    os.remove(meta_path)  # of other files
+                    os.remove(meta_path)
                 os.replace(self._part(name), os.path.join(self.folder, name))
         sync_folder(self.folder)
         meta = {key: self.state[key] for key in ("tokenizer", "vocab_size", "dtype", "source", "id", "files")}
@@ -679,7 +716,11 @@ class Journal:
         return meta
 
     def discard(self) -> None:
-        for path in (*map(self._part, self.state["files"]), self.path):
+        self._remove((*map(self._part, {*self.state["files"], *self.others}), self.path))
+
+    @staticmethod
+    def _remove(paths: Iterable[str]) -> None:
+        for path in paths:
             with contextlib.suppress(OSError):
                 os.remove(path)
 
@@ -765,16 +806,28 @@ def train_sentencepiece(lines: Iterator[str], vocab_size: int) -> SentencePieceT
     and </s> is the boundary of documents. The result depends on the lines alone (on 16 threads, as many cores as there
     are). Raises ValueError where the text is too short for so many tokens, ImportError without sentencepiece.
     """
-    spm, model = dataset.sentencepiece(), io.BytesIO()
+    if not 259 <= vocab_size <= 10**6:
+        raise ValueError(f"vocab_size={vocab_size} must be between 259, 256 of them bytes, and 1,000,000")
+    spm, model, problem = dataset.sentencepiece(), io.BytesIO(), []
+
+    def watched() -> Iterator[str]:  # SentencePiece makes an error of its own of the lines'
+        try:
+            yield from lines
+        except Exception as error:
+            problem.append(error)
+            raise
+
     print(f"training a SentencePiece vocabulary of {vocab_size:,}...", flush=True)
     try:
         spm.SentencePieceTrainer.train(
-            sentence_iterator=lines, model_writer=model, vocab_size=vocab_size, model_type="unigram",
+            sentence_iterator=watched(), model_writer=model, vocab_size=vocab_size, model_type="unigram",
             normalization_rule_name="nmt_nfkc", byte_fallback=True, unk_id=0, eos_id=1, bos_id=-1, pad_id=-1,
             max_sentence_length=2**20, num_threads=16, minloglevel=2,
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
-        why = str(error).splitlines()[0].rpartition("] ")[2] or "it holds no words"
+        if problem:
+            raise problem[0] from None
+        why = f"{first_line(error)} ".rpartition("] ")[2].strip() or "it holds no words"
         no = f"SentencePiece makes no vocabulary of {vocab_size:,} out of this text"
         raise ValueError(f"{no}: {why.removesuffix('.')} (--vocab_size=)") from None
     return SentencePieceTokenizer.of(model.getvalue())

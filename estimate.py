@@ -15,7 +15,7 @@ PEAK_FLOPS = {  # of the tensor cores in bfloat16 or float16, dense, from the da
     "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
     "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12,
 }  # fmt: skip
-MEASURED = 509  # tokens of one row, at most, on which activations are measured; odd, unlike the sizes of weights
+MEASURED = 512  # tokens of one row, about and at most, on which activations are measured
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
@@ -53,11 +53,16 @@ def activation_bytes(config: GPTConfig, dtype: str) -> float:
     """Bytes per token of a micro-batch that a training step needs beside weights, gradients and optimizer.
 
     What autograd keeps of one layer and of two is measured, layer by layer of each kind, and of two small
-    vocabularies, so it holds for any core
-    (but where attention weights are dropped, which takes more the longer the text is, and on a GPU less than here);
-    then two gradients of the logits in float32, when the backward pass begins.
+    vocabularies, so it holds for any core (but where attention weights are dropped, which takes more the longer the
+    text is, and on a GPU less than here, as do biases by distance of several long rows); then two gradients of the
+    logits in float32, when the backward pass begins.
     """
-    T = (min(config.block_size, MEASURED) - 1) // 2 * 2 + 1
+    most = MEASURED * (4 if config.position == "t5" else 1)  # whose bias is kept up to some length
+    T = min(config.block_size, most - 64 + config.block_size % 64)  # as many more than chunks of 64
+    with torch.device("meta"):
+        sizes = {n for p in GPT(replace(config, n_layer=1)).transformer.h.parameters() for n in p.shape}
+    while dtype != "float32" and T in sizes:  # or kept_bytes takes activations for weights
+        T += 64 if T < config.block_size else 1
     small = replace(config, block_size=T, window=config.span, nope_long=False, vocab_size=64)
     kinds, layers = {}, 0.0
     for letters in map(config.layer_heads, range(config.n_layer)):

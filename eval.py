@@ -19,7 +19,7 @@ from configurator import configure, pick_device, user_errors  # first: makes a s
 import torch
 
 from dataset import Tokens, folder_of, positions
-from distributed import connect, local_rank, rank, say, summed, world
+from distributed import connect, gathered, local_rank, rank, say, summed, world
 from sample import open_model
 
 init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one
@@ -41,13 +41,18 @@ def nats(model: torch.nn.Module, tokens: Tokens, stride: int, eot: int | None, d
 
     eot: the boundary of documents where no token sees another document's, else None.
     """
-    total = torch.zeros(2, dtype=torch.float64)
-    for x, y in tokens.strided(stride, batch_size, rank=rank, world=world):
-        pos = None if eot is None else positions(x, eot).to(device)
-        with amp:
-            loss = model(x.to(device), y.to(device), pos=pos)[1].item()  # the mean over those that are not -1
-        n = int((y >= 0).sum())
-        total += torch.tensor([loss * n, n])
+    total, problem = torch.zeros(2, dtype=torch.float64), None
+    try:
+        for x, y in tokens.strided(stride, batch_size, rank=rank, world=world):
+            pos = None if eot is None else positions(x, eot).to(device)
+            with amp:
+                loss = model(x.to(device), y.to(device), pos=pos)[1].item()  # the mean over those that are not -1
+            n = int((y >= 0).sum())
+            total += torch.tensor([loss * n, n])
+    except (ValueError, OSError) as error:  # which the others, and above all the one that speaks, do not meet
+        problem = error
+    if problem := next(filter(None, gathered(problem)), None):
+        raise problem
     return tuple(summed(total).tolist())
 
 

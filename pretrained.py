@@ -5,12 +5,14 @@ entry of FAMILIES; its modules are named once, for both directions.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
 
+from configurator import first_line
 from model import GPT, GPTConfig
 
 GPT2 = {  # layers, heads, width
@@ -190,13 +192,16 @@ def loading(name: str) -> Iterator[None]:
     """Within it an error of the libraries is an OSError or a ValueError that names what is loaded."""
     try:
         yield
+    except (ImportError, MemoryError):
+        raise
     except OSError as error:
         other = "" if os.path.isdir(name) else " (a local folder can be loaded as well)"
-        raise OSError(f"cannot load {name} through transformers: {str(error).splitlines()[0]}{other}") from None
+        raise OSError(f"cannot load {name} through transformers: {first_line(error)}{other}") from None
     except Exception as error:  # of several libraries
-        raise ValueError(f"cannot take over {name}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"cannot take over {name}: {first_line(error)}") from None
 
 
+@functools.cache
 def hub_args(name: str) -> dict:
     """Of transformers' from_pretrained: what is cached alone, where there is no network (it tries for 23 s)."""
     from huggingface_hub import HfApi
@@ -205,7 +210,7 @@ def hub_args(name: str) -> dict:
     if os.path.isdir(name):
         return {}
     try:
-        HfApi().model_info(name, timeout=10)
+        HfApi().model_info(name, timeout=3)
     except HfHubHTTPError:  # of which transformers says more
         return {}
     except Exception:  # of several libraries

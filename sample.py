@@ -96,11 +96,14 @@ def main() -> None:
     text = start
     if start.startswith("FILE:"):
         try:
-            with open(start[5:], encoding="utf-8") as f:
+            with open(start[5:], encoding="utf-8-sig") as f:
                 text = f.read()
         except UnicodeDecodeError as error:
             raise ValueError(f"{start[5:]} is not UTF-8 text: {error}") from None
-    prompt = tok.start(text)
+    try:
+        prompt = tok.start(text)
+    except ValueError as error:
+        raise ValueError(f"--start={text[:20]!r}: {error}") from None
     if not prompt:
         raise ValueError("the prompt is empty: --start needs at least one character")
     if len(prompt) > model.config.block_size:

@@ -24,7 +24,13 @@ from dataclasses import fields
 from dataclasses import replace as with_fields
 from typing import Literal, NoReturn
 
-from configurator import configure, fail, pick_device, user_errors  # first: makes a sentence of Ctrl-C from here on
+from configurator import (  # first: makes a sentence of Ctrl-C from here on
+    configure,
+    fail,
+    first_line,
+    pick_device,
+    user_errors,
+)
 
 # isort: split
 import torch
@@ -237,8 +243,9 @@ with user_errors():
             meta = read_meta(folder_of(dataset))
         except ValueError as error:
             say(str(error))
-        config["vocab_size"] = vocab_size or (meta["vocab_size"] if meta else VOCAB_SIZE.get(dataset, GPT2_VOCAB_SIZE))
-        if not meta and not vocab_size and init_from == "scratch":
+        if vocab_size is None:
+            config["vocab_size"] = meta["vocab_size"] if meta else VOCAB_SIZE.get(dataset, GPT2_VOCAB_SIZE)
+        if not meta and vocab_size is None and init_from == "scratch":
             say(f"until then its vocabulary is taken for {config['vocab_size']:,} (--vocab_size=)")
         shape = GPTConfig(**{k: config[k] for k in MODEL_FIELDS})
         if init_from not in ("scratch", "resume"):
@@ -267,7 +274,8 @@ with user_errors():
             raise ValueError(f"{prepare} failed, see above")
     summed(torch.zeros(1))  # the others wait
     meta = read_meta(data_dir)
-    config["vocab_size"] = config["vocab_size"] or meta["vocab_size"]
+    if config["vocab_size"] is None:
+        config["vocab_size"] = meta["vocab_size"]
     if init_from == "scratch":
         model = GPT(GPTConfig(**{name: config[name] for name in MODEL_FIELDS}))
     elif init_from == "resume":
@@ -284,7 +292,7 @@ with user_errors():
         raise ValueError(f"vocab_size={model.config.vocab_size} is less than the {meta['vocab_size']} ids of {dataset}")
     eot = tokenizer(meta["tokenizer"]).eot if pack == "document" else None
     if pack == "document" and eot is None:
-        raise ValueError(f"--pack=document: {dataset} has no boundaries of documents (data/text/prepare.py makes some)")
+        raise ValueError(f"--pack=document: {dataset} has no boundaries of documents, as of one alone")
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
 
 micro_steps = math.ceil(rows / world / batch_size)  # of this process
@@ -353,8 +361,7 @@ def compiled(model: torch.nn.Module) -> torch.nn.Module:
         with amp:
             loss_of(fast, *(t[:batch_size] for t in batch)).backward()
     except Exception as error:
-        why = (str(error).strip() or "no reason given").splitlines()[0]
-        say(f"torch.compile does not work here, going on without it ({type(error).__name__}: {why})")
+        say(f"torch.compile does not work here, going on without it ({type(error).__name__}: {first_line(error)})")
         fast = model
     model.zero_grad(set_to_none=True)
     return fast
@@ -399,8 +406,9 @@ if saved:
             o.load_state_dict(state)
             for group, wanted in zip(o.param_groups, fresh, strict=True):
                 group |= wanted  # a flag wins over what was saved
-    windows = ("dataset", "eval_iters", "batch_size", "block_size")
-    if not other and all(config[name] == saved["config"].get(name) for name in windows):
+    theirs = {"pack": "none"} | saved["config"]
+    windows = ("dataset", "eval_iters", "batch_size", "block_size", "pack")
+    if saved.get("data") and not other and all(config[name] == theirs.get(name) for name in windows):
         best_val_loss = saved["best_val_loss"]  # of the same windows
     else:
         say("resume: evaluation is over other windows, so the best validation loss starts anew")

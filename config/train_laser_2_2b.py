@@ -33,4 +33,4 @@ min_lr = 0.0  # "decay to zero"
 warmup_iters = 8000  # 5%, as in its appendix A.1; for these models it gives no number
 weight_decay = 1e-1  # of its 1e-2, 1e-1 and 1
 beta1 = 0.9
-beta2 = 0.99
+beta2 = 0.99  # its epsilon of 1e-24 is PyTorch's 1e-8 here

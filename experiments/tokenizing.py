@@ -23,7 +23,7 @@ from configurator import configure, user_errors
 
 source: str | None = None  # a .txt file or a folder of them
 vocab_size = 10000  # of sentencepiece
-copies = 3  # of the text, one after the other
+copies = 3  # of the text, one after the other, at least 2
 rounds = 5  # of all that is timed
 num_workers = 2  # threads
 
@@ -36,12 +36,14 @@ def mb_per_s(mb: float, f: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    if source is None or min(copies, rounds, num_workers) < 1:
-        raise ValueError("--source= says which text; --copies=, --rounds= and --num_workers= are at least 1")
-    split = corpus.open_source(source)["train"]
+    if source is None or min(copies - 1, rounds, num_workers) < 1:
+        raise ValueError("--source= says which text; --copies= is at least 2, --rounds= and --num_workers= 1")
+    split = corpus.open_source(source).get("train")
+    if split is None or split.characters is None:
+        raise ValueError(f"{source} has no .txt files of a train split")
     one = ["".join(document) for shard in split.shards for document in shard()]
     train = corpus.Split(split.shards * copies, split.about, split.size * copies, split.documents * copies)
-    texts, mb = one * copies, train.size / 1e6
+    texts, mb, share = one * copies, train.size / 1e6, max(0.1, 1.1 / train.documents)
     gpt2, sp = (
         dataset.GPT2Tokenizer(),
         corpus.new_tokenizer("sentencepiece", vocab_size, False, {"train": split}, 0.0, True),
@@ -56,7 +58,7 @@ def main() -> None:
         for _ in range(copies):
             corpus.open_source(source)  # looks at the whole text first
         with tempfile.TemporaryDirectory() as folder:
-            corpus.prepare(folder, {"train": train}, lambda *_: tok, {}, val_share=0.1, num_workers=num_workers)
+            corpus.prepare(folder, {"train": train}, lambda *_: tok, {}, val_share=share, num_workers=num_workers)
 
     speeds = {name: [] for name in tokenizers}
     for _ in range(rounds):

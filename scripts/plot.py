@@ -33,24 +33,36 @@ def read(folder: str) -> list[dict]:
     path = os.path.join(folder, "log.jsonl")
     if not os.path.exists(path):
         raise ValueError(f"there is no {path}: --runs= are folders that train.py wrote, with commas between them")
-    rows, tokens, hours, last = [], 0.0, 0.0, -1
-    with open(path, encoding="utf-8") as f:
+    rows, known = [], [(0, 0.0, 0.0)]  # steps that were done, tokens and hours until then
+    with open(path, encoding="utf-8", errors="replace") as f:
         for number, line in enumerate(f, 1):
             try:
                 row = json.loads(line)
-                row["steps"] = row["iter"]
-            except (ValueError, TypeError, KeyError):
+                for key in ({"iter", "val_loss", "ms", "tokens_per_s"} | set(KEYS.values())) & row.keys():
+                    math.fsum(row[key] if isinstance(row[key], list) else [row[key]])
+                done = row["iter"] + ("ms" in row)  # an evaluation is before its step
+                if "ms" in row:
+                    steps, (_, tokens, hours) = done - known[-1][0], known[-1]
+                    hour = row["ms"] / 3.6e6
+                    known.append((done, tokens + steps * row["tokens_per_s"] * hour * 3600, hours + steps * hour))
+            except (ValueError, TypeError, KeyError, AttributeError):
                 if not line.endswith("\n"):  # it is being written
                     continue
                 raise ValueError(f"{path}: line {number} is no row of a log") from None
-            if "ms" in row:
-                steps, last = row["iter"] - last, row["iter"]
-                hours += steps * row["ms"] / 3.6e6
-                tokens += steps * row["tokens_per_s"] * row["ms"] / 1e3
-            rows.append(row | {"tokens": tokens, "time": hours})
+            rows.append(row | {"steps": done})
     if not rows:
         raise ValueError(f"{path} is empty: the run has logged nothing yet")
+    for row in rows:
+        row["tokens"], row["time"] = between(known, row["steps"])
     return rows
+
+
+def between(known: list[tuple], steps: float) -> tuple[float, float]:
+    """(tokens, hours) after so many steps, on the lines between what is known, or beyond it."""
+    after = next((i for i, point in enumerate(known) if point[0] >= steps and i), len(known) - 1)
+    (a, *start), (b, *end) = known[max(0, after - 1)], known[after]
+    share = (steps - a) / (b - a) if b > a else 0.0
+    return tuple(x + share * (y - x) for x, y in zip(start, end, strict=True))
 
 
 def running_mean(values: list[float], smooth: float | None) -> list[float]:
@@ -109,9 +121,9 @@ def main() -> None:
     axes[0][0].legend()
     figure.savefig(out, dpi=120)
     for run, rows in logs.items():
-        last = next((row for row in reversed(rows) if "loss" in row), rows[-1])
+        last = max(rows, key=lambda row: row["steps"])
         best = min((row["val_loss"] for row in rows if "val_loss" in row), default=math.nan)
-        print(f"{run}: {last['iter'] + 1:,} steps, {last['tokens']:,.0f} tokens, best validation loss {best:.4f}")
+        print(f"{run}: {last['steps']:,} steps, {last['tokens']:,.0f} tokens, best validation loss {best:.4f}")
     print(f"wrote {out}")
 
 

@@ -393,6 +393,87 @@ def test_again_there_is_nothing_to_do(folder, tmp_path, capsys):
     assert prepare(tmp_path / "out", folder) == first and "nothing to do" not in capsys.readouterr().out
 
 
+def test_files_of_another_command(folder, tmp_path, few, monkeypatch, capsys):
+    """They stay where nothing is done, so that it can go on; what takes their place removes them, and old splits."""
+    first = prepare(tmp_path / "out", folder)
+    os.makedirs(tmp_path / "three")
+    for name in os.listdir(folder):
+        shutil.copy(os.path.join(folder, name), tmp_path / "three" / f"test-{name}")
+        shutil.copy(os.path.join(folder, name), tmp_path / "three" / name)
+
+    original = corpus.tokenised
+
+    def breaks(*args):
+        if args[3].file == "test":
+            raise ConnectionError("away")
+        return original(*args)
+
+    def interrupted():
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="goes on from there"):
+            patch.setattr(corpus, "tokenised", breaks)
+            prepare(tmp_path / "out", str(tmp_path / "three"))
+
+    interrupted()
+    there = {name for name in os.listdir(tmp_path / "out") if name.endswith(".tmp")}
+    assert {"train.bin.tmp", "val.bin.tmp", "test.bin.tmp", corpus.JOURNAL} <= there
+    capsys.readouterr()
+    corpus.run(str(tmp_path / "out"), folder, "text", "bytes", 0.25, 2)
+    assert "nothing to do" in capsys.readouterr().out and there <= set(os.listdir(tmp_path / "out"))
+    three = prepare(tmp_path / "out", str(tmp_path / "three"))  # goes on, and nothing else is left
+    assert set(three) == {"train.bin", "val.bin", "test.bin"}
+    assert prepare(tmp_path / "out", folder) == first  # without a test split again
+    interrupted()
+    assert prepare(tmp_path / "out", folder, val_share=0.5) != first
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path, texts):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(texts[0])
+    split = corpus.open_source(str(tmp_path))["train"]
+    (tmp_path / "b.txt").write_text(texts[0] + "more")
+    a, b = (next(shard()) for shard in split.shards)
+    assert "".join(a) == "".join(corpus.blocks_of_file(str(tmp_path / "a.txt")))
+    with pytest.raises(corpus.TextError, match="b.txt has changed while it was read"):
+        list(b)
+
+
+def test_the_split_of_a_name(tmp_path):
+    for path, split in {
+        "train-00000.parquet": "train", "test/12.txt": "test", "val2.txt": "val", "validation set.txt": "val", "dev.txt": "val",
+        "Test1.txt": "test", "valley.txt": "train", "testament-1.txt": "train", "12.txt": "train", "a/valid_x.txt": "val",
+    }.items():  # fmt: skip
+        assert corpus._split_of(path.replace("/", os.sep)) == split, path
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".hidden.txt"):
+        (tmp_path / name).write_text("text")
+    assert corpus.open_source(str(tmp_path))["train"].documents == 1
+
+
+def test_what_a_vocabulary_is_made_of_breaks_off():
+    """Its own error comes through SentencePiece."""
+
+    def lines():
+        yield "a line of text"
+        raise ConnectionError("the hub is away")
+
+    with pytest.raises(ConnectionError, match="the hub is away"):
+        corpus.train_sentencepiece(lines(), 300)
+
+
+def test_one_document_is_cut_without_its_licence(tmp_path):
+    """The last tenth of what is kept; of a parquet file as well."""
+    story = "".join(f"Line {i} of it.\n" for i in range(2000))
+    mark = "*** {} OF THE PROJECT GUTENBERG EBOOK X ***\n"
+    whole = f"header\n{mark.format('START')}\n{story}{mark.format('END')}" + "law " * 9999
+    (tmp_path / "a.txt").write_text(whole)
+    write_parquet(str(tmp_path / "a.parquet"), [whole])
+    wanted = {"train": story[: int(len(story) * 0.9)], "val": story[int(len(story) * 0.9) :]}
+    for name in ("a.txt", "a.parquet"):
+        prepare(tmp_path / "out", str(tmp_path / name), gutenberg=True, val_share=0.1)
+        for split, text in wanted.items():
+            assert bytes(Tokens(str(tmp_path / "out"), split, 8).ids).decode() == text
+
+
 def test_another_process_prepares_the_folder(folder, tmp_path):
     with (
         corpus.locked(str(tmp_path)),
@@ -450,7 +531,7 @@ def test_a_disk_that_fills(folder, tmp_path, few):
 
 def test_space_is_checked_first(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000))
-    with pytest.raises(ValueError, match="needs about 0.00 GB for the tokens, but its disk has 0.00 GB free"):
+    with pytest.raises(ValueError, match="needs about 0.2 MB for the tokens, but its disk has 0.0 MB free"):
         prepare(tmp_path / "out", folder)
     assert os.listdir(tmp_path / "out") == []
 

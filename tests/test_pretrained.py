@@ -204,6 +204,7 @@ def test_no_network(monkeypatch):
         GPT.from_pretrained("no-such/model-at-all")
     assert asked == ["no-such/model-at-all"] and time.monotonic() - began < 10
     assert pretrained.hub_args("no-such/model-at-all") == {"local_files_only": True}
+    pretrained.hub_args.cache_clear()
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda self, name, **_: None)
     assert pretrained.hub_args("no-such/model-at-all") == {}
 

@@ -341,13 +341,27 @@ def test_the_axes_of_a_plot(tmp_path):
     """Tokens and hours are sums over the steps, which need not be logged each."""
     module = runpy.run_path(os.path.join(ROOT, "scripts", "plot.py"))
     rows = [{"iter": i, "loss": 1.0, "ms": 1000.0 * (i + 1), "tokens_per_s": 100.0 / (i + 1)} for i in (0, 10, 20)]
-    rows.append({"iter": 20, "val_loss": 2.0})
+    rows += [{"iter": i, "val_loss": 2.0} for i in (0, 6, 20, 31)]  # before their steps
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     got = module["read"](str(tmp_path))
-    assert [row["tokens"] for row in got] == pytest.approx([100, 1100, 2100, 2100])
-    assert [row["time"] * 3600 for row in got] == pytest.approx([1, 111, 321, 321])
+    assert [row["steps"] for row in got] == [1, 11, 21, 0, 6, 20, 31]
+    assert [row["tokens"] for row in got] == pytest.approx([100, 1100, 2100, 0, 600, 2000, 3100])
+    assert [row["time"] * 3600 for row in got] == pytest.approx([1, 111, 321, 0, 1 + 5 * 11, 321 - 21, 321 + 10 * 21])
     assert module["running_mean"]([4.0, 2.0], 0.5) == pytest.approx([4.0, (0.5 * 4 + 2) / 1.5])
     assert module["running_mean"]([math.inf, 4.0, 2.0], 0.5)[1:] == pytest.approx([4.0, (0.5 * 4 + 2) / 1.5])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"iter": 0, "loss": 1, "ms": None}, {"iter": 0, "loss": 1, "ms": 1.0}, {"iter": 0, "loss": None},
+        {"iter": "x", "loss": 1}, {"iter": 0, "val_loss": None}, {"loss": 1}, [1], {"iter": 0, "max_logit": "a"},
+    ],
+)  # fmt: skip
+def test_rows_that_are_none(run, tmp_path, row):
+    (tmp_path / "log.jsonl").write_text(json.dumps({"iter": 0, "loss": 1.0}) + "\n" + json.dumps(row) + "\n")
+    code, _, err = run("scripts/plot.py", f"--runs={tmp_path}", f"--out={tmp_path / 'c.png'}")
+    assert code == 2 and "log.jsonl: line 2 is no row of a log" in err, err
 
 
 def test_plots_of_runs_that_have_little_or_go_on(run, tmp_path):

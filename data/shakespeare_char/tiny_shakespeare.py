@@ -80,6 +80,11 @@ def find_text(input: str | None, out_dir: str, url: str, url_sha256: str, timeou
 def run(tokenizer: str, out_dir: str, input: str | None, url: str, url_sha256: str, timeout: float) -> None:
     """A prepare.py of this text, from its flags: the first 90% of the characters are train, the rest val."""
     os.makedirs(out_dir, exist_ok=True)
+    with corpus.locked(os.path.join(dataset.ROOT, "data"), wait=True):  # several first runs of train.py fetch it once
+        _run(tokenizer, out_dir, input, url, url_sha256, timeout)
+
+
+def _run(tokenizer, out_dir, input, url, url_sha256, timeout):
     local = input or os.path.join(out_dir, "input.txt")
     known = [dataset.sha256(local)] if input or os.path.exists(local) else [url_sha256, REBUILT_SHA256]
 
