@@ -186,6 +186,7 @@ def test_help_lists_every_flag_with_default_and_comment(script):
         ("raise KeyboardInterrupt", "\ninterrupted\n"),
         ("raise BrokenPipeError", ""),
         ("raise MemoryError('1 EB')", "script.py: out of memory (1 EB): a smaller batch or model fits\n"),
+        ("'a' * 10**18", "script.py: out of memory (MemoryError): a smaller batch or model fits\n"),
         ("raise RuntimeError('[enforce fail] can\\'t allocate memory: 1 EB')", "out of memory"),
         ("print('\\u2603')", ""),  # in a terminal that has no snowman
     ],

@@ -145,6 +145,9 @@ def flip(folder: str) -> None:
         (lambda d: damage_meta(d, dtype="uint16"), "promises"),
         (lambda d: damage_meta(d, dtype="uint9"), "is damaged"),
         (lambda d: damage_meta(d, files={"train.bin": {}}), "is damaged"),
+        (lambda d: damage_meta(d, files={}), "is damaged"),
+        (lambda d: damage_meta(d, files={"train.bin": {"tokens": "12", "sha256": "x"}}), "is damaged"),
+        (lambda d: damage_meta(d, dtype=None), "is damaged"),
         (lambda d: damage_meta(d, tokenizer={"kind": "char"}), "is damaged"),
         (lambda d: damage_meta(d, vocab_size="12"), "is damaged"),
         (lambda d: damage_meta(d, vocab_size=3), "the vocabulary ends at 2"),
@@ -168,3 +171,11 @@ def test_an_unknown_data_set_names_the_known(monkeypatch, tmp_path):
     assert os.path.isdir(dataset.folder_of("shakespeare_char"))
     with pytest.raises(ValueError, match="there are: .*shakespeare_char"):
         dataset.folder_of("shakespear")
+    for name in ("mine", "text"):  # a path, where data/ has none of the name that is prepared
+        os.makedirs(tmp_path / name)
+        (tmp_path / name / "meta.json").write_text("{}")
+        monkeypatch.setattr(dataset, "ROOT", str(tmp_path / "root"))
+        os.makedirs(tmp_path / "root" / "data" / "text", exist_ok=True)
+        assert dataset.folder_of(name) == str(tmp_path / name)
+    (tmp_path / "root" / "data" / "text" / "meta.json").write_text("{}")
+    assert dataset.folder_of("text") == str(tmp_path / "root" / "data" / "text")
