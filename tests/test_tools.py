@@ -258,7 +258,8 @@ def test_durations(seconds, says):
     "kwargs",
     [
         {}, {"heads": "SL", "window": 20}, {"mlp": "swiglu", "tied": False}, {"position": "none"},
-        {"block_size": 256}, {"block_size": 1024, "heads": "SSSL"}, {"position": "t5"}, {"position": "relative", "vocab_size": 2000},
+        {"block_size": 256}, {"block_size": 1024, "heads": "SSSL"}, {"position": "t5"},
+        {"position": "rope", "vocab_size": 2000},
     ],
     ids=str,
 )  # fmt: skip
