@@ -100,8 +100,8 @@ def test_training_with_packed_documents(train, tmp_path, text):
     assert not torch.equal(got["document"], got["none"])
     assert train(flags, "--pack=document", "--max_iters=4")[0] == 0
     assert train(flags, "--init_from=resume")[0] == 0 and torch.equal(head(), got["document"])
-    _, out, _ = train("--init_from=resume", "--pack=none", "--max_iters=12")  # losses that do not compare
-    assert "pack was document, now none" in out and "the best validation loss starts anew" in out
+    _, out, err = train(flags, "--init_from=resume", "--pack=none", "--max_iters=12")  # losses that do not compare
+    assert "pack was document, now none" in out and "the best validation loss starts anew" in out, out + err
     code, _, err = train("--pack=document")
     assert code == 2 and "has no boundaries of documents" in err
 
