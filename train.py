@@ -24,13 +24,7 @@ from dataclasses import fields
 from dataclasses import replace as with_fields
 from typing import Literal, NoReturn
 
-from configurator import (  # first: makes a sentence of Ctrl-C from here on
-    configure,
-    fail,
-    first_line,
-    pick_device,
-    user_errors,
-)
+from configurator import configure, fail, first_line, pick_device, user_errors  # first: Ctrl-C is a sentence from here
 
 # isort: split
 import torch
@@ -247,8 +241,9 @@ with user_errors():
             config["vocab_size"] = meta["vocab_size"] if meta else VOCAB_SIZE.get(dataset, GPT2_VOCAB_SIZE)
         if not meta and vocab_size is None and init_from == "scratch":
             say(f"until then its vocabulary is taken for {config['vocab_size']:,} (--vocab_size=)")
-        shape = GPTConfig(**{k: config[k] for k in MODEL_FIELDS})
-        if init_from not in ("scratch", "resume"):
+        if init_from in ("scratch", "resume"):
+            shape = GPTConfig(**{k: config[k] for k in MODEL_FIELDS})
+        else:
             shape = GPTConfig(**config_of(init_from, of_weights())[1])
             check_weights(shape)
         n_tokens = meta["files"]["train.bin"]["tokens"] if meta else None
