@@ -85,8 +85,7 @@ def open_source(source: str, column: str = "text") -> dict[str, Split]:
         kinds = {end: [path for path in files if path.endswith(end)] for end in (".parquet", ".txt")}
         paths = kinds[".parquet"] or kinds[".txt"]
         if not paths:
-            stats = [(path, os.stat(path)) for path in files]
-            return _through_datasets(source, "", column, [[p, stat.st_size, stat.st_mtime_ns] for p, stat in stats])
+            return _through_datasets(source, "", column, [[path, *_version(path)] for path in files])
         if others := len(files) - len(paths):
             print(f"{source}: {len(paths)} {os.path.splitext(paths[0])[1]} files are read, {others} others are not")
         by_split = {}
@@ -113,6 +112,12 @@ def _files(folder: str) -> list[str]:
     return sorted(found)
 
 
+def _version(path: str) -> list[int]:
+    """A file's size, and when it was changed."""
+    stat = os.stat(path)
+    return [stat.st_size, stat.st_mtime_ns]
+
+
 def _split_of(path: str) -> str:
     names = (re.match(r"[a-z]*", part.lower())[0] for part in path.split(os.sep))
     return next((SPLITS[name] for name in names if name in SPLITS), "train")
@@ -125,8 +130,8 @@ def _text_files(paths: list[str], folder: str) -> Split:
         text = sum(map(len, blocks_of_file(path)))
         if not text:
             raise TextError(f"{path} is empty")
-        about.append([os.path.relpath(path, folder), os.path.getsize(path), os.stat(path).st_mtime_ns])
-        size, characters = size + os.path.getsize(path), characters + text
+        about.append([os.path.relpath(path, folder), *_version(path)])
+        size, characters = size + about[-1][1], characters + text
     shards = [lambda path=path, was=was: iter([_unchanged(path, was)]) for path, was in zip(paths, about, strict=True)]
     return Split(shards, about, size, len(paths), characters)
 
@@ -134,7 +139,7 @@ def _text_files(paths: list[str], folder: str) -> Split:
 def _unchanged(path: str, was: list) -> Document:
     """The blocks of a file. Raises TextError at its end if it is no longer what it was at first."""
     yield from blocks_of_file(path)
-    if was[1:] != [os.path.getsize(path), os.stat(path).st_mtime_ns]:
+    if was[1:] != _version(path):
         raise TextError(f"{path} has changed while it was read")
 
 
@@ -187,8 +192,7 @@ def _parquet(files: list[str], column: str, version: str | None = None) -> Split
             at = [g.column(j).path_in_schema for g in groups[:1] for j in range(g.num_columns)]
             size += sum(g.column(at.index(column)).total_uncompressed_size for g in groups)
             documents += file.metadata.num_rows
-        stat = None if version else os.stat(path)
-        about.append([os.path.basename(path), *((stat.st_size, stat.st_mtime_ns) if stat else ())])
+        about.append([os.path.basename(path), *([] if version else _version(path))])
     if not documents:
         raise ValueError(f"{' and '.join(files)} holds no rows")
     shards = [lambda path=path: _rows(path, column) for path in files]
@@ -700,14 +704,14 @@ class Journal:
             self.state["done"] = True
             replace(self.path, json.dumps(self.state).encode())
         meta_path = os.path.join(self.folder, "meta.json")
+        before = []
         with contextlib.suppress(ValueError):
             before = dataset.read_meta(self.folder)["files"]
+        with contextlib.suppress(FileNotFoundError):
             os.remove(meta_path)  # of other files
-            self._remove(os.path.join(self.folder, name) for name in before if name not in self.state["files"])
+        self._remove(os.path.join(self.folder, name) for name in before if name not in self.state["files"])
         for name in self.state["files"]:
             if os.path.exists(self._part(name)):
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(meta_path)
                 os.replace(self._part(name), os.path.join(self.folder, name))
         sync_folder(self.folder)
         meta = {key: self.state[key] for key in ("tokenizer", "vocab_size", "dtype", "source", "id", "files")}

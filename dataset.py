@@ -103,6 +103,9 @@ class ByteTokenizer(Tokenizer):
         return bytes(ids).decode("utf-8", "replace")
 
 
+GPT2_VOCAB_SIZE = 50257
+
+
 class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-pair encoding, through tiktoken, which downloads its two files once.
 
@@ -203,14 +206,14 @@ def pretrained_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     alone with a vocabulary of its size, GPT-2's."""
     folder = os.path.isdir(name)
     alone = folder and not any("token" in f or "vocab" in f for f in os.listdir(name))
-    if alone and vocab_size != 50257:
+    if alone and vocab_size != GPT2_VOCAB_SIZE:
         raise ValueError(f"{name} has no tokenizer beside its weights, and its {vocab_size} tokens are not GPT-2's")
     if alone or not (folder or "/" in name):
         return GPT2Tokenizer()
     tok = HubTokenizer(name)
     with contextlib.suppress(OSError, ImportError):
         probe = "Hello world, it's  1234 naïve 漢字\n\n\tEND"
-        if tok.n_vocab == 50257 and (known := GPT2Tokenizer()).encode(probe) == tok.encode(probe):
+        if tok.n_vocab == GPT2_VOCAB_SIZE and (known := GPT2Tokenizer()).encode(probe) == tok.encode(probe):
             return known  # by its name, as data sets are known by theirs
     return tok
 

@@ -9,7 +9,6 @@ from configurator import pick_device
 from model import GPT, GPTConfig
 
 VOCAB_SIZE = {"shakespeare_char": 65, "pg19": 10000}  # of data that are not prepared; the others have GPT-2's
-GPT2_VOCAB_SIZE = 50257
 MFU = 0.4  # of the peak: what nanoGPT reaches on an A100, about
 PEAK_FLOPS = {  # of the tensor cores in bfloat16 or float16, dense, from the data sheets
     "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,

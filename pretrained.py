@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from configurator import first_line
+from dataset import GPT2_VOCAB_SIZE
 from model import GPT, GPTConfig
 
 GPT2 = {  # layers, heads, width
@@ -61,7 +62,7 @@ def gpt2_theirs(c: GPTConfig) -> dict:
     activation = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == c.mlp), "gelu_new")
     sizes |= {"n_embd": c.n_embd, "n_inner": c.n_hidden, "layer_norm_epsilon": c.norm_eps}
     sizes |= {"resid_pdrop": c.dropout, "embd_pdrop": c.dropout, "attn_pdrop": c.weight_dropout}
-    tokens = SPECIAL if c.vocab_size < 50257 else {}
+    tokens = SPECIAL if c.vocab_size < GPT2_VOCAB_SIZE else {}
     return sizes | {"activation_function": activation, "tie_word_embeddings": c.tied} | tokens
 
 
@@ -207,12 +208,11 @@ def hub_args(name: str) -> dict:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    if os.path.isdir(name):
-        return {}
     try:
-        HfApi().model_info(name, timeout=3)
-    except HfHubHTTPError:  # of which transformers says more
-        return {}
+        if not os.path.isdir(name):
+            HfApi().model_info(name, timeout=3)
+    except HfHubHTTPError:  # an answer, of which transformers says more
+        pass
     except Exception:  # of several libraries
         return {"local_files_only": True}
     return {}

@@ -43,7 +43,7 @@ def tokenizer_of(state: dict) -> dataset.Tokenizer:
         meta = dataset.read_meta(dataset.folder_of(state["config"].get("dataset", "")))
         if meta["vocab_size"] == state["model_args"]["vocab_size"]:
             return dataset.tokenizer(meta["tokenizer"])
-    if state["model_args"]["vocab_size"] < 50257:
+    if state["model_args"]["vocab_size"] < dataset.GPT2_VOCAB_SIZE:
         raise ValueError(
             "this checkpoint names no tokenizer, and its data set is not prepared in data/ to take it from"
         )

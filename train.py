@@ -30,7 +30,7 @@ from configurator import configure, fail, first_line, pick_device, user_errors  
 import torch
 
 import checkpoint
-from dataset import Tokens, folder_of, positions, read_meta, replace, tokenizer
+from dataset import GPT2_VOCAB_SIZE, Tokens, folder_of, positions, read_meta, replace, tokenizer
 from distributed import (
     by_master,
     connect,
@@ -45,7 +45,7 @@ from distributed import (
     whole,
     world,
 )
-from estimate import GPT2_VOCAB_SIZE, VOCAB_SIZE, peak_flops, report
+from estimate import VOCAB_SIZE, peak_flops, report
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZER, Settings
 from pretrained import FREE, TRAINING, config_of
@@ -277,7 +277,7 @@ with user_errors():
         model = GPT.from_checkpoint(saved, **{name: config[name] for name in (*RESHAPABLE, "block_size")})
     else:
         model = GPT.from_pretrained(init_from, of_weights())
-        if (meta["tokenizer"]["kind"], model.config.vocab_size) != ("gpt2", 50257):
+        if (meta["tokenizer"]["kind"], model.config.vocab_size) != ("gpt2", GPT2_VOCAB_SIZE):
             say(f"{init_from} may know other tokens than those of {dataset}, whose numbers mean something else to it")
         swapped = [f"{name}={config[name]}" for name in FREE if name in given and name not in (*TRAINING, "block_size")]
         new = f"; new to them: {', '.join(swapped)}, so the loss begins higher" if swapped else ""

@@ -44,10 +44,8 @@ def main() -> None:
     one = ["".join(document) for shard in split.shards for document in shard()]
     train = corpus.Split(split.shards * copies, split.about, split.size * copies, split.documents * copies)
     texts, mb, share = one * copies, train.size / 1e6, max(0.1, 1.1 / train.documents)
-    gpt2, sp = (
-        dataset.GPT2Tokenizer(),
-        corpus.new_tokenizer("sentencepiece", vocab_size, False, {"train": split}, 0.0, True),
-    )
+    gpt2 = dataset.GPT2Tokenizer()
+    sp = corpus.new_tokenizer("sentencepiece", vocab_size, False, {"train": split}, 0.0, True)
     tokenizers = {"gpt2": gpt2, "sentencepiece": sp, "bytes": dataset.ByteTokenizer()}
     library = {
         "gpt2": lambda: gpt2._bpe.encode_ordinary_batch(texts, num_threads=num_workers),

@@ -6,6 +6,7 @@
 Training losses are drawn faintly as they are, and their running mean over them; validation losses as points.
 """
 
+import bisect
 import json
 import math
 import os
@@ -59,7 +60,7 @@ def read(folder: str) -> list[dict]:
 
 def between(known: list[tuple], steps: float) -> tuple[float, float]:
     """(tokens, hours) after so many steps, on the lines between what is known, or beyond it."""
-    after = next((i for i, point in enumerate(known) if point[0] >= steps and i), len(known) - 1)
+    after = min(max(1, bisect.bisect_left(known, (steps,))), len(known) - 1)
     (a, *start), (b, *end) = known[max(0, after - 1)], known[after]
     share = (steps - a) / (b - a) if b > a else 0.0
     return tuple(x + share * (y - x) for x, y in zip(start, end, strict=True))
@@ -100,13 +101,13 @@ def main() -> None:
     for name in set(what) - set(shown):
         print(f"no run has logged {name}: left out{' (it needs train.py --log_logits)' if name == 'logit' else ''}")
     figure, axes = pyplot.subplots(1, len(shown), figsize=(5 * len(shown), 4), squeeze=False, layout="constrained")
+    ends = [os.path.basename(run) for run in logs]
     for ax, name in zip(axes[0], shown, strict=True):
         for i, (run, rows) in enumerate(logs.items()):
             rows_with = [row for row in rows if KEYS[name] in row]
             at = [row[x] for row in rows_with]
             values = [max(v) if isinstance(v, list) else v for v in (row[KEYS[name]] for row in rows_with)]
-            same = [other for other in logs if os.path.basename(other) == os.path.basename(run)]
-            label = os.path.basename(run) if len(same) == 1 else run
+            label = os.path.basename(run) if ends.count(os.path.basename(run)) == 1 else run
             if name in ("loss", "norm", "speed"):
                 ax.plot(at, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
                 values = running_mean(values, smooth)

@@ -140,15 +140,12 @@ def test_eval_of_data_without_counts(train, run, data, tmp_path, text):
     train("--max_iters=2", f"--dataset={tmp_path / 'old'}")
     code, out, _ = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu")
     assert code == 0 and "prepare it anew" in out and "per token" in out and "bits per byte" not in out
-    for folder in ("new", "older"):  # which does that, where it would have found nothing to do
-        write(tmp_path / folder, dataset.tokenizer(meta["tokenizer"]), {"train": text, "val": text}, {})
-        if folder == "older":
-            path = tmp_path / folder / "meta.json"
-            meta = json.loads(path.read_text())
-            del meta["files"]["val.bin"]["words"]
-            path.write_text(json.dumps(meta))
-            write(tmp_path / folder, dataset.tokenizer(meta["tokenizer"]), {"train": text, "val": text}, {})
-            assert json.loads(path.read_text())["files"]["val.bin"]["words"] == len(text.split())
+    again = tmp_path / "again", dataset.tokenizer(meta["tokenizer"]), {"train": text, "val": text}, {}
+    meta, path = write(*again), again[0] / "meta.json"
+    del meta["files"]["val.bin"]["words"]
+    path.write_text(json.dumps(meta))
+    write(*again)  # which does that, where it would have found nothing to do
+    assert json.loads(path.read_text())["files"]["val.bin"]["words"] == len(text.split())
 
 
 def test_eval_of_gpt2s_weights(run, tmp_path, bpe):
