@@ -3,19 +3,23 @@
     python bench.py                                  # about ten minutes on two CPU cores
     python bench.py --quick                          # under a minute
     python bench.py --what=attention --only=sdpa,beta --lengths=4096,8192,16384 --plot
-    python bench.py --lengths=2048,8192,32768 --head_dim=64 --device=cuda --dtype=bfloat16 --plot
+    python bench.py --suite=gpu                      # all tables of a CUDA GPU, in bfloat16, in under eight minutes
+    python bench.py --what=attention --device=cuda --dtype=bfloat16 --head_dim=64,128 --lengths=2048,8192 --tokens=32768
 
 Four parts: `attention` (forward, backward and peak memory of the function alone), `model` (a forward pass of
 the LS paper's model, its Table 1), `step` (its training step), `decode` (tokens/s and cache bytes).
-Outputs and gradients of each attention are checked against the naive form first; one that is wrong is
-reported, not timed. Repeats are interleaved: every subject runs once before any runs again. Numbers are
-medians with half their interquartile range; ratios are to the first subject in the same round. Everything is
-written to --out.
+Outputs and gradients of each attention are checked against the naive form in float64 first, on fresh random
+inputs; one that is wrong is reported, not timed. Repeats are interleaved: every subject runs once before any
+runs again. Numbers are medians with half their interquartile range; ratios are to the first subject in the
+same round. A share is that of the least time that the operations and bytes of what is computed take, at the
+rates of a matrix product and of a copy that are measured first. On a GPU times lie between events of the
+device, and the host runs ahead of it. Everything is written to --out.
 """
 
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import math
 import os
@@ -33,9 +37,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from configurator import configure, first_line, pick_device, user_errors
-from model import ATTENTION, GPT, ONE_QUERY, POSITION, GPTConfig, naive_attention, per_head
+from estimate import matmul_rate
+from model import ATTENTION, CHUNK, GPT, ONE_QUERY, POSITION, GPTConfig, naive_attention, per_head
 from optimizers import OPTIMIZER, Settings
 
+suite: Literal["all", "quick", "gpu"] = "all"  # settings for a purpose: quick, as --quick; gpu, all tables of a GPU
 what = "attention,model,step,decode"  # the parts to run
 only = ""  # attention's subjects, separated by commas; empty: all
 lengths = "512,2048,8192"  # tokens, for attention
@@ -43,12 +49,14 @@ model_lengths = "2048,8192"  # tokens, for the forward pass of a model
 step_length = 1024  # tokens of a training step
 decode_length = 1024  # tokens to generate
 batch_size = 2  # sequences; PyTorch's CPU backward pass gives a core whole heads, so one long head keeps one core busy
+tokens = 0  # of a pass, in the place of batch_size: as many sequences as fit; 0: batch_size of them
 n_head = 6  # heads
-head_dim = 32  # of q, k and v
+head_dim = "32"  # of q, k and v, for attention; several, separated by commas
 heads = "SSSSSL"  # the pattern of the LS subjects
 window = 100  # its span; the models have the LS paper's, 50 up to 2048 tokens and 100 past that
 repeats = 9  # of each subject
 patience = 20.0  # seconds; what would take longer for one pass is skipped
+budget = 0.0  # seconds; past them no other attention is begun, which is said; 0: all of them
 quick = False  # short lengths and few repeats: under a minute on two cores
 plot = False  # draw time and memory against n to a PNG beside --out (needs matplotlib)
 out = "bench.json"  # the file of results
@@ -56,9 +64,34 @@ device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of q, k and v, and of the models by autocast
 seed = 1337  # of q, k, v
 
-QUICK = {"lengths": "256,1024", "model_lengths": "1024", "step_length": 256, "decode_length": 128, "repeats": 3}
+SUITE = {  # name: flags that are not given
+    "all": {},
+    "quick": {"lengths": "256,1024", "model_lengths": "1024", "step_length": 256, "decode_length": 128, "repeats": 3},
+    "gpu": {
+        "what": "model,step,decode,attention",
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "head_dim": "32,64,128",
+        "lengths": "2048,8192,32768",
+        "tokens": 32768,  # fills the device, and is longer than its caches
+        "repeats": 7,
+        "patience": 1.0,
+        "budget": 420.0,
+        "out": "bench-gpu.json",
+    },
+}
 CHECKED_AT = 300  # tokens: past the first blocks of short heads, and where beta is linear
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# ||x - exact|| / ||exact|| of an output or gradient: rounding of the inputs, and in float32 on a GPU TF32's
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+TF32 = 2e-3
+_began = time.monotonic()
+AHEAD = 5_000_000  # clock cycles that a GPU is kept busy with nothing, while the host launches what is timed
+BACKENDS = {
+    "sdpa flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa math": SDPBackend.MATH,
+}
 # The LS paper's, section 5.1; it does not say which GELU: this one is PyTorch's default, and the faster on a CPU
 LS_MODEL = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 10000, "mlp": "gelu_exact"}
 GPT_10M = {"n_layer": 6, "n_head": 6, "n_embd": 384, "vocab_size": 65}  # nanoGPT's Shakespeare model
@@ -72,8 +105,28 @@ GPT_10M = {"n_layer": 6, "n_head": 6, "n_embd": 384, "vocab_size": 65}  # nanoGP
 class Subject:
     run: Callable  # (q, k, v) -> y, all (B, H, T, D)
     exact: Callable | None  # the same, naively; None: it cannot be checked
+    core: str = "softmax"  # what it computes, from which its least work follows
+    pattern: str = "L"  # of its heads
+    wide: int = 1  # how many times as wide as its queries a head's values are
     quadratic: bool = False  # holds all T^2 scores at once
     backward: bool = True
+    error: float = math.nan  # of what has been checked
+
+
+def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
+    """(FLOPs, numbers read or written) of a head's forward pass over n tokens, as few as its result needs.
+
+    Two products per query and key that it sees, or chunks and sums of beta as in GPT.flops, but of half a chunk;
+    q, k, v and y once. A backward pass has five products (q k^T again, and four gradients) and twice the numbers.
+    """
+    long = (n + 1) / 2
+    if subject.core == "beta":
+        long = min(long, (CHUNK + 1) / 2 + 2 * D)
+    w = min(window, n - 1)
+    short = (w + 1) * (1 - w / (2 * n))
+    letters = (subject.pattern * n_head)[:n_head]
+    keys = (letters.count("L") * long + letters.count("S") * short) / n_head
+    return 2 * (D + subject.wide * D) * keys * n, 4 * D * n
 
 
 def by_heads(short: Callable, long: Callable) -> Callable:
@@ -100,9 +153,9 @@ def differential(core: Callable) -> Callable:
 
 
 @functools.cache
-def scheme(position: str, T: int, dev: str) -> torch.nn.Module:
+def scheme(position: str, T: int, D: int, dev: str) -> torch.nn.Module:
     """What a position is to a layer's attention."""
-    sizes = {"n_embd": n_head * head_dim, "n_head": n_head, "head_dim": head_dim, "block_size": T}
+    sizes = {"n_embd": n_head * D, "n_head": n_head, "head_dim": D, "block_size": T}
     return POSITION[position][1](GPTConfig(position=position, **sizes)).to(dev)
 
 
@@ -110,7 +163,7 @@ def positioned(position: str, core: Callable) -> Callable:
     """(q, k, v) -> y of heads that are all long, at their positions."""
 
     def run(q, k, v):
-        at = scheme(position, q.shape[-2], str(q.device))
+        at = scheme(position, *q.shape[-2:], str(q.device))
         q, k, bias = at(q, k, slice(0, n_head), 0)
         return core(q.to(v.dtype), k.to(v.dtype), v, bias=bias)
 
@@ -174,28 +227,31 @@ PEERS = {  # name: (package, what it computes, module -> function)
 def subjects(dev: str) -> dict[str, Subject]:
     """Everything there is to time here, SDPA first."""
     naive = {core: functools.partial(naive_attention, core) for core in ONE_QUERY}
+    mixed = {core: by_heads(functools.partial(f, window=window), f) for core, f in naive.items()}
     softmax = naive["softmax"]
     table = {"sdpa": Subject(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), softmax)}
+    if suite != "quick":
+        for name, backend in BACKENDS.items():
+            table[name] = Subject(pinned(backend), softmax, quadratic=backend == SDPBackend.MATH)
     for core, f in ATTENTION.items():
         exact = naive.get(core)
-        table[core] = Subject(f, exact)
+        table[core] = Subject(f, exact, core)
         if "S" in heads:
-            mixed = exact and by_heads(functools.partial(exact, window=window), exact)
-            table[f"{core} {heads}"] = Subject(by_heads(functools.partial(f, window=window), f), mixed)
+            run = by_heads(functools.partial(f, window=window), f)
+            table[f"{core} {heads}"] = Subject(run, mixed.get(core), core, heads)
         if n_head % 2 == 0:
-            table[f"{core} differential"] = Subject(differential(f), exact and differential(exact))
-    if not quick:
+            table[f"{core} differential"] = Subject(differential(f), exact and differential(exact), core, wide=2)
+    if suite == "all":
         for name in (name for name, (_, inside) in POSITION.items() if inside):
             table[name] = Subject(positioned(name, ATTENTION["softmax"]), positioned(name, softmax))
-        for backend in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"):
-            name = "sdpa " + backend.lower().removesuffix("_attention")
-            table[name] = Subject(pinned(getattr(SDPBackend, backend)), softmax, quadratic=backend == "MATH")
+    if suite != "quick":
         on_gpu = dev.startswith("cuda")  # FlexAttention has no backward pass on a CPU
-        ls = by_heads(functools.partial(softmax, window=window), softmax)
-        table |= {f"flex {p}": Subject(flex(p), e, backward=on_gpu) for p, e in (("L", softmax), (heads, ls))}
+        table["flex L"] = Subject(flex("L"), softmax, backward=on_gpu)
+        if "S" in heads:
+            table[f"flex {heads}"] = Subject(flex(heads), mixed["softmax"], pattern=heads, backward=on_gpu)
     for name, (package, core, make) in PEERS.items():
         try:
-            table[name] = Subject(make(importlib.import_module(package)), naive[core])
+            table[name] = Subject(make(importlib.import_module(package)), naive[core], core)
         except Exception as error:  # not installed, or not for this machine
             print(f"{name}: left out ({why(error)})")
     if unknown := set(filter(None, only.split(","))) - set(table):
@@ -211,22 +267,46 @@ def why(error: Exception) -> str:
 # how it is measured
 
 
-def inputs(T: int, dev: str, dt: torch.dtype) -> list[torch.Tensor]:
-    """Random q, k, v (B, H, T, D)."""
-    return [torch.randn(batch_size, n_head, T, head_dim, device=dev, dtype=dt, requires_grad=True) for _ in range(3)]
+def inputs(B: int, T: int, D: int, dev: str, dt: torch.dtype) -> list[torch.Tensor]:
+    """Random q, k, v and dy, (B, H, T, D)."""
+    x = [torch.randn(B, n_head, T, D, device=dev, dtype=dt) for _ in range(4)]
+    return [*(t.requires_grad_() for t in x[:3]), x[3]]
 
 
-def error_of(subject: Subject, x: list[torch.Tensor]) -> float:
-    """The largest difference of output and gradients from the naive form's in float64."""
-    exact = [t.detach().cpu().double().requires_grad_() for t in x]
-    y_exact = subject.exact(*exact)
-    if not subject.backward:
-        with torch.no_grad():
-            return (subject.run(*(t.detach() for t in x)).cpu().double() - y_exact).abs().max().item()
-    y = subject.run(*x)
-    grads = torch.autograd.grad(y.sum(), x, materialize_grads=True)
-    pairs = [(y, y_exact), *zip(grads, torch.autograd.grad(y_exact.sum(), exact), strict=True)]
-    return torch.stack([(a.detach().cpu().double() - b).abs().max() for a, b in pairs]).max().item()  # or NaN
+def derivatives(f: Callable, x: list[torch.Tensor], backward: bool = True) -> list[torch.Tensor]:
+    """y = f(q, k, v) for x = [q, k, v, dy] and, unless told not to, the gradients of q, k and v."""
+    with torch.set_grad_enabled(backward):
+        y = f(*x[:3])
+    return [y.detach(), *(torch.autograd.grad(y, x[:3], x[3], materialize_grads=True) if backward else ())]
+
+
+def checked_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
+    """The subjects that are right: their outputs and gradients are the naive form's in float64, up to rounding."""
+    table, references, x = {}, {}, inputs(2, CHECKED_AT, D, dev, dt)
+    in_tf32 = dt == torch.float32 and dev.startswith("cuda")
+    double = [t.detach().cpu().double() for t in x]
+    double = [*(t.requires_grad_() for t in double[:3]), double[3]]
+    for name, subject in subjects(dev).items():
+        if subject.exact is None:
+            print(f"{name} has no line in ONE_QUERY: timed, but not checked")
+            table[name] = subject
+            continue
+        try:
+            got = derivatives(subject.run, x, subject.backward)
+        except Exception as error:
+            print(f"{name}: does not run here ({why(error)})")
+            continue
+        if subject.exact not in references:
+            references[subject.exact] = derivatives(subject.exact, double)
+        pairs = zip(got, references[subject.exact], strict=False)
+        errors = [((a.cpu().double() - b).norm() / b.norm()).item() for a, b in pairs]
+        subject.error = max(errors, key=lambda e: math.inf if math.isnan(e) else e)
+        if subject.error <= (TF32 if in_tf32 else TOLERANCE[dt]):
+            table[name] = subject
+        else:
+            found = ", ".join(f"{what} {e:.2g}" for what, e in zip(("y", "dq", "dk", "dv"), errors, strict=False))
+            print(f"{name} is WRONG: it differs from the naive form by {found}; not timed")
+    return table
 
 
 def clock(dev: str) -> float:
@@ -234,22 +314,50 @@ def clock(dev: str) -> float:
     return time.perf_counter()
 
 
-def passes(subject: Subject, qkv: list[torch.Tensor], dev: str) -> dict[str, float]:
+def stopwatch(dev: str, *steps: Callable) -> list[float]:
+    """Milliseconds of each of the steps, which follow one another."""
+    if not dev.startswith("cuda"):
+        ticks = [clock(dev)]
+        for step in steps:
+            step()
+            ticks.append(clock(dev))
+        return [(b - a) * 1e3 for a, b in itertools.pairwise(ticks)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(AHEAD)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+    events[0].record()
+    for step, event in zip(steps, events[1:], strict=True):
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+def passes(subject: Subject, x: list[torch.Tensor], dev: str) -> dict[str, float]:
     """Milliseconds of a forward pass without gradients, of a backward pass, and of both with gradients."""
+    *qkv, dy = x
+    y = []
     for t in qkv:
         t.grad = None
-    begin = clock(dev)
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def inference() -> None:
         subject.run(*(t.detach() for t in qkv))
-    row = {"forward": (clock(dev) - begin) * 1e3}
+
+    row = {"forward": stopwatch(dev, inference)[0]}
     if subject.backward:
-        begin = clock(dev)
-        y = subject.run(*qkv)
-        middle = clock(dev)
-        y.backward(torch.ones_like(y))
-        end = clock(dev)
-        row |= {"backward": (end - middle) * 1e3, "both": (end - begin) * 1e3}
+        both = stopwatch(dev, lambda: y.append(subject.run(*qkv)), lambda: y[0].backward(dy))
+        row |= {"backward": both[1], "both": sum(both)}
     return row
+
+
+def ceilings(dev: str, dt: torch.dtype) -> dict[str, float]:
+    """FLOP/s of a large matrix product, and bytes/s, read and written, of a large copy."""
+    rate = matmul_rate(dev, str(dt).removeprefix("torch."))
+    x = torch.randn(2**28 if dev.startswith("cuda") else 2**25, device=dev)
+    y = torch.empty_like(x)
+    ms = min(stopwatch(dev, lambda: y.copy_(x))[0] for _ in range(10))
+    return {"flops": rate, "bytes_per_s": 2 * x.nbytes / ms * 1e3}
 
 
 def peak_memory(f: Callable, dev: str) -> int:
@@ -286,85 +394,115 @@ def free_memory(dev: str) -> int:
         return 8 * 2**30
 
 
-def interleaved(tasks: dict[str, Callable]) -> Iterator[tuple[str, dict, dict, dict]]:
-    """(name, medians, spreads, ratios) of each task's dicts of numbers; every task runs once before any runs again.
+Rounds = dict[str, dict[str, list[float]]]  # task: measure: a number of each round
 
-    A ratio is the median of those to the first task in the same round: what slows a round down cancels.
-    """
-    rows = {name: [] for name in tasks}
+
+def interleaved(tasks: dict[str, Callable]) -> Rounds:
+    """The numbers of tasks that give dicts of them; every task runs once before any runs again."""
+    got = {name: [] for name in tasks}
     for _ in range(repeats):
         for name, task in tasks.items():
-            rows[name].append(task())
-    for name, got in rows.items():
-        columns = {key: [row[key] for row in got] for key in got[0]}
-        median = {k: statistics.median(c) for k, c in columns.items()}
-        quarter = (len(got) - 1) / 4
-        spread = {
-            k: (sorted(c)[round(3 * quarter)] - sorted(c)[round(quarter)]) / 2 / median[k] for k, c in columns.items()
-        }
-        first = next(iter(rows.values()))
-        ratio = {
-            k: statistics.median(t / f[k] for t, f in zip(c, first, strict=True))
-            for k, c in columns.items()
-            if k in first[0]
-        }
-        yield name, median, spread, ratio
+            got[name].append(task())
+    return {name: {key: [row[key] for row in rows] for key in rows[0]} for name, rows in got.items()}
+
+
+def medians(columns: dict[str, list[float]]) -> tuple[dict, dict]:
+    """(median, half the interquartile range as a share of it) of each measure."""
+    quarter = (repeats - 1) / 4
+    median = {k: statistics.median(c) for k, c in columns.items()}
+    quartiles = {k: (sorted(c)[round(quarter)], sorted(c)[round(3 * quarter)]) for k, c in columns.items()}
+    return median, {k: (high - low) / 2 / median[k] for k, (low, high) in quartiles.items()}
+
+
+def ratios(rounds: Rounds, name: str, base: str) -> dict[str, float]:
+    """Of each measure the median of its ratios to base's in the same round: what slows a round down cancels."""
+    mine, others = rounds[name], rounds[base]
+    return {k: statistics.median(t / f for t, f in zip(mine[k], others[k], strict=True)) for k in mine if k in others}
+
+
+def sequences(length: int) -> int:
+    return max(1, tokens // length) if tokens else batch_size
 
 
 # -----------------------------------------------------------------------------
-# the four parts; each prints its table and returns its rows
+# the four parts; each prints its tables and yields their rows, table by table
 
 
-def attention(dev: str, dt: torch.dtype, sizes: list[int]) -> list[dict]:
-    """Each subject at each length: milliseconds, spreads, ratios to the first subject, peak memory."""
-    table, rows, seconds = {}, [], {}
-    x = inputs(CHECKED_AT, dev, dt)
-    for name, subject in subjects(dev).items():
-        try:
-            e = error_of(subject, x) if subject.exact else 0.0
-        except Exception as error:
-            print(f"{name}: does not run here ({why(error)})")
-            continue
-        if not e <= TOLERANCE[dt]:
-            print(f"{name} is WRONG: it differs from the naive form by {e:.2g}; not timed")
-            continue
-        if not subject.exact:
-            print(f"{name} has no line in ONE_QUERY: timed, but not checked")
-        table[name] = subject
-    for n in sizes:
-        qkv, tasks = inputs(n, dev, dt), {}
-        for name, subject in table.items():
-            expected = (n / seconds[name][0]) ** 2 * seconds[name][1] if name in seconds else 0.0
-            need = 32 * batch_size * n_head * n * n if subject.quadratic else 0
-            if expected > patience or need > free_memory(dev) / 2:
-                reason = (
-                    f"take up to {expected:.0f} s a pass" if expected > patience else f"need {need / 2**30:.1f} GiB"
-                )
-                print(f"n = {n}: {name} skipped, would {reason}")
-                continue
-            try:
-                passes(subject, qkv, dev)  # warm-up, and compilation
-                row = passes(subject, qkv, dev)
-            except Exception as error:
-                print(f"n = {n}: {name} skipped ({why(error)})")
-                continue
-            seconds[name] = n, (row["forward"] + row.get("both", 0.0)) / 1e3
-            tasks[name] = functools.partial(passes, subject, qkv, dev)
-        columns = ("forward", "backward", "forward + backward")
-        print(f"\n{f'n = {n}':24}" + "".join(f"{c:>22}" for c in columns) + f"{'memory':>12}")
-        if tasks and next(iter(tasks)) != "sdpa":
-            print(f"(ratios to {next(iter(tasks))})")
-        for name, median, spread, ratio in interleaved(tasks):
-            for t in qkv:
-                t.grad = None
-            memory = peak_memory(tasks[name], dev)
-            cells = [
-                f"{median[k]:8.2f} ms ±{spread[k]:3.0%}{ratio.get(k, math.nan):5.2f}x" if k in median else "-"
-                for k in ("forward", "backward", "both")
-            ]
-            print(f"{name:24}" + "".join(f"{c:>22}" for c in cells) + f"{memory / 2**20:8.1f} MiB", flush=True)
-            rows.append({"subject": name, "n": n, "ms": median, "spread": spread, "ratio": ratio, "peak_bytes": memory})
+def attention(dev: str, dt: torch.dtype, sizes: list[int], dims: list[int], top: dict) -> Iterator[list[dict]]:
+    """Each subject at each head dim and length: milliseconds, spreads, ratios, shares, peak memory."""
+    late = False
+    for D in dims:
+        print(f"\nattention, head dim {D}")
+        table, seconds = checked_subjects(dev, dt, D), {}
+        for n in sizes:
+            B = sequences(n)
+            x, tasks = inputs(B, n, D, dev, dt), {}
+            for name, subject in table.items():
+                late = late or (budget and time.monotonic() - _began > budget)
+                once, at = seconds.get(name, (0.0, 1))
+                once *= B * n * n / at
+                need = 32 * B * n_head * n * n if subject.quadratic else 0
+                if late or once > patience or need > free_memory(dev) / 2:
+                    reason = f"take up to {once:.1f} s a pass" if once > patience else f"need {need / 2**30:.1f} GiB"
+                    print(f"n = {n}: {name} skipped, " + ("out of time (--budget)" if late else f"would {reason}"))
+                    continue
+                try:
+                    passes(subject, x, dev)  # warm-up, and compilation
+                    row = passes(subject, x, dev)
+                except Exception as error:
+                    print(f"n = {n}: {name} skipped ({why(error)})")
+                    continue
+                seconds[name] = (row["forward"] + row.get("both", 0.0)) / 1e3, B * n * n
+                tasks[name] = functools.partial(passes, subject, x, dev)
+            yield attention_table(tasks, table, B, n, D, x, dev, top)
+
+
+def attention_table(tasks: dict, table: dict, B: int, n: int, D: int, x: list, dev: str, top: dict) -> list[dict]:
+    rounds, rows, columns = interleaved(tasks), [], ("forward", "backward", "forward + backward")
+    print(f"\n{f'n = {n}, d = {D}, B = {B}':24}" + "".join(f"{c:>22}{'share':>6}" for c in columns) + f"{'memory':>12}")
+    first = next(iter(tasks), "sdpa")
+    if first != "sdpa":
+        print(f"(ratios to {first})")
+    for name, columns in rounds.items():
+        for t in x:
+            t.grad = None
+        (median, spread), ratio = medians(columns), ratios(rounds, name, first)
+        flops, numbers = (B * n_head * w for w in work(table[name], n, D))
+        of_forward = {"forward": (1, 1), "backward": (2.5, 2), "both": (3.5, 3)}  # operations, bytes
+        most = top["flops"] / flops, top["bytes_per_s"] / (numbers * x[0].itemsize)  # forward passes a second
+        least = {k: (operations / most[0], moved / most[1]) for k, (operations, moved) in of_forward.items()}
+        share = {k: 1e3 * max(least[k]) / ms for k, ms in median.items()}
+        memory = peak_memory(tasks[name], dev)
+        cells = [
+            f"{ms:8.2f} ms ±{spread[k]:3.0%}{ratio.get(k, math.nan):5.2f}x{share[k]:6.0%}" for k, ms in median.items()
+        ]
+        print(f"{name:24}" + "".join(f"{c:>28}" for c in cells) + f"{memory / 2**20:8.1f} MiB", flush=True)
+        row = {"subject": name, "n": n, "d": D, "batch": B, "error": table[name].error}
+        row |= {"ms": median, "spread": spread, "ratio": ratio, "share": share, "peak_bytes": memory}
+        row["bound"] = {k: "operations" if least[k][0] > least[k][1] else "bytes" for k in share}
+        row["against"] = {base: ratios(rounds, name, base) for base in BACKENDS if base in rounds}
+        rows.append(row)
     return rows
+
+
+def summary(rows: list[dict]) -> None:
+    """How many times as fast as SDPA's kernels, forward + backward (forward alone where there is no backward)."""
+    bases = [base for base in ("sdpa flash", "sdpa cudnn") if any(row["subject"] == base for row in rows)]
+    sizes = sorted({row["n"] for row in rows})
+    for D in sorted({row["d"] for row in rows}) if bases else ():
+        mine = {(row["subject"], row["n"]): row for row in rows if row["d"] == D}
+        print(f"\nd = {D}: how many times as fast as {' / '.join(bases)}, forward + backward (forward alone)")
+        print(f"{'':24}" + "".join(f"{f'n = {n}':>28}" for n in sizes))
+        for name in dict.fromkeys(name for name, _ in mine):
+            cells = []
+            for n in sizes:
+                against = mine[name, n]["against"] if (name, n) in mine else {}
+                both, alone = (
+                    " / ".join(f"{1 / against[b][k]:.2f}" if k in against.get(b, ()) else "-" for b in bases)
+                    for k in ("both", "forward")
+                )
+                cells.append(f"{both} ({alone})" if against else "-")
+            print(f"{name:24}" + "".join(f"{c:>28}" for c in cells))
 
 
 def models(T: int, sizes: dict, dev: str) -> dict[str, GPT]:
@@ -375,31 +513,32 @@ def models(T: int, sizes: dict, dev: str) -> dict[str, GPT]:
 
 def model(dev: str, amp: contextlib.AbstractContextManager, length: int, train: bool) -> list[dict]:
     """Milliseconds of a whole forward pass (up to the last token's logits), or of a training step."""
-    gpts, rows = models(length, LS_MODEL, dev), []
-    x = torch.randint(LS_MODEL["vocab_size"], (batch_size, length), device=dev)
+    gpts, rows, B = models(length, LS_MODEL, dev), [], sequences(length)
+    x = torch.randint(LS_MODEL["vocab_size"], (B, length), device=dev)
     kind = dev.partition(":")[0]
     settings = Settings(1e-4, (0.9, 0.95), 0.1, fused=kind in ("cuda", "cpu"))
     adamw = {name: OPTIMIZER["adamw"](gpt, settings)[0] for name, gpt in gpts.items() if train}
 
-    def once(name: str) -> dict[str, float]:
-        begin = clock(dev)
+    def once(name: str) -> None:
         with amp, torch.set_grad_enabled(train):
             loss = gpts[name](x, x if train else None)[1]
         if train:
             loss.backward()
             adamw[name].step()
             adamw[name].zero_grad()
-        return {"ms": (clock(dev) - begin) * 1e3}
 
     for name in gpts:  # warm-up
         once(name)
     title = "training step" if train else "forward pass"
-    print(f"\n{title} of the LS paper's model (6 layers, 192 wide, 6 heads), n = {length}, batch {batch_size}")
-    for name, median, spread, ratio in interleaved({name: functools.partial(once, name) for name in gpts}):
-        ms = median["ms"]
-        row = {"subject": name, "n": length, "ms": ms, "spread": spread["ms"], "change": ratio["ms"] - 1}
-        row["tokens_per_s"] = batch_size * length / ms * 1e3
-        print(f"{name:24}{ms:10.1f} ms ±{spread['ms']:3.0%}{row['change']:+9.1%}{row['tokens_per_s']:12,.0f} tokens/s")
+    print(f"\n{title} of the LS paper's model (6 layers, 192 wide, 6 heads), n = {length}, batch {B}")
+    rounds = interleaved({name: lambda name=name: {"ms": stopwatch(dev, lambda: once(name))[0]} for name in gpts})
+    for name, columns in rounds.items():
+        (ms,), (spread,) = (x.values() for x in medians(columns))
+        change = ratios(rounds, name, next(iter(gpts)))["ms"] - 1
+        row = {"subject": name, "n": length, "batch": B, "ms": ms, "ms_per_sequence": ms / B, "spread": spread}
+        row |= {"change": change, "tokens_per_s": B * length / ms * 1e3}
+        speed = f"{row['tokens_per_s']:12,.0f} tokens/s"
+        print(f"{name:24}{ms:10.1f} ms ±{spread:3.0%}{change:+9.1%}{ms / B:10.2f} ms a sequence{speed}", flush=True)
         rows.append(row)
     return rows
 
@@ -441,14 +580,15 @@ def cache_bytes(gpt: GPT, dev: str) -> int:
 
 
 def draw(rows: list[dict], path: str) -> None:
-    """Time and memory of forward + backward against n, on log axes."""
+    """Time and memory of forward + backward against n, at the first head dim, on log axes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 6))
-    rows, ticks = [row for row in rows if "both" in row["ms"]], sorted({row["n"] for row in rows})
+    D, row_of = rows[0]["d"], [row for row in rows if row["d"] == rows[0]["d"]]
+    rows, ticks = [row for row in row_of if "both" in row["ms"]], sorted({row["n"] for row in row_of})
     for i, name in enumerate(dict.fromkeys(row["subject"] for row in rows)):
         mine = [row for row in rows if row["subject"] == name]
         style = {"label": name, "marker": "o", "markersize": 4, "linestyle": ("-", "--", ":")[i // 10 % 3]}
@@ -460,31 +600,34 @@ def draw(rows: list[dict], path: str) -> None:
         ax.minorticks_off()
         ax.grid(alpha=0.3)
     axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.suptitle(f"attention, B {batch_size}, H {n_head}, D {head_dim}")
+    figure.suptitle(f"attention, {f'{tokens} tokens' if tokens else f'B {batch_size}'}, H {n_head}, D {D}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     print(f"drew {path}")
 
 
-def numbers(text: str) -> list[int]:
+def numbers(flag: str) -> list[int]:
     """The integers of a flag. Raises ValueError where they are none, or below 1."""
     try:
-        got = [int(n) for n in text.split(",")]
+        got = [int(n) for n in globals()[flag].split(",")]
     except ValueError:
         got = []
     if not got or min(got) < 1:
-        raise ValueError(f"lengths must be positive integers, separated by commas; got {text}")
+        raise ValueError(f"--{flag} must be positive integers, separated by commas; got {globals()[flag]}")
     return sorted(got)
 
 
 def main() -> None:
-    if quick:
-        globals().update({name: value for name, value in QUICK.items() if name not in given})
+    if quick and "suite" not in given:
+        globals()["suite"] = "quick"
+    globals().update({name: value for name, value in SUITE[suite].items() if name not in given})
     parts, all_parts = what.split(","), ("attention", "model", "step", "decode")
     if unknown := set(parts) - set(all_parts):
         raise ValueError(f"--what={what}: {', '.join(sorted(unknown))} is none of {', '.join(all_parts)}")
-    if min(repeats, batch_size, n_head, head_dim, step_length, decode_length - 1) < 1 or not patience > 0:
+    if min(repeats, batch_size, n_head, step_length, decode_length - 1) < 1 or not patience > 0:
         raise ValueError("sizes, repeats and patience must be positive, decode_length at least 2")
+    if tokens < 0 or budget < 0:
+        raise ValueError(f"--tokens={tokens} and --budget={budget} must not be negative")
     for sizes in ({"n_head": n_head, "n_embd": n_head}, LS_MODEL, GPT_10M):  # or they say why not
         GPTConfig(**sizes, heads=heads, window=window if "S" in heads else None)
     if "/" in heads or (plot or only) and "attention" not in parts:
@@ -494,7 +637,7 @@ def main() -> None:
             importlib.import_module("matplotlib")
         except ImportError:
             raise ImportError("--plot draws with matplotlib: pip install matplotlib") from None
-    sizes = {"attention": numbers(lengths), "model": numbers(model_lengths)}
+    dims, sizes = numbers("head_dim"), {"attention": numbers("lengths"), "model": numbers("model_lengths")}
     dev, dt_name, amp = pick_device(device, dtype)
     if ":" in dev:
         torch.cuda.set_device(dev)
@@ -502,22 +645,26 @@ def main() -> None:
     torch.set_flush_denormal(True)  # as train.py: on a CPU the tiniest weights are zeros
     chip = torch.cuda.get_device_name() if dev.startswith("cuda") else platform.processor() or platform.machine()
     about = {"device": dev, "chip": chip, "dtype": dt_name, "torch": torch.__version__}
-    about |= {"threads": torch.get_num_threads(), "B": batch_size, "H": n_head, "D": head_dim}
+    about |= {"threads": torch.get_num_threads(), "B": f"{tokens} / n" if tokens else batch_size, "H": n_head}
     about |= {"heads": heads, "window": window, "repeats": repeats}
-    print(", ".join(f"{k} {v}" for k, v in about.items()) + "\n")
+    print(", ".join(f"{k} {v}" for k, v in about.items()))
     torch.manual_seed(seed)
-    results: dict = {"about": about}
+    top = ceilings(dev, getattr(torch, dt_name))
+    print(f"ceilings: {top['flops'] / 1e12:.3g} TFLOP/s (matrix product), {top['bytes_per_s'] / 1e9:,.0f} GB/s (copy)")
+    results: dict = {"about": about, "ceilings": top} | {part: [] for part in parts}
     run = {
-        "attention": lambda: attention(dev, getattr(torch, dt_name), sizes["attention"]),
-        "model": lambda: [row for n in sizes["model"] for row in model(dev, amp, n, train=False)],
-        "step": lambda: model(dev, amp, step_length, train=True),
-        "decode": lambda: decode(dev, amp),
+        "attention": lambda: attention(dev, getattr(torch, dt_name), sizes["attention"], dims, top),
+        "model": lambda: (model(dev, amp, n, train=False) for n in sizes["model"]),
+        "step": lambda: [model(dev, amp, step_length, train=True)],
+        "decode": lambda: [decode(dev, amp)],
     }
     for part in parts:
-        results[part] = run[part]()
-        with open(out, "w", encoding="utf-8") as f:
-            json.dump(results, f, indent=1)
-    print(f"\nwrote {out}")
+        for rows in run[part]():
+            results[part] += rows
+            with open(out, "w", encoding="utf-8") as f:
+                json.dump(results, f, indent=1)
+    summary(results.get("attention", []))
+    print(f"\nwrote {out}, after {time.monotonic() - _began:.0f} s")
     if plot:
         draw(results["attention"], os.path.splitext(out)[0] + ".png")
 

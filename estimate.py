@@ -82,14 +82,17 @@ def activation_bytes(config: GPTConfig, dtype: str) -> float:
 
 
 def matmul_rate(device: str, dtype: str) -> float:
-    """FLOP/s of a matrix product of this device, in a quarter of a second."""
-    x, n = torch.randn(1024, 1024, device=device, dtype=getattr(torch, dtype)), 0
-    x @ x
+    """FLOP/s of a large matrix product of random numbers on this device, in a quarter of a second."""
+    size, at_once = (8192, 10) if device.startswith("cuda") else (1024, 1)
+    x, n = torch.randn(size, size, device=device, dtype=getattr(torch, dtype)), 0
+    (x @ x)[0, 0].item()
     began = time.perf_counter()
-    while time.perf_counter() - began < 0.25 and n < 1000:
-        (x @ x).sum().item()
-        n += 1
-    return n * 2 * 1024**3 / (time.perf_counter() - began)
+    while time.perf_counter() - began < 0.25:
+        for _ in range(at_once):
+            y = x @ x
+        y[0, 0].item()  # waits for it
+        n += at_once
+    return n * 2 * size**3 / (time.perf_counter() - began)
 
 
 def duration(seconds: float) -> str:
