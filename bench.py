@@ -182,7 +182,8 @@ def pinned(backend: SDPBackend) -> Callable:
 
 @functools.cache
 def compiled_flex() -> Callable:
-    return torch.compile(flex_attention)
+    torch._dynamo.config.recompile_limit = 64  # for each head dim, pattern, and with gradients
+    return torch.compile(flex_attention, dynamic=True)
 
 
 @functools.cache
@@ -224,6 +225,18 @@ PEERS = {  # name: (package, what it computes, module -> function)
 }
 
 
+@functools.cache
+def peers() -> dict[str, tuple[Callable, str]]:
+    """(function, core) of the libraries that are installed and run on this machine."""
+    table = {}
+    for name, (package, core, make) in PEERS.items():
+        try:
+            table[name] = make(importlib.import_module(package)), core
+        except Exception as error:
+            print(f"{name}: left out ({why(error)})")
+    return table
+
+
 def subjects(dev: str) -> dict[str, Subject]:
     """Everything there is to time here, SDPA first."""
     naive = {core: functools.partial(naive_attention, core) for core in ONE_QUERY}
@@ -249,11 +262,7 @@ def subjects(dev: str) -> dict[str, Subject]:
         table["flex L"] = Subject(flex("L"), softmax, backward=on_gpu)
         if "S" in heads:
             table[f"flex {heads}"] = Subject(flex(heads), mixed["softmax"], pattern=heads, backward=on_gpu)
-    for name, (package, core, make) in PEERS.items():
-        try:
-            table[name] = Subject(make(importlib.import_module(package)), naive[core], core)
-        except Exception as error:  # not installed, or not for this machine
-            print(f"{name}: left out ({why(error)})")
+    table |= {name: Subject(run, naive[core], core) for name, (run, core) in peers().items()}
     if unknown := set(filter(None, only.split(","))) - set(table):
         raise ValueError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(table)}")
     return {name: subject for name, subject in table.items() if not only or name in only.split(",")}
@@ -275,8 +284,7 @@ def inputs(B: int, T: int, D: int, dev: str, dt: torch.dtype) -> list[torch.Tens
 
 def derivatives(f: Callable, x: list[torch.Tensor], backward: bool = True) -> list[torch.Tensor]:
     """y = f(q, k, v) for x = [q, k, v, dy] and, unless told not to, the gradients of q, k and v."""
-    with torch.set_grad_enabled(backward):
-        y = f(*x[:3])
+    y = f(*x[:3]) if backward else f(*(t.detach() for t in x[:3]))
     return [y.detach(), *(torch.autograd.grad(y, x[:3], x[3], materialize_grads=True) if backward else ())]
 
 
@@ -474,7 +482,10 @@ def attention_table(tasks: dict, table: dict, B: int, n: int, D: int, x: list, d
         share = {k: 1e3 * max(least[k]) / ms for k, ms in median.items()}
         memory = peak_memory(tasks[name], dev)
         cells = [
-            f"{ms:8.2f} ms ±{spread[k]:3.0%}{ratio.get(k, math.nan):5.2f}x{share[k]:6.0%}" for k, ms in median.items()
+            f"{median[k]:8.2f} ms ±{spread[k]:3.0%}{ratio.get(k, math.nan):5.2f}x{share[k]:6.0%}"
+            if k in median
+            else "-"
+            for k in of_forward
         ]
         print(f"{name:24}" + "".join(f"{c:>28}" for c in cells) + f"{memory / 2**20:8.1f} MiB", flush=True)
         row = {"subject": name, "n": n, "d": D, "batch": B, "error": table[name].error}
