@@ -1,0 +1,695 @@
+"""Triton kernels of attention's cores, for CUDA GPUs. Nothing else imports Triton.
+
+KERNEL[name] has ATTENTION[name]'s signature and means the same; what a kernel cannot take (a bias, dropped weights,
+fewer queries than keys, other widths, precisions or devices) goes to the plain form in model.py. Under
+TRITON_INTERPRET=1 they run on a CPU, slowly, for their tests.
+
+flash, softmax and LASER, is FlashAttention-2 (Dao 2023): scores are never written, but computed again in the
+backward pass from the logarithm of a row's sum. The first heads may be short and the others long in one launch;
+blocks of keys that a head does not see are not visited.
+
+LASER, y = log(softmax(s) exp(v)) (Duvvuri and Dhillon, equation 6), is the same with exp(v - max v) in the place of v,
+as the sum of two numbers of v's precision: one bfloat16 would be an error of 2^-9 in y however small y is. For the same
+reason a row's weights are divided by the sum of what they are rounded to. Where a channel's values span more than
+LASER_RANGE, that would leak (model.laser_attention says how), and two more kernels take the sums in log space; they
+look at the range on the device, for which nobody waits, and end at once where they are not needed.
+"""
+
+import math
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+from model import ATTENTION, BETA_LINEAR_FROM, LASER_RANGE, checked
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+LOG2_E = tl.constexpr(math.log2(math.e))
+EXACT = tl.constexpr(16)  # tokens, and channels, of a block in log space
+WIDTHS = (16, 32, 64, 128)  # of a head, that the kernels take
+
+# -----------------------------------------------------------------------------
+# What the kernels are made of. A head of a tensor is (T, width): `x` points to its first number, `step` is how far
+# the next token is; its numbers lie together.
+
+
+@triton.jit
+def dot(a, b):
+    """a b in float32. (The interpreter would multiply the bits of a bfloat16 as if they were an integer.)"""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 x in dtype, to the nearest. (The interpreter would cut the bits off.)"""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def tile(x, step, rows, T, WIDTH: tl.constexpr):
+    """(rows, WIDTH) of a head; zeros past T."""
+    return tl.load(x + rows[:, None] * step + tl.arange(0, WIDTH)[None, :], mask=rows[:, None] < T, other=0.0)
+
+
+@triton.jit
+def put(x, step, rows, T, value, WIDTH: tl.constexpr):
+    """value (rows, WIDTH) into a head, nothing past T."""
+    where = x + rows[:, None] * step + tl.arange(0, WIDTH)[None, :]
+    tl.store(where, rounded(value, x.dtype.element_ty), mask=rows[:, None] < T)
+
+
+@triton.jit
+def seen(queries, keys, span, T):
+    """Whether query i, before T, sees key j: 0 <= i - j <= span. Of the shape that the two broadcast to."""
+    return (queries >= keys) & (queries - keys <= span) & (queries < T)
+
+
+@triton.jit
+def keys_of(start, span, T, M: tl.constexpr, N: tl.constexpr, SHORT: tl.constexpr):
+    """(a, b, c, d) for the M queries from start: keys in blocks of N, all of which are seen by all from b to c alone,
+    and some by some from a to b and from c to d. All but d are multiples of N, or d."""
+    d = tl.minimum(start + M, T)
+    if SHORT:
+        a = tl.maximum(start - span, 0) // N * N
+        b = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(start + M - 1 - span, 0), N) * N, a), d)
+    else:
+        a, b = 0, 0
+    return a, b, tl.maximum(b, (start + 1) // N * N), d
+
+
+@triton.jit
+def queries_of(start, span, T, M: tl.constexpr, N: tl.constexpr):
+    """The same for the N keys from start: queries in blocks of M."""
+    d = tl.minimum(start + N + span, T)
+    b = tl.minimum(tl.cdiv(start + N - 1, M) * M, d)
+    return start // M * M, b, tl.maximum(b, tl.minimum(start + span + 1, T) // M * M), d
+
+
+# -----------------------------------------------------------------------------
+# flash: c is scale log2(e), so that exp2 is enough; lse the base-2 logarithm of a row's sum of exp2(c s)
+
+
+@triton.jit
+def add_keys(
+    acc, total, top, Q, k, v, lo, first, end, rows, span, c, T, k_t, v_t,
+    D: tl.constexpr, E: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, LASER: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Online softmax: the sums of the queries Q, acc (M, E), total and top, the largest score (M), with more keys."""
+    for j in range(first, end, N):
+        cols = j + tl.arange(0, N)
+        s = dot(Q, tl.trans(tile(k, k_t, cols, T, D))) * c
+        if MASKED:
+            s = tl.where(seen(rows[:, None], cols[None, :], span, T), s, -float("inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        base = new
+        if MASKED:  # a row that has not seen a key yet
+            base = tl.where(new == -float("inf"), 0.0, new)
+        shrink = tl.exp2(top - base)
+        V = tile(v, v_t, cols, T, E)
+        p = tl.exp2(s - base[:, None])
+        P = rounded(p, V.dtype)
+        total = total * shrink + tl.sum(P.to(tl.float32) if LASER else p, 1)
+        acc = acc * shrink[:, None] + dot(P, V)
+        if SPLIT:
+            acc += dot(P, tile(lo, v_t, cols, T, E))
+        top = new
+    return acc, total, top
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, lo, shift, y, x, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, window, n_short, c, H, T,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    SHORT: tl.constexpr, LASER: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """M queries of a head: y, lse and, of LASER, x, the sum of weighted exponentials."""
+    start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)  # the longest rows first
+    b, h = (bh // H).to(tl.int64), bh % H
+    span = tl.where(h < n_short, window, T)
+    q, k, v, lo = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, lo + b * v_b + h * v_h
+    mine = (b * T * H + h) * E
+    rows = start + tl.arange(0, M)
+    Q = tile(q, q_t, rows, T, D)
+    acc, total = tl.zeros((M, E), tl.float32), tl.zeros((M,), tl.float32)
+    top = tl.full((M,), -float("inf"), tl.float32)
+    a1, a2, a3, a4 = keys_of(start, span, T, M, N, SHORT)
+    if SHORT:
+        acc, total, top = add_keys(
+            acc, total, top, Q, k, v, lo, a1, a2, rows, span, c, T, k_t, v_t, D, E, N, True, LASER, SPLIT
+        )
+    acc, total, top = add_keys(
+        acc, total, top, Q, k, v, lo, a2, a3, rows, span, c, T, k_t, v_t, D, E, N, False, LASER, SPLIT
+    )
+    acc, total, top = add_keys(
+        acc, total, top, Q, k, v, lo, a3, a4, rows, span, c, T, k_t, v_t, D, E, N, True, LASER, SPLIT
+    )
+    acc = acc / total[:, None]
+    if LASER:
+        put(x + mine, H * E, rows, T, acc, E)
+        acc = tl.log(acc) + tl.load(shift + bh * E + tl.arange(0, E))[None, :]
+    put(y + mine, H * E, rows, T, acc, E)
+    tl.store(lse + bh.to(tl.int64) * T + rows, top + tl.log2(total), mask=rows < T)
+
+
+@triton.jit
+def exp_kernel(
+    v, shift, hi, lo, v_b, v_h, v_t, H, T, E: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """exp(v - shift) of N tokens of a head, as the sum of hi and lo."""
+    rows, bh = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    V = tile(v + b * v_b + h * v_h, v_t, rows, T, E).to(tl.float32)
+    V = tl.exp2((V - tl.load(shift + bh * E + tl.arange(0, E))[None, :]) * LOG2_E)
+    mine = (b * T * H + h) * E
+    put(hi + mine, H * E, rows, T, V, E)
+    if SPLIT:
+        put(lo + mine, H * E, rows, T, V - rounded(V, hi.dtype.element_ty).to(tl.float32), E)
+
+
+@triton.jit
+def delta_kernel(
+    dy, x, g, delta, dy_b, dy_h, dy_t, H, T, E: tl.constexpr, M: tl.constexpr, LASER: tl.constexpr
+):  # fmt: skip
+    """delta = sum(g x) of M rows of a head, where g = dy and x = y; of LASER g = dy / x, which is kept."""
+    rows, bh = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    mine = (b * T * H + h) * E
+    G = tile(dy + b * dy_b + h * dy_h, dy_t, rows, T, E).to(tl.float32)
+    X = tile(x + mine, H * E, rows, T, E).to(tl.float32)
+    if LASER:
+        G = tl.where(rows[:, None] < T, G / X, 0.0)
+        put(g + mine, H * E, rows, T, G, E)
+        G = rounded(G, g.dtype.element_ty).to(tl.float32)
+    tl.store(delta + bh.to(tl.int64) * T + rows, tl.sum(G * X, 1), mask=rows < T)
+
+
+@triton.jit
+def add_queries(
+    dK, dV, K, V, LO, q, g, lse, delta, first, end, cols, span, c, T, q_t, g_t,
+    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The gradients of keys and values, dK (N, D) and dV (N, E), with what more queries add to them."""
+    for i in range(first, end, M):
+        rows = i + tl.arange(0, M)
+        Q, G = tile(q, q_t, rows, T, D), tile(g, g_t, rows, T, E)
+        p = dot(K, tl.trans(Q)) * c - tl.load(lse + rows, mask=rows < T, other=0.0)[None, :]  # (N, M)
+        if MASKED:
+            p = tl.where(seen(rows[None, :], cols[:, None], span, T), p, -float("inf"))
+        p = tl.exp2(p)
+        dV += dot(rounded(p, G.dtype), G)
+        dp = dot(V, tl.trans(G))
+        if SPLIT:
+            dp += dot(LO, tl.trans(G))
+        ds = p * (dp - tl.load(delta + rows, mask=rows < T, other=0.0)[None, :])
+        dK += dot(rounded(ds, Q.dtype), Q)
+    return dK, dV
+
+
+@triton.jit
+def dk_dv_kernel(
+    q, k, v, lo, g, lse, delta, dk, dv, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+    window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    SHORT: tl.constexpr, LASER: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The gradients of N keys and values of a head."""
+    start, bh = tl.program_id(0) * N, tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    span = tl.where(h < n_short, window, T)
+    cols = start + tl.arange(0, N)
+    K, V = tile(k + b * k_b + h * k_h, k_t, cols, T, D), tile(v + b * v_b + h * v_h, v_t, cols, T, E)
+    LO = tile(lo + b * v_b + h * v_h, v_t, cols, T, E) if SPLIT else V
+    q, g = q + b * q_b + h * q_h, g + b * g_b + h * g_h
+    lse, delta = lse + bh.to(tl.int64) * T, delta + bh.to(tl.int64) * T
+    dK, dV = tl.zeros((N, D), tl.float32), tl.zeros((N, E), tl.float32)
+    a1, a2, a3, a4 = queries_of(start, span, T, M, N)
+    dK, dV = add_queries(dK, dV, K, V, LO, q, g, lse, delta, a1, a2, cols, span, c, T, q_t, g_t, D, E, M, True, SPLIT)
+    dK, dV = add_queries(dK, dV, K, V, LO, q, g, lse, delta, a2, a3, cols, span, c, T, q_t, g_t, D, E, M, False, SPLIT)
+    dK, dV = add_queries(dK, dV, K, V, LO, q, g, lse, delta, a3, a4, cols, span, c, T, q_t, g_t, D, E, M, True, SPLIT)
+    if LASER:
+        dV *= V.to(tl.float32) + (LO.to(tl.float32) if SPLIT else 0.0)
+    put(dk + (b * T * H + h) * D, H * D, cols, T, dK * scale, D)
+    put(dv + (b * T * H + h) * E, H * E, cols, T, dV, E)
+
+
+@triton.jit
+def add_keys_to_dq(
+    dQ, Q, G, LSE, DELTA, k, v, lo, first, end, rows, span, c, T, k_t, v_t,
+    D: tl.constexpr, E: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The gradient of queries, dQ (M, D), with what the keys from first to end add to it."""
+    for j in range(first, end, N):
+        cols = j + tl.arange(0, N)
+        K = tile(k, k_t, cols, T, D)
+        p = dot(Q, tl.trans(K)) * c - LSE[:, None]
+        if MASKED:
+            p = tl.where(seen(rows[:, None], cols[None, :], span, T), p, -float("inf"))
+        dp = dot(G, tl.trans(tile(v, v_t, cols, T, E)))
+        if SPLIT:
+            dp += dot(G, tl.trans(tile(lo, v_t, cols, T, E)))
+        dQ += dot(rounded(tl.exp2(p) * (dp - DELTA[:, None]), K.dtype), K)
+    return dQ
+
+
+@triton.jit
+def dq_kernel(
+    q, k, v, lo, g, lse, delta, dq, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
+    window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    SHORT: tl.constexpr, LASER: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The gradient of M queries of a head."""
+    start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    span = tl.where(h < n_short, window, T)
+    k, v, lo = k + b * k_b + h * k_h, v + b * v_b + h * v_h, lo + b * v_b + h * v_h
+    rows = start + tl.arange(0, M)
+    Q, G = tile(q + b * q_b + h * q_h, q_t, rows, T, D), tile(g + b * g_b + h * g_h, g_t, rows, T, E)
+    LSE = tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+    DELTA = tl.load(delta + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+    dQ = tl.zeros((M, D), tl.float32)
+    a1, a2, a3, a4 = keys_of(start, span, T, M, N, SHORT)
+    if SHORT:
+        dQ = add_keys_to_dq(dQ, Q, G, LSE, DELTA, k, v, lo, a1, a2, rows, span, c, T, k_t, v_t, D, E, N, True, SPLIT)
+    dQ = add_keys_to_dq(dQ, Q, G, LSE, DELTA, k, v, lo, a2, a3, rows, span, c, T, k_t, v_t, D, E, N, False, SPLIT)
+    dQ = add_keys_to_dq(dQ, Q, G, LSE, DELTA, k, v, lo, a3, a4, rows, span, c, T, k_t, v_t, D, E, N, True, SPLIT)
+    put(dq + (b * T * H + h) * D, H * D, rows, T, dQ * scale, D)
+
+
+# -----------------------------------------------------------------------------
+# LASER in log space: blocks of EXACT queries, keys and channels at once; for heads where wide is not 0
+
+
+@triton.jit
+def exponents(Q, k, k_t, v, v_t, LSE, rows, cols, channels, span, c, T, D: tl.constexpr):
+    """(t, s): s = log2 of the weights (queries, keys), t = s + v log2(e) (queries, keys, channels); -inf unseen."""
+    s = dot(Q, tl.trans(tile(k, k_t, cols, T, D))) * c - LSE[:, None]
+    s = tl.where(seen(rows[:, None], cols[None, :], span, T), s, -float("inf"))
+    V = tl.load(v + cols[:, None] * v_t + channels[None, :], mask=cols[:, None] < T, other=0.0).to(tl.float32)
+    return s[:, :, None] + V[None, :, :] * LOG2_E, s
+
+
+@triton.jit
+def exact_forward_kernel(
+    q, k, v, lse, y, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, window, n_short, c, H, T,
+    D: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """y = log sum_j exp(log w_ij + v_j), of EXACT queries and channels of a head."""
+    start, bh = tl.program_id(0) * EXACT, tl.program_id(2)
+    if tl.load(wide + bh) == 0:
+        return
+    b, h = (bh // H).to(tl.int64), bh % H
+    span = tl.where(h < n_short, window, T)
+    k, v = k + b * k_b + h * k_h, v + b * v_b + h * v_h
+    rows, channels = start + tl.arange(0, EXACT), tl.program_id(1) * EXACT + tl.arange(0, EXACT)
+    Q = tile(q + b * q_b + h * q_h, q_t, rows, T, D)
+    LSE = tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+    top, total = tl.full((EXACT, EXACT), -float("inf"), tl.float32), tl.zeros((EXACT, EXACT), tl.float32)
+    for j in range(tl.maximum(start - span, 0) // EXACT * EXACT, tl.minimum(start + EXACT, T), EXACT):
+        t, _ = exponents(Q, k, k_t, v, v_t, LSE, rows, j + tl.arange(0, EXACT), channels, span, c, T, D)
+        new = tl.maximum(top, tl.max(t, 1))
+        base = tl.where(new == -float("inf"), 0.0, new)
+        total = total * tl.exp2(top - base) + tl.sum(tl.exp2(t - base[:, None, :]), 1)
+        top = new
+    where = y + (b * T * H + h) * E + rows[:, None] * (H * E) + channels[None, :]
+    tl.store(where, rounded((top + tl.log2(total)) / LOG2_E, y.dtype.element_ty), mask=rows[:, None] < T)
+
+
+@triton.jit
+def shares(t, y, dy, dy_t, rows, channels, T, step):
+    """g = exp(log w + v - y), what each key has of each sum, and dy (queries, 1, channels)."""
+    inside = rows[:, None] < T
+    Y = tl.load(y + rows[:, None] * step + channels[None, :], mask=inside, other=0.0)
+    G = tl.load(dy + rows[:, None] * dy_t + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.exp2(t - Y[:, None, :] * LOG2_E), G[:, None, :]
+
+
+@triton.jit
+def dscores(
+    Q, k, v, LSE, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, step, D: tl.constexpr, E: tl.constexpr
+):  # fmt: skip
+    """(queries, keys): ds_ij = sum_d dy_id (g_ijd - w_ij)."""
+    ds = tl.zeros((EXACT, EXACT), tl.float32)
+    for e in range(0, E, EXACT):
+        channels = e + tl.arange(0, EXACT)
+        t, s = exponents(Q, k, k_t, v, v_t, LSE, rows, cols, channels, span, c, T, D)
+        g, G = shares(t, y, dy, dy_t, rows, channels, T, step)
+        ds += tl.sum(G * (g - tl.exp2(s)[:, :, None]), 2)
+    return ds
+
+
+@triton.jit
+def exact_dq_kernel(
+    q, k, v, lse, y, dy, dq, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
+    window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """The gradient of EXACT queries of a head."""
+    start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
+    if tl.load(wide + bh) == 0:
+        return
+    b, h = (bh // H).to(tl.int64), bh % H
+    span = tl.where(h < n_short, window, T)
+    k, v = k + b * k_b + h * k_h, v + b * v_b + h * v_h
+    y, dy = y + (b * T * H + h) * E, dy + b * dy_b + h * dy_h
+    rows = start + tl.arange(0, EXACT)
+    Q = tile(q + b * q_b + h * q_h, q_t, rows, T, D)
+    LSE = tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+    dQ = tl.zeros((EXACT, D), tl.float32)
+    for j in range(tl.maximum(start - span, 0) // EXACT * EXACT, tl.minimum(start + EXACT, T), EXACT):
+        cols = j + tl.arange(0, EXACT)
+        ds = dscores(Q, k, v, LSE, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, H * E, D, E)
+        dQ += dot(ds, tile(k, k_t, cols, T, D).to(tl.float32))
+    put(dq + (b * T * H + h) * D, H * D, rows, T, dQ * scale, D)
+
+
+@triton.jit
+def exact_dk_dv_kernel(
+    q, k, v, lse, y, dy, dk, dv, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
+    window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """The gradients of EXACT channels of EXACT values and, in the first program of these tokens, of their keys."""
+    start, part, bh = tl.program_id(0) * EXACT, tl.program_id(1), tl.program_id(2)
+    if tl.load(wide + bh) == 0:
+        return
+    b, h = (bh // H).to(tl.int64), bh % H
+    span = tl.where(h < n_short, window, T)
+    q, k, v = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
+    y, dy = y + (b * T * H + h) * E, dy + b * dy_b + h * dy_h
+    cols, channels = start + tl.arange(0, EXACT), part * EXACT + tl.arange(0, EXACT)
+    dK, dV = tl.zeros((EXACT, D), tl.float32), tl.zeros((EXACT, EXACT), tl.float32)
+    for i in range(start, tl.minimum(start + EXACT + span, T), EXACT):
+        rows = i + tl.arange(0, EXACT)
+        Q = tile(q, q_t, rows, T, D)
+        LSE = tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+        t, _ = exponents(Q, k, k_t, v, v_t, LSE, rows, cols, channels, span, c, T, D)
+        g, G = shares(t, y, dy, dy_t, rows, channels, T, H * E)
+        dV += tl.sum(G * g, 0)
+        if part == 0:
+            ds = dscores(Q, k, v, LSE, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, H * E, D, E)
+            dK += dot(tl.trans(ds), Q.to(tl.float32))
+    where = dv + (b * T * H + h) * E + cols[:, None] * (H * E) + channels[None, :]
+    tl.store(where, rounded(dV, dv.dtype.element_ty), mask=cols[:, None] < T)
+    if part == 0:
+        put(dk + (b * T * H + h) * D, H * D, cols, T, dK * scale, D)
+
+
+# -----------------------------------------------------------------------------
+# from PyTorch
+
+
+def blocks(D: int, E: int, split: bool) -> tuple[dict, dict]:
+    """The sizes of blocks, and the warps, of forward and backward kernels for heads of this width."""
+    wide = max(D, E) > 64
+    forward = {"M": 128, "N": 64, "num_warps": 8 if wide else 4, "num_stages": 2 if wide and split else 3}
+    backward = {"M": 64, "N": 64, "num_warps": 8 if wide else 4, "num_stages": 2}
+    if INTERPRETED.value:  # small ones, so that there are several
+        forward, backward = {"M": 64, "N": 32}, {"M": 32, "N": 64}
+    return forward, backward
+
+
+def by_time(like: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """An empty (B, H, T, width) whose memory is (B, T, H, width), as the projections of a layer want it."""
+    B, H, T, _ = like.shape
+    return like.new_empty(B, T, H, width, dtype=dtype).transpose(1, 2)
+
+
+class Flash(torch.autograd.Function):
+    """(q, k, v, window, n_short, scale, laser) -> y; q, k (B, H, T, D), v (B, H, T, E). n_short heads, the first, are
+    short, and see `window` tokens back."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, window, n_short, scale, laser):
+        (B, H, T, D), E = q.shape, v.shape[-1]
+        split = laser and v.dtype == torch.bfloat16
+        y, lse = by_time(q, E, v.dtype), q.new_empty(B * H, T, dtype=torch.float32)
+        values = lo = v
+        shift = wide = lse
+        x = y
+        if laser:
+            least, most = (t.float() for t in v.aminmax(dim=-2))
+            shift, wide = most.contiguous(), ((most - least).amax(-1) > LASER_RANGE).int().flatten()
+            x, values, lo = by_time(q, E, torch.float32), by_time(q, E, v.dtype), by_time(q, E, v.dtype)
+            exp_kernel[triton.cdiv(T, 64), B * H](v, shift, values, lo, *v.stride()[:3], H, T, E, 64, split)
+        strides = (*q.stride()[:3], *k.stride()[:3])
+        heads = window, n_short, scale * math.log2(math.e), H, T, D, E
+        sizes, _ = blocks(D, E, split)
+        forward_kernel[triton.cdiv(T, sizes["M"]), B * H](
+            q, k, values, lo, shift, y, x, lse, *strides, *values.stride()[:3], *heads,
+            **sizes, SHORT=n_short > 0, LASER=laser, SPLIT=split,
+        )  # fmt: skip
+        if laser:
+            exact_forward_kernel[triton.cdiv(T, EXACT.value), E // EXACT.value, B * H](
+                q, k, v, lse, y, wide, *strides, *v.stride()[:3], *heads
+            )
+        ctx.save_for_backward(q, k, v, x, lse, shift, wide)
+        ctx.choices = window, n_short, scale, laser, split
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        q, k, v, x, lse, shift, wide = ctx.saved_tensors
+        window, n_short, scale, laser, split = ctx.choices
+        (B, H, T, D), E = q.shape, v.shape[-1]
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        dq, dk, dv = (by_time(q, t.shape[-1], t.dtype) for t in (q, k, v))
+        delta, g, values, lo = torch.empty_like(lse), dy, v, v
+        _, sizes = blocks(D, E, split)
+        rows = triton.cdiv(T, 64), B * H
+        if laser:
+            g, values, lo = (by_time(q, E, v.dtype) for _ in range(3))
+            exp_kernel[rows](v, shift, values, lo, *v.stride()[:3], H, T, E, 64, split)
+        delta_kernel[rows](dy, x, g, delta, *dy.stride()[:3], H, T, E, 64, laser)
+        strides = (*q.stride()[:3], *k.stride()[:3])
+        heads = window, n_short, scale * math.log2(math.e), scale, H, T, D, E
+        main = (*strides, *values.stride()[:3], *g.stride()[:3], *heads)
+        kind = sizes | {"SHORT": n_short > 0, "LASER": laser, "SPLIT": split}
+        dk_dv_kernel[triton.cdiv(T, sizes["N"]), B * H](q, k, values, lo, g, lse, delta, dk, dv, *main, **kind)
+        dq_kernel[triton.cdiv(T, sizes["M"]), B * H](q, k, values, lo, g, lse, delta, dq, *main, **kind)
+        if laser:
+            n, parts = triton.cdiv(T, EXACT.value), E // EXACT.value
+            exact, mine = by_time(q, E, torch.float32), (*strides, *v.stride()[:3])
+            exact_forward_kernel[n, parts, B * H](q, k, v, lse, exact, wide, *mine, *heads[:3], *heads[4:])
+            mine = (*mine, *dy.stride()[:3], *heads)
+            exact_dq_kernel[n, B * H](q, k, v, lse, exact, dy, dq, wide, *mine)
+            exact_dk_dv_kernel[n, parts, B * H](q, k, v, lse, exact, dy, dk, dv, wide, *mine)
+        return dq, dk, dv, None, None, None, None
+
+
+def flash(q, k, v, *, window=None, n_short=None, scale=None, laser=False):
+    """softmax(s) v or, with laser, log(softmax(s) exp(v)), causal: (B, H, T, E), as ATTENTION's cores.
+
+    window: of the n_short first heads, all of them if None; the others see all. Raises ValueError for what
+    fits() says no to.
+    """
+    if not fits(q, k, v):
+        raise ValueError(
+            f"the kernels take T queries, keys and values on CUDA, in bfloat16 or float32, of widths in {WIDTHS}; "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, {v.dtype}, {v.device}"
+        )
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    n_short = 0 if window is None else q.shape[1] if n_short is None else n_short
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with torch.autocast(q.device.type, enabled=False):
+        return Flash.apply(q, k, v, min(window or 0, q.shape[-2]), n_short, scale, laser)
+
+
+def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the kernels take these."""
+    here = q.is_cuda or INTERPRETED.value
+    alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float32)  # float16 would overflow
+    return here and alike and q.shape == k.shape and q.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
+
+
+# -----------------------------------------------------------------------------
+# beta in linear time: model.BetaLinear's sums in chunks of N tokens. x is scaled here after its products, not before
+
+
+@triton.jit
+def dot_wide(a, b, SPLIT: tl.constexpr):
+    """a b for b in float32 and a in its own precision, as if both were in float32: b is split in two where a is not."""
+    if SPLIT:
+        high = rounded(b, a.dtype)
+        y = dot(a, high) + dot(a, rounded(b - high.to(tl.float32), a.dtype))
+    else:
+        y = dot(a, b)
+    return y
+
+
+@triton.jit
+def sums_kernel(
+    x, y, z, out, x_b, x_h, x_t, y_b, y_h, y_t, H, T, D: tl.constexpr, E: tl.constexpr, N: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Of N tokens of a head [x^T y | x^T x] or, with weights z of the tokens, [x^T y | x^T z x]: (D, E + D)."""
+    part, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    rows = part * N + tl.arange(0, N)
+    X, Y = tile(x + b * x_b + h * x_h, x_t, rows, T, D), tile(y + b * y_b + h * y_h, y_t, rows, T, E)
+    Z = X
+    if WEIGHTED:
+        weights = tl.load(z + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+        Z = rounded(X.to(tl.float32) * weights[:, None], X.dtype)
+    out += (bh.to(tl.int64) * tl.num_programs(0) + part) * D * (E + D)
+    put(out, E + D, tl.arange(0, D), D, dot(tl.trans(X), Y), E)
+    put(out + E, E + D, tl.arange(0, D), D, dot(tl.trans(X), Z), D)
+
+
+@triton.jit
+def before_kernel(x, n, SIZE: tl.constexpr, STEP: tl.constexpr, REVERSE: tl.constexpr):
+    """x (heads, n, SIZE): each of n becomes the sum of those before it, or after it; STEP of SIZE numbers."""
+    x += tl.program_id(1).to(tl.int64) * n * SIZE + tl.program_id(0) * STEP + tl.arange(0, STEP)
+    total = tl.zeros((STEP,), tl.float32)
+    for i in range(n):
+        where = x + (n - 1 - i if REVERSE else i) * SIZE
+        here = tl.load(where)
+        tl.store(where, total)
+        total += here
+
+
+@triton.jit
+def beta_forward_kernel(
+    q, k, v, before, y, norm, divisor, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, scale, eps, H, T,
+    D: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """y of N tokens of a head, ||s||, and that as a divisor: not below its rounding, as in BetaLinear."""
+    part, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    rows, wide = part * N + tl.arange(0, N), tl.arange(0, D)
+    before += (bh.to(tl.int64) * tl.num_programs(0) + part) * D * (E + D)
+    Q, K = tile(q + b * q_b + h * q_h, q_t, rows, T, D), tile(k + b * k_b + h * k_h, k_t, rows, T, D)
+    G = tile(before + E, E + D, wide, D, D)
+    x = Q.to(tl.float32)
+    past = tl.maximum(tl.sum(dot_wide(Q, G, SPLIT) * x, 1), 0.0)
+    trace = tl.sum(tl.load(before + E + wide * (E + D) + wide), 0)
+    s = tl.where(rows[:, None] >= rows[None, :], dot(Q, tl.trans(K)) * scale, 0.0)
+    r = tl.sqrt(past * scale * scale + tl.sum(s * s, 1))
+    V = tile(v + b * v_b + h * v_h, v_t, rows, T, E)
+    Y = dot_wide(Q, tile(before, E + D, wide, D, E), SPLIT) * scale + dot(rounded(s, V.dtype), V)
+    put(y + (b * T * H + h) * E, H * E, rows, T, Y / (1 + r)[:, None], E)
+    least = tl.sqrt(tl.maximum(eps * scale * scale * trace * tl.sum(x * x, 1), 1e-30))
+    mine = bh.to(tl.int64) * T + rows
+    tl.store(norm + mine, r, mask=rows < T)
+    tl.store(divisor + mine, tl.maximum(r, least), mask=rows < T)
+
+
+@triton.jit
+def beta_rows_kernel(
+    dy, y, norm, divisor, p, z, dy_b, dy_h, dy_t, H, T, E: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """p = dy / (1 + ||s||) and z = -(p y) / ||s|| of N tokens of a head: a = [p | z q]."""
+    rows, bh = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    here, mine = bh.to(tl.int64) * T + rows, (b * T * H + h) * E
+    r = tl.load(norm + here, mask=rows < T, other=0.0)
+    P = tile(dy + b * dy_b + h * dy_h, dy_t, rows, T, E).to(tl.float32) / (1 + r)[:, None]
+    py = tl.sum(P * tile(y + mine, H * E, rows, T, E).to(tl.float32), 1)
+    put(p + mine, H * E, rows, T, P, E)
+    tl.store(z + here, -py / tl.load(divisor + here, mask=rows < T, other=1.0), mask=rows < T)
+
+
+@triton.jit
+def beta_backward_kernel(
+    q, k, v, before, after, p, z, dq, dk, dv, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, scale, H, T,
+    D: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The gradients of N tokens of a head; before is [S | G], after sum q^T [p | z q] of the tokens after these."""
+    part, bh = tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    rows, wide = part * N + tl.arange(0, N), tl.arange(0, D)
+    here = (bh.to(tl.int64) * tl.num_programs(0) + part) * D * (E + D)
+    before, after = before + here, after + here
+    Q, K = tile(q + b * q_b + h * q_h, q_t, rows, T, D), tile(k + b * k_b + h * k_h, k_t, rows, T, D)
+    V = tile(v + b * v_b + h * v_h, v_t, rows, T, E)
+    P = tile(p + (b * T * H + h) * E, H * E, rows, T, E)
+    Z = tl.load(z + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+    s = tl.where(rows[:, None] >= rows[None, :], dot(Q, tl.trans(K)) * scale, 0.0)
+    R = tile(after, E + D, wide, D, E)
+    dV = dot_wide(K, R, SPLIT) * scale + dot(tl.trans(rounded(s, P.dtype)), P)
+    put(dv + (b * T * H + h) * E, H * E, rows, T, dV, E)
+    aw = tl.where(rows[:, None] >= rows[None, :], dot(P, tl.trans(V)) + Z[:, None] * s, 0.0)
+    aw = rounded(aw, K.dtype)
+    dQ = dot_wide(P, tl.trans(tile(before, E + D, wide, D, E)), SPLIT) + dot(aw, K)
+    dQ += dot_wide(Q, tile(before + E, E + D, wide, D, D), SPLIT) * (Z * scale)[:, None]
+    put(dq + (b * T * H + h) * D, H * D, rows, T, dQ * scale, D)
+    dK = dot_wide(V, tl.trans(R), SPLIT) + dot(tl.trans(aw), Q)
+    dK += dot_wide(K, tile(after + E, E + D, wide, D, D), SPLIT) * scale  # which is symmetric
+    put(dk + (b * T * H + h) * D, H * D, rows, T, dK * scale, D)
+
+
+class Beta(torch.autograd.Function):
+    """(q, k, v, scale) -> y = beta(s) v of q, k (B, H, T, D), v (B, H, T, E), with the equations of BetaLinear."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale):
+        (B, H, T, D), E = q.shape, v.shape[-1]
+        N = 16 if INTERPRETED.value else 64 if D < 64 else 128
+        grid, split = (triton.cdiv(T, N), B * H), v.dtype != torch.float32
+        y, before = by_time(q, E, v.dtype), Beta.sums(k, v, None, N, reverse=False)
+        norm, divisor = (q.new_empty(B * H, T, dtype=torch.float32) for _ in range(2))
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+        eps = 2.0**-16 if split else torch.finfo(torch.float32).eps
+        beta_forward_kernel[grid](
+            q, k, v, before, y, norm, divisor, *strides, scale, eps, H, T, D, E, N, split, num_warps=8
+        )
+        ctx.save_for_backward(q, k, v, before, y, norm, divisor)
+        ctx.choices = scale, N, split, strides
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        q, k, v, before, y, norm, divisor = ctx.saved_tensors
+        scale, N, split, strides = ctx.choices
+        (B, H, T, D), E = q.shape, v.shape[-1]
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        p, z = by_time(q, E, v.dtype), torch.empty_like(norm)
+        dq, dk, dv = (by_time(q, t.shape[-1], t.dtype) for t in (q, k, v))
+        beta_rows_kernel[triton.cdiv(T, 64), B * H](dy, y, norm, divisor, p, z, *dy.stride()[:3], H, T, E, 64)
+        after = Beta.sums(q, p, z, N, reverse=True)
+        beta_backward_kernel[triton.cdiv(T, N), B * H](
+            q, k, v, before, after, p, z, dq, dk, dv, *strides, scale, H, T, D, E, N, split, num_warps=8
+        )
+        return dq, dk, dv, None
+
+    @staticmethod
+    def sums(x, y, z, N: int, reverse: bool) -> torch.Tensor:
+        """[x^T y | x^T z x] of all tokens before each chunk of N, or after it: (B H, chunks, D, E + D), float32."""
+        (B, H, T, D), E = x.shape, y.shape[-1]
+        n, size = triton.cdiv(T, N), D * (E + D)
+        out = x.new_empty(B * H, n, D, E + D, dtype=torch.float32)
+        strides = (*x.stride()[:3], *y.stride()[:3])
+        sums_kernel[n, B * H](x, y, out if z is None else z, out, *strides, H, T, D, E, N, z is not None, num_warps=8)
+        before_kernel[size // 256, B * H](out, n, size, 256, reverse)
+        return out
+
+
+def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+    if bias is not None or dropout or not fits(q, k, v):
+        return ATTENTION["softmax"].unchecked(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
+    return flash(q, k, v, window=window, scale=scale)
+
+
+def laser_attention(q, k, v, *, window=None, scale=None, bias=None):
+    if bias is not None or not fits(q, k, v):
+        return ATTENTION["laser"].unchecked(q, k, v, window=window, scale=scale, bias=bias)
+    return flash(q, k, v, window=window, scale=scale, laser=True)
+
+
+def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+    if bias is not None or dropout or window is not None or q.shape[-2] < BETA_LINEAR_FROM or not fits(q, k, v):
+        return ATTENTION["beta"].unchecked(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        return Beta.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+KERNEL = {
+    "softmax": checked(softmax_attention),
+    "laser": checked(laser_attention),
+    "beta": checked(beta_attention),
+}
