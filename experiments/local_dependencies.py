@@ -1,0 +1,116 @@
+"""The long-short paper's figure 2: can attention learn dense local dependencies, if queries and keys are free?
+
+    python experiments/local_dependencies.py --steps=10000                   # 25 minutes on one CPU core
+    python experiments/local_dependencies.py --device=cuda                   # the paper's 100,000 steps
+
+A target (n, n) gives each row about half of the `band` tokens before it, with equal weights (section 3.1). The rows of
+softmax(q k^T), over all earlier tokens or over the last `span`, are fitted to it by Adam on q and k (n, d). It prints,
+and writes to --out, the share of the target that is missed, ||P - P'||^2 / ||P||^2, and the largest |q k^T|. The paper
+does not name its loss, its learning rate or how q and k begin: here it is that share, and standard normal numbers.
+Row 0 has nothing before it, and is left out. (Its section 3 lets a row see itself, its task does not; both attentions
+may, and have to learn not to.)
+"""
+
+import json
+import os
+import sys
+import time
+
+import torch
+from torch.nn import functional as F
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from configurator import configure, pick_device, user_errors
+from model import visible
+
+n = 2500  # tokens
+d = 25  # dimensions of q and k
+band = 50  # how far back the target's rows reach
+span = 50  # how far back short attention sees
+steps = 100000  # of Adam
+learning_rates = "1e-2,1e-3"  # the better one is each attention's
+rows = 20  # of the table
+out = "local_dependencies.json"  # the file of results
+device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
+seed = 1337  # of the target, q and k
+
+
+def target(n: int, band: int) -> torch.Tensor:
+    """(n, n): p_ij is 1 with probability 1/2 where 0 < i - j <= band, else 0; rows that have any sum to 1."""
+    p = (torch.rand(n, n) < 0.5) & visible(n, n, band, torch.device("cpu")) & ~torch.eye(n, dtype=torch.bool)
+    return p / p.sum(-1, keepdim=True).clamp(min=1)
+
+
+def in_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x (n, d) in blocks of `size` rows, each after the block before it: (n / size, 2 size, d)."""
+    x = x.unflatten(0, (-1, size))
+    return torch.cat((F.pad(x[:-1], (0, 0, 0, 0, 1, 0)), x), dim=1)
+
+
+def short_scores(q: torch.Tensor, k: torch.Tensor, size: int) -> torch.Tensor:
+    """q k^T of each row with its own block of `size` and the one before: (n / size, size, 2 size); unseen ones -inf."""
+    s = q.unflatten(0, (-1, size)) @ in_blocks(k, size).mT
+    s = s.masked_fill(~visible(size, 2 * size, size, q.device), -torch.inf)
+    s[0, :, :size] = -torch.inf  # there is nothing before the first block
+    return s
+
+
+def long_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (q @ k.T).masked_fill(~visible(len(q), len(q), None, q.device), -torch.inf)
+
+
+def fit(name: str, p: torch.Tensor, rate: float, dev: str) -> list[dict]:
+    """Fits q and k; a row of results now and then."""
+    torch.manual_seed(seed)
+    q, k = (torch.randn(n, d).to(dev).requires_grad_() for _ in "qk")
+    short = name == "short"
+    if short:  # of p what short attention can see
+        p = torch.stack([F.pad(p, (span, 0))[i : i + span, i : i + 2 * span] for i in range(0, n, span)])
+    p, found, began = p.to(dev), [], time.perf_counter()
+    some, size = p.sum(-1, keepdim=True) > 0, p.square().sum()
+    adam = torch.optim.Adam((q, k), lr=rate, fused=dev != "mps")
+    for step in range(steps + 1):
+        s = short_scores(q, k, span) if short else long_scores(q, k)
+        missed = ((s.softmax(-1) - p) * some).square().sum() / size
+        if step % max(1, steps // rows) == 0 or step == steps:
+            largest = s.detach().masked_fill(s == -torch.inf, 0).abs().max().item()
+            seconds = time.perf_counter() - began
+            found.append({"step": step, "missed": missed.item(), "largest": largest, "seconds": seconds})
+            print(f"{name:6}{rate:8g}{step:9,}{missed.item():12.4f}{largest:12.1f}{seconds:10.0f} s", flush=True)
+        missed.backward()
+        adam.step()
+        adam.zero_grad()
+    return found
+
+
+def main() -> None:
+    if n % span or band > span or min(n, d, band, steps, rows) < 1:
+        raise ValueError(f"n={n} must be a multiple of span={span}, which must be at least band={band}; all positive")
+    try:
+        rates = [float(rate) for rate in learning_rates.split(",")]
+    except ValueError:
+        raise ValueError(f"--learning_rates={learning_rates} must be numbers, separated by commas") from None
+    dev, _, _ = pick_device(device, "float32")
+    torch.set_flush_denormal(True)
+    torch.manual_seed(seed)
+    p = target(n, band)
+    print(f"{'':6}{'rate':>8}{'step':>9}{'missed':>12}{'largest':>12}")
+    results = {}
+    for rate in rates:
+        for name in ("short", "long"):
+            results[f"{name} {rate:g}"] = fit(name, p, rate, dev)
+            with open(out, "w", encoding="utf-8") as f:
+                json.dump(results, f, indent=1)
+    print("\n| attention | learning rate | share missed | largest score |\n|---|---|---|---|")
+    for name in ("long", "short"):
+        best = min((key for key in results if key.startswith(name)), key=lambda key: results[key][-1]["missed"])
+        last = results[best][-1]
+        print(f"| {name} | {best.split()[1]} | {last['missed']:.4f} | {last['largest']:.1f} |")
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()
