@@ -226,6 +226,24 @@ PEERS = {  # name: (package, what it computes, module -> function)
 
 
 @functools.cache
+def triton_kernels() -> dict[str, Callable]:
+    """What kernels.py has, where there is Triton."""
+    try:
+        return importlib.import_module("kernels").KERNEL
+    except ImportError as error:
+        print(f"Triton's kernels: left out ({why(error)})")
+        return {}
+
+
+def triton_mixed() -> dict[str, Callable]:
+    """Short and long heads in one launch."""
+    n = (heads * n_head)[:n_head].count("S")
+    flash = importlib.import_module("kernels").flash if triton_kernels() else None
+    few = {"window": window, "n_short": n}
+    return {c: functools.partial(flash, **few, laser=c == "laser") for c in ("softmax", "laser") if flash}
+
+
+@functools.cache
 def peers() -> dict[str, tuple[Callable, str]]:
     """(function, core) of the libraries that are installed and run on this machine."""
     table = {}
@@ -262,6 +280,12 @@ def subjects(dev: str) -> dict[str, Subject]:
         table["flex L"] = Subject(flex("L"), softmax, backward=on_gpu)
         if "S" in heads:
             table[f"flex {heads}"] = Subject(flex(heads), mixed["softmax"], pattern=heads, backward=on_gpu)
+    if dev.startswith("cuda"):
+        for core, f in triton_kernels().items():
+            table[f"{core} triton"] = Subject(f, naive[core], core)
+        if "S" in heads:
+            for core, run in triton_mixed().items():
+                table[f"{core} {heads} triton"] = Subject(run, mixed[core], core, heads)
     table |= {name: Subject(run, naive[core], core) for name, (run, core) in peers().items()}
     if unknown := set(filter(None, only.split(","))) - set(table):
         raise ValueError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(table)}")

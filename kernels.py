@@ -411,6 +411,13 @@ def blocks(D: int, E: int, split: bool) -> tuple[dict, dict]:
     return forward, backward
 
 
+def chunk(D: int, E: int) -> tuple[int, dict]:
+    """The tokens of a chunk of beta's sums, and the warps."""
+    if INTERPRETED.value:
+        return 16, {}
+    return (128, {"num_warps": 8}) if max(D, E) > 32 else (64, {"num_warps": 4})
+
+
 def by_time(like: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     """An empty (B, H, T, width) whose memory is (B, T, H, width), as the projections of a layer want it."""
     B, H, T, _ = like.shape
@@ -627,14 +634,14 @@ class Beta(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale):
         (B, H, T, D), E = q.shape, v.shape[-1]
-        N = 16 if INTERPRETED.value else 64 if D < 64 else 128
+        N, options = chunk(D, E)
         grid, split = (triton.cdiv(T, N), B * H), v.dtype != torch.float32
         y, before = by_time(q, E, v.dtype), Beta.sums(k, v, None, N, reverse=False)
         norm, divisor = (q.new_empty(B * H, T, dtype=torch.float32) for _ in range(2))
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
         eps = 2.0**-16 if split else torch.finfo(torch.float32).eps
         beta_forward_kernel[grid](
-            q, k, v, before, y, norm, divisor, *strides, scale, eps, H, T, D, E, N, split, num_warps=8
+            q, k, v, before, y, norm, divisor, *strides, scale, eps, H, T, D, E, N, split, **options
         )
         ctx.save_for_backward(q, k, v, before, y, norm, divisor)
         ctx.choices = scale, N, split, strides
@@ -652,7 +659,7 @@ class Beta(torch.autograd.Function):
         beta_rows_kernel[triton.cdiv(T, 64), B * H](dy, y, norm, divisor, p, z, *dy.stride()[:3], H, T, E, 64)
         after = Beta.sums(q, p, z, N, reverse=True)
         beta_backward_kernel[triton.cdiv(T, N), B * H](
-            q, k, v, before, after, p, z, dq, dk, dv, *strides, scale, H, T, D, E, N, split, num_warps=8
+            q, k, v, before, after, p, z, dq, dk, dv, *strides, scale, H, T, D, E, N, split, **chunk(D, E)[1]
         )
         return dq, dk, dv, None
 
@@ -663,7 +670,9 @@ class Beta(torch.autograd.Function):
         n, size = triton.cdiv(T, N), D * (E + D)
         out = x.new_empty(B * H, n, D, E + D, dtype=torch.float32)
         strides = (*x.stride()[:3], *y.stride()[:3])
-        sums_kernel[n, B * H](x, y, out if z is None else z, out, *strides, H, T, D, E, N, z is not None, num_warps=8)
+        sums_kernel[n, B * H](
+            x, y, out if z is None else z, out, *strides, H, T, D, E, N, z is not None, **chunk(D, E)[1]
+        )
         before_kernel[size // 256, B * H](out, n, size, 256, reverse)
         return out
 

@@ -1402,6 +1402,20 @@ class GPT(nn.Module):
             for layer in layers:
                 layer.largest = None
 
+    def use_triton(self) -> None:
+        """Attention by the kernels of kernels.py, which mean the same, wherever they take their inputs.
+
+        Raises ImportError without Triton, ValueError for an attention that has no kernel.
+        """
+        try:
+            from kernels import KERNEL
+        except ImportError:
+            raise ImportError("Triton's kernels need Triton: pip install triton") from None
+        if self.config.attention not in KERNEL:
+            raise ValueError(f"attention={self.config.attention!r} has no Triton kernel, but {', '.join(KERNEL)} have")
+        for block in self.transformer.h:
+            block.attn.core = KERNEL[self.config.attention].unchecked
+
     def num_params(self, non_embedding: bool = True) -> int:
         """Parameters; without the embeddings unless asked, except for a token embedding that is the head too."""
         n = sum(p.numel() for p in self.parameters())

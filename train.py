@@ -105,6 +105,7 @@ device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on a GPU that has it, else float16
 tf32 = True  # matrix products of float32 in TF32, on GPUs that have it
 compile: bool | None = None  # torch.compile the model; None: on CUDA only
+triton = False  # attention by the Triton kernels of kernels.py, on CUDA
 seed = 1337  # of weights, batches, dropout
 # -----------------------------------------------------------------------------
 config, given = configure(globals(), GPTConfig)
@@ -289,6 +290,10 @@ with user_errors():
     if pack == "document" and eot is None:
         raise ValueError(f"--pack=document: {dataset} has no boundaries of documents, as of one alone")
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
+    if triton:
+        if device_type != "cuda":
+            raise ValueError(f"--triton: its kernels are for CUDA, and this runs on {device_type}; --no-triton works")
+        model.use_triton()
 
 micro_steps = math.ceil(rows / world / batch_size)  # of this process
 tokens_per_step = rows * model.config.block_size

@@ -1,0 +1,82 @@
+"""What each kernel of kernels.py takes of a GPU, without one: it is compiled for it, and the binary asked.
+
+    python tests/resources.py --widths=32,64,128 --target=90     # 90: H100, H200; 80: A100; 89: L40S, RTX 40
+
+Registers of a thread, bytes of its stack (registers that did not fit), bytes of shared memory of a block.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import kernels
+from configurator import configure, user_errors
+
+widths = "32,64,128"  # of heads
+target = 90  # the GPU's compute capability, times 10
+
+NUMBER = {"c": "fp32", "scale": "fp32", "eps": "fp32"}
+FLOAT32 = ("shift", "lse", "delta", "z", "out", "before", "after", "norm", "divisor")  # tensors; others are bfloat16
+CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+
+
+def resources(kernel: object, constants: dict, options: dict, float32: tuple = ()) -> dict[str, int]:
+    """Registers, stack and shared memory of a kernel with these constants; options: num_warps, num_stages."""
+    signature, aligned = {}, {}
+    for i, name in enumerate(p.name for p in kernel.params):
+        scalar = name in ("window", "n_short", "H", "T", "n") or name.endswith(("_b", "_h", "_t"))
+        kind = "i32" if scalar else "*fp32" if name in (*FLOAT32, *float32) else "*i32" if name == "wide" else "*bf16"
+        signature[name] = "constexpr" if name in constants else NUMBER.get(name, kind)
+        if signature[name][0] == "*" or name.endswith("_t"):
+            aligned[i,] = [["tt.divisibility", 16]]
+    names = list(signature)
+    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
+    done = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(done.asm["cubin"])
+        f.flush()
+        said = subprocess.run([CUOBJDUMP, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
+    found = {key.lower(): int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", said)}
+    return found | {"shared": done.metadata.shared}
+
+
+def main() -> None:
+    print(f"{'kernel':24}{'width':>6}{'laser':>6}{'registers':>10}{'stack':>7}{'shared':>8}")
+
+    def line(kernel: object, D: int, laser: object, constants: dict, options: dict, float32: tuple = ()) -> None:
+        warps = {"num_warps": options.get("num_warps", 4), "num_stages": options.get("num_stages", 3)}
+        got = resources(kernel, {"D": D, "E": D} | constants, warps, float32)
+        name = kernel.fn.__name__.removesuffix("_kernel")
+        print(f"{name:24}{D:6}{laser!s:>6}{got['reg']:10}{got['stack']:7}{got['shared']:8}", flush=True)
+
+    for D in map(int, widths.split(",")):
+        for laser in (False, True):
+            forward, backward = kernels.blocks(D, D, laser)
+            kind = {"SHORT": True, "LASER": laser, "SPLIT": laser}
+            sizes = [{k: x[k] for k in "MN"} | kind for x in (forward, backward)]
+            float32 = ("x",) if laser else ()
+            line(kernels.forward_kernel, D, laser, sizes[0], forward, float32)
+            line(kernels.dk_dv_kernel, D, laser, sizes[1], backward, float32)
+            line(kernels.dq_kernel, D, laser, sizes[1], backward, float32)
+        line(kernels.exact_forward_kernel, D, True, {}, {})
+        line(kernels.exact_dq_kernel, D, True, {}, {}, ("y",))
+        line(kernels.exact_dk_dv_kernel, D, True, {}, {}, ("y",))
+        N, options = kernels.chunk(D, D)
+        line(kernels.sums_kernel, D, "-", {"N": N, "WEIGHTED": True}, options)
+        line(kernels.beta_forward_kernel, D, "-", {"N": N, "SPLIT": True}, options)
+        line(kernels.beta_backward_kernel, D, "-", {"N": N, "SPLIT": True}, options)
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()

@@ -1,0 +1,166 @@
+"""kernels.py against the definitions in model.py: on a GPU or, by Triton's interpreter (conftest.py), on a CPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from model import GPT, ONE_QUERY, GPTConfig, naive_attention
+
+pytest.importorskip("triton")
+import kernels
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of what is masked
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+T = 100  # more than a block of queries, and no multiple of one
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}  # ||x - exact|| / ||exact||
+
+
+def inputs(dtype: torch.dtype, T: int = T, D: int = 32, E: int = 16, H: int = 2) -> list[torch.Tensor]:
+    """q, k, v and dy; q, k and v are views of one tensor, as those of a layer are."""
+    x = torch.randn(1, T, H * (2 * D + E)).to(DEVICE, dtype).requires_grad_()
+    q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in x.split((H * D, H * D, H * E), dim=-1))
+    return [q, k, v, torch.randn(1, H, T, E).to(DEVICE, dtype)]
+
+
+def held_against(exact, run, q, k, v, dy, tolerance: float) -> None:
+    """run's output and gradients are those of exact in float64."""
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    double = [t.detach().cpu().double().requires_grad_() for t in (q, k, v)]
+    y, y_exact = run(q, k, v), exact(*double)
+    assert y.dtype == v.dtype
+    grads = torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(y_exact, double, dy.cpu().double())
+    for ours, theirs in ((y, y_exact), *zip(*grads, strict=True)):
+        scale = theirs.norm() if theirs.any() else y_exact.norm()  # a token alone has no gradient of its score
+        assert (ours.cpu().double() - theirs).norm() <= tolerance * scale
+
+
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
+
+
+@dtypes
+@pytest.mark.parametrize("core", kernels.KERNEL)
+@pytest.mark.parametrize("window", [None, 0, 20, 64])
+def test_equal_naive_forward_and_backward(core, window, dtype, monkeypatch):
+    if core == "beta" and window is not None:
+        pytest.skip("short beta heads are the plain form")
+    monkeypatch.setattr(kernels, "BETA_LINEAR_FROM", 1)
+    q, k, v, dy = inputs(dtype)
+    held_against(
+        lambda *x: naive_attention(core, *x, window=window, scale=0.3),
+        lambda *x: kernels.KERNEL[core](*x, window=window, scale=0.3),
+        *(q, k, v, dy, TOLERANCE[dtype]),
+    )
+
+
+@pytest.mark.parametrize("laser", [False, True])
+def test_short_and_long_heads_in_one_launch(laser):
+    q, k, v, dy = inputs(torch.float32, H=3)
+
+    def exact(q, k, v):
+        parts = (slice(2), 30), (slice(2, 3), None)
+        core = "laser" if laser else "softmax"
+        return torch.cat([naive_attention(core, q[:, h], k[:, h], v[:, h], window=w) for h, w in parts], dim=1)
+
+    held_against(
+        exact, lambda *x: kernels.flash(*x, window=30, n_short=2, laser=laser), *(q, k, v, dy, TOLERANCE[q.dtype])
+    )
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("value", [120.0, 1000.0, -1000.0])
+def test_laser_of_any_values(value, window, dtype):
+    """The first head's values span too much for exp, the second's do not."""
+    q, k, v, dy = inputs(dtype, T=50, D=16)
+    v = v.detach().clone()
+    v[:, 0, 40:42] = value
+    run = lambda *x: kernels.flash(*x, window=window, laser=True)  # noqa: E731
+    held_against(
+        lambda *x: naive_attention("laser", *x, window=window),
+        *(run, q, k, v, dy, 5e-5 if dtype == torch.float32 else TOLERANCE[dtype]),  # of 1000 float32 has four digits
+    )
+    before = v.clone()
+    before[:, :, 40:] = 0
+    y = [run(q, k, x)[:, :, :40].float() for x in (v, before)]
+    assert (y[0] - y[1]).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2)  # what comes later does not matter
+
+
+@pytest.mark.parametrize("size", [1.0, 0.05])
+def test_lasers_error_in_bfloat16_is_softmaxs(size):
+    """Rounding exp(v) or the weights by themselves would be an error of 2^-9 in y, however small y is."""
+    q, k, v, _ = inputs(torch.bfloat16)
+    v = (v * size).detach()
+    y = kernels.flash(q, k, v, laser=True)
+    exact = naive_attention("laser", *(t.cpu().double() for t in (q, k, v)))
+    assert (y.cpu().double() - exact).norm() <= 3e-3 * exact.norm()
+
+
+def test_what_does_not_fit_is_the_plain_form(monkeypatch):
+    q, k, v, _ = (t.detach() for t in inputs(torch.float32))
+
+    def no(*args, **kwargs):
+        raise AssertionError("a kernel has been called")
+
+    for kernel in (kernels.Flash, kernels.Beta):
+        monkeypatch.setattr(kernel, "apply", no)
+    for core, f in kernels.KERNEL.items():
+        drops = {"dropout": 0.5} if core != "laser" else {"scale": 0.1, "bias": torch.zeros(T, device=DEVICE)}
+        for x, choices in (
+            ((q[:, :, -3:], k, v), {}),
+            ((q.double(), k.double(), v.double()), {}),
+            ((q[..., :24], k[..., :24], v), {}),
+            ((q, k, v), {"bias": torch.zeros(T, T, device=DEVICE)}),
+            ((q, k, v), drops),
+        ):
+            y = f(*x, **choices)
+            if "dropout" not in choices and "scale" not in choices:
+                exact = naive_attention(core, *(t.cpu().double() for t in x))
+                assert (y.cpu().double() - exact).norm() <= 1e-5 * exact.norm()
+    with pytest.raises(ValueError, match="the kernels take"):
+        kernels.flash(q.double(), k.double(), v.double())
+    with pytest.raises(ValueError, match="one T"):
+        kernels.KERNEL["laser"](q, k, v[:, :, :5])
+
+
+@pytest.mark.parametrize("core", ONE_QUERY)
+@pytest.mark.parametrize("choices", [{"heads": "SL", "window": 20}, {"differential": True, "n_kv_head": 2}])
+def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
+    monkeypatch.setattr(kernels, "BETA_LINEAR_FROM", 1)
+    used = []
+    for kernel in (kernels.Flash, kernels.Beta):
+        apply = kernel.apply
+        monkeypatch.setattr(kernel, "apply", lambda *x, apply=apply: used.append(1) or apply(*x))
+    n_head = 4 if "differential" in choices else 2
+    sizes = {"block_size": 70, "vocab_size": 11, "n_layer": 1, "n_head": n_head, "n_embd": 16 * n_head}
+    gpt, idx = GPT(GPTConfig(attention=core, **sizes, **choices)).to(DEVICE), torch.randint(11, (1, 70)).to(DEVICE)
+    plain = gpt(idx, idx)
+    expected = torch.autograd.grad(plain[1], gpt.parameters())
+    gpt.use_triton()
+    ours = gpt(idx, idx)
+    assert used and (ours[0] - plain[0]).abs().max() <= 1e-5
+    for a, b in zip(torch.autograd.grad(ours[1], gpt.parameters()), expected, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
+    cache = gpt.new_cache()
+    decoded = torch.cat([gpt(part, cache=cache)[0] for part in idx.split(1, dim=1)], dim=1)
+    assert (decoded - plain[0]).abs().max() <= 1e-4
+
+
+def test_a_new_attention_has_no_kernel(monkeypatch):
+    monkeypatch.delitem(kernels.KERNEL, "softmax")
+    with pytest.raises(ValueError, match="has no Triton kernel, but laser, beta have"):
+        GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)).use_triton()
+
+
+@pytest.mark.slow
+def test_they_compile_for_an_h100():
+    """Each fits into its shared memory and has no more than a few registers' worth on the stack."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, os.path.join(ROOT, "tests", "resources.py"), "--widths=64,128"]
+    got = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert got.returncode == 0, got.stderr
+    rows = [line.split() for line in got.stdout.splitlines()[1:]]
+    assert len(rows) == 24 and all(int(shared) <= 232448 and int(stack) <= 512 for *_, stack, shared in rows)
