@@ -36,10 +36,13 @@ WIDTHS = (16, 32, 64, 128)  # of a head, that the kernels take
 
 @triton.jit
 def dot(a, b):
-    """a b in float32. (The interpreter would multiply the bits of a bfloat16 as if they were an integer.)"""
+    """a b, summed in float32; of float32 numbers as three products in TF32, whose error is about float32's.
+
+    (The interpreter would multiply the bits of a bfloat16 as if they were an integer.)
+    """
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
@@ -401,20 +404,23 @@ def exact_dk_dv_kernel(
 # from PyTorch
 
 
-def blocks(D: int, E: int, split: bool) -> tuple[dict, dict]:
+def blocks(D: int, E: int, laser: bool, dtype: torch.dtype) -> tuple[dict, dict]:
     """The sizes of blocks, and the warps, of forward and backward kernels for heads of this width."""
-    wide = max(D, E) > 64
-    forward = {"M": 128, "N": 64, "num_warps": 8 if wide else 4, "num_stages": 2 if wide and split else 3}
-    backward = {"M": 64, "N": 64, "num_warps": 8 if wide else 4, "num_stages": 2}
     if INTERPRETED.value:  # small ones, so that there are several
-        forward, backward = {"M": 64, "N": 32}, {"M": 32, "N": 64}
-    return forward, backward
+        return {"M": 64, "N": 32}, {"M": 32, "N": 64}
+    warps = {"num_warps": 8 if max(D, E) > 64 else 4}
+    if dtype == torch.float32:  # for its digits, not for speed
+        return {"M": 64, "N": 32, "num_stages": 2} | warps, {"M": 32, "N": 32, "num_stages": 1} | warps
+    stages = 2 if laser and max(D, E) > 64 else 3
+    return {"M": 128, "N": 64, "num_stages": stages} | warps, {"M": 64, "N": 64, "num_stages": 2} | warps
 
 
-def chunk(D: int, E: int) -> tuple[int, dict]:
+def chunk(D: int, E: int, dtype: torch.dtype) -> tuple[int, dict]:
     """The tokens of a chunk of beta's sums, and the warps."""
     if INTERPRETED.value:
         return 16, {}
+    if dtype == torch.float32:
+        return 32, {"num_warps": 8, "num_stages": 1}
     return (128, {"num_warps": 8}) if max(D, E) > 32 else (64, {"num_warps": 4})
 
 
@@ -443,7 +449,7 @@ class Flash(torch.autograd.Function):
             exp_kernel[triton.cdiv(T, 64), B * H](v, shift, values, lo, *v.stride()[:3], H, T, E, 64, split)
         strides = (*q.stride()[:3], *k.stride()[:3])
         heads = window, n_short, scale * math.log2(math.e), H, T, D, E
-        sizes, _ = blocks(D, E, split)
+        sizes, _ = blocks(D, E, laser, v.dtype)
         forward_kernel[triton.cdiv(T, sizes["M"]), B * H](
             q, k, values, lo, shift, y, x, lse, *strides, *values.stride()[:3], *heads,
             **sizes, SHORT=n_short > 0, LASER=laser, SPLIT=split,
@@ -465,7 +471,7 @@ class Flash(torch.autograd.Function):
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         dq, dk, dv = (by_time(q, t.shape[-1], t.dtype) for t in (q, k, v))
         delta, g, values, lo = torch.empty_like(lse), dy, v, v
-        _, sizes = blocks(D, E, split)
+        _, sizes = blocks(D, E, laser, v.dtype)
         rows = triton.cdiv(T, 64), B * H
         if laser:
             g, values, lo = (by_time(q, E, v.dtype) for _ in range(3))
@@ -634,7 +640,7 @@ class Beta(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale):
         (B, H, T, D), E = q.shape, v.shape[-1]
-        N, options = chunk(D, E)
+        N, options = chunk(D, E, v.dtype)
         grid, split = (triton.cdiv(T, N), B * H), v.dtype != torch.float32
         y, before = by_time(q, E, v.dtype), Beta.sums(k, v, None, N, reverse=False)
         norm, divisor = (q.new_empty(B * H, T, dtype=torch.float32) for _ in range(2))
@@ -659,7 +665,7 @@ class Beta(torch.autograd.Function):
         beta_rows_kernel[triton.cdiv(T, 64), B * H](dy, y, norm, divisor, p, z, *dy.stride()[:3], H, T, E, 64)
         after = Beta.sums(q, p, z, N, reverse=True)
         beta_backward_kernel[triton.cdiv(T, N), B * H](
-            q, k, v, before, after, p, z, dq, dk, dv, *strides, scale, H, T, D, E, N, split, **chunk(D, E)[1]
+            q, k, v, before, after, p, z, dq, dk, dv, *strides, scale, H, T, D, E, N, split, **chunk(D, E, v.dtype)[1]
         )
         return dq, dk, dv, None
 
@@ -671,7 +677,7 @@ class Beta(torch.autograd.Function):
         out = x.new_empty(B * H, n, D, E + D, dtype=torch.float32)
         strides = (*x.stride()[:3], *y.stride()[:3])
         sums_kernel[n, B * H](
-            x, y, out if z is None else z, out, *strides, H, T, D, E, N, z is not None, **chunk(D, E)[1]
+            x, y, out if z is None else z, out, *strides, H, T, D, E, N, z is not None, **chunk(D, E, x.dtype)[1]
         )
         before_kernel[size // 256, B * H](out, n, size, 256, reverse)
         return out
@@ -690,7 +696,8 @@ def laser_attention(q, k, v, *, window=None, scale=None, bias=None):
 
 
 def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
-    if bias is not None or dropout or window is not None or q.shape[-2] < BETA_LINEAR_FROM or not fits(q, k, v):
+    plain = bias is not None or dropout or window is not None or q.shape[-2] < BETA_LINEAR_FROM or not fits(q, k, v)
+    if plain or (v.dtype == torch.float32 and max(q.shape[-1], v.shape[-1]) > 32):  # too much for a GPU's registers
         return ATTENTION["beta"].unchecked(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):

@@ -1,6 +1,6 @@
 """What each kernel of kernels.py takes of a GPU, without one: it is compiled for it, and the binary asked.
 
-    python tests/resources.py --widths=32,64,128 --target=90     # 90: H100, H200; 80: A100; 89: L40S, RTX 40
+    python tests/resources.py --widths=32,64,128 --target=90     # 90: H100, H200; 80: A100
 
 Registers of a thread, bytes of its stack (registers that did not fit), bytes of shared memory of a block.
 """
@@ -10,7 +10,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from typing import Literal
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -21,21 +23,22 @@ import kernels
 from configurator import configure, user_errors
 
 widths = "32,64,128"  # of heads
+dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of q, k and v
 target = 90  # the GPU's compute capability, times 10
 
 NUMBER = {"c": "fp32", "scale": "fp32", "eps": "fp32"}
-FLOAT32 = ("shift", "lse", "delta", "z", "out", "before", "after", "norm", "divisor")  # tensors; others are bfloat16
+FLOAT32 = ("shift", "lse", "delta", "z", "out", "before", "after", "norm", "divisor")  # tensors, whatever q is
 CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
 
 def resources(kernel: object, constants: dict, options: dict, float32: tuple = ()) -> dict[str, int]:
     """Registers, stack and shared memory of a kernel with these constants; options: num_warps, num_stages."""
-    signature, aligned = {}, {}
+    signature, aligned, mine = {}, {}, {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
     for i, name in enumerate(p.name for p in kernel.params):
         scalar = name in ("window", "n_short", "H", "T", "n") or name.endswith(("_b", "_h", "_t"))
-        kind = "i32" if scalar else "*fp32" if name in (*FLOAT32, *float32) else "*i32" if name == "wide" else "*bf16"
+        kind = "i32" if scalar else "*fp32" if name in (*FLOAT32, *float32) else "*i32" if name == "wide" else mine
         signature[name] = "constexpr" if name in constants else NUMBER.get(name, kind)
-        if signature[name][0] == "*" or name.endswith("_t"):
+        if signature[name][0] == "*" or name == "T" or name.endswith(("_b", "_h", "_t")):  # as Triton finds them
             aligned[i,] = [["tt.divisibility", 16]]
     names = list(signature)
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
@@ -57,10 +60,11 @@ def main() -> None:
         name = kernel.fn.__name__.removesuffix("_kernel")
         print(f"{name:24}{D:6}{laser!s:>6}{got['reg']:10}{got['stack']:7}{got['shared']:8}", flush=True)
 
+    of, split = getattr(torch, dtype), dtype == "bfloat16"
     for D in map(int, widths.split(",")):
         for laser in (False, True):
-            forward, backward = kernels.blocks(D, D, laser)
-            kind = {"SHORT": True, "LASER": laser, "SPLIT": laser}
+            forward, backward = kernels.blocks(D, D, laser, of)
+            kind = {"SHORT": True, "LASER": laser, "SPLIT": laser and split}
             sizes = [{k: x[k] for k in "MN"} | kind for x in (forward, backward)]
             float32 = ("x",) if laser else ()
             line(kernels.forward_kernel, D, laser, sizes[0], forward, float32)
@@ -69,10 +73,10 @@ def main() -> None:
         line(kernels.exact_forward_kernel, D, True, {}, {})
         line(kernels.exact_dq_kernel, D, True, {}, {}, ("y",))
         line(kernels.exact_dk_dv_kernel, D, True, {}, {}, ("y",))
-        N, options = kernels.chunk(D, D)
+        N, options = kernels.chunk(D, D, of)
         line(kernels.sums_kernel, D, "-", {"N": N, "WEIGHTED": True}, options)
-        line(kernels.beta_forward_kernel, D, "-", {"N": N, "SPLIT": True}, options)
-        line(kernels.beta_backward_kernel, D, "-", {"N": N, "SPLIT": True}, options)
+        line(kernels.beta_forward_kernel, D, "-", {"N": N, "SPLIT": split}, options)
+        line(kernels.beta_backward_kernel, D, "-", {"N": N, "SPLIT": split}, options)
 
 
 if __name__ == "__main__":
