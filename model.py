@@ -1345,7 +1345,8 @@ class GPT(nn.Module):
                 return self._forward(idx, targets, cache, None)
         return self._forward(idx, targets, None, pos)
 
-    def _forward(self, idx, targets, cache, pos):
+    def hidden(self, idx: torch.Tensor, cache: Cache | None = None, pos: torch.Tensor | None = None) -> torch.Tensor:
+        """What the head gets, (B, T, C), of forward's idx, cache and pos, which it has checked."""
         T, past = idx.shape[1], 0 if cache is None else cache.length
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.embedding_scale != 1.0:
@@ -1358,7 +1359,10 @@ class GPT(nn.Module):
         for i, block in enumerate(self.transformer.h):
             seen = None if cache is None else cache.layers[i], past, documents
             x = checkpoint(block, x, *seen, use_reentrant=False) if again else block(x, *seen)
-        x = self.transformer.ln_f(x)
+        return self.transformer.ln_f(x)
+
+    def _forward(self, idx, targets, cache, pos):
+        x = self.hidden(idx, cache, pos)
         if targets is None:
             return self._logits(x[:, [-1]]), None
         logits = self._logits(x)  # (B, T, V)

@@ -1,5 +1,6 @@
 """train.py, sample.py and bench.py as a user runs them, on a small model."""
 
+import importlib.util
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from conftest import ROOT, SMALL, Workers
 
 import checkpoint
 import dataset
-from model import ATTENTION, GPT, GPTConfig
+from model import ATTENTION, GPT, GPTConfig, visible
 
 
 def rows(tmp_path, key="loss") -> list:
@@ -576,6 +577,66 @@ def test_bench_attention(run, tmp_path, monkeypatch):
     assert code == 0 and "n = 400: softmax skipped, would take" in out
 
 
+def test_bench_for_a_gpu(run, tmp_path):
+    """All of --suite=gpu, with sizes for a CPU; times between a GPU's events and its kernels are not seen here."""
+    sizes = ("--head_dim=8,16", "--lengths=16,64", "--tokens=128", "--model_lengths=16", "--step_length=16")
+    out_file = tmp_path / "b.json"
+    args = (*sizes, "--decode_length=4", "--device=cpu", "--dtype=float32", "--repeats=2", f"--out={out_file}")
+    code, out, _ = run("bench.py", "--suite=gpu", "--heads=SSL", "--n_head=4", *args)
+    assert code == 0 and "WRONG" not in out and "out of time" not in out
+    results = json.loads(out_file.read_text())
+    assert set(results) == {"about", "ceilings", "model", "step", "decode", "attention"}
+    assert min(results["ceilings"].values()) > 1e8
+    rows = {(row["subject"], row["d"], row["n"]): row for row in results["attention"]}
+    names = {f"{core}{kind}" for core in ATTENTION for kind in ("", " SSL", " differential")}
+    names |= {"sdpa", "sdpa flash", "sdpa math", "flex L", "flex SSL"}
+    assert {name for name, *_ in rows if name not in ("x-transformers", "fla beta")} == names
+    assert all((name, d, n) in rows for name in names for d in (8, 16) for n in (16, 64))
+    row = rows["softmax", 16, 64]
+    assert row["batch"] == 2 and row["error"] < 1e-5 and set(row["against"]) == {"sdpa flash", "sdpa math"}
+    # causal: 4 D products per pair of tokens, and both ceilings are known, so the share is the time's
+    flops = 2 * 4 * (4 * 16) * 64 * 65 / 2
+    least = max(flops / results["ceilings"]["flops"], 2 * 4 * 64 * 16 * 4 * 4 / results["ceilings"]["bytes_per_s"])
+    assert row["share"]["forward"] == pytest.approx(1e3 * least / row["ms"]["forward"])
+    assert "how many times as fast as sdpa flash" in out
+    code, out, _ = run("bench.py", "--suite=gpu", *args, "--what=attention", "--only=sdpa", "--budget=1e-9")
+    assert code == 0 and out.count("out of time (--budget)") == 4
+
+
+def test_bench_counts_the_work_of_what_is_computed(run):
+    """As many products as a mask has ones."""
+    bench = runpy.run_path(os.path.join(ROOT, "bench.py"))
+    bench["work"].__globals__.update(n_head=3, window=5)
+    for n in (4, 30):
+        seen = {"S": visible(n, n, 5, torch.device("cpu")).sum(), "L": n * (n + 1) / 2}
+        for pattern in ("L", "S", "SSL"):
+            subject = bench["Subject"](None, None, pattern=pattern)
+            pairs = sum(seen[letter] for letter in (pattern * 3)[:3]) / 3
+            assert bench["work"](subject, n, 8)[0] == pytest.approx(float(4 * 8 * pairs))
+
+
+def test_training_on_a_gpu(run, tmp_path):
+    """What computes the loss in another way computes the same one."""
+    small = ("--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=24", "--vocab_size=97", "--batch_size=2")
+    same = "plain,no wait,flash,triton,logits in bfloat16,chunks"
+    args = (
+        "--device=cpu",
+        "--dtype=float32",
+        "--no-compile",
+        "--steps=6",
+        "--chunks=3",
+        f"--out={tmp_path / 't.json'}",
+    )
+    code, out, err = run("experiments/gpu_training.py", *small, *args, f"--only={same},beta")
+    assert code == 0, err
+    results = json.loads((tmp_path / "t.json").read_text())
+    losses = [results[name]["loss"] for name in same.split(",")]
+    assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5) and 3 < losses[0] < 5
+    assert abs(results["beta"]["loss"] - losses[0]) > 1e-6 and results["plain"]["tokens_per_s"] > 0
+    code, _, err = run("experiments/gpu_training.py", *small, *args, "--only=plan")
+    assert code == 2 and "plan is none of plain" in err
+
+
 def test_bench_models_steps_and_decoding(run, tmp_path):
     sizes = ("--model_lengths=16,160", "--step_length=16", "--decode_length=8", f"--out={tmp_path / 'b.json'}")
     code, out, _ = run("bench.py", *TINY, "--what=model,step,decode", *sizes)
@@ -594,7 +655,10 @@ def test_bench_models_steps_and_decoding(run, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ("--lengths=a,b", "positive integers"),
+        ("--lengths=a,b", "--lengths must be positive integers"),
+        ("--head_dim=8,0", "--head_dim must be positive integers"),
+        ("--tokens=-1", "must not be negative"),
+        ("--suite=big", "all, quick, gpu"),
         ("--lengths=", "positive integers"),
         ("--repeats=0", "must be positive"),
         ("--what=attn", "none of attention, model, step, decode"),
@@ -615,7 +679,8 @@ def test_bench_refuses(run, wrong, says):
 
 SCRIPTS = ["train.py", "sample.py", "bench.py", "data/shakespeare_char/prepare.py", "experiments/shakespeare_cores.py"]
 SCRIPTS += ["experiments/choices.py", "experiments/laser_precision.py", "scripts/export_hf.py", "tests/faults.py"]
-SCRIPTS += ["experiments/tokenizing.py"]
+SCRIPTS += ["experiments/tokenizing.py", "experiments/gpu_training.py", "experiments/local_dependencies.py"]
+SCRIPTS += ["tests/resources.py"] if importlib.util.find_spec("triton") else []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,0 +1,215 @@
+"""Where the time of a training step goes on a GPU, and what makes it shorter: GPT-2 (124M), block 1024, bfloat16.
+
+    python experiments/gpu_training.py --profile            # all rows; each is compiled anew, most of a minute
+    python experiments/gpu_training.py --only="plain,cudnn,chunks"
+
+`plain` is nanoGPT's path: its micro-batch of 12, torch.compile, fused AdamW, PyTorch's choice among SDPA's kernels,
+logits of all tokens at once, and a loss that is read on every step. Each other row changes what its name says. All
+start from the same weights and see the same few batches of random tokens, so that the last column, the loss at the
+end, tells whether they compute the same (a row of another batch size or attention does not). Tokens/s are of the
+median step; MFU is of the rate of a large matrix product on this device. Rows are written to --out as they come.
+"""
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from configurator import configure, first_line, pick_device, user_errors
+from estimate import matmul_rate
+from model import GPT, GPTConfig
+from optimizers import OPTIMIZER, Settings
+
+only = ""  # rows, separated by commas; empty: all
+n_layer = 12  # of GPT-2 (124M), as the others
+n_head = 12  # heads
+n_embd = 768  # width
+block_size = 1024  # tokens of a sequence
+vocab_size = 50304  # 50257, padded to a multiple of 64
+batch_size = 12  # sequences of a step
+steps = 30  # of each row, of which the first third are not timed
+batches = 4  # of random tokens, again and again
+chunks = 8  # that the loss is computed in, for the row of that name
+profile = False  # of plain's step: the kernels that take longest
+budget = 540.0  # seconds; past them no other row is begun, which is said
+compile = True  # torch.compile
+out = "gpu-training.json"  # the file of results
+device = "cuda"  # cuda, cuda:0, cpu (for a look at the script)
+dtype = "bfloat16"  # of autocast
+seed = 1337  # of weights and tokens
+
+
+def in_chunks(model: GPT, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The loss of some tokens at a time, whose logits are computed again in the backward pass."""
+
+    def part(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model.lm_head(h).float(), y, reduction="sum")
+
+    h, y = model.hidden(x).flatten(0, 1), y.flatten()
+    parts = zip(h.chunk(chunks), y.chunk(chunks), strict=True)
+    return sum(checkpoint(part, *few, use_reentrant=False) for few in parts) / len(y)
+
+
+LOSS: dict[str, Callable] = {
+    "model": lambda model, x, y: model(x, y)[1],
+    "bfloat16": lambda model, x, y: F.cross_entropy(model.lm_head(model.hidden(x)).flatten(0, 1), y.flatten()),
+    "chunks": in_chunks,
+}
+if hasattr(F, "linear_cross_entropy"):
+    LOSS["linear"] = lambda model, x, y: F.linear_cross_entropy(
+        model.hidden(x).flatten(0, 1), model.lm_head.weight, y.flatten()
+    )
+
+# what is unlike plain: backend, loss, mode, batch (times batch_size), wait, triton; the rest are fields of GPTConfig
+ROWS: dict[str, dict] = {
+    "plain": {},
+    "no wait": {"wait": False},
+    "batch x 2": {"batch": 2, "wait": False},
+    "batch x 4": {"batch": 4, "wait": False},
+    "cudnn": {"backend": SDPBackend.CUDNN_ATTENTION},
+    "flash": {"backend": SDPBackend.FLASH_ATTENTION},
+    "triton": {"triton": True},
+    "logits in bfloat16": {"loss": "bfloat16"},
+    "chunks": {"loss": "chunks"},
+    "linear cross-entropy": {"loss": "linear"},
+    "vocabulary of 50257": {"vocab_size": 50257},
+    "laser": {"attention": "laser"},
+    "laser triton": {"attention": "laser", "triton": True},
+    "beta": {"attention": "beta"},
+    "beta triton": {"attention": "beta", "triton": True},
+    "SSSSSL": {"heads": "SSSSSL"},
+    "SSSSSL triton": {"heads": "SSSSSL", "triton": True},
+    "SSSSSL laser": {"heads": "SSSSSL", "attention": "laser"},
+    "reduce-overhead": {"mode": "reduce-overhead"},
+}
+
+
+PLAIN = {"batch": 1, "wait": True, "loss": "model", "backend": None, "mode": None, "triton": False}
+
+
+def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, rate: float) -> dict:
+    """Trains a model for a few steps; tokens/s, memory, the last loss."""
+    row = PLAIN | changes
+    if row["loss"] not in LOSS:
+        raise ValueError(f"this PyTorch has no F.{row['loss']}_cross_entropy")
+    torch.manual_seed(seed)
+    sizes = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size, "vocab_size": vocab_size}
+    sizes |= {k: v for k, v in row.items() if k not in PLAIN}
+    model = GPT(GPTConfig(bias=False, **sizes)).to(dev).train()
+    if row["triton"]:
+        model.use_triton()
+    adamw = OPTIMIZER["adamw"](model, Settings(6e-4, (0.9, 0.95), 0.1))[0]
+    B = batch_size * row["batch"]
+    tokens = [torch.randint(min(vocab_size, 50257), (B, block_size + 1)).to(dev) for _ in range(batches)]
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return LOSS[row["loss"]](model, x, y)
+
+    fast = torch.compile(loss_of, mode=row["mode"]) if compile else loss_of
+
+    def backend() -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if row["backend"] is None else sdpa_kernel(row["backend"])
+
+    def step(i: int) -> torch.Tensor:
+        x = tokens[i % batches]
+        with amp, backend():
+            loss = fast(x[:, :-1], x[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        if row["wait"]:
+            loss.item()
+        return loss.detach()
+
+    cuda = dev.startswith("cuda")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    began, ticks, first = time.perf_counter(), [], steps // 3
+    for i in range(steps):
+        last = step(i)
+        if i == 0:
+            last.item()
+            compiling = time.perf_counter() - began
+        if cuda and i >= first - 1:
+            ticks.append(torch.cuda.Event(enable_timing=True))
+            ticks[-1].record()
+        elif i >= first - 1:
+            ticks.append(time.perf_counter())
+    last = last.item()  # waits for it
+    pairs = zip(ticks, ticks[1:], strict=False)
+    ms = statistics.median(a.elapsed_time(b) if cuda else (b - a) * 1e3 for a, b in pairs)
+    speed = B * block_size / ms * 1e3
+    result = {"ms": ms, "tokens_per_s": speed, "mfu": model.flops() * speed / rate, "loss": last, "first": compiling}
+    result["peak_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
+    if profile and changes == {}:
+        result["kernels"] = longest(step)
+    return result
+
+
+def longest(step: Callable) -> list[dict]:
+    """The kernels of three steps that take longest together, and their share of all."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as found:
+        for i in range(3):
+            step(i)
+    events = [e for e in found.key_averages() if e.self_device_time_total > 0]
+    total = sum(e.self_device_time_total for e in events)
+    events = sorted(events, key=lambda e: -e.self_device_time_total)[:20]
+    return [
+        {"kernel": e.key[:90], "ms": e.self_device_time_total / 3e3, "share": e.self_device_time_total / total}
+        for e in events
+    ]
+
+
+def main() -> None:
+    wanted = [name for name in only.split(",") if name]
+    if unknown := set(wanted) - set(ROWS):
+        raise ValueError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(ROWS)}")
+    if steps < 6 or min(batch_size, batches, chunks) < 1:
+        raise ValueError("steps must be at least 6, and batch_size, batches and chunks positive")
+    dev, name, amp = pick_device(device, dtype)
+    torch.set_float32_matmul_precision("high")
+    rate, began = matmul_rate(dev, name), time.monotonic()
+    chip = torch.cuda.get_device_name() if dev.startswith("cuda") else "CPU"
+    print(f"{chip}, torch {torch.__version__}, {name}: a matrix product reaches {rate / 1e12:.3g} TFLOP/s")
+    columns = "ms", "tokens/s", "x plain", "MFU", "GiB", "first step", "loss"
+    print(f"{'':24}" + "".join(f"{c:>12}" for c in columns))
+    results = {"about": {"chip": chip, "torch": torch.__version__, "dtype": name, "flops": rate}}
+    for key in wanted or ROWS:
+        if time.monotonic() - began > budget:
+            print(f"{key:24}left out (--budget)")
+            continue
+        torch._dynamo.reset()
+        try:
+            row = results[key] = measured(ROWS[key], dev, amp, rate)
+        except Exception as error:  # a kernel that does not run here, or memory
+            print(f"{key:24}{type(error).__name__}: {first_line(error)[:150]}")
+            continue
+        times = row["tokens_per_s"] / results.get("plain", row)["tokens_per_s"]
+        print(
+            f"{key:24}{row['ms']:12.2f}{row['tokens_per_s']:12,.0f}{times:12.2f}{row['mfu']:12.1%}"
+            f"{row['peak_bytes'] / 2**30:12.1f}{row['first']:10.0f} s{row['loss']:12.4f}",
+            flush=True,
+        )
+        with open(out, "w", encoding="utf-8") as f:
+            json.dump(results, f, indent=1)
+    for kernel in results.get("plain", {}).get("kernels", []):
+        print(f"{kernel['share']:6.1%}{kernel['ms']:9.2f} ms  {kernel['kernel']}")
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()
