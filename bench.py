@@ -280,7 +280,7 @@ def subjects(dev: str) -> dict[str, Subject]:
         table["flex L"] = Subject(flex("L"), softmax, backward=on_gpu)
         if "S" in heads:
             table[f"flex {heads}"] = Subject(flex(heads), mixed["softmax"], pattern=heads, backward=on_gpu)
-    if dev.startswith("cuda"):
+    if dev.startswith("cuda") or os.environ.get("TRITON_INTERPRET") == "1":
         for core, f in triton_kernels().items():
             table[f"{core} triton"] = Subject(f, naive[core], core)
         if "S" in heads:
@@ -491,7 +491,11 @@ def attention(dev: str, dt: torch.dtype, sizes: list[int], dims: list[int], top:
 
 def attention_table(tasks: dict, table: dict, B: int, n: int, D: int, x: list, dev: str, top: dict) -> list[dict]:
     rounds, rows, columns = interleaved(tasks), [], ("forward", "backward", "forward + backward")
-    print(f"\n{f'n = {n}, d = {D}, B = {B}':24}" + "".join(f"{c:>22}{'share':>6}" for c in columns) + f"{'memory':>12}")
+    print(
+        f"\n{f'n = {n}, d = {D}, B = {B}':24}"
+        + "".join(f"{c:>22}{'share':>6}" for c in columns)
+        + f"{'memory':>12}{'error':>9}"
+    )
     first = next(iter(tasks), "sdpa")
     if first != "sdpa":
         print(f"(ratios to {first})")
@@ -511,7 +515,8 @@ def attention_table(tasks: dict, table: dict, B: int, n: int, D: int, x: list, d
             else "-"
             for k in of_forward
         ]
-        print(f"{name:24}" + "".join(f"{c:>28}" for c in cells) + f"{memory / 2**20:8.1f} MiB", flush=True)
+        print(f"{name:24}" + "".join(f"{c:>28}" for c in cells) + f"{memory / 2**20:8.1f} MiB", end="")
+        print(f"{table[name].error:9.1e}", flush=True)
         row = {"subject": name, "n": n, "d": D, "batch": B, "error": table[name].error}
         row |= {"ms": median, "spread": spread, "ratio": ratio, "share": share, "peak_bytes": memory}
         row["bound"] = {k: "operations" if least[k][0] > least[k][1] else "bytes" for k in share}

@@ -6,7 +6,7 @@
 A target (n, n) gives each row about half of the `band` tokens before it, with equal weights (section 3.1). The rows of
 softmax(q k^T), over all earlier tokens or over the last `span`, are fitted to it by Adam on q and k (n, d). It prints,
 and writes to --out, the share of the target that is missed, ||P - P'||^2 / ||P||^2, and the largest |q k^T|. The paper
-does not name its loss, its learning rate or how q and k begin: here it is that share, and standard normal numbers.
+does not name its loss, its learning rate or how q and k begin: here it is that share, and normal numbers (--init).
 Row 0 has nothing before it, and is left out. (Its section 3 lets a row see itself, its task does not; both attentions
 may, and have to learn not to.)
 """
@@ -30,6 +30,7 @@ band = 50  # how far back the target's rows reach
 span = 50  # how far back short attention sees
 steps = 100000  # of Adam
 learning_rates = "1e-2,1e-3"  # the better one is each attention's
+init = 0.1  # standard deviation of the numbers that q and k begin with
 rows = 20  # of the table
 out = "local_dependencies.json"  # the file of results
 device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
@@ -63,7 +64,7 @@ def long_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def fit(name: str, p: torch.Tensor, rate: float, dev: str) -> list[dict]:
     """Fits q and k; a row of results now and then."""
     torch.manual_seed(seed)
-    q, k = (torch.randn(n, d).to(dev).requires_grad_() for _ in "qk")
+    q, k = ((init * torch.randn(n, d)).to(dev).requires_grad_() for _ in "qk")
     short = name == "short"
     if short:  # of p what short attention can see
         p = torch.stack([F.pad(p, (span, 0))[i : i + span, i : i + 2 * span] for i in range(0, n, span)])
@@ -85,7 +86,7 @@ def fit(name: str, p: torch.Tensor, rate: float, dev: str) -> list[dict]:
 
 
 def main() -> None:
-    if n % span or band > span or min(n, d, band, steps, rows) < 1:
+    if n % span or band > span or min(n, d, band, steps, rows) < 1 or init <= 0:
         raise ValueError(f"n={n} must be a multiple of span={span}, which must be at least band={band}; all positive")
     try:
         rates = [float(rate) for rate in learning_rates.split(",")]
