@@ -28,6 +28,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(math.log2(math.e))
 EXACT = tl.constexpr(16)  # tokens, and channels, of a block in log space
 WIDTHS = (16, 32, 64, 128)  # of a head, that the kernels take
+VARYING = ("T", "n", "window", "n_short")  # no kernel is compiled anew for other values of these
 
 # -----------------------------------------------------------------------------
 # What the kernels are made of. A head of a tensor is (T, width): `x` points to its first number, `step` is how far
@@ -125,7 +126,7 @@ def add_keys(
     return acc, total, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q, k, v, lo, shift, y, x, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, window, n_short, c, H, T,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -133,7 +134,7 @@ def forward_kernel(
 ):  # fmt: skip
     """M queries of a head: y, lse and, of LASER, x, the sum of weighted exponentials."""
     start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)  # the longest rows first
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     span = tl.where(h < n_short, window, T)
     q, k, v, lo = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, lo + b * v_b + h * v_h
     mine = (b * T * H + h) * E
@@ -160,13 +161,13 @@ def forward_kernel(
     tl.store(lse + bh.to(tl.int64) * T + rows, top + tl.log2(total), mask=rows < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def exp_kernel(
     v, shift, hi, lo, v_b, v_h, v_t, H, T, E: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr
 ):  # fmt: skip
     """exp(v - shift) of N tokens of a head, as the sum of hi and lo."""
     rows, bh = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     V = tile(v + b * v_b + h * v_h, v_t, rows, T, E).to(tl.float32)
     V = tl.exp2((V - tl.load(shift + bh * E + tl.arange(0, E))[None, :]) * LOG2_E)
     mine = (b * T * H + h) * E
@@ -175,13 +176,13 @@ def exp_kernel(
         put(lo + mine, H * E, rows, T, V - rounded(V, hi.dtype.element_ty).to(tl.float32), E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def delta_kernel(
     dy, x, g, delta, dy_b, dy_h, dy_t, H, T, E: tl.constexpr, M: tl.constexpr, LASER: tl.constexpr
 ):  # fmt: skip
     """delta = sum(g x) of M rows of a head, where g = dy and x = y; of LASER g = dy / x, which is kept."""
     rows, bh = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     mine = (b * T * H + h) * E
     G = tile(dy + b * dy_b + h * dy_h, dy_t, rows, T, E).to(tl.float32)
     X = tile(x + mine, H * E, rows, T, E).to(tl.float32)
@@ -214,7 +215,7 @@ def add_queries(
     return dK, dV
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def dk_dv_kernel(
     q, k, v, lo, g, lse, delta, dk, dv, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -222,7 +223,7 @@ def dk_dv_kernel(
 ):  # fmt: skip
     """The gradients of N keys and values of a head."""
     start, bh = tl.program_id(0) * N, tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     span = tl.where(h < n_short, window, T)
     cols = start + tl.arange(0, N)
     K, V = tile(k + b * k_b + h * k_h, k_t, cols, T, D), tile(v + b * v_b + h * v_h, v_t, cols, T, E)
@@ -259,7 +260,7 @@ def add_keys_to_dq(
     return dQ
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
     q, k, v, lo, g, lse, delta, dq, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -267,7 +268,7 @@ def dq_kernel(
 ):  # fmt: skip
     """The gradient of M queries of a head."""
     start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     span = tl.where(h < n_short, window, T)
     k, v, lo = k + b * k_b + h * k_h, v + b * v_b + h * v_h, lo + b * v_b + h * v_h
     rows = start + tl.arange(0, M)
@@ -291,35 +292,38 @@ def dq_kernel(
 def exponents(Q, k, k_t, v, v_t, LSE, rows, cols, channels, span, c, T, D: tl.constexpr):
     """(t, s): s = log2 of the weights (queries, keys), t = s + v log2(e) (queries, keys, channels); -inf unseen."""
     s = dot(Q, tl.trans(tile(k, k_t, cols, T, D))) * c - LSE[:, None]
-    s = tl.where(seen(rows[:, None], cols[None, :], span, T), s, -float("inf"))
+    inside = seen(rows[:, None], cols[None, :], span, T)
     V = tl.load(v + cols[:, None] * v_t + channels[None, :], mask=cols[:, None] < T, other=0.0).to(tl.float32)
-    return s[:, :, None] + V[None, :, :] * LOG2_E, s
+    t = tl.where(inside[:, :, None], s[:, :, None] + V[None, :, :] * LOG2_E, -float("inf"))
+    return t, tl.where(inside, s, -float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def exact_forward_kernel(
     q, k, v, lse, y, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, window, n_short, c, H, T,
     D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """y = log sum_j exp(log w_ij + v_j), of EXACT queries and channels of a head."""
-    start, bh = tl.program_id(0) * EXACT, tl.program_id(2)
+    """y = log sum_j exp(log w_ij + v_j), of EXACT queries of a head, EXACT channels after the other."""
+    start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     span = tl.where(h < n_short, window, T)
     k, v = k + b * k_b + h * k_h, v + b * v_b + h * v_h
-    rows, channels = start + tl.arange(0, EXACT), tl.program_id(1) * EXACT + tl.arange(0, EXACT)
+    rows = start + tl.arange(0, EXACT)
     Q = tile(q + b * q_b + h * q_h, q_t, rows, T, D)
     LSE = tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
-    top, total = tl.full((EXACT, EXACT), -float("inf"), tl.float32), tl.zeros((EXACT, EXACT), tl.float32)
-    for j in range(tl.maximum(start - span, 0) // EXACT * EXACT, tl.minimum(start + EXACT, T), EXACT):
-        t, _ = exponents(Q, k, k_t, v, v_t, LSE, rows, j + tl.arange(0, EXACT), channels, span, c, T, D)
-        new = tl.maximum(top, tl.max(t, 1))
-        base = tl.where(new == -float("inf"), 0.0, new)
-        total = total * tl.exp2(top - base) + tl.sum(tl.exp2(t - base[:, None, :]), 1)
-        top = new
-    where = y + (b * T * H + h) * E + rows[:, None] * (H * E) + channels[None, :]
-    tl.store(where, rounded((top + tl.log2(total)) / LOG2_E, y.dtype.element_ty), mask=rows[:, None] < T)
+    for e in range(0, E, EXACT):
+        channels = e + tl.arange(0, EXACT)
+        top, total = tl.full((EXACT, EXACT), -float("inf"), tl.float32), tl.zeros((EXACT, EXACT), tl.float32)
+        for j in range(tl.maximum(start - span, 0) // EXACT * EXACT, tl.minimum(start + EXACT, T), EXACT):
+            t, _ = exponents(Q, k, k_t, v, v_t, LSE, rows, j + tl.arange(0, EXACT), channels, span, c, T, D)
+            new = tl.maximum(top, tl.max(t, 1))
+            base = tl.where(new == -float("inf"), 0.0, new)
+            total = total * tl.exp2(top - base) + tl.sum(tl.exp2(t - base[:, None, :]), 1)
+            top = new
+        where = y + (b * T * H + h) * E + rows[:, None] * (H * E) + channels[None, :]
+        tl.store(where, rounded((top + tl.log2(total)) / LOG2_E, y.dtype.element_ty), mask=rows[:, None] < T)
 
 
 @triton.jit
@@ -345,7 +349,7 @@ def dscores(
     return ds
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def exact_dq_kernel(
     q, k, v, lse, y, dy, dq, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
     window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr,
@@ -354,7 +358,7 @@ def exact_dq_kernel(
     start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     span = tl.where(h < n_short, window, T)
     k, v = k + b * k_b + h * k_h, v + b * v_b + h * v_h
     y, dy = y + (b * T * H + h) * E, dy + b * dy_b + h * dy_h
@@ -369,35 +373,41 @@ def exact_dq_kernel(
     put(dq + (b * T * H + h) * D, H * D, rows, T, dQ * scale, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def exact_dk_dv_kernel(
     q, k, v, lse, y, dy, dk, dv, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
     window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of EXACT channels of EXACT values and, in the first program of these tokens, of their keys."""
-    start, part, bh = tl.program_id(0) * EXACT, tl.program_id(1), tl.program_id(2)
+    """The gradients of EXACT keys of a head and of their values, EXACT channels after the other."""
+    start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     span = tl.where(h < n_short, window, T)
     q, k, v = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
     y, dy = y + (b * T * H + h) * E, dy + b * dy_b + h * dy_h
-    cols, channels = start + tl.arange(0, EXACT), part * EXACT + tl.arange(0, EXACT)
-    dK, dV = tl.zeros((EXACT, D), tl.float32), tl.zeros((EXACT, EXACT), tl.float32)
-    for i in range(start, tl.minimum(start + EXACT + span, T), EXACT):
+    cols = start + tl.arange(0, EXACT)
+    end = tl.minimum(start + EXACT + span, T)
+    dK = tl.zeros((EXACT, D), tl.float32)
+    for i in range(start, end, EXACT):
         rows = i + tl.arange(0, EXACT)
         Q = tile(q, q_t, rows, T, D)
         LSE = tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
-        t, _ = exponents(Q, k, k_t, v, v_t, LSE, rows, cols, channels, span, c, T, D)
-        g, G = shares(t, y, dy, dy_t, rows, channels, T, H * E)
-        dV += tl.sum(G * g, 0)
-        if part == 0:
-            ds = dscores(Q, k, v, LSE, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, H * E, D, E)
-            dK += dot(tl.trans(ds), Q.to(tl.float32))
-    where = dv + (b * T * H + h) * E + cols[:, None] * (H * E) + channels[None, :]
-    tl.store(where, rounded(dV, dv.dtype.element_ty), mask=cols[:, None] < T)
-    if part == 0:
-        put(dk + (b * T * H + h) * D, H * D, cols, T, dK * scale, D)
+        ds = dscores(Q, k, v, LSE, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, H * E, D, E)
+        dK += dot(tl.trans(ds), Q.to(tl.float32))
+    put(dk + (b * T * H + h) * D, H * D, cols, T, dK * scale, D)
+    for e in range(0, E, EXACT):
+        channels = e + tl.arange(0, EXACT)
+        dV = tl.zeros((EXACT, EXACT), tl.float32)
+        for i in range(start, end, EXACT):
+            rows = i + tl.arange(0, EXACT)
+            Q = tile(q, q_t, rows, T, D)
+            LSE = tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+            t, _ = exponents(Q, k, k_t, v, v_t, LSE, rows, cols, channels, span, c, T, D)
+            g, G = shares(t, y, dy, dy_t, rows, channels, T, H * E)
+            dV += tl.sum(G * g, 0)
+        where = dv + (b * T * H + h) * E + cols[:, None] * (H * E) + channels[None, :]
+        tl.store(where, rounded(dV, dv.dtype.element_ty), mask=cols[:, None] < T)
 
 
 # -----------------------------------------------------------------------------
@@ -430,6 +440,13 @@ def by_time(like: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     return like.new_empty(B, T, H, width, dtype=dtype).transpose(1, 2)
 
 
+def as_planned(dy: torch.Tensor) -> torch.Tensor:
+    """dy with strides that are the same when it comes. torch.compile plans with y's, and dy may have others."""
+    if torch.compiler.is_compiling():
+        return dy.transpose(1, 2).contiguous().transpose(1, 2)
+    return dy if dy.stride(-1) == 1 else dy.contiguous()
+
+
 class Flash(torch.autograd.Function):
     """(q, k, v, window, n_short, scale, laser) -> y; q, k (B, H, T, D), v (B, H, T, E). n_short heads, the first, are
     short, and see `window` tokens back."""
@@ -455,7 +472,7 @@ class Flash(torch.autograd.Function):
             **sizes, SHORT=n_short > 0, LASER=laser, SPLIT=split,
         )  # fmt: skip
         if laser:
-            exact_forward_kernel[triton.cdiv(T, EXACT.value), E // EXACT.value, B * H](
+            exact_forward_kernel[triton.cdiv(T, EXACT.value), B * H](
                 q, k, v, lse, y, wide, *strides, *v.stride()[:3], *heads
             )
         ctx.save_for_backward(q, k, v, x, lse, shift, wide)
@@ -468,7 +485,7 @@ class Flash(torch.autograd.Function):
         q, k, v, x, lse, shift, wide = ctx.saved_tensors
         window, n_short, scale, laser, split = ctx.choices
         (B, H, T, D), E = q.shape, v.shape[-1]
-        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        dy = as_planned(dy)
         dq, dk, dv = (by_time(q, t.shape[-1], t.dtype) for t in (q, k, v))
         delta, g, values, lo = torch.empty_like(lse), dy, v, v
         _, sizes = blocks(D, E, laser, v.dtype)
@@ -484,12 +501,12 @@ class Flash(torch.autograd.Function):
         dk_dv_kernel[triton.cdiv(T, sizes["N"]), B * H](q, k, values, lo, g, lse, delta, dk, dv, *main, **kind)
         dq_kernel[triton.cdiv(T, sizes["M"]), B * H](q, k, values, lo, g, lse, delta, dq, *main, **kind)
         if laser:
-            n, parts = triton.cdiv(T, EXACT.value), E // EXACT.value
+            grid = triton.cdiv(T, EXACT.value), B * H
             exact, mine = by_time(q, E, torch.float32), (*strides, *v.stride()[:3])
-            exact_forward_kernel[n, parts, B * H](q, k, v, lse, exact, wide, *mine, *heads[:3], *heads[4:])
+            exact_forward_kernel[grid](q, k, v, lse, exact, wide, *mine, *heads[:3], *heads[4:])
             mine = (*mine, *dy.stride()[:3], *heads)
-            exact_dq_kernel[n, B * H](q, k, v, lse, exact, dy, dq, wide, *mine)
-            exact_dk_dv_kernel[n, parts, B * H](q, k, v, lse, exact, dy, dk, dv, wide, *mine)
+            exact_dq_kernel[grid](q, k, v, lse, exact, dy, dq, wide, *mine)
+            exact_dk_dv_kernel[grid](q, k, v, lse, exact, dy, dk, dv, wide, *mine)
         return dq, dk, dv, None, None, None, None
 
 
@@ -515,7 +532,8 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels take these."""
     here = q.is_cuda or INTERPRETED.value
     alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float32)  # float16 would overflow
-    return here and alike and q.shape == k.shape and q.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
+    few = q.shape[0] * q.shape[1] < 2**16 and all(x.shape[2] * x.stride(2) < 2**31 for x in (q, k, v))  # a GPU's limits
+    return here and alike and few and q.shape == k.shape and q.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
 
 
 # -----------------------------------------------------------------------------
@@ -533,14 +551,14 @@ def dot_wide(a, b, SPLIT: tl.constexpr):
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def sums_kernel(
     x, y, z, out, x_b, x_h, x_t, y_b, y_h, y_t, H, T, D: tl.constexpr, E: tl.constexpr, N: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Of N tokens of a head [x^T y | x^T x] or, with weights z of the tokens, [x^T y | x^T z x]: (D, E + D)."""
     part, bh = tl.program_id(0), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     rows = part * N + tl.arange(0, N)
     X, Y = tile(x + b * x_b + h * x_h, x_t, rows, T, D), tile(y + b * y_b + h * y_h, y_t, rows, T, E)
     Z = X
@@ -552,7 +570,7 @@ def sums_kernel(
     put(out + E, E + D, tl.arange(0, D), D, dot(tl.trans(X), Z), D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def before_kernel(x, n, SIZE: tl.constexpr, STEP: tl.constexpr, REVERSE: tl.constexpr):
     """x (heads, n, SIZE): each of n becomes the sum of those before it, or after it; STEP of SIZE numbers."""
     x += tl.program_id(1).to(tl.int64) * n * SIZE + tl.program_id(0) * STEP + tl.arange(0, STEP)
@@ -564,14 +582,14 @@ def before_kernel(x, n, SIZE: tl.constexpr, STEP: tl.constexpr, REVERSE: tl.cons
         total += here
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def beta_forward_kernel(
     q, k, v, before, y, norm, divisor, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, scale, eps, H, T,
     D: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """y of N tokens of a head, ||s||, and that as a divisor: not below its rounding, as in BetaLinear."""
     part, bh = tl.program_id(0), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     rows, wide = part * N + tl.arange(0, N), tl.arange(0, D)
     before += (bh.to(tl.int64) * tl.num_programs(0) + part) * D * (E + D)
     Q, K = tile(q + b * q_b + h * q_h, q_t, rows, T, D), tile(k + b * k_b + h * k_h, k_t, rows, T, D)
@@ -590,13 +608,13 @@ def beta_forward_kernel(
     tl.store(divisor + mine, tl.maximum(r, least), mask=rows < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def beta_rows_kernel(
     dy, y, norm, divisor, p, z, dy_b, dy_h, dy_t, H, T, E: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
     """p = dy / (1 + ||s||) and z = -(p y) / ||s|| of N tokens of a head: a = [p | z q]."""
     rows, bh = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     here, mine = bh.to(tl.int64) * T + rows, (b * T * H + h) * E
     r = tl.load(norm + here, mask=rows < T, other=0.0)
     P = tile(dy + b * dy_b + h * dy_h, dy_t, rows, T, E).to(tl.float32) / (1 + r)[:, None]
@@ -605,14 +623,14 @@ def beta_rows_kernel(
     tl.store(z + here, -py / tl.load(divisor + here, mask=rows < T, other=1.0), mask=rows < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def beta_backward_kernel(
     q, k, v, before, after, p, z, dq, dk, dv, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, scale, H, T,
     D: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of N tokens of a head; before is [S | G], after sum q^T [p | z q] of the tokens after these."""
     part, bh = tl.program_id(0), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), bh % H
+    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
     rows, wide = part * N + tl.arange(0, N), tl.arange(0, D)
     here = (bh.to(tl.int64) * tl.num_programs(0) + part) * D * (E + D)
     before, after = before + here, after + here
@@ -659,7 +677,7 @@ class Beta(torch.autograd.Function):
         q, k, v, before, y, norm, divisor = ctx.saved_tensors
         scale, N, split, strides = ctx.choices
         (B, H, T, D), E = q.shape, v.shape[-1]
-        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        dy = as_planned(dy)
         p, z = by_time(q, E, v.dtype), torch.empty_like(norm)
         dq, dk, dv = (by_time(q, t.shape[-1], t.dtype) for t in (q, k, v))
         beta_rows_kernel[triton.cdiv(T, 64), B * H](dy, y, norm, divisor, p, z, *dy.stride()[:3], H, T, E, 64)

@@ -38,7 +38,7 @@ def resources(kernel: object, constants: dict, options: dict, float32: tuple = (
         scalar = name in ("window", "n_short", "H", "T", "n") or name.endswith(("_b", "_h", "_t"))
         kind = "i32" if scalar else "*fp32" if name in (*FLOAT32, *float32) else "*i32" if name == "wide" else mine
         signature[name] = "constexpr" if name in constants else NUMBER.get(name, kind)
-        if signature[name][0] == "*" or name == "T" or name.endswith(("_b", "_h", "_t")):  # as Triton finds them
+        if signature[name][0] == "*" or name.endswith(("_b", "_h", "_t")):  # as Triton finds them
             aligned[i,] = [["tt.divisibility", 16]]
     names = list(signature)
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)

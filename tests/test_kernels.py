@@ -16,7 +16,7 @@ import kernels
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of what is masked
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 T = 100  # more than a block of queries, and no multiple of one
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}  # ||x - exact|| / ||exact||
+TOLERANCE = {torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5, torch.bfloat16: 6e-3}  # ||x - exact|| / ||exact||
 
 
 def inputs(dtype: torch.dtype, T: int = T, D: int = 32, E: int = 16, H: int = 2) -> list[torch.Tensor]:
