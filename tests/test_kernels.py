@@ -15,7 +15,7 @@ import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of what is masked
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-T = 100  # more than a block of queries, and no multiple of one
+T = 80  # more than a block of queries, and no multiple of one
 TOLERANCE = {torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5, torch.bfloat16: 6e-3}  # ||x - exact|| / ||exact||
 
 
@@ -71,8 +71,7 @@ def test_short_and_long_heads_in_one_launch(laser):
 
 
 @dtypes
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("value", [120.0, 1000.0, -1000.0])
+@pytest.mark.parametrize(("value", "window"), [(120.0, None), (1000.0, 7), (-1000.0, None)])
 def test_laser_of_any_values(value, window, dtype):
     """The first head's values span too much for exp, the second's do not."""
     q, k, v, dy = inputs(dtype, T=50, D=16)
