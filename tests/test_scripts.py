@@ -577,6 +577,11 @@ def test_bench_attention(run, tmp_path, monkeypatch):
     assert code == 0 and "n = 400: softmax skipped, would take" in out
 
 
+def test_triton_needs_cuda(train):
+    code, _, err = train("--triton", "--max_iters=1")
+    assert code == 2 and "its kernels are for CUDA, and this runs on cpu; --no-triton works" in err
+
+
 def test_bench_for_a_gpu(run, tmp_path):
     """--suite=gpu with sizes for a CPU; times between a GPU's events and its kernels are not seen here."""
     names = ["sdpa", "sdpa flash", "softmax", "softmax SSL", "laser", "beta", "beta differential"]
