@@ -507,6 +507,7 @@ def attention(dev: str, dt: torch.dtype, sizes: list[int], dims: list[int], top:
 
 
 def attention_table(tasks: dict, table: dict, B: int, n: int, D: int, x: list, dev: str, top: dict) -> list[dict]:
+    """Times the tasks, prints their table and returns its rows."""
     rounds, rows, columns = interleaved(tasks), [], ("forward", "backward", "forward + backward")
     print(
         f"\n{f'n = {n}, d = {D}, B = {B}':24}"

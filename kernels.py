@@ -75,6 +75,18 @@ def seen(queries, keys, span, T):
 
 
 @triton.jit
+def head_of(bh, H):
+    """(sequence, head) of a program, wide enough to be multiplied by strides."""
+    return (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+
+
+@triton.jit
+def span_of(h, n_short, window, T):
+    """How far back a head sees: the first n_short ones `window` tokens, the others all."""
+    return tl.where(h < n_short, window, T)
+
+
+@triton.jit
 def keys_of(start, span, T, M: tl.constexpr, N: tl.constexpr, SHORT: tl.constexpr):
     """(a, b, c, d) for the M queries from start: keys in blocks of N, all of which are seen by all from b to c alone,
     and some by some from a to b and from c to d. All but d are multiples of N, or d."""
@@ -134,8 +146,8 @@ def forward_kernel(
 ):  # fmt: skip
     """M queries of a head: y, lse and, of LASER, x, the sum of weighted exponentials."""
     start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)  # the longest rows first
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    span = tl.where(h < n_short, window, T)
+    b, h = head_of(bh, H)
+    span = span_of(h, n_short, window, T)
     q, k, v, lo = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, lo + b * v_b + h * v_h
     mine = (b * T * H + h) * E
     rows = start + tl.arange(0, M)
@@ -167,7 +179,7 @@ def exp_kernel(
 ):  # fmt: skip
     """exp(v - shift) of N tokens of a head, as the sum of hi and lo."""
     rows, bh = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    b, h = head_of(bh, H)
     V = tile(v + b * v_b + h * v_h, v_t, rows, T, E).to(tl.float32)
     V = tl.exp2((V - tl.load(shift + bh * E + tl.arange(0, E))[None, :]) * LOG2_E)
     mine = (b * T * H + h) * E
@@ -182,7 +194,7 @@ def delta_kernel(
 ):  # fmt: skip
     """delta = sum(g x) of M rows of a head, where g = dy and x = y; of LASER g = dy / x, which is kept."""
     rows, bh = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    b, h = head_of(bh, H)
     mine = (b * T * H + h) * E
     G = tile(dy + b * dy_b + h * dy_h, dy_t, rows, T, E).to(tl.float32)
     X = tile(x + mine, H * E, rows, T, E).to(tl.float32)
@@ -223,8 +235,8 @@ def dk_dv_kernel(
 ):  # fmt: skip
     """The gradients of N keys and values of a head."""
     start, bh = tl.program_id(0) * N, tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    span = tl.where(h < n_short, window, T)
+    b, h = head_of(bh, H)
+    span = span_of(h, n_short, window, T)
     cols = start + tl.arange(0, N)
     K, V = tile(k + b * k_b + h * k_h, k_t, cols, T, D), tile(v + b * v_b + h * v_h, v_t, cols, T, E)
     LO = tile(lo + b * v_b + h * v_h, v_t, cols, T, E) if SPLIT else V
@@ -268,8 +280,8 @@ def dq_kernel(
 ):  # fmt: skip
     """The gradient of M queries of a head."""
     start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    span = tl.where(h < n_short, window, T)
+    b, h = head_of(bh, H)
+    span = span_of(h, n_short, window, T)
     k, v, lo = k + b * k_b + h * k_h, v + b * v_b + h * v_h, lo + b * v_b + h * v_h
     rows = start + tl.arange(0, M)
     Q, G = tile(q + b * q_b + h * q_h, q_t, rows, T, D), tile(g + b * g_b + h * g_h, g_t, rows, T, E)
@@ -307,8 +319,8 @@ def exact_forward_kernel(
     start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    span = tl.where(h < n_short, window, T)
+    b, h = head_of(bh, H)
+    span = span_of(h, n_short, window, T)
     k, v = k + b * k_b + h * k_h, v + b * v_b + h * v_h
     rows = start + tl.arange(0, EXACT)
     Q = tile(q + b * q_b + h * q_h, q_t, rows, T, D)
@@ -358,8 +370,8 @@ def exact_dq_kernel(
     start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    span = tl.where(h < n_short, window, T)
+    b, h = head_of(bh, H)
+    span = span_of(h, n_short, window, T)
     k, v = k + b * k_b + h * k_h, v + b * v_b + h * v_h
     y, dy = y + (b * T * H + h) * E, dy + b * dy_b + h * dy_h
     rows = start + tl.arange(0, EXACT)
@@ -382,8 +394,8 @@ def exact_dk_dv_kernel(
     start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
-    span = tl.where(h < n_short, window, T)
+    b, h = head_of(bh, H)
+    span = span_of(h, n_short, window, T)
     q, k, v = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
     y, dy = y + (b * T * H + h) * E, dy + b * dy_b + h * dy_h
     cols = start + tl.arange(0, EXACT)
@@ -558,7 +570,7 @@ def sums_kernel(
 ):  # fmt: skip
     """Of N tokens of a head [x^T y | x^T x] or, with weights z of the tokens, [x^T y | x^T z x]: (D, E + D)."""
     part, bh = tl.program_id(0), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    b, h = head_of(bh, H)
     rows = part * N + tl.arange(0, N)
     X, Y = tile(x + b * x_b + h * x_h, x_t, rows, T, D), tile(y + b * y_b + h * y_h, y_t, rows, T, E)
     Z = X
@@ -589,7 +601,7 @@ def beta_forward_kernel(
 ):  # fmt: skip
     """y of N tokens of a head, ||s||, and that as a divisor: not below its rounding, as in BetaLinear."""
     part, bh = tl.program_id(0), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    b, h = head_of(bh, H)
     rows, wide = part * N + tl.arange(0, N), tl.arange(0, D)
     before += (bh.to(tl.int64) * tl.num_programs(0) + part) * D * (E + D)
     Q, K = tile(q + b * q_b + h * q_h, q_t, rows, T, D), tile(k + b * k_b + h * k_h, k_t, rows, T, D)
@@ -614,7 +626,7 @@ def beta_rows_kernel(
 ):  # fmt: skip
     """p = dy / (1 + ||s||) and z = -(p y) / ||s|| of N tokens of a head: a = [p | z q]."""
     rows, bh = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    b, h = head_of(bh, H)
     here, mine = bh.to(tl.int64) * T + rows, (b * T * H + h) * E
     r = tl.load(norm + here, mask=rows < T, other=0.0)
     P = tile(dy + b * dy_b + h * dy_h, dy_t, rows, T, E).to(tl.float32) / (1 + r)[:, None]
@@ -630,7 +642,7 @@ def beta_backward_kernel(
 ):  # fmt: skip
     """The gradients of N tokens of a head; before is [S | G], after sum q^T [p | z q] of the tokens after these."""
     part, bh = tl.program_id(0), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    b, h = head_of(bh, H)
     rows, wide = part * N + tl.arange(0, N), tl.arange(0, D)
     here = (bh.to(tl.int64) * tl.num_programs(0) + part) * D * (E + D)
     before, after = before + here, after + here
