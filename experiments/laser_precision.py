@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import checkpoint
 from configurator import configure, pick_device, user_errors
 from dataset import ROOT, Tokens, folder_of
-from experiments.runs import finished
+from experiments.runs import finished, watched
 from model import ATTENTION, GPT
 
 config_file = "config/train_shakespeare_char_cpu.py"  # of the run
@@ -54,20 +54,7 @@ WAYS: dict[str, tuple[Callable, str]] = {
 def recorded(model: GPT, batch: torch.Tensor) -> list[tuple]:
     """(q, k, v) of each layer on a batch, in bfloat16."""
     found = []
-
-    def recording(core: Callable) -> Callable:
-        def attend(q, k, v, **kwargs):
-            found.append(tuple(t.bfloat16() for t in (q, k, v)))
-            return core(q, k, v, **kwargs)
-
-        return attend
-
-    cores = [block.attn.core for block in model.transformer.h]
-    for block, core in zip(model.transformer.h, cores, strict=True):
-        block.attn.core = recording(core)
-    model(batch)
-    for block, core in zip(model.transformer.h, cores, strict=True):
-        block.attn.core = core
+    watched(model, batch, lambda layer, *qkv, **_: found.append(tuple(t.bfloat16() for t in qkv)))
     return found
 
 

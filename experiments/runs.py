@@ -1,11 +1,16 @@
-"""What the experiments share: a run of train.py that is not repeated once it is done."""
+"""What the experiments share: a run of train.py that is not repeated once it is done, and a look at its attention."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+
+import torch
 
 from dataset import ROOT, sha256
+from model import GPT
 
 
 def finished(name: str, command: list[str], folder: str, threads: int | None = None) -> list[dict]:
@@ -28,3 +33,25 @@ def finished(name: str, command: list[str], folder: str, threads: int | None = N
             f.write(what)
     with open(os.path.join(folder, "log.jsonl")) as f:
         return [json.loads(line) for line in f]
+
+
+def watched(model: GPT, batch: torch.Tensor, see: Callable) -> None:
+    """Calls see(layer, q, k, v, window=, scale=, bias=) before each call of a core on a batch (B, T)."""
+
+    def watching(layer: int, core: Callable) -> Callable:
+        @functools.wraps(core)
+        def attend(*qkv, **kwargs):
+            see(layer, *qkv, **kwargs)
+            return core(*qkv, **kwargs)
+
+        return attend
+
+    attentions = [block.attn for block in model.transformer.h]
+    cores = [attention.core for attention in attentions]
+    try:
+        for layer, attention in enumerate(attentions):
+            attention.core = watching(layer, attention.core)
+        model(batch)
+    finally:
+        for attention, core in zip(attentions, cores, strict=True):
+            attention.core = core

@@ -1,6 +1,7 @@
 """The README's first table: five attentions on Tiny Shakespeare, three seeds each, with the CPU config.
 
     python experiments/shakespeare_cores.py
+    python experiments/shakespeare_cores.py --table=laser   # the LASER paper's variants of both (its tables 4, 5 and 7)
 
 Runs train.py for each attention and seed (seeds in the outer loop, so that a slow hour of the machine
 falls on all of them) and prints the mean and the range of the best validation loss, the mean of the last
@@ -10,6 +11,7 @@ one, and the median time per step. A run that is there already, of the same comm
 import os
 import statistics
 import sys
+from typing import Literal
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -17,25 +19,36 @@ from configurator import configure, user_errors
 from dataset import ROOT
 from experiments.runs import finished
 
+table: Literal["cores", "laser"] = "cores"  # which attentions
 config_file = "config/train_shakespeare_char_cpu.py"  # of every run
 seeds = 3  # runs per attention, with the seeds 1, 2, ...
 out_dir = "out-shakespeare-cores"  # a folder per run goes there
 extra = ""  # more flags of train.py for every run, separated by spaces
 
-RUNS = {
+LASER = ["--attention=laser"]
+CORES = {
     "softmax": [],
-    "LASER": ["--attention=laser"],
+    "LASER": LASER,
     "beta": ["--attention=beta"],
     "LS": ["--heads=SSSL", "--window=16"],
-    "LASER + LS": ["--attention=laser", "--heads=SSSL", "--window=16"],
+    "LASER + LS": [*LASER, "--heads=SSSL", "--window=16"],
 }
+VARIANTS = {
+    "": [],
+    " + temperature": ["--temperature=0.7"],  # the paper tunes it, and does not name what it found
+    " + temperature per dimension": ["--per_dim_temperature"],
+    " + QK-norm": ["--qk_norm=layernorm"],
+    " + differential": ["--differential"],
+}
+BOTH = {"softmax": [], "LASER": LASER}
+RUNS = {"cores": CORES, "laser": {a + b: x + y for b, y in VARIANTS.items() for a, x in BOTH.items()}}
 
 
 def main() -> None:
     os.chdir(ROOT)
-    logs = {name: [] for name in RUNS}
+    logs = {name: [] for name in RUNS[table]}
     for seed in range(1, seeds + 1):
-        for name, flags in RUNS.items():
+        for name, flags in RUNS[table].items():
             folder = os.path.join(out_dir, f"{name.replace(' ', '')}-{seed}")
             command = [config_file, *flags, f"--seed={seed}", *extra.split()]
             logs[name].append(finished(f"{name}, seed {seed}", command, folder))
@@ -44,7 +57,7 @@ def main() -> None:
         curves = [[row["val_loss"] for row in rows if "val_loss" in row] for rows in runs]
         best, last = [min(c) for c in curves], statistics.mean(c[-1] for c in curves)
         ms = statistics.median(row["ms"] for rows in runs for row in rows if "ms" in row)
-        flags = " ".join(RUNS[name])
+        flags = " ".join(RUNS[table][name])
         print(
             f"| {name} | {f'`{flags}`' if flags else ''} | {statistics.mean(best):.3f} "
             f"({min(best):.3f} to {max(best):.3f}) | {last:.3f} | {ms:.0f} |"

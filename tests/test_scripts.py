@@ -17,7 +17,7 @@ from conftest import ROOT, SMALL, Workers
 
 import checkpoint
 import dataset
-from model import ATTENTION, GPT, GPTConfig, visible
+from model import ATTENTION, GPT, ONE_QUERY, GPTConfig, visible
 
 
 def rows(tmp_path, key="loss") -> list:
@@ -683,6 +683,7 @@ def test_bench_refuses(run, wrong, says):
 SCRIPTS = ["train.py", "sample.py", "bench.py", "data/shakespeare_char/prepare.py", "experiments/shakespeare_cores.py"]
 SCRIPTS += ["experiments/choices.py", "experiments/laser_precision.py", "scripts/export_hf.py", "tests/faults.py"]
 SCRIPTS += ["experiments/tokenizing.py", "experiments/gpu_training.py", "experiments/local_dependencies.py"]
+SCRIPTS += ["experiments/attention_probabilities.py"]
 SCRIPTS += ["tests/resources.py"] if importlib.util.find_spec("triton") else []
 
 
@@ -787,3 +788,26 @@ def test_lasers_precision(run, quick, data, tmp_path):
     large = {name: [float(e) for e in numbers] for name, *numbers in rows[4:]}
     assert error["LASER, ours"][0] < 1.5 * error["softmax"][0] < 0.005 < error["LASER, vanilla"][0]
     assert max(large["LASER, ours"]) < 0.005 and len(large) == 4
+
+    code, out, err = run("experiments/attention_probabilities.py", f"--out_dir={tmp_path / 'run'}", "--device=cpu")
+    assert code == 0 and "laser, 10 windows of 32 tokens" in out, err
+    assert [line.split(" | ")[2] for line in out.splitlines() if line.startswith(("| 0", "| 1", "| all"))] == [
+        "0.0%"
+    ] * 3
+
+
+def test_attention_probabilities_and_jacobians():
+    """As autograd has the Jacobians, and as counted one by one."""
+    measures = runpy.run_path(os.path.join(ROOT, "experiments", "attention_probabilities.py"))["measures"]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 20, 4, dtype=torch.float64) * size for size in (12, 1, 3))
+    found = measures(q, k, v, window=9)
+    for h, i in ((0, 0), (1, 3), (0, 19)):
+        s, values = (x[0, h, max(0, i - 9) : i + 1] for x in (k, v))
+        s = s @ q[0, h, i] / 2
+        p, want = s.softmax(-1), []
+        for core in ("softmax", "laser"):
+            want.append(torch.autograd.functional.jacobian(lambda s, f=ONE_QUERY[core], v=values: f(s, v), s).norm())
+        want = [len(s), (p < 1e-3).sum(), (p < 1e-7).sum(), *want, 1]
+        torch.testing.assert_close(found[0, h, i], torch.tensor(want, dtype=torch.float64))
+    assert found[..., 1].sum() > found[..., 2].sum() > 0
