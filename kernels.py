@@ -51,7 +51,7 @@ def rounded(x, dtype: tl.constexpr):
     """float32 x in dtype, to the nearest. (The interpreter would cut the bits off.)"""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     return x.to(dtype)
 
 
@@ -66,6 +66,12 @@ def put(x, step, rows, T, value, WIDTH: tl.constexpr):
     """value (rows, WIDTH) into a head, nothing past T."""
     where = x + rows[:, None] * step + tl.arange(0, WIDTH)[None, :]
     tl.store(where, rounded(value, x.dtype.element_ty), mask=rows[:, None] < T)
+
+
+@triton.jit
+def of_rows(x, bh, rows, T):
+    """A number of each of these rows of a head, of x (B H, T)."""
+    return tl.load(x + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
 
 
 @triton.jit
@@ -285,8 +291,8 @@ def dq_kernel(
     k, v, lo = k + b * k_b + h * k_h, v + b * v_b + h * v_h, lo + b * v_b + h * v_h
     rows = start + tl.arange(0, M)
     Q, G = tile(q + b * q_b + h * q_h, q_t, rows, T, D), tile(g + b * g_b + h * g_h, g_t, rows, T, E)
-    LSE = tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
-    DELTA = tl.load(delta + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+    LSE = of_rows(lse, bh, rows, T)
+    DELTA = of_rows(delta, bh, rows, T)
     dQ = tl.zeros((M, D), tl.float32)
     a1, a2, a3, a4 = keys_of(start, span, T, M, N, SHORT)
     if SHORT:
@@ -301,21 +307,27 @@ def dq_kernel(
 
 
 @triton.jit
-def exponents(Q, k, k_t, v, v_t, LSE, rows, cols, channels, span, c, T, D: tl.constexpr):
-    """(t, s): s = log2 of the weights (queries, keys), t = s + v log2(e) (queries, keys, channels); -inf unseen."""
-    s = dot(Q, tl.trans(tile(k, k_t, cols, T, D))) * c - LSE[:, None]
-    inside = seen(rows[:, None], cols[None, :], span, T)
+def log_weights(Q, k, k_t, LSE, EXTRA, rows, cols, span, c, T, D: tl.constexpr):
+    """log2 of the weights (queries, keys), -inf unseen. LSE has the rounding of the scores and, where the weights were
+    rounded before they were summed, theirs; EXTRA is what it is short of."""
+    s = dot(Q, tl.trans(tile(k, k_t, cols, T, D))) * c - LSE[:, None] - EXTRA[:, None]
+    return tl.where(seen(rows[:, None], cols[None, :], span, T), s, -float("inf"))
+
+
+@triton.jit
+def exponents(Q, k, k_t, v, v_t, LSE, EXTRA, rows, cols, channels, span, c, T, D: tl.constexpr):
+    """(t, s): s = log2 of the weights (queries, keys), t = s + v log2(e) (queries, keys, channels)."""
+    s = log_weights(Q, k, k_t, LSE, EXTRA, rows, cols, span, c, T, D)
     V = tl.load(v + cols[:, None] * v_t + channels[None, :], mask=cols[:, None] < T, other=0.0).to(tl.float32)
-    t = tl.where(inside[:, :, None], s[:, :, None] + V[None, :, :] * LOG2_E, -float("inf"))
-    return t, tl.where(inside, s, -float("inf"))
+    return s[:, :, None] + V[None, :, :] * LOG2_E, s
 
 
 @triton.jit(do_not_specialize=VARYING)
 def exact_forward_kernel(
-    q, k, v, lse, y, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, window, n_short, c, H, T,
+    q, k, v, lse, extra, y, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, window, n_short, c, H, T,
     D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """y = log sum_j exp(log w_ij + v_j), of EXACT queries of a head, EXACT channels after the other."""
+    """y = log sum_j exp(log w_ij + v_j), of EXACT queries of a head, EXACT channels after the other; and extra."""
     start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
@@ -324,12 +336,18 @@ def exact_forward_kernel(
     k, v = k + b * k_b + h * k_h, v + b * v_b + h * v_h
     rows = start + tl.arange(0, EXACT)
     Q = tile(q + b * q_b + h * q_h, q_t, rows, T, D)
-    LSE = tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+    LSE, all_weights = of_rows(lse, bh, rows, T), tl.zeros((EXACT,), tl.float32)
+    first, end = tl.maximum(start - span, 0) // EXACT * EXACT, tl.minimum(start + EXACT, T)
+    for j in range(first, end, EXACT):
+        s = log_weights(Q, k, k_t, LSE, tl.zeros_like(LSE), rows, j + tl.arange(0, EXACT), span, c, T, D)
+        all_weights += tl.sum(tl.exp2(s), 1)
+    EXTRA = tl.where(rows < T, tl.log2(all_weights), 0.0)
+    tl.store(extra + bh.to(tl.int64) * T + rows, EXTRA, mask=rows < T)
     for e in range(0, E, EXACT):
         channels = e + tl.arange(0, EXACT)
         top, total = tl.full((EXACT, EXACT), -float("inf"), tl.float32), tl.zeros((EXACT, EXACT), tl.float32)
-        for j in range(tl.maximum(start - span, 0) // EXACT * EXACT, tl.minimum(start + EXACT, T), EXACT):
-            t, _ = exponents(Q, k, k_t, v, v_t, LSE, rows, j + tl.arange(0, EXACT), channels, span, c, T, D)
+        for j in range(first, end, EXACT):
+            t, _ = exponents(Q, k, k_t, v, v_t, LSE, EXTRA, rows, j + tl.arange(0, EXACT), channels, span, c, T, D)
             new = tl.maximum(top, tl.max(t, 1))
             base = tl.where(new == -float("inf"), 0.0, new)
             total = total * tl.exp2(top - base) + tl.sum(tl.exp2(t - base[:, None, :]), 1)
@@ -349,13 +367,13 @@ def shares(t, y, dy, dy_t, rows, channels, T, step):
 
 @triton.jit
 def dscores(
-    Q, k, v, LSE, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, step, D: tl.constexpr, E: tl.constexpr
+    Q, k, v, LSE, EXTRA, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, step, D: tl.constexpr, E: tl.constexpr
 ):  # fmt: skip
     """(queries, keys): ds_ij = sum_d dy_id (g_ijd - w_ij)."""
     ds = tl.zeros((EXACT, EXACT), tl.float32)
     for e in range(0, E, EXACT):
         channels = e + tl.arange(0, EXACT)
-        t, s = exponents(Q, k, k_t, v, v_t, LSE, rows, cols, channels, span, c, T, D)
+        t, s = exponents(Q, k, k_t, v, v_t, LSE, EXTRA, rows, cols, channels, span, c, T, D)
         g, G = shares(t, y, dy, dy_t, rows, channels, T, step)
         ds += tl.sum(G * (g - tl.exp2(s)[:, :, None]), 2)
     return ds
@@ -363,7 +381,7 @@ def dscores(
 
 @triton.jit(do_not_specialize=VARYING)
 def exact_dq_kernel(
-    q, k, v, lse, y, dy, dq, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
+    q, k, v, lse, extra, y, dy, dq, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
     window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """The gradient of EXACT queries of a head."""
@@ -376,18 +394,18 @@ def exact_dq_kernel(
     y, dy = y + (b * T * H + h) * E, dy + b * dy_b + h * dy_h
     rows = start + tl.arange(0, EXACT)
     Q = tile(q + b * q_b + h * q_h, q_t, rows, T, D)
-    LSE = tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+    LSE, EXTRA = of_rows(lse, bh, rows, T), of_rows(extra, bh, rows, T)
     dQ = tl.zeros((EXACT, D), tl.float32)
     for j in range(tl.maximum(start - span, 0) // EXACT * EXACT, tl.minimum(start + EXACT, T), EXACT):
         cols = j + tl.arange(0, EXACT)
-        ds = dscores(Q, k, v, LSE, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, H * E, D, E)
+        ds = dscores(Q, k, v, LSE, EXTRA, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, H * E, D, E)
         dQ += dot(ds, tile(k, k_t, cols, T, D).to(tl.float32))
     put(dq + (b * T * H + h) * D, H * D, rows, T, dQ * scale, D)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def exact_dk_dv_kernel(
-    q, k, v, lse, y, dy, dk, dv, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
+    q, k, v, lse, extra, y, dy, dk, dv, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
     window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """The gradients of EXACT keys of a head and of their values, EXACT channels after the other."""
@@ -404,8 +422,8 @@ def exact_dk_dv_kernel(
     for i in range(start, end, EXACT):
         rows = i + tl.arange(0, EXACT)
         Q = tile(q, q_t, rows, T, D)
-        LSE = tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
-        ds = dscores(Q, k, v, LSE, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, H * E, D, E)
+        LSE, EXTRA = of_rows(lse, bh, rows, T), of_rows(extra, bh, rows, T)
+        ds = dscores(Q, k, v, LSE, EXTRA, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, H * E, D, E)
         dK += dot(tl.trans(ds), Q.to(tl.float32))
     put(dk + (b * T * H + h) * D, H * D, cols, T, dK * scale, D)
     for e in range(0, E, EXACT):
@@ -414,8 +432,8 @@ def exact_dk_dv_kernel(
         for i in range(start, end, EXACT):
             rows = i + tl.arange(0, EXACT)
             Q = tile(q, q_t, rows, T, D)
-            LSE = tl.load(lse + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
-            t, _ = exponents(Q, k, k_t, v, v_t, LSE, rows, cols, channels, span, c, T, D)
+            LSE, EXTRA = of_rows(lse, bh, rows, T), of_rows(extra, bh, rows, T)
+            t, _ = exponents(Q, k, k_t, v, v_t, LSE, EXTRA, rows, cols, channels, span, c, T, D)
             g, G = shares(t, y, dy, dy_t, rows, channels, T, H * E)
             dV += tl.sum(G * g, 0)
         where = dv + (b * T * H + h) * E + cols[:, None] * (H * E) + channels[None, :]
@@ -452,11 +470,15 @@ def by_time(like: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     return like.new_empty(B, T, H, width, dtype=dtype).transpose(1, 2)
 
 
+def in_time(x: torch.Tensor) -> torch.Tensor:
+    """x with by_time's memory; what was saved for the backward pass may come back with another."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def as_planned(dy: torch.Tensor) -> torch.Tensor:
     """dy with strides that are the same when it comes. torch.compile plans with y's, and dy may have others."""
-    if torch.compiler.is_compiling():
-        return dy.transpose(1, 2).contiguous().transpose(1, 2)
-    return dy if dy.stride(-1) == 1 else dy.contiguous()
+    usable = dy.stride(-1) == 1 and dy.shape[2] * dy.stride(2) < 2**31
+    return dy if usable and not torch.compiler.is_compiling() else in_time(dy)
 
 
 class Flash(torch.autograd.Function):
@@ -474,7 +496,8 @@ class Flash(torch.autograd.Function):
         if laser:
             least, most = (t.float() for t in v.aminmax(dim=-2))
             shift, wide = most.contiguous(), ((most - least).amax(-1) > LASER_RANGE).int().flatten()
-            x, values, lo = by_time(q, E, torch.float32), by_time(q, E, v.dtype), by_time(q, E, v.dtype)
+            x, values = by_time(q, E, torch.float32), by_time(q, E, v.dtype)
+            lo = by_time(q, E, v.dtype) if split else values
             exp_kernel[triton.cdiv(T, 64), B * H](v, shift, values, lo, *v.stride()[:3], H, T, E, 64, split)
         strides = (*q.stride()[:3], *k.stride()[:3])
         heads = window, n_short, scale * math.log2(math.e), H, T, D, E
@@ -485,7 +508,7 @@ class Flash(torch.autograd.Function):
         )  # fmt: skip
         if laser:
             exact_forward_kernel[triton.cdiv(T, EXACT.value), B * H](
-                q, k, v, lse, y, wide, *strides, *v.stride()[:3], *heads
+                q, k, v, lse, torch.empty_like(lse), y, wide, *strides, *v.stride()[:3], *heads
             )
         ctx.save_for_backward(q, k, v, x, lse, shift, wide)
         ctx.choices = window, n_short, scale, laser, split
@@ -497,13 +520,14 @@ class Flash(torch.autograd.Function):
         q, k, v, x, lse, shift, wide = ctx.saved_tensors
         window, n_short, scale, laser, split = ctx.choices
         (B, H, T, D), E = q.shape, v.shape[-1]
-        dy = as_planned(dy)
+        dy, x = as_planned(dy), in_time(x)
         dq, dk, dv = (by_time(q, t.shape[-1], t.dtype) for t in (q, k, v))
         delta, g, values, lo = torch.empty_like(lse), dy, v, v
         _, sizes = blocks(D, E, laser, v.dtype)
         rows = triton.cdiv(T, 64), B * H
         if laser:
-            g, values, lo = (by_time(q, E, v.dtype) for _ in range(3))
+            g, values = by_time(q, E, v.dtype), by_time(q, E, v.dtype)
+            lo = by_time(q, E, v.dtype) if split else values
             exp_kernel[rows](v, shift, values, lo, *v.stride()[:3], H, T, E, 64, split)
         delta_kernel[rows](dy, x, g, delta, *dy.stride()[:3], H, T, E, 64, laser)
         strides = (*q.stride()[:3], *k.stride()[:3])
@@ -514,25 +538,28 @@ class Flash(torch.autograd.Function):
         dq_kernel[triton.cdiv(T, sizes["M"]), B * H](q, k, values, lo, g, lse, delta, dq, *main, **kind)
         if laser:
             grid = triton.cdiv(T, EXACT.value), B * H
-            exact, mine = by_time(q, E, torch.float32), (*strides, *v.stride()[:3])
-            exact_forward_kernel[grid](q, k, v, lse, exact, wide, *mine, *heads[:3], *heads[4:])
+            exact, logs = by_time(q, E, torch.float32), (lse, torch.empty_like(lse))
+            mine = (*strides, *v.stride()[:3])
+            exact_forward_kernel[grid](q, k, v, *logs, exact, wide, *mine, *heads[:3], *heads[4:])
             mine = (*mine, *dy.stride()[:3], *heads)
-            exact_dq_kernel[grid](q, k, v, lse, exact, dy, dq, wide, *mine)
-            exact_dk_dv_kernel[grid](q, k, v, lse, exact, dy, dk, dv, wide, *mine)
+            exact_dq_kernel[grid](q, k, v, *logs, exact, dy, dq, wide, *mine)
+            exact_dk_dv_kernel[grid](q, k, v, *logs, exact, dy, dk, dv, wide, *mine)
         return dq, dk, dv, None, None, None, None
 
 
 def flash(q, k, v, *, window=None, n_short=None, scale=None, laser=False):
     """softmax(s) v or, with laser, log(softmax(s) exp(v)), causal: (B, H, T, E), as ATTENTION's cores.
 
-    window: of the n_short first heads, all of them if None; the others see all. Raises ValueError for what
-    fits() says no to.
+    window: of the n_short first heads, all of them if None; the others see all. It runs on the current GPU. Raises
+    ValueError for what fits() says no to.
     """
     if not fits(q, k, v):
         raise ValueError(
             f"the kernels take T queries, keys and values on CUDA, in bfloat16 or float32, of widths in {WIDTHS}; "
             f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, {v.dtype}, {v.device}"
         )
+    if window is not None and window < 0:
+        raise ValueError(f"window={window} must be 0 (a token sees itself alone) or more")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     n_short = 0 if window is None else q.shape[1] if n_short is None else n_short
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -544,8 +571,10 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels take these."""
     here = q.is_cuda or INTERPRETED.value
     alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float32)  # float16 would overflow
-    few = q.shape[0] * q.shape[1] < 2**16 and all(x.shape[2] * x.stride(2) < 2**31 for x in (q, k, v))  # a GPU's limits
-    return here and alike and few and q.shape == k.shape and q.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
+    same = q.shape == k.shape and q.shape[:3] == v.shape[:3] and q.device == k.device == v.device
+    far = (x.shape[2] * max(x.stride(2), x.shape[1] * x.shape[3]) for x in (q, k, v))  # of inputs, outputs
+    few = q.shape[0] * q.shape[1] < 2**16 and max(far) < 2**31  # a GPU's limits
+    return here and alike and same and few and q.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
 
 
 # -----------------------------------------------------------------------------
@@ -575,7 +604,7 @@ def sums_kernel(
     X, Y = tile(x + b * x_b + h * x_h, x_t, rows, T, D), tile(y + b * y_b + h * y_h, y_t, rows, T, E)
     Z = X
     if WEIGHTED:
-        weights = tl.load(z + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+        weights = of_rows(z, bh, rows, T)
         Z = rounded(X.to(tl.float32) * weights[:, None], X.dtype)
     out += (bh.to(tl.int64) * tl.num_programs(0) + part) * D * (E + D)
     put(out, E + D, tl.arange(0, D), D, dot(tl.trans(X), Y), E)
@@ -649,7 +678,7 @@ def beta_backward_kernel(
     Q, K = tile(q + b * q_b + h * q_h, q_t, rows, T, D), tile(k + b * k_b + h * k_h, k_t, rows, T, D)
     V = tile(v + b * v_b + h * v_h, v_t, rows, T, E)
     P = tile(p + (b * T * H + h) * E, H * E, rows, T, E)
-    Z = tl.load(z + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
+    Z = of_rows(z, bh, rows, T)
     s = tl.where(rows[:, None] >= rows[None, :], dot(Q, tl.trans(K)) * scale, 0.0)
     R = tile(after, E + D, wide, D, E)
     dV = dot_wide(K, R, SPLIT) * scale + dot(tl.trans(rounded(s, P.dtype)), P)
@@ -680,16 +709,17 @@ class Beta(torch.autograd.Function):
             q, k, v, before, y, norm, divisor, *strides, scale, eps, H, T, D, E, N, split, **options
         )
         ctx.save_for_backward(q, k, v, before, y, norm, divisor)
-        ctx.choices = scale, N, split, strides
+        ctx.choices = scale, N, split
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         q, k, v, before, y, norm, divisor = ctx.saved_tensors
-        scale, N, split, strides = ctx.choices
+        scale, N, split = ctx.choices
         (B, H, T, D), E = q.shape, v.shape[-1]
-        dy = as_planned(dy)
+        dy, y = as_planned(dy), in_time(y)
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
         p, z = by_time(q, E, v.dtype), torch.empty_like(norm)
         dq, dk, dv = (by_time(q, t.shape[-1], t.dtype) for t in (q, k, v))
         beta_rows_kernel[triton.cdiv(T, 64), B * H](dy, y, norm, divisor, p, z, *dy.stride()[:3], H, T, E, 64)

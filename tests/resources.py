@@ -27,20 +27,21 @@ dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of q, k and v
 target = 90  # the GPU's compute capability, times 10
 
 NUMBER = {"c": "fp32", "scale": "fp32", "eps": "fp32"}
-FLOAT32 = ("shift", "lse", "delta", "z", "out", "before", "after", "norm", "divisor")  # tensors, whatever q is
+FLOAT32 = ("shift", "lse", "extra", "delta", "z", "out", "before", "after", "norm", "divisor")  # tensors, whatever q is
 CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
 
 def resources(kernel: object, constants: dict, options: dict, float32: tuple = ()) -> dict[str, int]:
     """Registers, stack and shared memory of a kernel with these constants; options: num_warps, num_stages."""
     signature, aligned, mine = {}, {}, {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
-    for i, name in enumerate(p.name for p in kernel.params):
+    names = [p.name for p in kernel.params]
+    constants = {name: value for name, value in constants.items() if name in names}
+    for i, name in enumerate(names):
         scalar = name in ("window", "n_short", "H", "T", "n") or name.endswith(("_b", "_h", "_t"))
         kind = "i32" if scalar else "*fp32" if name in (*FLOAT32, *float32) else "*i32" if name == "wide" else mine
         signature[name] = "constexpr" if name in constants else NUMBER.get(name, kind)
         if signature[name][0] == "*" or name.endswith(("_b", "_h", "_t")):  # as Triton finds them
             aligned[i,] = [["tt.divisibility", 16]]
-    names = list(signature)
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
     done = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
@@ -67,14 +68,19 @@ def main() -> None:
             kind = {"SHORT": True, "LASER": laser, "SPLIT": laser and split}
             sizes = [{k: x[k] for k in "MN"} | kind for x in (forward, backward)]
             float32 = ("x",) if laser else ()
+            line(kernels.delta_kernel, D, laser, {"M": 64, "LASER": laser}, {}, float32)
             line(kernels.forward_kernel, D, laser, sizes[0], forward, float32)
             line(kernels.dk_dv_kernel, D, laser, sizes[1], backward, float32)
             line(kernels.dq_kernel, D, laser, sizes[1], backward, float32)
+        line(kernels.exp_kernel, D, True, {"N": 64, "SPLIT": split}, {})
         line(kernels.exact_forward_kernel, D, True, {}, {})
         line(kernels.exact_dq_kernel, D, True, {}, {}, ("y",))
         line(kernels.exact_dk_dv_kernel, D, True, {}, {}, ("y",))
         N, options = kernels.chunk(D, D, of)
-        line(kernels.sums_kernel, D, "-", {"N": N, "WEIGHTED": True}, options)
+        for weighted in (False, True):
+            line(kernels.sums_kernel, D, "-", {"N": N, "WEIGHTED": weighted}, options)
+        line(kernels.before_kernel, D, "-", {"SIZE": 2 * D * D, "STEP": 256, "REVERSE": True}, {}, ("x",))
+        line(kernels.beta_rows_kernel, D, "-", {"N": 64}, {})
         line(kernels.beta_forward_kernel, D, "-", {"N": N, "SPLIT": split}, options)
         line(kernels.beta_backward_kernel, D, "-", {"N": N, "SPLIT": split}, options)
 

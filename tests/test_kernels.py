@@ -80,7 +80,7 @@ def test_laser_of_any_values(value, window, dtype):
     run = lambda *x: kernels.flash(*x, window=window, laser=True)  # noqa: E731
     held_against(
         lambda *x: naive_attention("laser", *x, window=window),
-        *(run, q, k, v, dy, 5e-5 if dtype == torch.float32 else TOLERANCE[dtype]),  # of 1000 float32 has four digits
+        *(run, q, k, v, dy, 2e-5 if dtype == torch.float32 else TOLERANCE[dtype]),  # of 1000 float32 has four digits
     )
     before = v.clone()
     before[:, :, 30:] = 0
@@ -88,14 +88,32 @@ def test_laser_of_any_values(value, window, dtype):
     assert (y[0] - y[1]).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2)  # what comes later does not matter
 
 
-@pytest.mark.parametrize("size", [1.0, 0.05])
-def test_lasers_error_in_bfloat16_is_softmaxs(size):
-    """Rounding exp(v) or the weights by themselves would be an error of 2^-9 in y, however small y is."""
-    q, k, v, _ = inputs(torch.bfloat16)
+@pytest.mark.parametrize(("size", "T", "later"), [(1.0, T, None), (0.05, T, None), (0.05, 33, 100.0)])
+def test_lasers_error_in_bfloat16_is_softmaxs(size, T, later):
+    """Rounding exp(v) or the weights by themselves would be an error of 2^-9 in y, however small y is; also where
+    another channel wants log space."""
+    q, k, v, _ = inputs(torch.bfloat16, T)
     v = (v * size).detach()
+    if later is not None:
+        v[:, :, -1, 3] = later
     y = kernels.flash(q, k, v, laser=True)
     exact = naive_attention("laser", *(t.cpu().double() for t in (q, k, v)))
-    assert (y.cpu().double() - exact).norm() <= 3e-3 * exact.norm()
+    error, exact = (x[:, :, :-1] for x in (y.cpu().double() - exact, exact))
+    assert error.norm() <= 3e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("core", kernels.KERNEL)
+def test_what_was_saved_may_come_back_with_other_strides(core, monkeypatch):
+    """As from torch.autograd.graph.save_on_cpu: it is in order, (B, H, T, D)."""
+    monkeypatch.setattr(kernels, "BETA_LINEAR_FROM", 1)
+    q, k, v, dy = inputs(torch.float32, T=36)
+    y = kernels.KERNEL[core](q, k, v)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x
+    ):
+        moved = kernels.KERNEL[core](q, k, v)
+    for a, b in zip(*(torch.autograd.grad(x, (q, k, v), dy) for x in (moved, y)), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_what_does_not_fit_is_the_plain_form(monkeypatch):
@@ -121,6 +139,10 @@ def test_what_does_not_fit_is_the_plain_form(monkeypatch):
                 assert (y.cpu().double() - exact).norm() <= 1e-5 * exact.norm()
     with pytest.raises(ValueError, match="the kernels take"):
         kernels.flash(q.double(), k.double(), v.double())
+    with pytest.raises(ValueError, match="the kernels take"):
+        kernels.flash(q, k, v[:, :, :5])
+    with pytest.raises(ValueError, match="window=-1"):
+        kernels.flash(q, k, v, window=-1)
     with pytest.raises(ValueError, match="one T"):
         kernels.KERNEL["laser"](q, k, v[:, :, :5])
 
@@ -162,4 +184,4 @@ def test_they_compile_for_an_h100():
     got = subprocess.run(command, capture_output=True, text=True, env=env)
     assert got.returncode == 0, got.stderr
     rows = [line.split() for line in got.stdout.splitlines()[1:]]
-    assert len(rows) == 12 and all(int(shared) <= 232448 and int(stack) <= 512 for *_, stack, shared in rows)
+    assert len(rows) == 18 and all(int(shared) <= 232448 and int(stack) <= 512 for *_, stack, shared in rows)
