@@ -1,8 +1,8 @@
 """Triton kernels of attention's cores, for CUDA GPUs. Nothing else imports Triton.
 
 KERNEL[name] has ATTENTION[name]'s signature and means the same; what a kernel cannot take (a bias, dropped weights,
-fewer queries than keys, other widths, precisions or devices) goes to the plain form in model.py. Under
-TRITON_INTERPRET=1 they run on a CPU, slowly, for their tests.
+fewer queries than keys, other widths, precisions or devices) goes to the plain form in model.py. They run on the
+current GPU or, under TRITON_INTERPRET=1, on a CPU, slowly, for their tests.
 
 flash, softmax and LASER, is FlashAttention-2 (Dao 2023): scores are never written, but computed again in the
 backward pass from the logarithm of a row's sum. The first heads may be short and the others long in one launch;
@@ -17,12 +17,13 @@ look at the range on the device, for which nobody waits, and end at once where t
 
 import math
 import os
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
-from model import ATTENTION, BETA_LINEAR_FROM, LASER_RANGE, checked
+from model import ATTENTION, BETA_LINEAR_FROM, LASER_RANGE, GPTConfig, checked
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -444,15 +445,21 @@ def exact_dk_dv_kernel(
 # from PyTorch
 
 
+# Of the current GPU: on GeForce a block has 99 KiB of shared memory, on an A100 163, on an H100 227
+SMALL = torch.cuda.is_available() and torch.cuda.get_device_properties().shared_memory_per_block_optin < 2**17
+
+
 def blocks(D: int, E: int, laser: bool, dtype: torch.dtype) -> tuple[dict, dict]:
     """The sizes of blocks, and the warps, of forward and backward kernels for heads of this width."""
     if INTERPRETED.value:  # small ones, so that there are several
         return {"M": 64, "N": 32}, {"M": 32, "N": 64}
-    warps = {"num_warps": 8 if max(D, E) > 64 else 4}
+    wide = max(D, E) > 64
+    warps, tight = {"num_warps": 8 if wide else 4}, wide and SMALL
     if dtype == torch.float32:  # for its digits, not for speed
-        return {"M": 64, "N": 32, "num_stages": 2} | warps, {"M": 32, "N": 32, "num_stages": 1} | warps
-    stages = 2 if laser and max(D, E) > 64 else 3
-    return {"M": 128, "N": 64, "num_stages": stages} | warps, {"M": 64, "N": 64, "num_stages": 2} | warps
+        stages = 1 if tight else 2
+        return {"M": 64, "N": 32, "num_stages": stages} | warps, {"M": 32, "N": 32, "num_stages": 1} | warps
+    stages, back = (1, 1) if tight else (2 if laser and wide else 3, 2)
+    return {"M": 128, "N": 64, "num_stages": stages} | warps, {"M": 64, "N": 64, "num_stages": back} | warps
 
 
 def chunk(D: int, E: int, dtype: torch.dtype) -> tuple[int, dict]:
@@ -545,36 +552,6 @@ class Flash(torch.autograd.Function):
             exact_dq_kernel[grid](q, k, v, *logs, exact, dy, dq, wide, *mine)
             exact_dk_dv_kernel[grid](q, k, v, *logs, exact, dy, dk, dv, wide, *mine)
         return dq, dk, dv, None, None, None, None
-
-
-def flash(q, k, v, *, window=None, n_short=None, scale=None, laser=False):
-    """softmax(s) v or, with laser, log(softmax(s) exp(v)), causal: (B, H, T, E), as ATTENTION's cores.
-
-    window: of the n_short first heads, all of them if None; the others see all. It runs on the current GPU. Raises
-    ValueError for what fits() says no to.
-    """
-    if not fits(q, k, v):
-        raise ValueError(
-            f"the kernels take T queries, keys and values on CUDA, in bfloat16 or float32, of widths in {WIDTHS}; "
-            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, {v.dtype}, {v.device}"
-        )
-    if window is not None and window < 0:
-        raise ValueError(f"window={window} must be 0 (a token sees itself alone) or more")
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    n_short = 0 if window is None else q.shape[1] if n_short is None else n_short
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    with torch.autocast(q.device.type, enabled=False):
-        return Flash.apply(q, k, v, min(window or 0, q.shape[-2]), n_short, scale, laser)
-
-
-def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the kernels take these."""
-    here = q.is_cuda or INTERPRETED.value
-    alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float32)  # float16 would overflow
-    same = q.shape == k.shape and q.shape[:3] == v.shape[:3] and q.device == k.device == v.device
-    far = (x.shape[2] * max(x.stride(2), x.shape[1] * x.shape[3]) for x in (q, k, v))  # of inputs, outputs
-    few = q.shape[0] * q.shape[1] < 2**16 and max(far) < 2**31  # a GPU's limits
-    return here and alike and same and few and q.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
 
 
 # -----------------------------------------------------------------------------
@@ -743,29 +720,64 @@ class Beta(torch.autograd.Function):
         return out
 
 
-def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
-    if bias is not None or dropout or not fits(q, k, v):
-        return ATTENTION["softmax"].unchecked(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
-    return flash(q, k, v, window=window, scale=scale)
+# -----------------------------------------------------------------------------
+# in the place of model.py's cores
 
 
-def laser_attention(q, k, v, *, window=None, scale=None, bias=None):
-    if bias is not None or not fits(q, k, v):
-        return ATTENTION["laser"].unchecked(q, k, v, window=window, scale=scale, bias=bias)
-    return flash(q, k, v, window=window, scale=scale, laser=True)
+def fits(core: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> bool:
+    """Whether the kernels of a core take these."""
+    here = q.is_cuda or INTERPRETED.value
+    alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float32)  # float16 would overflow
+    same = q.shape == k.shape and q.shape[:3] == v.shape[:3] and q.device == k.device == v.device
+    far = (x.shape[2] * max(x.stride(2), x.shape[1] * x.shape[3]) for x in (q, k, v))  # of inputs, outputs
+    few = q.shape[0] * q.shape[1] < 2**16 and max(far) < 2**31  # a GPU's limits
+    if core == "beta":  # a window and few tokens are quadratic; wider ones are too much for a GPU's registers or memory
+        most = 32 if v.dtype == torch.float32 else 64 if SMALL else 128
+        few = few and window is None and q.shape[-2] >= BETA_LINEAR_FROM and max(q.shape[-1], v.shape[-1]) <= most
+    return here and alike and same and few and q.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
 
 
-def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
-    plain = bias is not None or dropout or window is not None or q.shape[-2] < BETA_LINEAR_FROM or not fits(q, k, v)
-    if plain or (v.dtype == torch.float32 and max(q.shape[-1], v.shape[-1]) > 32):  # too much for a GPU's registers
-        return ATTENTION["beta"].unchecked(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    with torch.autocast(q.device.type, enabled=False):
-        return Beta.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+def never(config: GPTConfig) -> str | None:
+    """What keeps the kernels from every layer of such a model while it is trained, if anything does."""
+    D, core = config.head_size, config.attention
+    if core not in KERNEL:
+        return f"attention={core!r} has no Triton kernel, but {', '.join(KERNEL)} have"
+    if config.weight_dropout:
+        return f"they drop no attention weights, of which {config.weight_dropout} are to be dropped: --attn_dropout=0"
+    if config.position in ("alibi", "t5", "relative"):
+        return f"they take no bias by distance, as of position={config.position!r}"
+    if not {D, 2 * D if config.differential else D} <= {*WIDTHS}:
+        return f"queries and values are {D} and {2 * D if config.differential else D} wide; they take {WIDTHS}"
+    if core == "beta" and ("L" not in config.heads or config.block_size < BETA_LINEAR_FROM):
+        return f"beta's is for long heads and {BETA_LINEAR_FROM} tokens or more"
+    return None
+
+
+def by_kernel(core: str, run: Callable) -> Callable:
+    """ATTENTION[core] through run(q, k, v, window, n_short, scale) where that fits, else in its plain form.
+
+    n_short: how many heads, the first, the window is for; the others see all. In one launch where that can be.
+    """
+    plain = ATTENTION[core].unchecked
+
+    def attend(q, k, v, *, window=None, n_short=None, scale=None, bias=None, **dropout):
+        if bias is None and not any(dropout.values()) and fits(core, q, k, v, window):
+            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+            n_short = 0 if window is None else q.shape[1] if n_short is None else n_short
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            with torch.autocast(q.device.type, enabled=False):
+                return run(q, k, v, min(window or 0, q.shape[-2]), n_short, scale)
+        if n_short is None:
+            return plain(q, k, v, window=window, scale=scale, bias=bias, **dropout)
+        parts = (slice(0, n_short), window), (slice(n_short, None), None)
+        y = [attend(q[:, h], k[:, h], v[:, h], window=w, scale=scale, bias=bias, **dropout) for h, w in parts]
+        return torch.cat(y, dim=1)
+
+    return checked(attend)
 
 
 KERNEL = {
-    "softmax": checked(softmax_attention),
-    "laser": checked(laser_attention),
-    "beta": checked(beta_attention),
+    "softmax": by_kernel("softmax", lambda *x: Flash.apply(*x, False)),
+    "laser": by_kernel("laser", lambda *x: Flash.apply(*x, True)),
+    "beta": by_kernel("beta", lambda q, k, v, window, n_short, scale: Beta.apply(q, k, v, scale)),
 }

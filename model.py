@@ -1162,6 +1162,13 @@ class CausalSelfAttention(nn.Module):
         self.groups = [HeadGroup(hs, H // G, self.n_map, w) for hs, w in zip(by_span, windows, strict=True) if hs]
         order = sum(by_span, [])
         self.inverse = None if order == sorted(order) else [order.index(h) for h in range(H)]
+        self.calls = self.groups  # of the core, for all tokens at once
+
+    def in_one_call(self) -> None:
+        """From here on the core is called once, with n_short, where the first heads are the short ones."""
+        (H, G, _), short = self.sizes, self.groups[0]
+        if len(self.groups) == 2 and self.inverse is None and not self.nope_long:
+            self.calls = [HeadGroup([*range(H)], H // G, self.n_map, short.window, n_short=len(short.k_of))]
 
     def forward(self, x, cache=None, past=0, documents=None):
         (B, T, _), (H, G, D) = x.shape, self.sizes
@@ -1176,7 +1183,7 @@ class CausalSelfAttention(nn.Module):
             q = q * F.softplus(self.per_dim_temperature)
         dropout = {"dropout": self.weight_dropout} if self.training and self.weight_dropout else {}
         y = []
-        for i, group in enumerate(self.groups):
+        for i, group in enumerate(self.calls if cache is None and self.largest is None else self.groups):
             q_part, k_part, v_part, bias = *(take(*t) for t in ((q, group.q), (k, group.k), (v, group.v))), None
             if self.position is not None and not (self.nope_long and group.window is None):
                 q_part, k_part, bias = self.position(q_part, k_part, group.q, past)
@@ -1188,7 +1195,7 @@ class CausalSelfAttention(nn.Module):
             alone = (lambda f: f) if documents is None else (lambda f: functools.partial(by_document, f, documents))
             if self.largest is not None:
                 self.largest.append(alone(largest_scores)(*part, window=group.window, **kwargs).max())
-            y.append(alone(self.core)(*part, window=group.window, **kwargs, **dropout))
+            y.append(alone(self.core)(*part, window=group.window, **group.mixed, **kwargs, **dropout))
         y = torch.cat(y, dim=1) if len(y) > 1 else y[0]
         if self.inverse is not None:
             y = y[:, self.inverse]
@@ -1210,14 +1217,16 @@ class HeadGroup:
     """The query heads of a layer that share a window, and which heads of keys and values they need.
 
     n_query query heads in a row share a key head and a value; with two maps it is pairs of heads that do, and
-    the maps of a pair have two key heads and one value.
+    the maps of a pair have two key heads and one value. With n_short the window is that of the first n_short heads;
+    the others see all.
     """
 
-    def __init__(self, heads: list[int], n_query: int, n_map: int, window: int | None):
+    def __init__(self, heads: list[int], n_query: int, n_map: int, window: int | None, n_short: int | None = None):
         k = [n_map * (h // n_map // n_query) + h % n_map for h in heads]
         v = [h // n_map // n_query for h in heads]
         self.window, self.q, self.k, self.v = window, *(self._index(sorted(set(x))) for x in (heads, k, v))
         self.k_of, self.v_of = ([sorted(set(x)).index(h) for h in x] for x in (k, v))
+        self.mixed = {} if n_short is None else {"n_short": n_short}
 
     @staticmethod
     def _index(heads: list[int]) -> slice | list[int]:
@@ -1409,16 +1418,17 @@ class GPT(nn.Module):
     def use_triton(self) -> None:
         """Attention by the kernels of kernels.py, which mean the same, wherever they take their inputs.
 
-        Raises ImportError without Triton, ValueError for an attention that has no kernel.
+        Raises ImportError without Triton, ValueError for a model of which they would never take any.
         """
         try:
-            from kernels import KERNEL
+            from kernels import KERNEL, never
         except ImportError:
             raise ImportError("Triton's kernels need Triton: pip install triton") from None
-        if self.config.attention not in KERNEL:
-            raise ValueError(f"attention={self.config.attention!r} has no Triton kernel, but {', '.join(KERNEL)} have")
+        if reason := never(self.config):
+            raise ValueError(f"Triton's kernels would not be used: {reason}")
         for block in self.transformer.h:
             block.attn.core = KERNEL[self.config.attention].unchecked
+            block.attn.in_one_call()
 
     def num_params(self, non_embedding: bool = True) -> int:
         """Parameters; without the embeddings unless asked, except for a token embedding that is the head too."""

@@ -291,8 +291,11 @@ with user_errors():
         raise ValueError(f"--pack=document: {dataset} has no boundaries of documents, as of one alone")
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
     if triton:
-        if device_type != "cuda":
-            raise ValueError(f"--triton: its kernels are for CUDA, and this runs on {device_type}; --no-triton works")
+        if device_type != "cuda" or dtype == "float16":
+            raise ValueError(
+                f"--triton: its kernels are for CUDA, in bfloat16 and float32, and this runs on {device_type} in "
+                f"{dtype}; --no-triton works"
+            )
         model.use_triton()
 
 micro_steps = math.ceil(rows / world / batch_size)  # of this process

@@ -53,6 +53,7 @@ def resources(kernel: object, constants: dict, options: dict, float32: tuple = (
 
 
 def main() -> None:
+    kernels.SMALL = target in (86, 89, 120)  # which kernels.py asks the GPU
     print(f"{'kernel':24}{'width':>6}{'laser':>6}{'registers':>10}{'stack':>7}{'shared':>8}")
 
     def line(kernel: object, D: int, laser: object, constants: dict, options: dict, float32: tuple = ()) -> None:

@@ -56,18 +56,16 @@ def test_equal_naive_forward_and_backward(core, window, dtype, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("laser", [False, True])
-def test_short_and_long_heads_in_one_launch(laser):
+@pytest.mark.parametrize("core", kernels.KERNEL)
+def test_short_and_long_heads_together(core, monkeypatch):
+    monkeypatch.setattr(kernels, "BETA_LINEAR_FROM", 1)
     q, k, v, dy = inputs(torch.float32, H=3)
 
     def exact(q, k, v):
         parts = (slice(2), 30), (slice(2, 3), None)
-        core = "laser" if laser else "softmax"
         return torch.cat([naive_attention(core, q[:, h], k[:, h], v[:, h], window=w) for h, w in parts], dim=1)
 
-    held_against(
-        exact, lambda *x: kernels.flash(*x, window=30, n_short=2, laser=laser), *(q, k, v, dy, TOLERANCE[q.dtype])
-    )
+    held_against(exact, lambda *x: kernels.KERNEL[core](*x, window=30, n_short=2), *(q, k, v, dy, TOLERANCE[q.dtype]))
 
 
 @dtypes
@@ -77,7 +75,7 @@ def test_laser_of_any_values(value, window, dtype):
     q, k, v, dy = inputs(dtype, T=36, D=16)
     v = v.detach().clone()
     v[:, 0, 30:32] = value
-    run = lambda *x: kernels.flash(*x, window=window, laser=True)  # noqa: E731
+    run = lambda *x: kernels.KERNEL["laser"](*x, window=window)  # noqa: E731
     held_against(
         lambda *x: naive_attention("laser", *x, window=window),
         *(run, q, k, v, dy, 2e-5 if dtype == torch.float32 else TOLERANCE[dtype]),  # of 1000 float32 has four digits
@@ -96,7 +94,7 @@ def test_lasers_error_in_bfloat16_is_softmaxs(size, T, later):
     v = (v * size).detach()
     if later is not None:
         v[:, :, -1, 3] = later
-    y = kernels.flash(q, k, v, laser=True)
+    y = kernels.KERNEL["laser"](q, k, v)
     exact = naive_attention("laser", *(t.cpu().double() for t in (q, k, v)))
     error, exact = (x[:, :, :-1] for x in (y.cpu().double() - exact, exact))
     assert error.norm() <= 3e-3 * exact.norm()
@@ -125,26 +123,21 @@ def test_what_does_not_fit_is_the_plain_form(monkeypatch):
     for kernel in (kernels.Flash, kernels.Beta):
         monkeypatch.setattr(kernel, "apply", no)
     for core, f in kernels.KERNEL.items():
-        drops = {"dropout": 0.5} if core != "laser" else {"scale": 0.1, "bias": torch.zeros(T, device=DEVICE)}
         for x, choices in (
             ((q[:, :, -3:], k, v), {}),
             ((q.double(), k.double(), v.double()), {}),
             ((q[..., :24], k[..., :24], v), {}),
             ((q, k, v), {"bias": torch.zeros(T, T, device=DEVICE)}),
-            ((q, k, v), drops),
         ):
-            y = f(*x, **choices)
-            if "dropout" not in choices and "scale" not in choices:
-                exact = naive_attention(core, *(t.cpu().double() for t in x))
-                assert (y.cpu().double() - exact).norm() <= 1e-5 * exact.norm()
-    with pytest.raises(ValueError, match="the kernels take"):
-        kernels.flash(q.double(), k.double(), v.double())
-    with pytest.raises(ValueError, match="the kernels take"):
-        kernels.flash(q, k, v[:, :, :5])
-    with pytest.raises(ValueError, match="window=-1"):
-        kernels.flash(q, k, v, window=-1)
-    with pytest.raises(ValueError, match="one T"):
-        kernels.KERNEL["laser"](q, k, v[:, :, :5])
+            y, exact = f(*x, **choices), naive_attention(core, *(t.cpu().double() for t in x))
+            assert (y.cpu().double() - exact).norm() <= 1e-5 * exact.norm()
+        assert not kernels.fits(core, q, k, v[:, :, :5])
+        with pytest.raises(ValueError, match="one T"):
+            f(q, k, v[:, :, :5])
+        with pytest.raises(ValueError, match="window=-1"):
+            f(q, k, v, window=-1)
+    for core in ("softmax", "beta"):
+        assert kernels.KERNEL[core](q, k, v, dropout=0.5).isfinite().all()
 
 
 @pytest.mark.parametrize("core", ONE_QUERY)
@@ -162,7 +155,7 @@ def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
     expected = torch.autograd.grad(plain[1], gpt.parameters())
     gpt.use_triton()
     ours = gpt(idx, idx)
-    assert used and (ours[0] - plain[0]).abs().max() <= 1e-5
+    assert len(used) == 1 and (ours[0] - plain[0]).abs().max() <= 1e-5
     for a, b in zip(torch.autograd.grad(ours[1], gpt.parameters()), expected, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
     cache = gpt.new_cache()
@@ -170,10 +163,20 @@ def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
     assert (decoded - plain[0]).abs().max() <= 1e-4
 
 
-def test_a_new_attention_has_no_kernel(monkeypatch):
-    monkeypatch.delitem(kernels.KERNEL, "softmax")
-    with pytest.raises(ValueError, match="has no Triton kernel, but laser, beta have"):
-        GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)).use_triton()
+@pytest.mark.parametrize(
+    ("choices", "says"),
+    [
+        ({"attention": "beta"}, "has no Triton kernel, but softmax, laser have"),
+        ({"dropout": 0.2}, "of which 0.2 are to be dropped: --attn_dropout=0"),
+        ({"position": "t5"}, "no bias by distance, as of position='t5'"),
+        ({"head_dim": 20}, "queries and values are 20 and 20 wide"),
+        ({"head_dim": 128, "differential": True}, "128 and 256 wide"),
+    ],
+)
+def test_kernels_that_would_not_be_used_are_refused(choices, says, monkeypatch):
+    monkeypatch.delitem(kernels.KERNEL, "beta")
+    with pytest.raises(ValueError, match=says):
+        GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=32, **choices)).use_triton()
 
 
 @pytest.mark.slow

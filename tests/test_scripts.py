@@ -579,7 +579,7 @@ def test_bench_attention(run, tmp_path, monkeypatch):
 
 def test_triton_needs_cuda(train):
     code, _, err = train("--triton", "--max_iters=1")
-    assert code == 2 and "its kernels are for CUDA, and this runs on cpu; --no-triton works" in err
+    assert code == 2 and "for CUDA, in bfloat16 and float32, and this runs on cpu in float32; --no-triton works" in err
 
 
 def test_bench_for_a_gpu(run, tmp_path):
