@@ -16,6 +16,7 @@ rates of a matrix product and of a copy that are measured first. On a GPU times 
 device, of which the host has a start of 2 or 3 ms. Everything is written to --out.
 """
 
+import collections
 import contextlib
 import functools
 import importlib
@@ -36,7 +37,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from configurator import configure, first_line, pick_device, user_errors
+from configurator import check_writable, configure, first_line, pick_device, user_errors
 from estimate import matmul_rate
 from model import ATTENTION, CHUNK, GPT, ONE_QUERY, POSITION, GPTConfig, naive_attention, per_head
 from optimizers import OPTIMIZER, Settings
@@ -73,7 +74,7 @@ SUITE = {  # name: flags that are not given
         "dtype": "bfloat16",
         "head_dim": "64,128,32",
         "lengths": "2048,8192,32768",
-        "tokens": 32768,  # fills the device, and is longer than its caches
+        "tokens": 32768,  # fills the device; of heads of 64 and more also its caches, more than once
         "repeats": 7,
         "patience": 1.0,
         "budget": 430.0,
@@ -182,24 +183,33 @@ def pinned(backend: SDPBackend) -> Callable:
 
 
 @functools.cache
-def compiled_flex() -> Callable:
-    torch._dynamo.config.recompile_limit = 64  # for each head dim, pattern, and with gradients
-    return torch.compile(flex_attention, dynamic=True)
+def compiled_flex(dynamic: bool) -> Callable:
+    torch._dynamo.config.recompile_limit = 64  # for each length, head dim, pattern, and with gradients
+    return torch.compile(flex_attention, dynamic=dynamic)
 
 
 @functools.cache
 def flex_mask(T: int, dev: str, pattern: str) -> object:
     n = (pattern * n_head)[:n_head].count("S")
 
-    def seen(b, h, i, j):
+    def causal(b, h, i, j):
+        return i >= j
+
+    def mixed(b, h, i, j):
         return (i >= j) & ((i - j <= window) | (h >= n))
 
-    return create_block_mask(seen, None, n_head, T, T, device=dev)
+    return create_block_mask(mixed if n else causal, None, n_head, T, T, device=dev)
 
 
 def flex(pattern: str) -> Callable:
-    """FlexAttention, which skips what a block mask leaves out."""
-    return lambda q, k, v: compiled_flex()(q, k, v, block_mask=flex_mask(q.shape[-2], str(q.device), pattern))
+    """FlexAttention, which skips what a block mask leaves out. On a GPU and at the first head dim it is compiled for
+    each length, elsewhere once for all, with checks of bounds that a multiple of 128 tokens would not need."""
+
+    def run(q, k, v):
+        attend = compiled_flex(dynamic=not (q.is_cuda and q.shape[-1] == numbers("head_dim")[0]))
+        return attend(q, k, v, block_mask=flex_mask(q.shape[-2], str(q.device), pattern))
+
+    return run
 
 
 def fla_beta(chunk_linear_attn: Callable) -> Callable:
@@ -234,14 +244,6 @@ def triton_kernels() -> dict[str, Callable]:
     except ImportError as error:
         print(f"Triton's kernels: left out ({why(error)})")
         return {}
-
-
-def triton_mixed() -> dict[str, Callable]:
-    """Short and long heads in one launch."""
-    n = (heads * n_head)[:n_head].count("S")
-    flash = importlib.import_module("kernels").flash if triton_kernels() else None
-    few = {"window": window, "n_short": n}
-    return {c: functools.partial(flash, **few, laser=c == "laser") for c in ("softmax", "laser") if flash}
 
 
 @functools.cache
@@ -285,8 +287,9 @@ def subjects(dev: str) -> dict[str, Subject]:
         for core, f in triton_kernels().items():
             table[f"{core} triton"] = Subject(f, naive[core], core)
         if "S" in heads:
-            for core, run in triton_mixed().items():
-                table[f"{core} {heads} triton"] = Subject(run, mixed[core], core, heads)
+            few = {"window": window, "n_short": (heads * n_head)[:n_head].count("S")}
+            for core, f in triton_kernels().items():
+                table[f"{core} {heads} triton"] = Subject(functools.partial(f, **few), mixed[core], core, heads)
     table |= {name: Subject(run, naive[core], core) for name, (run, core) in peers().items()}
     if unknown := set(filter(None, only.split(","))) - set(table):
         raise ValueError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(table)}")
@@ -324,8 +327,9 @@ def checked_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
             print(f"{name} has no line in ONE_QUERY: timed, but not checked")
             table[name] = subject
             continue
-        if name.endswith("triton") and not importlib.import_module("kernels").fits(*x[:3]):
-            continue  # it would be the plain form
+        if name.endswith("triton") and not importlib.import_module("kernels").fits(subject.core, *x[:3]):
+            print(f"{name}: left out, it would be the plain form (its kernel takes no head dim {D}, {dt} on {dev})")
+            continue
         try:
             got = [t.cpu().double() for t in derivatives(subject.run, x, subject.backward)]
         except Exception as error:
@@ -442,13 +446,27 @@ def free_memory(dev: str) -> int:
 Rounds = dict[str, dict[str, list[float]]]  # task: measure: a number of each round
 
 
-def interleaved(tasks: dict[str, Callable]) -> Rounds:
-    """The numbers of tasks that give dicts of them; every task runs once before any runs again."""
+def interleaved(tasks: dict[str, Callable], dev: str) -> Rounds:
+    """The numbers of tasks that give dicts of them; every task runs once before any runs again. One that fails is
+    left out, and says why."""
     got = {name: [] for name in tasks}
     for _ in range(repeats):
-        for name, task in tasks.items():
-            got[name].append(task())
+        for name in list(got):
+            if (row := tried(name, tasks[name], dev)) is None:
+                del got[name]
+            else:
+                got[name].append(row)
     return {name: {key: [row[key] for row in rows] for key in rows[0]} for name, rows in got.items()}
+
+
+def tried(name: str, f: Callable, dev: str) -> object:
+    """f(), or None where it fails, which is said."""
+    try:
+        return f()
+    except Exception as error:
+        print(f"{name} left out ({why(error)})")
+        still_there(name, dev)
+        return None
 
 
 def medians(columns: dict[str, list[float]]) -> tuple[dict, dict]:
@@ -494,27 +512,24 @@ def attention(dev: str, dt: torch.dtype, sizes: list[int], dims: list[int], top:
                     reason = f"take up to {once:.1f} s a pass" if once > patience else f"need {need / 2**30:.1f} GiB"
                     print(f"n = {n}: {name} skipped, " + ("out of time (--budget)" if late else f"would {reason}"))
                     continue
-                try:
-                    passes(subject, x, dev)  # warm-up, and compilation
-                    row = passes(subject, x, dev)
-                except Exception as error:
-                    print(f"n = {n}: {name} skipped ({why(error)})")
-                    still_there(name, dev)
-                    continue
-                seconds[name] = (row["forward"] + row.get("both", 0.0)) / 1e3, B * n * n
-                tasks[name] = functools.partial(passes, subject, x, dev)
+                task = functools.partial(passes, subject, x, dev)
+                row = tried(f"n = {n}: {name}", task, dev) and tried(
+                    f"n = {n}: {name}", task, dev
+                )  # the first compiles
+                if row is not None:
+                    seconds[name], tasks[name] = ((row["forward"] + row.get("both", 0.0)) / 1e3, B * n * n), task
             yield attention_table(tasks, table, B, n, D, x, dev, top)
 
 
 def attention_table(tasks: dict, table: dict, B: int, n: int, D: int, x: list, dev: str, top: dict) -> list[dict]:
     """Times the tasks, prints their table and returns its rows."""
-    rounds, rows, columns = interleaved(tasks), [], ("forward", "backward", "forward + backward")
+    rounds, rows, columns = interleaved(tasks, dev), [], ("forward", "backward", "forward + backward")
     print(
         f"\n{f'n = {n}, d = {D}, B = {B}':24}"
         + "".join(f"{c:>22}{'share':>6}" for c in columns)
         + f"{'memory':>12}{'error':>9}"
     )
-    first = next(iter(tasks), "sdpa")
+    first = next(iter(rounds), "sdpa")
     if first != "sdpa":
         print(f"(ratios to {first})")
     for name, columns in rounds.items():
@@ -535,7 +550,6 @@ def attention_table(tasks: dict, table: dict, B: int, n: int, D: int, x: list, d
         print(f"{table[name].error:9.1e}", flush=True)
         row = {"subject": name, "n": n, "d": D, "batch": B, "error": table[name].error}
         row |= {"ms": median, "spread": spread, "ratio": ratio, "share": share, "peak_bytes": memory}
-        row["bound"] = {k: "operations" if least[k][0] > least[k][1] else "bytes" for k in share}
         row["against"] = {base: ratios(rounds, name, base) for base in BACKENDS if base in rounds}
         rows.append(row)
     return rows
@@ -583,14 +597,17 @@ def model(dev: str, amp: contextlib.AbstractContextManager, length: int, train: 
             adamw[name].step()
             adamw[name].zero_grad()
 
-    for name in gpts:  # warm-up
-        once(name)
+    def timed(name: str) -> dict:
+        return {"ms": stopwatch(dev, lambda: once(name))[0]}
+
+    tasks = {name: functools.partial(timed, name) for name in gpts}
+    tasks = {name: task for name, task in tasks.items() if tried(name, task, dev)}  # warm-up
     title = "training step" if train else "forward pass"
     print(f"\n{title} of the LS paper's model (6 layers, 192 wide, 6 heads), n = {length}, batch {B}")
-    rounds = interleaved({name: lambda name=name: {"ms": stopwatch(dev, lambda: once(name))[0]} for name in gpts})
+    rounds = interleaved(tasks, dev)
     for name, columns in rounds.items():
         (ms,), (spread,) = (x.values() for x in medians(columns))
-        change = ratios(rounds, name, next(iter(gpts)))["ms"] - 1
+        change = ratios(rounds, name, next(iter(rounds)))["ms"] - 1
         row = {"subject": name, "n": length, "batch": B, "ms": ms, "ms_per_sequence": ms / B, "spread": spread}
         row |= {"change": change, "tokens_per_s": B * length / ms * 1e3}
         speed = f"{row['tokens_per_s']:12,.0f} tokens/s"
@@ -605,17 +622,24 @@ def decode(dev: str, amp: contextlib.AbstractContextManager) -> list[dict]:
     columns = ("tokens/s", "first tenth", "last tenth")
     print(f"\ndecoding, 6 layers, 384 wide, 6 heads\n{f'one sequence to {n} tokens':30}", end="")
     print("".join(f"{c:>16}" for c in columns))
+
+    def speeds(gpt: GPT, cached: bool) -> dict:
+        """Tokens/s."""
+        start, sampling = torch.zeros(1, 1, dtype=torch.long, device=dev), {"seed": seed, "use_cache": cached}
+        with amp:
+            collections.deque(gpt.stream(start, min(8, n - 1), **sampling), maxlen=0)  # warm-up
+            ticks = [clock(dev)]
+            ticks += [clock(dev) for _ in gpt.stream(start, n - 1, temperature=0.8, **sampling)]
+        tenth = max(1, (n - 1) // 10)
+        row = {"tokens_per_s": (n - 1) / (ticks[-1] - ticks[0]), "first": tenth / (ticks[tenth] - ticks[0])}
+        return row | {"last": tenth / (ticks[-1] - ticks[-1 - tenth])}
+
     for name, gpt in models(n, GPT_10M, dev).items():
         for cached in (True, False) if name == "softmax L" else (True,):
-            ticks, start = [clock(dev)], torch.zeros(1, 1, dtype=torch.long, device=dev)
-            with amp:
-                for _ in gpt.eval().stream(start, n - 1, temperature=0.8, seed=seed, use_cache=cached):
-                    ticks.append(clock(dev))
-            tenth = max(1, (n - 1) // 10)
-            row = {"tokens_per_s": (n - 1) / (ticks[-1] - ticks[0])}
-            row |= {"first": tenth / (ticks[tenth] - ticks[0]), "last": tenth / (ticks[-1] - ticks[-1 - tenth])}
-            rows.append({"subject": name + ("" if cached else ", no cache"), "n": n, **row})
-            print(f"{rows[-1]['subject']:30}" + "".join(f"{x:16.1f}" for x in row.values()), flush=True)
+            subject = name + ("" if cached else ", no cache")
+            if row := tried(subject, functools.partial(speeds, gpt.eval(), cached), dev):
+                rows.append({"subject": subject, "n": n, **row})
+                print(f"{subject:30}" + "".join(f"{x:16.1f}" for x in row.values()), flush=True)
     gpts, full = {T: models(T, GPT_10M, dev) for T in (1024, 8192)}, None
     print(f"\n{'bytes of its cache':30}" + "".join(f"{f'n = {T}':>16}" for T in gpts))
     for name in gpts[8192]:
@@ -637,6 +661,9 @@ def cache_bytes(gpt: GPT, dev: str) -> int:
 
 def draw(rows: list[dict], path: str) -> None:
     """Time and memory of forward + backward against n, at the first head dim, on log axes."""
+    if not rows:
+        print("nothing was timed: there is nothing to draw")
+        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -674,8 +701,12 @@ def numbers(flag: str) -> list[int]:
 
 
 def main() -> None:
-    if quick and "suite" not in given:
+    if quick and "suite" in given:
+        raise ValueError("--quick and --suite are two choices of settings: leave one out")
+    if quick:
         globals()["suite"] = "quick"
+    if suite == "gpu" and "device" not in given and not torch.cuda.is_available():
+        raise ValueError("--suite=gpu needs a CUDA GPU, and there is none here (or this PyTorch is built without CUDA)")
     globals().update({name: value for name, value in SUITE[suite].items() if name not in given})
     parts, all_parts = what.split(","), ("attention", "model", "step", "decode")
     if unknown := set(parts) - set(all_parts):
@@ -686,8 +717,11 @@ def main() -> None:
         raise ValueError(f"--tokens={tokens} and --budget={budget} must not be negative")
     for sizes in ({"n_head": n_head, "n_embd": n_head}, LS_MODEL, GPT_10M):  # or they say why not
         GPTConfig(**sizes, heads=heads, window=window if "S" in heads else None)
-    if "/" in heads or (plot or only) and "attention" not in parts:
-        raise ValueError("--heads is the pattern of one layer here, and --plot and --only are for --what=attention")
+    if "/" in heads:
+        raise ValueError(f"--heads={heads}: here it is the pattern of one layer, without a /")
+    if (plot or only) and "attention" not in parts:
+        raise ValueError("--plot and --only are for --what=attention")
+    check_writable(out)
     if plot:
         try:
             importlib.import_module("matplotlib")

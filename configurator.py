@@ -283,7 +283,14 @@ def _print_help(script: dict, flags: dict[str, Flag]) -> None:
 
 
 # -----------------------------------------------------------------------------
-# what the flags --device and --dtype mean, to every script that has them
+# what the flags --out, --device and --dtype mean, to every script that has them
+
+
+def check_writable(out: str) -> None:
+    """Raises ValueError where no file can be written at the path of --out, before there is anything to lose."""
+    folder = os.path.dirname(os.path.abspath(out))
+    if os.path.isdir(out) or not os.access(folder, os.W_OK):
+        raise ValueError(f"--out={out}: no file can be written there")
 
 
 def pick_device(device: str, dtype: str) -> tuple[str, str, contextlib.AbstractContextManager]:

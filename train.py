@@ -233,6 +233,7 @@ with user_errors():
     sharded = parallel == "fsdp" and world > 1
     if parallel == "fsdp" and not sharded:
         say("one process: --parallel=fsdp changes nothing")
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if dry_run:
         try:
             meta = read_meta(folder_of(dataset))
@@ -255,7 +256,6 @@ with user_errors():
     connect(backend)
     torch.manual_seed(seed)  # the same weights everywhere
 compile = device_type == "cuda" if compile is None else compile
-torch.set_float32_matmul_precision("high" if tf32 else "highest")
 torch.set_flush_denormal(True)  # on a CPU the tiniest weights of attention, ALiBi above all, cost several times a zero
 
 # -----------------------------------------------------------------------------
@@ -337,7 +337,8 @@ def to_device(batch: tuple) -> tuple[torch.Tensor, ...]:
     """(x, y) or, with --pack=document, (x, y, positions in their documents)."""
     batch = batch if eot is None else (*batch, positions(batch[0], eot))
     if device_type == "cuda":
-        return tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
+        batch = (t.contiguous().pin_memory() for t in batch)  # a copy of anything else would wait for the GPU
+        return tuple(t.to(device, non_blocking=True) for t in batch)
     return tuple(t.to(device) for t in batch)
 
 

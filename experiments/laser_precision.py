@@ -71,6 +71,8 @@ def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list
 
 @torch.no_grad()
 def main() -> None:
+    if min(batches, batch_size) < 1:
+        raise ValueError(f"batches={batches} and batch_size={batch_size} must be at least 1")
     os.chdir(ROOT)
     flags = [config_file, "--attention=laser", *extra.split()]
     finished("LASER", flags, out_dir)

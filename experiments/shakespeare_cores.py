@@ -45,6 +45,8 @@ RUNS = {"cores": CORES, "laser": {a + b: x + y for b, y in VARIANTS.items() for 
 
 
 def main() -> None:
+    if seeds < 1:
+        raise ValueError(f"seeds={seeds} must be at least 1")
     os.chdir(ROOT)
     logs = {name: [] for name in RUNS[table]}
     for seed in range(1, seeds + 1):

@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import kernels
 from configurator import configure, user_errors
 
-widths = "32,64,128"  # of heads
+widths = "32,64,128"  # of heads: 16, 32, 64 or 128
 dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of q, k and v
 target = 90  # the GPU's compute capability, times 10
 
@@ -53,6 +53,11 @@ def resources(kernel: object, constants: dict, options: dict, float32: tuple = (
 
 
 def main() -> None:
+    sizes = [int(width) for width in widths.split(",") if width.isdigit()]
+    if not sizes or {*sizes} - {*kernels.WIDTHS} or len(sizes) < len(widths.split(",")):
+        raise ValueError(f"--widths={widths} must be of {kernels.WIDTHS}, separated by commas")
+    if target < 75:
+        raise ValueError(f"--target={target}: Triton compiles for 75 (Turing) and later")
     kernels.SMALL = target in (86, 89, 120)  # which kernels.py asks the GPU
     print(f"{'kernel':24}{'width':>6}{'laser':>6}{'registers':>10}{'stack':>7}{'shared':>8}")
 
@@ -63,7 +68,7 @@ def main() -> None:
         print(f"{name:24}{D:6}{laser!s:>6}{got['reg']:10}{got['stack']:7}{got['shared']:8}", flush=True)
 
     of, split = getattr(torch, dtype), dtype == "bfloat16"
-    for D in map(int, widths.split(",")):
+    for D in sizes:
         for laser in (False, True):
             forward, backward = kernels.blocks(D, D, laser, of)
             kind = {"SHORT": True, "LASER": laser, "SPLIT": laser and split}

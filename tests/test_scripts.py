@@ -618,6 +618,13 @@ def test_bench_counts_the_work_of_what_is_computed(run):
             assert bench["work"](subject, n, 8)[0] == pytest.approx(float(4 * 8 * pairs))
 
 
+def test_bench_goes_on_without_what_fails(capsys):
+    bench, left = runpy.run_path(os.path.join(ROOT, "bench.py")), [1, 0]
+    tasks = {"works": lambda: {"ms": 1.0}, "fails later": lambda: {"ms": 1 / left.pop(0)}}
+    assert list(bench["interleaved"](tasks, "cpu")) == ["works"]
+    assert "fails later left out (ZeroDivisionError: " in capsys.readouterr().out
+
+
 def test_training_on_a_gpu(run, tmp_path):
     """What computes the loss in another way computes the same one."""
     small = ("--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=24", "--vocab_size=97", "--batch_size=2")
@@ -669,6 +676,7 @@ def test_bench_models_steps_and_decoding(run, tmp_path):
         ("--heads=S/L", "the pattern of one layer"),
         ("--heads=SX", "made of S (short) and L (long)"),
         ("--window=-1", "0 (a token sees itself alone) or more"),
+        ("--out=/nonexistent/bench.json", "no file can be written there"),
     ],
 )
 def test_bench_refuses(run, wrong, says):
