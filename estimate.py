@@ -32,12 +32,12 @@ def kept_bytes(config: GPTConfig, dtype: str) -> int:
     """
     model, kept = GPT(config).train(), {}
     weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    linears = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and dtype != "float32"]
-    shapes = {shape for p in linears for shape in (p.shape, p.T.shape)}
+    linears = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    copies = 0 if dtype == "float32" else 2 * sum(p.numel() for p in linears)
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
-        if storage.data_ptr() not in weights and x.shape not in shapes:
+        if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
         return x
 
@@ -45,7 +45,7 @@ def kept_bytes(config: GPTConfig, dtype: str) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), pick_device("cpu", dtype)[2]:
         _, loss = model(idx, idx)
     del loss
-    return sum(kept.values())
+    return sum(kept.values()) - copies
 
 
 def activation_bytes(config: GPTConfig, dtype: str) -> float:
@@ -58,10 +58,6 @@ def activation_bytes(config: GPTConfig, dtype: str) -> float:
     """
     most = MEASURED * (4 if config.position == "t5" else 1)  # whose bias is kept up to some length
     T = min(config.block_size, most - 64 + config.block_size % 64)  # as many more than chunks of 64
-    with torch.device("meta"):
-        sizes = {n for p in GPT(replace(config, n_layer=1)).transformer.h.parameters() for n in p.shape}
-    while dtype != "float32" and T in sizes:  # or kept_bytes takes activations for weights
-        T += 64 if T < config.block_size else 1
     small = replace(config, block_size=T, window=config.span, nope_long=False, vocab_size=64)
     kinds, layers = {}, 0.0
     for letters in map(config.layer_heads, range(config.n_layer)):

@@ -256,7 +256,7 @@ def test_durations(seconds, says):
     [
         {}, {"heads": "SL", "window": 20}, {"mlp": "swiglu", "tied": False}, {"position": "none"},
         {"block_size": 256}, {"block_size": 1024, "heads": "SSSL"}, {"position": "t5"},
-        {"position": "rope", "vocab_size": 2000},
+        {"position": "rope", "vocab_size": 2000}, {"heads": "S/L", "window": 20},
     ],
     ids=str,
 )  # fmt: skip
