@@ -539,7 +539,7 @@ def attention_table(tasks: dict, table: dict, B: int, n: int, D: int, x: list, d
         most = top["flops"] / flops, top["bytes_per_s"] / (numbers * x[0].itemsize)  # forward passes a second
         least = {k: (operations / most[0], moved / most[1]) for k, (operations, moved) in of_forward.items()}
         share = {k: 1e3 * max(least[k]) / ms for k, ms in median.items()}
-        memory = peak_memory(tasks[name], dev)
+        memory = tried(f"memory of {name}", functools.partial(peak_memory, tasks[name], dev), dev) or 0
         cells = [
             f"{median[k]:8.2f} ms ±{spread[k]:3.0%}{ratio.get(k, math.nan):5.2f}x{share[k]:6.0%}"
             if k in median

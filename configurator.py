@@ -288,8 +288,8 @@ def _print_help(script: dict, flags: dict[str, Flag]) -> None:
 
 def check_writable(out: str) -> None:
     """Raises ValueError where no file can be written at the path of --out, before there is anything to lose."""
-    folder = os.path.dirname(os.path.abspath(out))
-    if os.path.isdir(out) or not os.access(folder, os.W_OK):
+    target = out if os.path.exists(out) else os.path.dirname(os.path.abspath(out))
+    if os.path.isdir(out) or not os.access(target, os.W_OK):
         raise ValueError(f"--out={out}: no file can be written there")
 
 

@@ -445,8 +445,10 @@ def exact_dk_dv_kernel(
 # from PyTorch
 
 
-# Of the current GPU: on GeForce a block has 99 KiB of shared memory, on an A100 163, on an H100 227
-SMALL = torch.cuda.is_available() and torch.cuda.get_device_properties().shared_memory_per_block_optin < 2**17
+SMALL = BEFORE_HOPPER = False
+if torch.cuda.is_available():  # of GeForce a block has 99 KiB of shared memory, of an A100 163, of an H100 227
+    SMALL = torch.cuda.get_device_properties().shared_memory_per_block_optin < 2**17
+    BEFORE_HOPPER = torch.cuda.get_device_capability() < (9, 0)
 
 
 def blocks(D: int, E: int, laser: bool, dtype: torch.dtype) -> tuple[dict, dict]:
@@ -732,19 +734,19 @@ def fits(core: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: i
     far = (x.shape[2] * max(x.stride(2), x.shape[1] * x.shape[3]) for x in (q, k, v))  # of inputs, outputs
     few = q.shape[0] * q.shape[1] < 2**16 and max(far) < 2**31  # a GPU's limits
     if core == "beta":  # a window and few tokens are quadratic; wider ones are too much for a GPU's registers or memory
-        most = 32 if v.dtype == torch.float32 else 64 if SMALL else 128
+        most = 32 if v.dtype == torch.float32 else 64 if SMALL or BEFORE_HOPPER else 128
         few = few and window is None and q.shape[-2] >= BETA_LINEAR_FROM and max(q.shape[-1], v.shape[-1]) <= most
     return here and alike and same and few and q.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
 
 
 def never(config: GPTConfig) -> str | None:
-    """What keeps the kernels from every layer of such a model while it is trained, if anything does."""
+    """What keeps the kernels from every layer of such a model while it is trained, if anything in its config does."""
     D, core = config.head_size, config.attention
     if core not in KERNEL:
         return f"attention={core!r} has no Triton kernel, but {', '.join(KERNEL)} have"
     if config.weight_dropout:
         return f"they drop no attention weights, of which {config.weight_dropout} are to be dropped: --attn_dropout=0"
-    if config.position in ("alibi", "t5", "relative"):
+    if config.position in ("alibi", "t5", "relative") and not config.nope_long:
         return f"they take no bias by distance, as of position={config.position!r}"
     if not {D, 2 * D if config.differential else D} <= {*WIDTHS}:
         return f"queries and values are {D} and {2 * D if config.differential else D} wide; they take {WIDTHS}"
@@ -756,7 +758,8 @@ def never(config: GPTConfig) -> str | None:
 def by_kernel(core: str, run: Callable) -> Callable:
     """ATTENTION[core] through run(q, k, v, window, n_short, scale) where that fits, else in its plain form.
 
-    n_short: how many heads, the first, the window is for; the others see all. In one launch where that can be.
+    n_short: how many heads, the first, the window is for; the others see all. In one launch where that can be, and
+    without a bias, else it raises ValueError.
     """
     plain = ATTENTION[core].unchecked
 
@@ -769,9 +772,13 @@ def by_kernel(core: str, run: Callable) -> Callable:
                 return run(q, k, v, min(window or 0, q.shape[-2]), n_short, scale)
         if n_short is None:
             return plain(q, k, v, window=window, scale=scale, bias=bias, **dropout)
-        parts = (slice(0, n_short), window), (slice(n_short, None), None)
-        y = [attend(q[:, h], k[:, h], v[:, h], window=w, scale=scale, bias=bias, **dropout) for h, w in parts]
-        return torch.cat(y, dim=1)
+        if bias is not None:
+            raise ValueError(
+                "n_short and a bias do not go together: call the short heads and the long ones by themselves"
+            )
+        parts = (slice(0, n_short), window), (slice(n_short, q.shape[1]), None)
+        parts = ((h, w) for h, w in parts if h.start < h.stop)
+        return torch.cat([attend(q[:, h], k[:, h], v[:, h], window=w, scale=scale, **dropout) for h, w in parts], dim=1)
 
     return checked(attend)
 

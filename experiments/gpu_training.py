@@ -48,7 +48,7 @@ budget = 500.0  # seconds; past them no other row is begun, which is said
 compile = True  # torch.compile
 out = "gpu-training.json"  # the file of results
 device = "cuda"  # cuda, cuda:0, cpu (for a look at the script)
-dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of autocast
+dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of autocast
 seed = 1337  # of weights and tokens
 
 

@@ -58,7 +58,7 @@ def main() -> None:
         raise ValueError(f"--widths={widths} must be of {kernels.WIDTHS}, separated by commas")
     if target < 75:
         raise ValueError(f"--target={target}: Triton compiles for 75 (Turing) and later")
-    kernels.SMALL = target in (86, 89, 120)  # which kernels.py asks the GPU
+    kernels.SMALL, kernels.BEFORE_HOPPER = target in (75, 86, 89, 120, 121), target < 90  # as kernels.py asks the GPU
     print(f"{'kernel':24}{'width':>6}{'laser':>6}{'registers':>10}{'stack':>7}{'shared':>8}")
 
     def line(kernel: object, D: int, laser: object, constants: dict, options: dict, float32: tuple = ()) -> None:

@@ -1,5 +1,6 @@
 """kernels.py against the definitions in model.py: on a GPU or, by Triton's interpreter (conftest.py), on a CPU."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -42,11 +43,14 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
 @dtypes
-@pytest.mark.parametrize("core", kernels.KERNEL)
-@pytest.mark.parametrize("window", [None, 0, 20, 64])
+@pytest.mark.parametrize(
+    ("core", "window"),
+    [
+        ("beta", None),
+        *itertools.product(("softmax", "laser"), (None, 0, 20, 64)),
+    ],  # short beta heads are the plain form
+)
 def test_equal_naive_forward_and_backward(core, window, dtype, monkeypatch):
-    if core == "beta" and window is not None:
-        pytest.skip("short beta heads are the plain form")
     monkeypatch.setattr(kernels, "BETA_LINEAR_FROM", 1)
     q, k, v, dy = inputs(dtype)
     held_against(
@@ -66,6 +70,11 @@ def test_short_and_long_heads_together(core, monkeypatch):
         return torch.cat([naive_attention(core, q[:, h], k[:, h], v[:, h], window=w) for h, w in parts], dim=1)
 
     held_against(exact, lambda *x: kernels.KERNEL[core](*x, window=30, n_short=2), *(q, k, v, dy, TOLERANCE[q.dtype]))
+    for n, window in ((0, None), (3, 30)):  # in the plain form
+        y = kernels.KERNEL[core](q.double(), k.double(), v.double(), window=30, n_short=n)
+        assert torch.equal(y, kernels.KERNEL[core](q.double(), k.double(), v.double(), window=window))
+    with pytest.raises(ValueError, match="n_short and a bias"):
+        kernels.KERNEL[core](q, k, v, window=30, n_short=2, bias=torch.zeros(T, T, device=DEVICE))
 
 
 @dtypes
@@ -166,7 +175,8 @@ def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
 @pytest.mark.parametrize(
     ("choices", "says"),
     [
-        ({"attention": "beta"}, "has no Triton kernel, but softmax, laser have"),
+        ({"attention": "laser"}, "has no Triton kernel, but softmax, beta have"),
+        ({"attention": "beta"}, "long heads and 256 tokens or more"),
         ({"dropout": 0.2}, "of which 0.2 are to be dropped: --attn_dropout=0"),
         ({"position": "t5"}, "no bias by distance, as of position='t5'"),
         ({"head_dim": 20}, "queries and values are 20 and 20 wide"),
@@ -174,9 +184,17 @@ def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
     ],
 )
 def test_kernels_that_would_not_be_used_are_refused(choices, says, monkeypatch):
-    monkeypatch.delitem(kernels.KERNEL, "beta")
+    monkeypatch.delitem(kernels.KERNEL, "laser")
     with pytest.raises(ValueError, match=says):
         GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=32, **choices)).use_triton()
+
+
+def test_long_heads_without_positions_have_kernels():
+    sizes = {"block_size": 8, "vocab_size": 5, "n_layer": 2, "n_head": 2, "n_embd": 32, "heads": "S/L", "window": 2}
+    gpt, idx = GPT(GPTConfig(**sizes, position="t5", nope_long=True)).to(DEVICE), torch.zeros(1, 8, dtype=torch.long)
+    plain = gpt(idx.to(DEVICE))[0]
+    gpt.use_triton()
+    torch.testing.assert_close(gpt(idx.to(DEVICE))[0], plain, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
