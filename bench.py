@@ -115,6 +115,16 @@ class Subject:
     error: float = math.nan  # of what has been checked
 
 
+def letters(pattern: str) -> str:
+    """S or L for each head."""
+    return (pattern * n_head)[:n_head]
+
+
+def late() -> bool:
+    """Whether the time of --budget is over."""
+    return 0 < budget < time.monotonic() - _began
+
+
 def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
     """(FLOPs, numbers read or written) of a head's forward pass over n tokens, as few as its result needs.
 
@@ -126,14 +136,14 @@ def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
         long = min(long, (CHUNK + 1) / 2 + 2 * D)
     w = min(window, n - 1)
     short = (w + 1) * (1 - w / (2 * n))
-    letters = (subject.pattern * n_head)[:n_head]
-    keys = (letters.count("L") * long + letters.count("S") * short) / n_head
+    each = letters(subject.pattern)
+    keys = (each.count("L") * long + each.count("S") * short) / n_head
     return 2 * (D + subject.wide * D) * keys * n, 4 * D * n
 
 
 def by_heads(short: Callable, long: Callable) -> Callable:
     """(q, k, v) -> y, where the first heads are short's and the others long's, as many as `heads` says."""
-    n = (heads * n_head)[:n_head].count("S")
+    n = letters(heads).count("S")
 
     def run(q, k, v):
         groups = ((short, slice(0, n)), (long, slice(n, n_head)))
@@ -190,7 +200,7 @@ def compiled_flex(dynamic: bool) -> Callable:
 
 @functools.cache
 def flex_mask(T: int, dev: str, pattern: str) -> object:
-    n = (pattern * n_head)[:n_head].count("S")
+    n = letters(pattern).count("S")
 
     def causal(b, h, i, j):
         return i >= j
@@ -287,7 +297,7 @@ def subjects(dev: str) -> dict[str, Subject]:
         for core, f in triton_kernels().items():
             table[f"{core} triton"] = Subject(f, naive[core], core)
         if "S" in heads:
-            few = {"window": window, "n_short": (heads * n_head)[:n_head].count("S")}
+            few = {"window": window, "n_short": letters(heads).count("S")}
             for core, f in triton_kernels().items():
                 table[f"{core} {heads} triton"] = Subject(functools.partial(f, **few), mixed[core], core, heads)
     table |= {name: Subject(run, naive[core], core) for name, (run, core) in peers().items()}
@@ -493,9 +503,8 @@ def sequences(length: int) -> int:
 
 def attention(dev: str, dt: torch.dtype, sizes: list[int], dims: list[int], top: dict) -> Iterator[list[dict]]:
     """Each subject at each head dim and length: milliseconds, spreads, ratios, shares, peak memory."""
-    late = False
     for D in dims:
-        if budget and time.monotonic() - _began > budget:
+        if late():
             print(f"\nhead dim {D}: out of time (--budget)")
             continue
         print(f"\nattention, head dim {D}")
@@ -504,18 +513,15 @@ def attention(dev: str, dt: torch.dtype, sizes: list[int], dims: list[int], top:
             B = sequences(n)
             x, tasks = inputs(B, n, D, dev, dt), {}
             for name, subject in table.items():
-                late = late or (budget and time.monotonic() - _began > budget)
                 once, at = seconds.get(name, (0.0, 1))
                 once *= B * n * n / at
                 need = 32 * B * n_head * n * n if subject.quadratic else 0
-                if late or once > patience or need > free_memory(dev) / 2:
+                if (over := late()) or once > patience or need > free_memory(dev) / 2:
                     reason = f"take up to {once:.1f} s a pass" if once > patience else f"need {need / 2**30:.1f} GiB"
-                    print(f"n = {n}: {name} skipped, " + ("out of time (--budget)" if late else f"would {reason}"))
+                    print(f"n = {n}: {name} skipped, " + ("out of time (--budget)" if over else f"would {reason}"))
                     continue
                 task = functools.partial(passes, subject, x, dev)
-                row = tried(f"n = {n}: {name}", task, dev) and tried(
-                    f"n = {n}: {name}", task, dev
-                )  # the first compiles
+                row = tried(f"n = {n}: {name}", lambda task=task: task() and task(), dev)  # the first compiles
                 if row is not None:
                     seconds[name], tasks[name] = ((row["forward"] + row.get("both", 0.0)) / 1e3, B * n * n), task
             yield attention_table(tasks, table, B, n, D, x, dev, top)
