@@ -742,14 +742,15 @@ def fits(core: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: i
 def never(config: GPTConfig) -> str | None:
     """What keeps the kernels from every layer of such a model while it is trained, if anything in its config does."""
     D, core = config.head_size, config.attention
+    E = 2 * D if config.differential else D
     if core not in KERNEL:
         return f"attention={core!r} has no Triton kernel, but {', '.join(KERNEL)} have"
     if config.weight_dropout:
         return f"they drop no attention weights, of which {config.weight_dropout} are to be dropped: --attn_dropout=0"
-    if config.position in ("alibi", "t5", "relative") and not config.nope_long:
+    if config.long_bias:
         return f"they take no bias by distance, as of position={config.position!r}"
-    if not {D, 2 * D if config.differential else D} <= {*WIDTHS}:
-        return f"queries and values are {D} and {2 * D if config.differential else D} wide; they take {WIDTHS}"
+    if not {D, E} <= {*WIDTHS}:
+        return f"queries and values are {D} and {E} wide; they take {WIDTHS}"
     if core == "beta" and ("L" not in config.heads or config.block_size < BETA_LINEAR_FROM):
         return f"beta's is for long heads and {BETA_LINEAR_FROM} tokens or more"
     return None

@@ -1078,10 +1078,15 @@ class GPTConfig:
         return self.rope_base or 10000.0
 
     @property
+    def long_bias(self) -> bool:
+        """Whether the position gives the scores of long heads a bias."""
+        scheme = POSITION[self.position][1]
+        return scheme is not None and scheme.scores and not self.nope_long
+
+    @property
     def sums(self) -> bool:
         """Whether running sums can hold what long heads need of the past: a core in CACHE whose scores get no bias."""
-        scheme = POSITION[self.position][1]
-        return self.attention in CACHE and (self.nope_long or scheme is None or not scheme.scores)
+        return self.attention in CACHE and not self.long_bias
 
     @property
     def linear(self) -> bool:
