@@ -37,10 +37,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from configurator import check_writable, configure, first_line, pick_device, user_errors
-from estimate import matmul_rate
+from configurator import NotInstalled, UserError, check_writable, configure, first_line, pick_device, user_errors
 from model import ATTENTION, CHUNK, GPT, ONE_QUERY, POSITION, GPTConfig, naive_attention, per_head
-from optimizers import OPTIMIZER, Settings
+from training.estimate import matmul_rate
+from training.optimizers import OPTIMIZER, Settings
 
 suite: Literal["all", "quick", "gpu"] = "all"  # settings for a purpose: quick, as --quick; gpu, all tables of a GPU
 what = "attention,model,step,decode"  # the parts to run
@@ -250,7 +250,7 @@ PEERS = {  # name: (package, what it computes, module -> function)
 def triton_kernels() -> dict[str, Callable]:
     """What kernels.py has, where there is Triton."""
     try:
-        return importlib.import_module("kernels").KERNEL
+        return importlib.import_module("attention.kernels").KERNEL
     except ImportError as error:
         print(f"Triton's kernels: left out ({why(error)})")
         return {}
@@ -302,7 +302,7 @@ def subjects(dev: str) -> dict[str, Subject]:
                 table[f"{core} {heads} triton"] = Subject(functools.partial(f, **few), mixed[core], core, heads)
     table |= {name: Subject(run, naive[core], core) for name, (run, core) in peers().items()}
     if unknown := set(filter(None, only.split(","))) - set(table):
-        raise ValueError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(table)}")
+        raise UserError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(table)}")
     return {name: subject for name, subject in table.items() if not only or name in only.split(",")}
 
 
@@ -337,7 +337,7 @@ def checked_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
             print(f"{name} has no line in ONE_QUERY: timed, but not checked")
             table[name] = subject
             continue
-        if name.endswith("triton") and not importlib.import_module("kernels").fits(subject.core, *x[:3]):
+        if name.endswith("triton") and not importlib.import_module("attention.kernels").fits(subject.core, *x[:3]):
             print(f"{name}: left out, it would be the plain form (its kernel takes no head dim {D}, {dt} on {dev})")
             continue
         try:
@@ -364,7 +364,7 @@ def still_there(name: str, dev: str) -> None:
     try:
         clock(dev)
     except Exception as error:
-        raise ValueError(f"{name} broke {dev} ({why(error)}): leave it out with --only=") from None
+        raise UserError(f"{name} broke {dev} ({why(error)}): leave it out with --only=") from None
 
 
 def clock(dev: str) -> float:
@@ -702,37 +702,37 @@ def numbers(flag: str) -> list[int]:
     except ValueError:
         got = []
     if not got or min(got) < 1:
-        raise ValueError(f"--{flag} must be positive integers, separated by commas; got {globals()[flag]}")
+        raise UserError(f"--{flag} must be positive integers, separated by commas; got {globals()[flag]}")
     return got if flag == "head_dim" else sorted(got)
 
 
 def main() -> None:
     if quick and "suite" in given:
-        raise ValueError("--quick and --suite are two choices of settings: leave one out")
+        raise UserError("--quick and --suite are two choices of settings: leave one out")
     if quick:
         globals()["suite"] = "quick"
     if suite == "gpu" and "device" not in given and not torch.cuda.is_available():
-        raise ValueError("--suite=gpu needs a CUDA GPU, and there is none here (or this PyTorch is built without CUDA)")
+        raise UserError("--suite=gpu needs a CUDA GPU, and there is none here (or this PyTorch is built without CUDA)")
     globals().update({name: value for name, value in SUITE[suite].items() if name not in given})
     parts, all_parts = what.split(","), ("attention", "model", "step", "decode")
     if unknown := set(parts) - set(all_parts):
-        raise ValueError(f"--what={what}: {', '.join(sorted(unknown))} is none of {', '.join(all_parts)}")
+        raise UserError(f"--what={what}: {', '.join(sorted(unknown))} is none of {', '.join(all_parts)}")
     if min(repeats, batch_size, n_head, step_length, decode_length - 1) < 1 or not patience > 0:
-        raise ValueError("sizes, repeats and patience must be positive, decode_length at least 2")
+        raise UserError("sizes, repeats and patience must be positive, decode_length at least 2")
     if tokens < 0 or budget < 0:
-        raise ValueError(f"--tokens={tokens} and --budget={budget} must not be negative")
+        raise UserError(f"--tokens={tokens} and --budget={budget} must not be negative")
     for sizes in ({"n_head": n_head, "n_embd": n_head}, LS_MODEL, GPT_10M):  # or they say why not
         GPTConfig(**sizes, heads=heads, window=window if "S" in heads else None)
     if "/" in heads:
-        raise ValueError(f"--heads={heads}: here it is the pattern of one layer, without a /")
+        raise UserError(f"--heads={heads}: here it is the pattern of one layer, without a /")
     if (plot or only) and "attention" not in parts:
-        raise ValueError("--plot and --only are for --what=attention")
+        raise UserError("--plot and --only are for --what=attention")
     check_writable(out)
     if plot:
         try:
             importlib.import_module("matplotlib")
         except ImportError:
-            raise ImportError("--plot draws with matplotlib: pip install matplotlib") from None
+            raise NotInstalled("--plot draws with matplotlib: pip install matplotlib") from None
     dims, sizes = numbers("head_dim"), {"attention": numbers("lengths"), "model": numbers("model_lengths")}
     dev, dt_name, amp = pick_device(device, dtype)
     if ":" in dev:

@@ -27,6 +27,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 
+class UserError(ValueError):
+    """A mistake of the user's, raised on purpose: the scripts print its sentence and exit with code 2."""
+
+
+class NotInstalled(UserError, ImportError):
+    """An optional package is missing; the sentence says how to install it."""
+
+
+class NotFinite(UserError):
+    """A NaN or an infinity where a model or its loss should have numbers: the training has diverged."""
+
+
 @dataclass
 class Flag:
     default: object
@@ -49,12 +61,15 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Within it a ValueError, a missing package or a file's error is the user's: a sentence, exit 2."""
+    """Within it a UserError, or an error of the file system or the network, becomes a sentence and exit code 2.
+
+    Every other error is a bug, perhaps of someone who is editing the code, and keeps Python's traceback.
+    """
     try:
         yield
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # `| head` has closed the pipe: _excepthook knows
         raise
-    except (ValueError, OSError, ImportError) as error:
+    except (UserError, OSError) as error:
         fail(error)
 
 
@@ -142,7 +157,7 @@ def constants(path: str) -> dict:
     try:
         body = ast.parse(source).body
     except SyntaxError as error:
-        raise ValueError(f"{path} is no config file: {error}") from None
+        raise UserError(f"{path} is no config file: {error}") from None
     return {name: value.value for name, _, _, value in _assignments(body, source) if isinstance(value, ast.Constant)}
 
 
@@ -251,21 +266,21 @@ def _parsed(text: str, hint: object) -> object:
             return _checked(int(text) if text.lstrip("+-").isdigit() else float(text), hint)
     if text in legal or str in legal:
         return text
-    raise ValueError(f"needs {_legal(hint)}")
+    raise UserError(f"needs {_legal(hint)}")
 
 
 def _checked(value: object, hint: object) -> object:
     """A value, as the hint's type: an int is taken for a float, 1e3 for an int; nan and inf for nothing."""
     legal = _types(hint)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"needs {_legal(hint)}")
+        raise UserError(f"needs {_legal(hint)}")
     if type(value) in legal or (isinstance(value, str) and value in legal):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and float in legal:
         return float(value)
     if isinstance(value, float) and int in legal and value.is_integer():
         return int(value)
-    raise ValueError(f"needs {_legal(hint)}")
+    raise UserError(f"needs {_legal(hint)}")
 
 
 # -----------------------------------------------------------------------------
@@ -290,7 +305,7 @@ def check_writable(out: str) -> None:
     """Raises ValueError where no file can be written at the path of --out, before there is anything to lose."""
     target = out if os.path.exists(out) else os.path.dirname(os.path.abspath(out))
     if os.path.isdir(out) or not os.access(target, os.W_OK):
-        raise ValueError(f"--out={out}: no file can be written there")
+        raise UserError(f"--out={out}: no file can be written there")
 
 
 def pick_device(device: str, dtype: str) -> tuple[str, str, contextlib.AbstractContextManager]:
@@ -305,10 +320,10 @@ def pick_device(device: str, dtype: str) -> tuple[str, str, contextlib.AbstractC
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda", "mps") or not (index.isdigit() or ":" not in device):
-        raise ValueError(f"--device={device} is none of auto, cpu, cuda, cuda:N, mps")
+        raise UserError(f"--device={device} is none of auto, cpu, cuda, cuda:N, mps")
     count = getattr(torch, kind).device_count()
     if int(index or 0) >= count:
-        raise ValueError(
+        raise UserError(
             f"--device={device}: this PyTorch ({torch.__version__}) sees {count} {kind} devices; --device=cpu works"
         )
     if dtype == "auto" and kind == "cuda":

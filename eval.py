@@ -13,14 +13,19 @@ tokenizers, but for text that a tokenizer drops (SentencePiece: line ends, runs 
 import math
 from typing import Literal
 
-from configurator import configure, pick_device, user_errors  # first: makes a sentence of Ctrl-C from here on
+from configurator import (  # first: makes a sentence of Ctrl-C from here on
+    UserError,
+    configure,
+    pick_device,
+    user_errors,
+)
 
 # isort: split
 import torch
 
-from dataset import Tokens, folder_of, positions
-from distributed import connect, gathered, local_rank, rank, say, summed, world
 from sample import open_model
+from text.dataset import Tokens, folder_of, positions
+from training.distributed import connect, gathered, local_rank, rank, say, summed, world
 
 init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one
 out_dir = "out"  # the folder that train.py wrote
@@ -49,7 +54,7 @@ def nats(model: torch.nn.Module, tokens: Tokens, stride: int, eot: int | None, d
                 loss = model(x.to(device), y.to(device), pos=pos)[1].item()  # the mean over those that are not -1
             n = int((y >= 0).sum())
             total += torch.tensor([loss * n, n])
-    except (ValueError, OSError) as error:  # which the others, and above all the one that speaks, do not meet
+    except (UserError, OSError) as error:  # which the others, and above all the one that speaks, do not meet
         problem = error
     if problem := next(filter(None, gathered(problem)), None):
         raise problem
@@ -58,7 +63,7 @@ def nats(model: torch.nn.Module, tokens: Tokens, stride: int, eot: int | None, d
 
 def main() -> None:
     if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1")
+        raise UserError(f"batch_size={batch_size} must be at least 1")
     kind, _, amp = pick_device(config["device"], config["dtype"])
     device = f"cuda:{local_rank}" if kind == "cuda" else kind
     torch.set_flush_denormal(True)  # as train.py
@@ -66,16 +71,16 @@ def main() -> None:
     model, tok, run, about = open_model(init_from, out_dir, which)
     name = dataset or run.get("dataset")
     if name is None:
-        raise ValueError(f"--dataset= says on which text {init_from} is measured: a folder of data/")
+        raise UserError(f"--dataset= says on which text {init_from} is measured: a folder of data/")
     if block_size is not None and block_size != model.config.block_size:
         model.crop_block_size(block_size)
     T = model.config.block_size
     step = max(1, T // 2) if stride is None else stride
     if not 1 <= step <= T:
-        raise ValueError(f"stride={step} must be between 1 and block_size={T}")
+        raise UserError(f"stride={step} must be between 1 and block_size={T}")
     tokens = Tokens(folder_of(name), split, T)
     if tokens.meta["tokenizer"] != tok.meta:
-        raise ValueError(
+        raise UserError(
             f"{name} is in {tokens.meta['vocab_size']:,} tokens of the kind {tokens.meta['tokenizer']['kind']}, "
             f"which are not those of this model ({tok.n_vocab:,}, {tok.meta['kind']}). To compare models of different "
             f"tokenizers, measure each on its own tokens of one text: bits per byte and perplexity per word compare"
@@ -85,7 +90,7 @@ def main() -> None:
     say(f"{about}\n{split} of {name}: {n:,} targets; windows of {T} tokens, {step} apart, on {world} process(es)")
     total, seen = nats(model.eval().to(device), tokens, step, eot, device, amp)
     if not math.isfinite(total):
-        raise ValueError("the loss is not finite; has the model's training diverged?")
+        raise UserError("the loss is not finite; has the model's training diverged?")
     say(f"loss                 {total / seen:.4f} nats per token")
     say(f"perplexity           {exp(total / seen)} per token")
     entry = tokens.meta["files"][f"{split}.bin"]

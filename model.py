@@ -28,6 +28,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from configurator import NotInstalled, UserError
+
 # -----------------------------------------------------------------------------
 # Attention cores. f(q, k, v, *, window=None, scale=None, bias=None) -> y, causal:
 #   q (B, H, Tq, D), k (B, H, T, D), v (B, H, T, Dv), y (B, H, Tq, Dv). In training Tq = T; fewer queries are
@@ -127,7 +129,7 @@ def check_finite(name: str, x: torch.Tensor) -> None:
     alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
     look = x.device.type == "cpu" and not torch.compiler.is_compiling() and alone
     if look and not math.isfinite(x.detach().sum().item()) and not x.isfinite().all():
-        raise ValueError(f"attention: {name} holds values that are not finite; has the model diverged?")
+        raise UserError(f"attention: {name} holds values that are not finite; has the model diverged?")
 
 
 def checked(core: Callable) -> Callable:
@@ -137,20 +139,20 @@ def checked(core: Callable) -> Callable:
     def attend(q, k, v, *, window=None, bias=None, **kwargs):
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-            raise ValueError(f"q, k and v must be (B, H, T, D) with the same B and H; got {shapes}")
+            raise UserError(f"q, k and v must be (B, H, T, D) with the same B and H; got {shapes}")
         if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2] or not 1 <= q.shape[-2] <= k.shape[-2]:
-            raise ValueError(f"q and k must have one D, k and v one T, and q from 1 to T queries; got {shapes}")
+            raise UserError(f"q and k must have one D, k and v one T, and q from 1 to T queries; got {shapes}")
         if window is not None and window < 0:
-            raise ValueError(f"window={window} must be 0 (a token sees itself alone) or more")
+            raise UserError(f"window={window} must be 0 (a token sees itself alone) or more")
         full = (*q.shape[:3], k.shape[2])
         if isinstance(bias, ByDistance):
             values, v_width = bias.values, v.shape[-1] if bias.v is None else bias.v.shape[-1]
             fits = values.dim() == 4 and all(n in (1, m) for n, m in zip(values.shape[:3], full[:3], strict=True))
             if not fits or v_width != v.shape[-1]:
-                raise ValueError(f"a bias by distance {tuple(values.shape)} does not fit the scores, {full}")
+                raise UserError(f"a bias by distance {tuple(values.shape)} does not fit the scores, {full}")
         elif bias is not None:
             if bias.dim() > 4 or any(n not in (1, m) for n, m in zip(bias.shape[::-1], full[::-1], strict=False)):
-                raise ValueError(f"bias {tuple(bias.shape)} does not broadcast to the scores, {full}")
+                raise UserError(f"bias {tuple(bias.shape)} does not broadcast to the scores, {full}")
             bias = bias.expand(torch.broadcast_shapes(bias.shape, full[2:]))
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_finite(name, x)
@@ -512,7 +514,7 @@ def naive_attention(core, q, k, v, *, window=None, scale=None, bias=None):
     Raises ValueError for a core that has no line in ONE_QUERY.
     """
     if core not in ONE_QUERY:
-        raise ValueError(f"{core} has no line in ONE_QUERY, its definition for one query, to be held against")
+        raise UserError(f"{core} has no line in ONE_QUERY, its definition for one query, to be held against")
     rows, Tq, T = [], q.shape[-2], k.shape[-2]
     far = None
     if isinstance(bias, ByDistance):
@@ -600,7 +602,7 @@ class KeyValueCache:
             self.k, self.v = (k[:, :, at:], v[:, :, at:]) if new == 1 else (k[:, :, at:].clone(), v[:, :, at:].clone())
         y = core(q, *share(k, v), window=self.window, **kwargs)
         if y.shape[-2] != q.shape[-2]:
-            raise ValueError(f"this attention gives {y.shape[-2]} outputs for {q.shape[-2]} queries: use_cache=False")
+            raise UserError(f"this attention gives {y.shape[-2]} outputs for {q.shape[-2]} queries: use_cache=False")
         return y
 
     @property
@@ -617,9 +619,9 @@ class BetaCache:
     def attend(self, core, share, q, k, v, *, scale=None, bias=None, dropout=0.0):
         """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
         if dropout:
-            raise ValueError("beta's running sums cannot drop attention weights: call eval() before decoding")
+            raise UserError("beta's running sums cannot drop attention weights: call eval() before decoding")
         if bias is not None:
-            raise ValueError("beta's running sums hold no bias: a Scheme that gives one has scores = True")
+            raise UserError("beta's running sums hold no bias: a Scheme that gives one has scores = True")
         k, v = share(k, v)
         if self.state is None or q.shape[-2] > 1:
             y, self.state = beta_linear(q, k, v, scale=scale, state=self.state)
@@ -649,11 +651,11 @@ class Cache:
     def extended(self, B: int, T: int) -> Iterator[None]:
         """Within it T tokens are added to each of B rows. Raises ValueError where they do not fit."""
         if self.broken:
-            raise ValueError("the last forward pass with this cache did not finish: new_cache() makes another")
+            raise UserError("the last forward pass with this cache did not finish: new_cache() makes another")
         if self.length + T > self.capacity:
-            raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}")
+            raise UserError(f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}")
         if self.length and B != self.rows:
-            raise ValueError(f"the cache holds {self.rows} row(s), and cannot go on with {B}")
+            raise UserError(f"the cache holds {self.rows} row(s), and cannot go on with {B}")
         self.broken = True
         yield
         self.broken, self.rows, self.length = False, B, self.length + T
@@ -943,52 +945,52 @@ class GPTConfig:
     def __post_init__(self):
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "n_hidden"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
         if self.head_dim is None and self.n_embd % self.n_head:
             near = [h for h in range(1, self.n_embd + 1) if self.n_embd % h == 0]
             near = sorted(sorted(near, key=lambda h: abs(h - self.n_head))[:3])
-            raise ValueError(
+            raise UserError(
                 f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}, but of {near} it is; or set head_dim"
             )
         tables = {"attention": ATTENTION, "qk_norm": QK_NORM, "position": POSITION, "norm": NORM, "where": WHERE}
         for name, table in (tables | {"block": ("serial", "parallel"), "mlp": ACTIVATION}).items():
             if getattr(self, name) not in table:
-                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(table)}")
+                raise UserError(f"{name}={getattr(self, name)!r} is none of {', '.join(table)}")
         for name in ("dropout", "attn_dropout"):
             if not 0 <= (getattr(self, name) or 0.0) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
+                raise UserError(f"{name}={getattr(self, name)} must be in [0, 1)")
         if self.attn_dropout and not self._drops_weights():
-            raise ValueError(
+            raise UserError(
                 f"attention={self.attention!r} allows no dropout on attention weights (its function takes no "
                 f"`dropout`; in LASER a dropped weight can be log(0)): leave attn_dropout out, or set it to 0"
             )
         if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be a positive number; 1.0 leaves the scores alone")
+            raise UserError(f"temperature={self.temperature} must be a positive number; 1.0 leaves the scores alone")
         if self.block == "parallel" and self.where == "post":
-            raise ValueError("where='post' normalises after each sum, but a parallel block has one sum: where='pre'")
+            raise UserError("where='post' normalises after each sum, but a parallel block has one sum: where='pre'")
         if not 0 < self.norm_eps < 1:
-            raise ValueError(f"norm_eps={self.norm_eps} must be between 0 and 1")
+            raise UserError(f"norm_eps={self.norm_eps} must be between 0 and 1")
         if not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss={self.z_loss} must not be negative; PaLM's is 1e-4")
+            raise UserError(f"z_loss={self.z_loss} must not be negative; PaLM's is 1e-4")
         if self.logit_softcap is not None and not 0 < self.logit_softcap < math.inf:
-            raise ValueError(f"logit_softcap={self.logit_softcap} must be a positive number; Gemma 2's is 30")
+            raise UserError(f"logit_softcap={self.logit_softcap} must be a positive number; Gemma 2's is 30")
         self._check_heads()
         self._check_position()
 
     def _check_position(self):
         if self.position == "rope" and self.head_size % 2:
-            raise ValueError(
+            raise UserError(
                 f"position='rope' turns dimensions in pairs, but a head has {self.head_size}: head_dim must be even"
             )
         if self.position == "sinusoidal" and self.n_embd % 2:
-            raise ValueError(f"position='sinusoidal' is made of sines and cosines in pairs, but n_embd={self.n_embd}")
+            raise UserError(f"position='sinusoidal' is made of sines and cosines in pairs, but n_embd={self.n_embd}")
         if self.position in ("alibi", "t5") and self.attention == "beta":
-            raise ValueError(
+            raise UserError(
                 f"position={self.position!r} lowers the scores of far keys, but a score of beta is a weight, and a "
                 f"low one a large negative weight: rope, relative, learned, sinusoidal or none go with beta"
             )
         if self.position == "relative" and self.attention == "laser":
-            raise ValueError(
+            raise UserError(
                 "position='relative' gives each pair of tokens a value of its own, but LASER takes exp of one value "
                 "per token: rope, alibi, t5, learned, sinusoidal or none go with laser"
             )
@@ -997,19 +999,19 @@ class GPTConfig:
             ("max_distance", self.max_distance, ("relative", "t5")),
         ):
             if value is not None and self.position not in used:
-                raise ValueError(
+                raise UserError(
                     f"{name}={value} is of position={' or '.join(used)}, not of {self.position!r}: leave it None"
                 )
         if self.rope_base is not None and not 0 < self.rope_base < math.inf:
-            raise ValueError(f"rope_base={self.rope_base} must be a positive number")
+            raise UserError(f"rope_base={self.rope_base} must be a positive number")
         least = T5.buckets // 2 + 1 if self.position == "t5" else 1
         if self.max_distance is not None and self.max_distance < least:
-            raise ValueError(f"max_distance={self.max_distance} must be at least {least} for {self.position!r}")
+            raise UserError(f"max_distance={self.max_distance} must be at least {least} for {self.position!r}")
         if self.nope_long and POSITION[self.position][1] is None:
             inside = ", ".join(name for name, (_, scheme) in POSITION.items() if scheme)
-            raise ValueError(f"nope_long leaves out a position inside attention, {inside}; not {self.position!r}")
+            raise UserError(f"nope_long leaves out a position inside attention, {inside}; not {self.position!r}")
         if self.nope_long and not {"S", "L"} <= set(self.heads):
-            raise ValueError(
+            raise UserError(
                 f"nope_long tells long heads from short ones, but heads={self.heads!r} has one kind: --heads=S/S/S/L, "
                 f"or --position=none"
             )
@@ -1017,32 +1019,28 @@ class GPTConfig:
     def _check_heads(self):
         if self.n_head % self.kv_heads:
             legal = [g for g in range(1, self.n_head + 1) if self.n_head % g == 0]
-            raise ValueError(
-                f"n_head={self.n_head} is not a multiple of n_kv_head={self.kv_heads}; one of {legal} fits"
-            )
+            raise UserError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.kv_heads}; one of {legal} fits")
         layers = self.heads.split("/")
         if not all(layers) or set(self.heads) - set("SL/"):
-            raise ValueError(
+            raise UserError(
                 f"heads={self.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, S/S/L"
             )
         if len(layers) > self.n_layer or any(len(layer) > self.n_head for layer in layers):
-            raise ValueError(
+            raise UserError(
                 f"heads={self.heads!r} has {len(layers)} layer(s) of up to {max(map(len, layers))} head(s), more than "
                 f"n_layer={self.n_layer} and n_head={self.n_head} hold: the end of the pattern would be lost"
             )
         if "S" not in self.heads and self.window is not None:
-            raise ValueError(
-                f"window={self.window} needs a short head, but heads={self.heads!r} has no S: --heads=SSSL"
-            )
+            raise UserError(f"window={self.window} needs a short head, but heads={self.heads!r} has no S: --heads=SSSL")
         if self.window is not None and self.window < 0:
-            raise ValueError(f"window={self.window} must be 0 (a token sees itself alone) or more")
+            raise UserError(f"window={self.window} must be 0 (a token sees itself alone) or more")
         if self.differential and self.n_head % 2:
-            raise ValueError(f"differential attention pairs the heads, but n_head={self.n_head} is odd")
+            raise UserError(f"differential attention pairs the heads, but n_head={self.n_head} is odd")
         if self.differential and self.kv_heads % 2:
-            raise ValueError(f"differential attention pairs the heads, but n_kv_head={self.kv_heads} is odd")
+            raise UserError(f"differential attention pairs the heads, but n_kv_head={self.kv_heads} is odd")
         for letters in (self.layer_heads(layer) for layer in range(self.n_layer)):
             if self.differential and letters[::2] != letters[1::2]:
-                raise ValueError(
+                raise UserError(
                     f"heads={self.heads!r} with differential: heads 2i and 2i + 1 are one differential head and need "
                     f"one span, but the letters of a layer are {letters}; write each letter twice: SSLL"
                 )
@@ -1351,10 +1349,10 @@ class GPT(nn.Module):
         """
         T, past = idx.shape[1], 0 if cache is None else cache.length
         if T < 1 or past + T > self.config.block_size:
-            raise ValueError(f"{past + T} tokens do not fit into block_size={self.config.block_size}, from 1 on")
+            raise UserError(f"{past + T} tokens do not fit into block_size={self.config.block_size}, from 1 on")
         if cache is not None:
             if pos is not None:
-                raise ValueError("a cache holds one document: pos and cache do not go together")
+                raise UserError("a cache holds one document: pos and cache do not go together")
             with torch.no_grad(), cache.extended(*idx.shape):
                 return self._forward(idx, targets, cache, None)
         return self._forward(idx, targets, None, pos)
@@ -1395,7 +1393,7 @@ class GPT(nn.Module):
         """An empty cache for up to `capacity` tokens, block_size by default. Raises ValueError past block_size."""
         capacity = self.config.block_size if capacity is None else capacity
         if not 1 <= capacity <= self.config.block_size:
-            raise ValueError(f"a cache of {capacity} tokens does not fit block_size={self.config.block_size}")
+            raise UserError(f"a cache of {capacity} tokens does not fit block_size={self.config.block_size}")
 
         def group(window: int | None) -> object:
             kind = CACHE[self.config.attention] if window is None and self.config.sums else KeyValueCache
@@ -1426,11 +1424,11 @@ class GPT(nn.Module):
         Raises ImportError without Triton, ValueError for a model of which they would never take any.
         """
         try:
-            from kernels import KERNEL, never
+            from attention.kernels import KERNEL, never
         except ImportError:
-            raise ImportError("Triton's kernels need Triton: pip install triton") from None
+            raise NotInstalled("Triton's kernels need Triton: pip install triton") from None
         if reason := never(self.config):
-            raise ValueError(f"Triton's kernels would not be used: {reason}")
+            raise UserError(f"Triton's kernels would not be used: {reason}")
         for block in self.transformer.h:
             block.attn.core = KERNEL[self.config.attention].unchecked
             block.attn.in_one_call()
@@ -1459,7 +1457,7 @@ class GPT(nn.Module):
     def crop_block_size(self, block_size: int) -> None:
         """Shortens the context, for fine-tuning a model at a smaller one."""
         if not 1 <= block_size <= self.config.block_size:
-            raise ValueError(f"block_size={block_size} is below 1 or larger than the model's, {self.config.block_size}")
+            raise UserError(f"block_size={block_size} is below 1 or larger than the model's, {self.config.block_size}")
         self.config.window = self.config.span  # which the context may have chosen
         self.config.block_size = block_size
         if self.config.position == "learned":
@@ -1473,7 +1471,7 @@ class GPT(nn.Module):
         of GPTConfig in pretrained.FREE, which do not depend on weights (dropout, attention, block_size, ...).
         Raises ValueError for another model, ImportError without transformers, OSError without the weights.
         """
-        from pretrained import load  # which imports this file
+        from training.pretrained import load  # which imports this file
 
         return load(name, override_args)
 
@@ -1482,12 +1480,12 @@ class GPT(nn.Module):
         """The model of a checkpoint of train.py's, or of nanoGPT's, as checkpoint.load gives it."""
         known = {field.name for field in fields(GPTConfig)}
         if unknown := set(checkpoint["model_args"]) - known:
-            raise ValueError(f"the checkpoint's model has fields unknown here: {', '.join(sorted(unknown))}")
+            raise UserError(f"the checkpoint's model has fields unknown here: {', '.join(sorted(unknown))}")
         model = cls(GPTConfig(**checkpoint["model_args"] | overrides))
         try:
             model.load_state_dict(checkpoint["model"])
         except RuntimeError as error:
-            raise ValueError(f"the checkpoint's weights do not fit its model: {str(error).splitlines()[-1]}") from None
+            raise UserError(f"the checkpoint's weights do not fit its model: {str(error).splitlines()[-1]}") from None
         return model
 
     @torch.no_grad()
@@ -1515,9 +1513,9 @@ class GPT(nn.Module):
         Raises ValueError for an empty prompt, an impossible argument, or logits that are not finite.
         """
         if idx.shape[1] == 0:
-            raise ValueError("the prompt is empty: at least one token is needed")
+            raise UserError("the prompt is empty: at least one token is needed")
         if not temperature >= 0 or not (top_k is None or top_k >= 1) or not (top_p is None or 0 < top_p <= 1):
-            raise ValueError(
+            raise UserError(
                 f"sampling needs temperature >= 0, top_k >= 1 and 0 < top_p <= 1; got {temperature}, {top_k}, {top_p}"
             )
         generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
@@ -1531,7 +1529,7 @@ class GPT(nn.Module):
                 logits = self(idx if cache is None else idx[:, cache.length :], cache=cache)[0]
             logits = logits[:, -1].float()[:, :vocab_size]  # (B, V)
             if not logits.isfinite().all():
-                raise ValueError("the model's logits are not finite; has its training diverged?")
+                raise UserError("the model's logits are not finite; has its training diverged?")
             token = _sample(logits, temperature, top_k, top_p, generator)
             if stop is not None:
                 token = torch.where(ended, stop, token)

@@ -9,14 +9,19 @@ import contextlib
 from collections.abc import Iterator
 from typing import Literal
 
-from configurator import configure, pick_device, user_errors  # first: makes a sentence of Ctrl-C from here on
+from configurator import (  # first: makes a sentence of Ctrl-C from here on
+    UserError,
+    configure,
+    pick_device,
+    user_errors,
+)
 
 # isort: split
 import torch
 
-import checkpoint
-import dataset
 from model import GPT
+from text import dataset, tokenizers
+from training import checkpoint
 
 init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one
 out_dir = "out"  # the folder that train.py wrote
@@ -35,19 +40,17 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on
 compile = False  # torch.compile the model
 
 
-def tokenizer_of(state: dict) -> dataset.Tokenizer:
+def tokenizer_of(state: dict) -> tokenizers.Tokenizer:
     """The tokenizer in a checkpoint; of nanoGPT's checkpoints that of their data set, or else GPT-2's."""
     if "tokenizer" in state:
-        return dataset.tokenizer(state["tokenizer"])
+        return tokenizers.tokenizer(state["tokenizer"])
     with contextlib.suppress(ValueError):
         meta = dataset.read_meta(dataset.folder_of(state["config"].get("dataset", "")))
         if meta["vocab_size"] == state["model_args"]["vocab_size"]:
-            return dataset.tokenizer(meta["tokenizer"])
-    if state["model_args"]["vocab_size"] < dataset.GPT2_VOCAB_SIZE:
-        raise ValueError(
-            "this checkpoint names no tokenizer, and its data set is not prepared in data/ to take it from"
-        )
-    return dataset.GPT2Tokenizer()
+            return tokenizers.tokenizer(meta["tokenizer"])
+    if state["model_args"]["vocab_size"] < tokenizers.GPT2_VOCAB_SIZE:
+        raise UserError("this checkpoint names no tokenizer, and its data set is not prepared in data/ to take it from")
+    return tokenizers.GPT2Tokenizer()
 
 
 def text_of(ids: Iterator[torch.Tensor], tok: object, stop: str | None, prompt: list[int]) -> Iterator[str]:
@@ -70,11 +73,11 @@ def text_of(ids: Iterator[torch.Tensor], tok: object, stop: str | None, prompt: 
     yield tok.decode(seen)[before + shown :]
 
 
-def open_model(init_from: str, out_dir: str, which: str) -> tuple[GPT, dataset.Tokenizer, dict, str]:
+def open_model(init_from: str, out_dir: str, which: str) -> tuple[GPT, tokenizers.Tokenizer, dict, str]:
     """(model, tokenizer, settings of its run, a line about it) of a checkpoint or of pretrained weights."""
     if init_from != "resume":
         model = GPT.from_pretrained(init_from)
-        return model, dataset.pretrained_tokenizer(init_from, model.config.vocab_size), {}, init_from
+        return model, tokenizers.pretrained_tokenizer(init_from, model.config.vocab_size), {}, init_from
     path = checkpoint.path_of(out_dir, which)
     state = checkpoint.load(path, lazily=True)  # of which the weights alone are used
     about = f"{path}: step {state['iter_num']}, best validation loss {state['best_val_loss']:.4f}"
@@ -83,7 +86,7 @@ def open_model(init_from: str, out_dir: str, which: str) -> tuple[GPT, dataset.T
 
 def main() -> None:
     if num_samples < 1 or max_new_tokens < 1:
-        raise ValueError(f"num_samples={num_samples} and max_new_tokens={max_new_tokens} must be at least 1")
+        raise UserError(f"num_samples={num_samples} and max_new_tokens={max_new_tokens} must be at least 1")
     device, _, amp = pick_device(config["device"], config["dtype"])
     torch.set_flush_denormal(True)  # as train.py
     model, tok, _, about = open_model(init_from, out_dir, which)
@@ -99,13 +102,13 @@ def main() -> None:
             with open(start[5:], encoding="utf-8-sig") as f:
                 text = f.read()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{start[5:]} is not UTF-8 text: {error}") from None
+            raise UserError(f"{start[5:]} is not UTF-8 text: {error}") from None
     try:
         prompt = tok.start(text)
     except ValueError as error:
-        raise ValueError(f"--start={text[:20]!r}: {error}") from None
+        raise UserError(f"--start={text[:20]!r}: {error}") from None
     if not prompt:
-        raise ValueError("the prompt is empty: --start needs at least one character")
+        raise UserError("the prompt is empty: --start needs at least one character")
     if len(prompt) > model.config.block_size:
         print(f"the prompt has {len(prompt)} tokens; the model sees the last {model.config.block_size}")
     with amp:

@@ -24,14 +24,25 @@ from dataclasses import fields
 from dataclasses import replace as with_fields
 from typing import Literal, NoReturn
 
-from configurator import configure, fail, first_line, pick_device, user_errors  # first: Ctrl-C is a sentence from here
+from configurator import (  # first: Ctrl-C is a sentence from here
+    NotInstalled,
+    UserError,
+    configure,
+    fail,
+    first_line,
+    pick_device,
+    user_errors,
+)
 
 # isort: split
 import torch
 
-import checkpoint
-from dataset import GPT2_VOCAB_SIZE, Tokens, folder_of, positions, read_meta, replace, tokenizer
-from distributed import (
+from model import GPT, GPTConfig
+from text.dataset import Tokens, folder_of, positions, read_meta
+from text.files import replace
+from text.tokenizers import GPT2_VOCAB_SIZE, tokenizer
+from training import checkpoint
+from training.distributed import (
     by_master,
     connect,
     gathered,
@@ -45,10 +56,9 @@ from distributed import (
     whole,
     world,
 )
-from estimate import VOCAB_SIZE, peak_flops, report
-from model import GPT, GPTConfig
-from optimizers import OPTIMIZER, Settings
-from pretrained import FREE, TRAINING, config_of
+from training.estimate import VOCAB_SIZE, peak_flops, report
+from training.optimizers import OPTIMIZER, Settings
+from training.pretrained import FREE, TRAINING, config_of
 
 _began = time.perf_counter()
 # -----------------------------------------------------------------------------
@@ -129,7 +139,7 @@ def restore(saved: dict) -> None:
             config[key] = value
             say(f"resume: keeping {key}={value}; {given[key]} has {mine}, --{key}={mine} changes it")
         elif key in MODEL_FIELDS and key not in free:
-            raise ValueError(f"--{key}={mine} does not fit the saved model, which has {key}={value}")
+            raise UserError(f"--{key}={mine} does not fit the saved model, which has {key}={value}")
         else:
             say(f"resume: {key} was {value}, now {mine}")
 
@@ -144,7 +154,7 @@ def check_weights(theirs: GPTConfig) -> None:
     for name in (name for name in given if name in MODEL_FIELDS and name not in FREE):
         own, mine = getattr(theirs, name), config[name]
         if own != mine and given[name] == "command line":
-            raise ValueError(f"--{name}={mine} does not fit {init_from}, which has {name}={own}")
+            raise UserError(f"--{name}={mine} does not fit {init_from}, which has {name}={own}")
         if own != mine:
             say(f"{init_from}: {name} is {own}, not {mine} as in {given[name]}")
 
@@ -186,25 +196,25 @@ with user_errors():
     positive = ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "eval_iters")
     for name in (*positive, "keep_checkpoints"):
         if config[name] < 1:
-            raise ValueError(f"--{name}={config[name]} must be at least 1")
+            raise UserError(f"--{name}={config[name]} must be at least 1")
     counts = ("seed", "max_iters", "save_interval", "sample_tokens", "warmup_iters")
     for name in (*counts, "min_lr", "weight_decay", "grad_clip", "loss_spike"):
         if config[name] < 0:
-            raise ValueError(f"--{name}={config[name]} must not be negative")
+            raise UserError(f"--{name}={config[name]} must not be negative")
     decays = decay_lr and schedule != "constant"
     if decays and lr_decay_iters <= warmup_iters:
-        raise ValueError(
+        raise UserError(
             f"lr_decay_iters={lr_decay_iters} must be greater than warmup_iters={warmup_iters}: the decay "
             f"lies between the two (--schedule=constant has none)"
         )
     for name in ("learning_rate", "muon_lr"):
         if config[name] <= 0:
-            raise ValueError(f"--{name}={config[name]} must be positive")
+            raise UserError(f"--{name}={config[name]} must be positive")
     for name in ("beta1", "beta2", "muon_beta"):
         if not 0 <= config[name] < 1:
-            raise ValueError(f"--{name}={config[name]} must be in [0, 1)")
+            raise UserError(f"--{name}={config[name]} must be in [0, 1)")
     if not 0 < decay_share <= 1:
-        raise ValueError(f"--decay_share={decay_share} must be above 0 and at most 1")
+        raise UserError(f"--decay_share={decay_share} must be above 0 and at most 1")
     for name, used, by in (
         ("muon_lr", optimizer == "muon", "--optimizer=muon"),
         ("muon_beta", optimizer == "muon", "--optimizer=muon"),
@@ -213,13 +223,13 @@ with user_errors():
         ("min_lr", decays, "a schedule that decays"),
     ):
         if given.get(name) == "command line" and not used:
-            raise ValueError(f"--{name} is used only with {by}")
+            raise UserError(f"--{name} is used only with {by}")
     if decays and min_lr > learning_rate:
-        raise ValueError(f"min_lr={min_lr} is above learning_rate={learning_rate}: the decay would go up")
+        raise UserError(f"min_lr={min_lr} is above learning_rate={learning_rate}: the decay would go up")
     rows = batch_size * gradient_accumulation_steps  # of the global batch
     if rows % world:
         more = next(n for n in range(gradient_accumulation_steps, 10**9) if n * batch_size % world == 0)
-        raise ValueError(
+        raise UserError(
             f"the {rows} sequences, gradient_accumulation_steps={gradient_accumulation_steps} times {batch_size}, "
             f"cannot be shared by {world} processes; {more} can (--gradient_accumulation_steps={more}); "
             f"or start {' or '.join(str(n) for n in range(1, 129) if rows % n == 0)} processes"
@@ -252,7 +262,7 @@ with user_errors():
         say(report(shape, config, n_tokens, device, dtype, world))
         sys.exit()
     if sharded and save_in_background:
-        raise ValueError("--save_in_background: with --parallel=fsdp all processes write together, and training waits")
+        raise UserError("--save_in_background: with --parallel=fsdp all processes write together, and training waits")
     connect(backend)
     torch.manual_seed(seed)  # the same weights everywhere
 compile = device_type == "cuda" if compile is None else compile
@@ -267,7 +277,7 @@ with user_errors():
     if master and missing and dataset.startswith("shakespeare") and os.path.exists(prepare):  # others take long
         say(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}")
         if subprocess.run([sys.executable, prepare]).returncode:
-            raise ValueError(f"{prepare} failed, see above")
+            raise UserError(f"{prepare} failed, see above")
     summed(torch.zeros(1))  # the others wait
     meta = read_meta(data_dir)
     if config["vocab_size"] is None:
@@ -285,14 +295,14 @@ with user_errors():
         say(f"{init_from}: all of its weights carry over, the optimizer starts anew{new}")
         check_weights(model.config)
     if model.config.vocab_size < meta["vocab_size"]:
-        raise ValueError(f"vocab_size={model.config.vocab_size} is less than the {meta['vocab_size']} ids of {dataset}")
+        raise UserError(f"vocab_size={model.config.vocab_size} is less than the {meta['vocab_size']} ids of {dataset}")
     eot = tokenizer(meta["tokenizer"]).eot if pack == "document" else None
     if pack == "document" and eot is None:
-        raise ValueError(f"--pack=document: {dataset} has no boundaries of documents, as of one alone")
+        raise UserError(f"--pack=document: {dataset} has no boundaries of documents, as of one alone")
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
     if triton:
         if device_type != "cuda" or dtype == "float16":
-            raise ValueError(
+            raise UserError(
                 f"--triton: its kernels are for CUDA, in bfloat16 and float32, and this runs on {device_type} in "
                 f"{dtype}; --no-triton works"
             )
@@ -394,17 +404,17 @@ if saved:
         say(f"resume: the run is at step {start} already, max_iters={max_iters}: a larger --max_iters goes on")
     with user_errors():
         if saved.get("tokenizer", meta["tokenizer"]) != meta["tokenizer"]:
-            raise ValueError(f"{dataset} has been prepared anew, with another vocabulary than the saved run's")
+            raise UserError(f"{dataset} has been prepared anew, with another vocabulary than the saved run's")
         other = [name for name, checksum in saved.get("data", {}).items() if checksums.get(name) != checksum]
         if other and not allow_other_data:
-            raise ValueError(
+            raise UserError(
                 f"the saved run was trained on other data than {' and '.join(other)} of {dataset}: "
                 f"--allow_other_data goes on all the same"
             )
         if "optimizer" not in saved:
-            raise ValueError(f"the checkpoint in {out_dir} has no optimizer state to go on with")
+            raise UserError(f"the checkpoint in {out_dir} has no optimizer state to go on with")
         if saved["config"].get("optimizer", "adamw") != optimizer:
-            raise ValueError(f"--optimizer={optimizer} cannot go on from the state of the saved run's other one")
+            raise UserError(f"--optimizer={optimizer} cannot go on from the state of the saved run's other one")
         for o, state in zip(optimizers, checkpoint.optimizer_states(saved_path, saved, optimizers), strict=True):
             fresh = [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
             o.load_state_dict(state)
@@ -458,10 +468,10 @@ def estimate_loss() -> dict[str, float]:
     for split, tokens in data.items():
         try:
             batches = list(tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world))
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             wrong = str(error)
         if summed(torch.tensor(float(wrong != ""))):  # before anyone computes, together with those who cannot
-            raise ValueError(wrong or "another process could not read its data")
+            raise UserError(wrong or "another process could not read its data")
         total = torch.zeros(2, dtype=torch.float64)  # loss, windows
         for windows in batches:
             with forward_pass():
@@ -538,9 +548,9 @@ if wandb_log and master and not eval_only:
             wandb.init(project=wandb_project, name=wandb_run_name, config=config, id=wandb_id, resume="allow")
             wandb_id = wandb.run.id
         except ImportError:
-            raise ImportError("--wandb_log needs wandb: pip install wandb") from None
+            raise NotInstalled("--wandb_log needs wandb: pip install wandb") from None
         except wandb.Error as error:
-            raise ValueError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from None
+            raise UserError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from None
 log_path, log_file = os.path.join(out_dir, checkpoint.LOG), None
 
 
@@ -722,7 +732,7 @@ while True:
         continue
     try:
         batch = upcoming.result()
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         problem = str(error)  # one more step, which is not made, tells the others
     it += 1
 
@@ -759,7 +769,7 @@ elif sample_tokens and not eval_only and (master or sharded):
             if wandb_log:
                 wandb.log({"sample": wandb.Html(f"<pre>{html.escape(text)}</pre>")})
             say(f"\na sample (more of them: python sample.py --out_dir={out_dir}):\n{text}")
-    except (ImportError, OSError, ValueError) as error:  # the run itself is done and saved
+    except (UserError, OSError) as error:  # the run itself is done and saved
         say(f"\nno sample: {error}")
 if wandb_log and master and not eval_only:
     wandb.finish()

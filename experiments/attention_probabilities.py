@@ -15,11 +15,11 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure, pick_device, user_errors
-from dataset import Tokens, folder_of
+from configurator import UserError, configure, pick_device, user_errors
 from experiments.runs import watched
 from model import ByDistance, in_rows, scores, visible
 from sample import open_model
+from text.dataset import Tokens, folder_of
 
 out_dir = "out"  # the folder that train.py wrote
 batches = 10  # of validation windows
@@ -48,11 +48,11 @@ def measures(q, k, v, *, window=None, scale=None, bias=None):
 @torch.no_grad()
 def main() -> None:
     if min(batches, batch_size) < 1:
-        raise ValueError(f"batches={batches} and batch_size={batch_size} must be at least 1")
+        raise UserError(f"batches={batches} and batch_size={batch_size} must be at least 1")
     where, _, _ = pick_device(device, "float32")
     model, _, run, about = open_model("resume", out_dir, "best")
     if model.config.attention == "beta":
-        raise ValueError("beta's weights are no probabilities: a model of softmax or LASER goes here")
+        raise UserError("beta's weights are no probabilities: a model of softmax or LASER goes here")
     model.eval().to(where)
     tokens = Tokens(folder_of(run["dataset"]), "val", model.config.block_size)
     layers = [[torch.zeros(6, dtype=torch.float64) for _ in range(2)] for _ in model.transformer.h]

@@ -24,11 +24,12 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure, constants, user_errors
-from dataset import ROOT, sha256
+from configurator import UserError, configure, constants, user_errors
 from experiments.runs import finished
 from model import GPT, GPTConfig
-from optimizers import OPTIMIZER, Settings
+from text.dataset import ROOT
+from text.files import sha256
+from training.optimizers import OPTIMIZER, Settings
 
 what = "train,time"  # the parts to run: train, time, links
 only = ""  # rows, separated by commas; empty: all
@@ -115,7 +116,7 @@ def link(row: Row) -> str:
     with open(os.path.join(ROOT, file)) as f:
         at = next((n for n, code in enumerate(f, 1) if text in code), 0)
     if not at:
-        raise ValueError(f"{file} has no line with {text}")
+        raise UserError(f"{file} has no line with {text}")
     return f"[{file}:{at}]({file}#L{at})"
 
 
@@ -165,7 +166,7 @@ def timed(path: str) -> dict[str, tuple[float, float]]:
             stored = json.load(f)
         return stored["ms"] if stored["config"] == sha256(os.path.join(ROOT, config_file)) else {}
     except (ValueError, KeyError):
-        raise ValueError(f"{path} is damaged; without it the times are taken anew") from None
+        raise UserError(f"{path} is damaged; without it the times are taken anew") from None
 
 
 def losses(names: list[str]) -> dict[str, list[float]]:
@@ -200,11 +201,11 @@ def main() -> None:
     os.chdir(ROOT)
     torch.set_flush_denormal(True)  # as train.py
     if jobs < 1 or seeds < 1 or repeats < 1:
-        raise ValueError(f"--jobs={jobs}, --seeds={seeds} and --repeats={repeats} must be at least 1")
+        raise UserError(f"--jobs={jobs}, --seeds={seeds} and --repeats={repeats} must be at least 1")
     parts, names = what.split(","), [name.strip() for name in only.split(",") if name.strip()] or list(ROWS)
     for given, known in ((names, list(ROWS)), (parts, ["train", "time", "links"])):
         if unknown := [name for name in given if name not in known]:
-            raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
+            raise UserError(f"{unknown[0]!r} is none of {', '.join(known)}")
     if "links" in parts:
         text = open("README.md", encoding="utf-8").read()
         with open("README.md", "w", encoding="utf-8") as f:

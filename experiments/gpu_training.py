@@ -28,10 +28,10 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import check_writable, configure, first_line, pick_device, user_errors
-from estimate import matmul_rate
+from configurator import UserError, check_writable, configure, first_line, pick_device, user_errors
 from model import GPT, GPTConfig
-from optimizers import OPTIMIZER, Settings
+from training.estimate import matmul_rate
+from training.optimizers import OPTIMIZER, Settings
 
 only = ""  # rows, separated by commas; empty: all
 n_layer = 12  # of GPT-2 (124M), as the others
@@ -181,14 +181,14 @@ def longest(step: Callable) -> list[dict]:
 def main() -> None:
     wanted = [name for name in only.split(",") if name]
     if unknown := set(wanted) - set(ROWS):
-        raise ValueError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(ROWS)}")
+        raise UserError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(ROWS)}")
     if steps < 6 or min(batch_size, batches, chunks) < 1 or budget < 0:
-        raise ValueError("steps must be at least 6, batch_size, batches and chunks positive, and budget not negative")
+        raise UserError("steps must be at least 6, batch_size, batches and chunks positive, and budget not negative")
     check_writable(out)
     GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, vocab_size=vocab_size)  # or why not
     dev, name, amp = pick_device(device, dtype)
     if profile and (not dev.startswith("cuda") or wanted and "plain" not in wanted):
-        raise ValueError("--profile is of the row plain, on a GPU")
+        raise UserError("--profile is of the row plain, on a GPU")
     if ":" in dev:
         torch.cuda.set_device(dev)
     torch._functorch.config.enable_autograd_cache = (

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import checkpoint
-from configurator import configure, pick_device, user_errors
-from dataset import ROOT, Tokens, folder_of
+from configurator import UserError, configure, pick_device, user_errors
 from experiments.runs import finished, watched
 from model import ATTENTION, GPT
+from text.dataset import ROOT, Tokens, folder_of
+from training import checkpoint
 
 config_file = "config/train_shakespeare_char_cpu.py"  # of the run
 out_dir = "out-laser-precision"  # the run's folder
@@ -72,7 +72,7 @@ def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list
 @torch.no_grad()
 def main() -> None:
     if min(batches, batch_size) < 1:
-        raise ValueError(f"batches={batches} and batch_size={batch_size} must be at least 1")
+        raise UserError(f"batches={batches} and batch_size={batch_size} must be at least 1")
     os.chdir(ROOT)
     flags = [config_file, "--attention=laser", *extra.split()]
     finished("LASER", flags, out_dir)

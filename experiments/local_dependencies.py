@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import check_writable, configure, pick_device, user_errors
+from configurator import UserError, check_writable, configure, pick_device, user_errors
 from model import visible
 
 n = 2500  # tokens
@@ -87,15 +87,15 @@ def fit(name: str, p: torch.Tensor, rate: float, dev: str) -> list[dict]:
 
 def main() -> None:
     if min(n, d, band, span, steps, rows) < 1 or init <= 0:
-        raise ValueError("n, d, band, span, steps, rows and init must be positive")
+        raise UserError("n, d, band, span, steps, rows and init must be positive")
     if n % span or band > span:
-        raise ValueError(f"n={n} must be a multiple of span={span}, which must be at least band={band}")
+        raise UserError(f"n={n} must be a multiple of span={span}, which must be at least band={band}")
     try:
         rates = [float(rate) for rate in learning_rates.split(",")]
     except ValueError:
         rates = []
     if not rates or min(rates) <= 0:
-        raise ValueError(f"--learning_rates={learning_rates} must be positive numbers, separated by commas")
+        raise UserError(f"--learning_rates={learning_rates} must be positive numbers, separated by commas")
     check_writable(out)
     dev, _, _ = pick_device(device, "float32")
     torch.set_flush_denormal(True)

@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-from dataset import ROOT, sha256
+from configurator import UserError
 from model import GPT
+from text.dataset import ROOT
+from text.files import sha256
 
 
 def finished(name: str, command: list[str], folder: str, threads: int | None = None) -> list[dict]:
@@ -28,7 +30,7 @@ def finished(name: str, command: list[str], folder: str, threads: int | None = N
             os.remove(done)
         env = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
         if subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, cwd=ROOT, env=env).returncode:
-            raise ValueError(f"this run failed: python {' '.join(command)}")
+            raise UserError(f"this run failed: python {' '.join(command)}")
         with open(done, "w") as f:
             f.write(what)
     with open(os.path.join(folder, "log.jsonl")) as f:

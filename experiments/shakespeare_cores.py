@@ -15,9 +15,9 @@ from typing import Literal
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure, user_errors
-from dataset import ROOT
+from configurator import UserError, configure, user_errors
 from experiments.runs import finished
+from text.dataset import ROOT
 
 table: Literal["cores", "laser"] = "cores"  # which attentions
 config_file = "config/train_shakespeare_char_cpu.py"  # of every run
@@ -46,7 +46,7 @@ RUNS = {"cores": CORES, "laser": {a + b: x + y for b, y in VARIANTS.items() for 
 
 def main() -> None:
     if seeds < 1:
-        raise ValueError(f"seeds={seeds} must be at least 1")
+        raise UserError(f"seeds={seeds} must be at least 1")
     os.chdir(ROOT)
     logs = {name: [] for name in RUNS[table]}
     for seed in range(1, seeds + 1):

@@ -17,9 +17,8 @@ from collections.abc import Callable
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import corpus
-import dataset
-from configurator import configure, user_errors
+from configurator import UserError, configure, user_errors
+from text import corpus, sources, tokenizers
 
 source: str | None = None  # a .txt file or a folder of them
 vocab_size = 10000  # of sentencepiece
@@ -37,30 +36,30 @@ def mb_per_s(mb: float, f: Callable[[], object]) -> float:
 
 def main() -> None:
     if source is None or min(copies - 1, rounds, num_workers) < 1:
-        raise ValueError("--source= says which text; --copies= is at least 2, --rounds= and --num_workers= 1")
-    split = corpus.open_source(source).get("train")
+        raise UserError("--source= says which text; --copies= is at least 2, --rounds= and --num_workers= 1")
+    split = sources.open_source(source).get("train")
     if split is None or split.characters is None:
-        raise ValueError(f"{source} has no .txt files of a train split")
+        raise UserError(f"{source} has no .txt files of a train split")
     one = ["".join(document) for shard in split.shards for document in shard()]
-    train = corpus.Split(split.shards * copies, split.about, split.size * copies, split.documents * copies)
+    train = sources.Split(split.shards * copies, split.about, split.size * copies, split.documents * copies)
     texts, mb, share = one * copies, train.size / 1e6, max(0.1, 1.1 / train.documents)
-    gpt2 = dataset.GPT2Tokenizer()
+    gpt2 = tokenizers.GPT2Tokenizer()
     sp = corpus.new_tokenizer("sentencepiece", vocab_size, False, {"train": split}, 0.0, True)
-    tokenizers = {"gpt2": gpt2, "sentencepiece": sp, "bytes": dataset.ByteTokenizer()}
+    toks = {"gpt2": gpt2, "sentencepiece": sp, "bytes": tokenizers.ByteTokenizer()}
     library = {
         "gpt2": lambda: gpt2._bpe.encode_ordinary_batch(texts, num_threads=num_workers),
         "sentencepiece": lambda: sp._sp.encode(texts, num_threads=num_workers),
     }
 
-    def prepare(tok: dataset.Tokenizer) -> None:
+    def prepare(tok: tokenizers.Tokenizer) -> None:
         for _ in range(copies):
-            corpus.open_source(source)  # looks at the whole text first
+            sources.open_source(source)  # looks at the whole text first
         with tempfile.TemporaryDirectory() as folder:
             corpus.prepare(folder, {"train": train}, lambda *_: tok, {}, val_share=share, num_workers=num_workers)
 
-    speeds = {name: [] for name in tokenizers}
+    speeds = {name: [] for name in toks}
     for _ in range(rounds):
-        for name, tok in tokenizers.items():
+        for name, tok in toks.items():
             theirs = mb_per_s(mb, library[name]) if name in library else math.nan
             speeds[name].append((mb_per_s(mb, lambda tok=tok: prepare(tok)), theirs))
     print(

@@ -13,10 +13,10 @@ from typing import Literal
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import checkpoint
-from configurator import configure, user_errors
+from configurator import UserError, configure, user_errors
 from model import GPT
-from pretrained import export
+from training import checkpoint
+from training.pretrained import export
 
 out_dir = "out"  # the run's folder
 to = "exported"  # the folder that is written
@@ -26,7 +26,7 @@ which: Literal["best", "latest"] = "best"  # best.pt, or ckpt.pt where there is 
 def main() -> None:
     free = not os.path.exists(to) or (os.path.isdir(to) and not os.listdir(to))
     if not to or not free:
-        raise ValueError(f"--to={to} must name a folder that is empty or not there yet")
+        raise UserError(f"--to={to} must name a folder that is empty or not there yet")
     path = checkpoint.path_of(out_dir, which)
     theirs = export(GPT.from_checkpoint(checkpoint.load(path)))
     theirs.save_pretrained(to)

@@ -16,7 +16,7 @@ from typing import Literal
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from configurator import configure, user_errors  # noqa: E402
+from configurator import NotInstalled, UserError, configure, user_errors  # noqa: E402
 
 runs = "out"  # folders of runs, with commas between them
 y = "loss,norm,logit,speed"  # loss, norm (of the gradient), logit (the largest, of --log_logits), speed (tokens/s), lr
@@ -33,7 +33,7 @@ def read(folder: str) -> list[dict]:
     """The rows of a run's log, each with steps, tokens and hours so far. Raises ValueError where there are none."""
     path = os.path.join(folder, "log.jsonl")
     if not os.path.exists(path):
-        raise ValueError(f"there is no {path}: --runs= are folders that train.py wrote, with commas between them")
+        raise UserError(f"there is no {path}: --runs= are folders that train.py wrote, with commas between them")
     rows, known = [], [(0, 0.0, 0.0)]  # steps that were done, tokens and hours until then
     with open(path, encoding="utf-8", errors="replace") as f:
         for number, line in enumerate(f, 1):
@@ -49,10 +49,10 @@ def read(folder: str) -> list[dict]:
             except (ValueError, TypeError, KeyError, AttributeError):
                 if not line.endswith("\n"):  # it is being written
                     continue
-                raise ValueError(f"{path}: line {number} is no row of a log") from None
+                raise UserError(f"{path}: line {number} is no row of a log") from None
             rows.append(row | {"steps": done})
     if not rows:
-        raise ValueError(f"{path} is empty: the run has logged nothing yet")
+        raise UserError(f"{path} is empty: the run has logged nothing yet")
     for row in rows:
         row["tokens"], row["time"] = between(known, row["steps"])
     return rows
@@ -81,23 +81,23 @@ def main() -> None:
     names = [folder.rstrip("/") for folder in runs.split(",") if folder]
     what = y.split(",")
     if unknown := [name for name in what if name not in KEYS]:
-        raise ValueError(f"--y={unknown[0]} is none of {', '.join(KEYS)}")
+        raise UserError(f"--y={unknown[0]} is none of {', '.join(KEYS)}")
     if smooth is not None and not 0 <= smooth < 1:
-        raise ValueError(f"--smooth={smooth} must be in [0, 1)")
+        raise UserError(f"--smooth={smooth} must be in [0, 1)")
     logs = {name: read(name) for name in names}
     if not logs:
-        raise ValueError("--runs= names no folder")
+        raise UserError("--runs= names no folder")
     try:
         import matplotlib
     except ImportError:
-        raise ImportError("plots need matplotlib: pip install matplotlib") from None
+        raise NotInstalled("plots need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     logged = {key for rows in logs.values() for row in rows for key in row}
     shown = [name for name in what if KEYS[name] in logged or (name == "loss" and "val_loss" in logged)]
     if not shown:
-        raise ValueError(f"none of these runs has logged {' or '.join(what)} (logit needs train.py --log_logits)")
+        raise UserError(f"none of these runs has logged {' or '.join(what)} (logit needs train.py --log_logits)")
     for name in set(what) - set(shown):
         print(f"no run has logged {name}: left out{' (it needs train.py --log_logits)' if name == 'logit' else ''}")
     figure, axes = pyplot.subplots(1, len(shown), figsize=(5 * len(shown), 4), squeeze=False, layout="constrained")

@@ -19,7 +19,7 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-import distributed  # noqa: E402
+from training import distributed  # noqa: E402
 
 
 @pytest.fixture
@@ -55,20 +55,21 @@ def text() -> str:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory, text: str) -> str:
     """The folder of a prepared data set of that text."""
-    import dataset
 
     folder = str(tmp_path_factory.mktemp("data"))
+    from text import tokenizers
+
     n = int(len(text) * 0.9)
-    tok = dataset.CharTokenizer("".join(sorted(set(text))))
+    tok = tokenizers.CharTokenizer("".join(sorted(set(text))))
     write(folder, tok, {"train": text[:n], "val": text[n:]}, {"from": "words"})
     return folder
 
 
 def write(folder: object, tok: object, texts: dict[str, str], source: dict) -> dict:
     """Prepares a data set of a text for each split."""
-    import corpus
+    from text import corpus, sources
 
-    splits = {name: corpus.of_text(text) for name, text in texts.items()}
+    splits = {name: sources.of_text(text) for name, text in texts.items()}
     return corpus.prepare(str(folder), splits, lambda *_: tok, source)
 
 
@@ -76,7 +77,7 @@ def write(folder: object, tok: object, texts: dict[str, str], source: dict) -> d
 def bpe(monkeypatch: pytest.MonkeyPatch) -> Callable:
     """bpe(more tokens) puts a vocabulary of bytes, these and END in the place of the files that tiktoken downloads."""
     tiktoken = pytest.importorskip("tiktoken")
-    from dataset import END
+    from text.tokenizers import END
 
     def bpe(*more: bytes, pattern: str = r"\S+|\s+") -> object:
         ranks = {token: i for i, token in enumerate((*(bytes([i]) for i in range(256)), *more))}

@@ -21,10 +21,10 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-import checkpoint  # noqa: E402
 from configurator import configure, user_errors  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from optimizers import OPTIMIZER, Settings  # noqa: E402
+from training import checkpoint  # noqa: E402
+from training.optimizers import OPTIMIZER, Settings  # noqa: E402
 
 what = "kill,restart,stall"  # which of them
 times = 30  # how often; a third of it for restart

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import kernels
+from attention import kernels
 from configurator import configure, user_errors
 
 widths = "32,64,128"  # of heads: 16, 32, 64 or 128

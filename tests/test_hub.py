@@ -12,7 +12,7 @@ import hub
 import pytest
 from conftest import ROOT, Workers
 
-from dataset import read_meta
+from text.dataset import read_meta
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -12,7 +12,7 @@ from conftest import ROOT
 from model import GPT, ONE_QUERY, GPTConfig, naive_attention
 
 pytest.importorskip("triton")
-import kernels
+from attention import kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, of what is masked
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from optimizers import OPTIMIZER, Lamb, Muon, Settings, orthogonal
+from training.optimizers import OPTIMIZER, Lamb, Muon, Settings, orthogonal
 
 
 def model(**kwargs: object) -> GPT:

@@ -9,7 +9,7 @@ import threading
 import pytest
 from conftest import ROOT
 
-import dataset
+from text import dataset, tokenizers
 
 PREPARE = "data/shakespeare_char/prepare.py"
 
@@ -52,7 +52,7 @@ def test_downloads_checks_and_prepares_once(prepare, server, text, tmp_path):
     code, out, _ = prepare(*flags)
     assert code == 0 and f"source: {server}/input.txt" in out and f"vocab size: {len(set(text))}" in out
     train, val = (dataset.Tokens(str(tmp_path), split, 8) for split in ("train", "val"))
-    tok = dataset.tokenizer(train.meta["tokenizer"])
+    tok = tokenizers.tokenizer(train.meta["tokenizer"])
     assert tok.decode(train.ids) + tok.decode(val.ids) == text
     assert len(train) == int(0.9 * len(text))
     assert train.meta["source"] == {

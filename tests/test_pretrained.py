@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import checkpoint
-import pretrained
 from model import GPT, GPTConfig
-from pretrained import FAMILIES, GPT2_MODULES, LLAMA_MODULES, Family, copy_from, export
+from text import tokenizers
+from training import checkpoint, pretrained
+from training.pretrained import FAMILIES, GPT2_MODULES, LLAMA_MODULES, Family, copy_from, export
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -203,10 +203,10 @@ def test_no_network(monkeypatch):
     with pytest.raises(OSError, match=r"cannot load no-such/model-at-all .*local folder"):
         GPT.from_pretrained("no-such/model-at-all")
     assert asked == ["no-such/model-at-all"] and time.monotonic() - began < 10
-    assert pretrained.hub_args("no-such/model-at-all") == {"local_files_only": True}
-    pretrained.hub_args.cache_clear()
+    assert tokenizers.hub_args("no-such/model-at-all") == {"local_files_only": True}
+    tokenizers.hub_args.cache_clear()
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda self, name, **_: None)
-    assert pretrained.hub_args("no-such/model-at-all") == {}
+    assert tokenizers.hub_args("no-such/model-at-all") == {}
 
 
 def test_overrides_of_context_and_span(tmp_path):

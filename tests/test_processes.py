@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import SMALL, Workers, write
 
-import checkpoint
-import dataset
 from model import ATTENTION
+from text import tokenizers
+from training import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,8 @@ def test_a_nan_of_one_process_stops_all(train, tmp_path, plant, step, parallel):
 
 
 CHANGE = """
-import dataset, os
+import os
+from text import dataset
 read, calls = dataset.Tokens.{where}, [0]
 def changed(self, *args, **kwargs):
     calls[0] += 1
@@ -195,7 +196,7 @@ def test_eval_in_shares(train, workers, data, tmp_path):
 
 def test_more_processes_than_rows_of_a_weight(train, tmp_path):
     """An empty share of the embedding, which is the head as well; and a norm with a single number."""
-    tok = dataset.CharTokenizer("abc\n")  # in shares of 2, 2 and 0
+    tok = tokenizers.CharTokenizer("abc\n")  # in shares of 2, 2 and 0
     write(tmp_path / "few", tok, {"train": "abc\n" * 100, "val": "abc\n" * 20}, {})
     flags = ("--parallel=fsdp", "--batch_size=3", f"--dataset={tmp_path / 'few'}", "--qk_norm=l2")
     codes, _, err = train(3, *flags, "--max_iters=5")

@@ -15,9 +15,9 @@ import pytest
 import torch
 from conftest import ROOT, SMALL, Workers
 
-import checkpoint
-import dataset
 from model import ATTENTION, GPT, ONE_QUERY, GPTConfig, visible
+from text import dataset
+from training import checkpoint
 
 
 def rows(tmp_path, key="loss") -> list:

@@ -14,12 +14,11 @@ import pytest
 import torch
 from conftest import ROOT, write
 
-import checkpoint
-import dataset
-import estimate
 from configurator import constants
-from dataset import Tokens
 from model import ATTENTION, GPT, GPTConfig, visible
+from text import dataset, tokenizers
+from text.dataset import Tokens
+from training import checkpoint, estimate
 
 # -----------------------------------------------------------------------------
 # eval.py
@@ -87,14 +86,14 @@ def test_eval_of_packed_documents_sees_one_at_a_time(run, train, data, tmp_path,
     monkeypatch.setattr(
         GPT, "forward", lambda self, *a, pos=None, **k: seen.append(pos) or original(self, *a, pos=pos, **k)
     )
-    tokenizer = dataset.tokenizer
+    tokenizer = tokenizers.tokenizer
 
     def with_eot(meta):
         tok = tokenizer(meta)
         tok.eot = 1  # a space
         return tok
 
-    monkeypatch.setattr(dataset, "tokenizer", with_eot)
+    monkeypatch.setattr(tokenizers, "tokenizer", with_eot)
     state = checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))
     for pack in ("none", "document"):
         state["config"]["pack"] = pack
@@ -111,7 +110,10 @@ def test_eval_of_packed_documents_sees_one_at_a_time(run, train, data, tmp_path,
 def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
     train("--max_iters=2")
     write(
-        tmp_path / "other", dataset.CharTokenizer("".join(sorted(set(text + "XYZ")))), {"train": text, "val": text}, {}
+        tmp_path / "other",
+        tokenizers.CharTokenizer("".join(sorted(set(text + "XYZ")))),
+        {"train": text, "val": text},
+        {},
     )
     out = f"--out_dir={tmp_path / 'out'}"
     for flags, says in (
@@ -140,7 +142,7 @@ def test_eval_of_data_without_counts(train, run, data, tmp_path, text):
     train("--max_iters=2", f"--dataset={tmp_path / 'old'}")
     code, out, _ = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu")
     assert code == 0 and "prepare it anew" in out and "per token" in out and "bits per byte" not in out
-    again = tmp_path / "again", dataset.tokenizer(meta["tokenizer"]), {"train": text, "val": text}, {}
+    again = tmp_path / "again", tokenizers.tokenizer(meta["tokenizer"]), {"train": text, "val": text}, {}
     meta, path = write(*again), again[0] / "meta.json"
     del meta["files"]["val.bin"]["words"]
     path.write_text(json.dumps(meta))
@@ -155,18 +157,18 @@ def test_eval_of_gpt2s_weights(run, tmp_path, bpe):
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=16))
     theirs.save_pretrained(tmp_path / "gpt2")
     text = "a rose is a rose is a rose. " * 20
-    write(tmp_path / "rose", dataset.GPT2Tokenizer(), {"train": text, "val": text}, {})
+    write(tmp_path / "rose", tokenizers.GPT2Tokenizer(), {"train": text, "val": text}, {})
     flags = (f"--init_from={tmp_path / 'gpt2'}", f"--dataset={tmp_path / 'rose'}", "--device=cpu")
     code, out, err = run("eval.py", *flags, "--stride=16")
     assert code == 0 and measures(out)["loss"] == pytest.approx(math.log(50257), rel=0.02), err
     assert run("eval.py", flags[0], "--device=cpu")[0] == 2
-    hub = type("Hub", (dataset.GPT2Tokenizer,), {"meta": {"kind": "hub"}})
+    hub = type("Hub", (tokenizers.GPT2Tokenizer,), {"meta": {"kind": "hub"}})
     with pytest.MonkeyPatch.context() as patch:  # a tokenizer beside them that is GPT-2's
-        patch.setattr(dataset, "HubTokenizer", lambda name: hub())
+        patch.setattr(tokenizers, "HubTokenizer", lambda name: hub())
         (tmp_path / "gpt2" / "vocab.json").write_text("{}")
-        assert dataset.pretrained_tokenizer(str(tmp_path / "gpt2"), 50257).meta == {"kind": "gpt2"}
+        assert tokenizers.pretrained_tokenizer(str(tmp_path / "gpt2"), 50257).meta == {"kind": "gpt2"}
         hub.encode = lambda self, text: [1]
-        assert dataset.pretrained_tokenizer(str(tmp_path / "gpt2"), 50257).meta == {"kind": "hub"}
+        assert tokenizers.pretrained_tokenizer(str(tmp_path / "gpt2"), 50257).meta == {"kind": "hub"}
     os.remove(tmp_path / "gpt2" / "vocab.json")
     quick = (
         "--max_iters=1",
@@ -180,7 +182,7 @@ def test_eval_of_gpt2s_weights(run, tmp_path, bpe):
     assert code == 0 and "all of its weights carry over" in out and "attention=laser" in out, err
 
 
-@pytest.mark.parametrize("kind", dataset.TOKENIZER)
+@pytest.mark.parametrize("kind", tokenizers.TOKENIZER)
 def test_train_sample_and_eval_with_every_tokenizer(kind, run, train, tmp_path, text, bpe):
     """From text files to text, by its own commands; the boundary of documents is typed as it is printed."""
     bpe()
@@ -193,7 +195,7 @@ def test_train_sample_and_eval_with_every_tokenizer(kind, run, train, tmp_path, 
     code, out, err = train(f"--dataset={tmp_path / 'docs'}", "--max_iters=5", "--sample_tokens=20")
     assert code == 0 and "a sample" in out, err
     sample = ("sample.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--max_new_tokens=20")
-    for start in ("\n", dataset.END, "the lord", f"the lord{dataset.END}of all"):
+    for start in ("\n", tokenizers.END, "the lord", f"the lord{tokenizers.END}of all"):
         code, out, err = run(*sample, f"--start={start}")
         assert code == 0 and out.splitlines()[1:2] != [] and start.strip() in out, err
     code, out, err = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu")

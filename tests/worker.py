@@ -19,7 +19,7 @@ import importlib  # noqa: E402
 
 import torch  # noqa: E402
 
-import distributed  # noqa: E402
+from training import distributed  # noqa: E402
 
 torch.set_num_threads(1)
 answers = os.fdopen(os.dup(1), "w", buffering=1)

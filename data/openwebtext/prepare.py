@@ -17,8 +17,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 from configurator import configure, user_errors  # noqa: E402  # first: makes a sentence of Ctrl-C from here on
 
 # isort: split
-import corpus  # noqa: E402
-from dataset import TOKENIZER  # noqa: E402
+from text import corpus  # noqa: E402
+from text.tokenizers import TOKENIZER  # noqa: E402
 
 source = "Skylion007/openwebtext"  # owner/name of the Hugging Face hub, or a folder of .parquet or .txt files
 column = "text"  # the one of the text

@@ -6,7 +6,7 @@
 Writes train.bin, val.bin, test.bin and meta.json into this folder. The text (11.5 GB) is read as a stream and not kept;
 the tokens take 6 GB. The vocabulary is trained on 20 million characters of the train split: NMT_NFKC normalisation
 (line ends become spaces), unigram. Project Gutenberg's headers and licences are left out, where there are some
-(corpus.without_gutenberg). What was interrupted, the same command goes on with.
+(sources.without_gutenberg). What was interrupted, the same command goes on with.
 """
 
 import os
@@ -19,8 +19,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 from configurator import configure, user_errors  # noqa: E402  # first: makes a sentence of Ctrl-C from here on
 
 # isort: split
-import corpus  # noqa: E402
-from dataset import TOKENIZER  # noqa: E402
+from text import corpus  # noqa: E402
+from text.tokenizers import TOKENIZER  # noqa: E402
 
 source = "emozilla/pg19"  # owner/name of the Hugging Face hub, or a folder of .parquet or .txt files
 column = "text"  # the one of the text

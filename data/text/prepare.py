@@ -15,10 +15,10 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from configurator import configure, user_errors  # noqa: E402  # first: makes a sentence of Ctrl-C from here on
+from configurator import UserError, configure, user_errors  # noqa: E402  # first: makes a sentence of Ctrl-C from here on
 
 # isort: split
-import corpus  # noqa: E402
+from text import corpus  # noqa: E402
 
 source: str | None = None  # a .txt or .parquet file, a folder of them, or owner/name of the Hugging Face hub
 column = "text"  # of parquet files, the one of the text
@@ -33,7 +33,7 @@ if __name__ == "__main__":
     config, _ = configure(globals())
     with user_errors():
         if config["source"] is None:
-            raise ValueError("--source= says which text: a .txt or .parquet file, a folder of them, or owner/name")
+            raise UserError("--source= says which text: a .txt or .parquet file, a folder of them, or owner/name")
         if config["tokenizer"] != "sentencepiece":
             config["vocab_size"] = None
         corpus.run(**config)

@@ -20,9 +20,9 @@ from typing import IO
 
 import torch
 
-import distributed
-from configurator import first_line
-from dataset import sync_folder, written_aside
+from configurator import UserError, first_line
+from text.files import sync_folder, written_aside
+from training import distributed
 
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"
 SHARDED = {LATEST: "ckpt", BEST: "best"}  # the names of folders
@@ -74,7 +74,7 @@ def check_finite(path: str, state: dict) -> None:
     for name, x in tensors({key: state[key] for key in ("model", "optimizer") if key in state})[0].items():
         x = x.to_local() if hasattr(x, "to_local") else x
         if x.is_floating_point() and not torch.isfinite(x.sum()) and not x.isfinite().all():
-            raise ValueError(f"{name} holds values that are not finite; {path} was not written")
+            raise UserError(f"{name} holds values that are not finite; {path} was not written")
 
 
 def save(path: str, state: dict) -> None:
@@ -114,7 +114,7 @@ def load(path: str, verify: bool = True, lazily: bool = False) -> dict:
         folder = os.path.dirname(path) or "."
         others = [os.path.join(folder, name) for name in names(folder)]
         hint = f"there is {', '.join(others)}" if others else "train first, or name its folder with --out_dir="
-        raise ValueError(f"there is no checkpoint {path}; {hint}")
+        raise UserError(f"there is no checkpoint {path}; {hint}")
     state = _opened(path, verify, lazily)
     if os.path.isdir(path):
         read = _read(path, {name: None for name in _entries(path) if name.startswith("model/")})
@@ -136,9 +136,9 @@ def _opened(path: str, verify: bool, lazily: bool) -> dict:
     for name, (size, checksum) in _entry(state, "shards", path).items():
         shard = os.path.join(path, name)
         if not os.path.exists(shard) or os.path.getsize(shard) != size:
-            raise ValueError(f"{path} is damaged: {name} is missing or does not have its {size:,} bytes")
+            raise UserError(f"{path} is damaged: {name} is missing or does not have its {size:,} bytes")
         if verify and crc32(shard) != checksum:
-            raise ValueError(f"{path} is damaged: {name} does not have its checksum")
+            raise UserError(f"{path} is damaged: {name} does not have its checksum")
     return state
 
 
@@ -150,19 +150,19 @@ def _load(path: str, name: str, verify: bool, lazily: bool) -> dict:
             damaged = damaged or next((x.filename for x in archive.infolist() if x.external_attr & FOLDER), None)
         state = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:  # a flipped bit may make anything of a pickle
-        raise ValueError(f"{name} is damaged or no checkpoint: {first_line(error)}") from None
+        raise UserError(f"{name} is damaged or no checkpoint: {first_line(error)}") from None
     if damaged:
-        raise ValueError(f"{name} is damaged: its record {damaged} does not have its checksum")
+        raise UserError(f"{name} is damaged: its record {damaged} does not have its checksum")
     if not isinstance(state, dict) or any(key not in state for key in KEYS) or not isinstance(state["iter_num"], int):
-        raise ValueError(f"{name} is not a checkpoint of train.py: it needs the entries {', '.join(KEYS)}")
+        raise UserError(f"{name} is not a checkpoint of train.py: it needs the entries {', '.join(KEYS)}")
     if state.get("version", VERSION) != VERSION:
-        raise ValueError(f"{name} has version {state['version']} of the format; this train.py knows version {VERSION}")
+        raise UserError(f"{name} has version {state['version']} of the format; this train.py knows version {VERSION}")
     return state
 
 
 def _entry(state: dict, key: str, path: str) -> dict:
     if not isinstance(state.get(key), dict):
-        raise ValueError(f"{path} is not a checkpoint of train.py: its run.pt has no {key}")
+        raise UserError(f"{path} is not a checkpoint of train.py: its run.pt has no {key}")
     return state[key]
 
 
@@ -193,7 +193,7 @@ def save_sharded(path: str, state: dict, before: Callable = lambda: None) -> Non
         problem = str(error)
     problem = next(filter(None, distributed.gathered(problem)), None)
     if problem:
-        raise ValueError(problem)
+        raise UserError(problem)
     aside = path + ".tmp"
     found, aliases = tensors({key: state[key] for key in ("model", "optimizer")})
     aliases = distributed.gathered(aliases)[0]  # an empty share does not show what it is one of; the master's is not
@@ -315,9 +315,9 @@ def newest(folder: str) -> tuple[str, list, list[str]]:
         except ValueError as error:
             skipped.append(str(error))
     if len(skipped) > 1:
-        raise ValueError(f"{folder} holds no intact checkpoint: " + "; ".join(skipped))
+        raise UserError(f"{folder} holds no intact checkpoint: " + "; ".join(skipped))
     load(os.path.join(folder, names(folder)[0] if skipped else LATEST))  # which says what is wrong
-    raise ValueError(f"{folder} changes while it is read")
+    raise UserError(f"{folder} changes while it is read")
 
 
 class Keeper:
@@ -475,6 +475,6 @@ def claim(log: IO) -> None:
         fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         folder = os.path.dirname(log.name)
-        raise ValueError(f"another process is training into {folder}: stop it, or take another --out_dir=") from None
+        raise UserError(f"another process is training into {folder}: stop it, or take another --out_dir=") from None
     except (ImportError, OSError):  # no such thing on Windows and on some file systems
         pass

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from configurator import UserError
 from model import ATTENTION, BETA_LINEAR_FROM, LASER_RANGE, GPTConfig, checked
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -774,7 +775,7 @@ def by_kernel(core: str, run: Callable) -> Callable:
         if n_short is None:
             return plain(q, k, v, window=window, scale=scale, bias=bias, **dropout)
         if bias is not None:
-            raise ValueError(
+            raise UserError(
                 "n_short and a bias do not go together: call the short heads and the long ones by themselves"
             )
         parts = (slice(0, n_short), window), (slice(n_short, q.shape[1]), None)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from configurator import UserError
+
 
 @dataclass
 class Settings:
@@ -37,7 +39,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "steps": steps})
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.dim() != 2:
-                raise ValueError(f"Muon is for matrices; got a parameter of shape {tuple(p.shape)}")
+                raise UserError(f"Muon is for matrices; got a parameter of shape {tuple(p.shape)}")
 
     @torch.no_grad()
     def step(self) -> None:

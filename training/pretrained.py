@@ -5,16 +5,15 @@ entry of FAMILIES; its modules are named once, for both directions.
 """
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
 
-from configurator import first_line
-from dataset import GPT2_VOCAB_SIZE
+from configurator import NotInstalled, UserError, first_line
 from model import GPT, GPTConfig
+from text.tokenizers import GPT2_VOCAB_SIZE, hub_args
 
 GPT2 = {  # layers, heads, width
     "gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600),
@@ -49,9 +48,9 @@ SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # 
 
 def gpt2_ours(c) -> dict:
     if c.activation_function not in ACTIVATIONS:
-        raise ValueError(f"activation_function={c.activation_function!r} is none of {', '.join(ACTIVATIONS)}")
+        raise UserError(f"activation_function={c.activation_function!r} is none of {', '.join(ACTIVATIONS)}")
     if not c.scale_attn_weights or c.scale_attn_by_inverse_layer_idx:
-        raise ValueError("its scores are scaled in a way that GPT-2's are not")
+        raise UserError("its scores are scaled in a way that GPT-2's are not")
     sizes = {"block_size": c.n_positions, "vocab_size": c.vocab_size, "n_layer": c.n_layer, "n_head": c.n_head}
     sizes |= {"n_embd": c.n_embd, "n_hidden": c.n_inner, "norm_eps": c.layer_norm_epsilon}
     return sizes | {"mlp": ACTIVATIONS[c.activation_function], "tied": c.tie_word_embeddings}
@@ -69,13 +68,13 @@ def gpt2_theirs(c: GPTConfig) -> dict:
 def llama_ours(c) -> dict:
     """Llama; Mistral, whose heads are all short; Qwen 3, whose queries and keys are normalised."""
     if c.hidden_act != "silu" or c.rope_parameters["rope_type"] != "default":
-        raise ValueError(f"hidden_act={c.hidden_act!r} and RoPE {c.rope_parameters}, not silu and plain RoPE")
+        raise UserError(f"hidden_act={c.hidden_act!r} and RoPE {c.rope_parameters}, not silu and plain RoPE")
     bias = {getattr(c, "attention_bias", False), getattr(c, "mlp_bias", False)}
     if len(bias) > 1:
-        raise ValueError("some of its Linears have biases and some have none")
+        raise UserError("some of its Linears have biases and some have none")
     window, kinds = getattr(c, "sliding_window", None), set(getattr(c, "layer_types", None) or ())
     if kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"layers of the types {', '.join(sorted(kinds))}")
+        raise UserError(f"layers of the types {', '.join(sorted(kinds))}")
     heads = "S" if window else "L"
     if kinds and window:
         heads = "/".join("S" if kind == "sliding_attention" else "L" for kind in c.layer_types)
@@ -149,7 +148,7 @@ def sources(key: str, modules: dict[str, list[str]]) -> list[str]:
     layer = next((part for part in parts if part.isdigit()), "")
     pattern = ".".join("*" if part == layer else part for part in parts)
     if pattern not in modules:
-        raise ValueError(f"it has no weights for {key}")
+        raise UserError(f"it has no weights for {key}")
     return [f"{name.replace('*', layer)}.{kind}" for name in modules[pattern]]
 
 
@@ -169,14 +168,14 @@ def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> Non
     for key, ours in model.state_dict().items():
         names = sources(key, family.modules)
         if missing := [name for name in names if name not in state]:
-            raise ValueError(f"it has no {missing[0]}, for {key}")
+            raise UserError(f"it has no {missing[0]}, for {key}")
         theirs = torch.cat([converted(name, state[name], model.config.head_size, family) for name in names])
         if theirs.shape != ours.shape:
-            raise ValueError(f"its {names[0]} gives {tuple(theirs.shape)}, not {tuple(ours.shape)}, for {key}")
+            raise UserError(f"its {names[0]} gives {tuple(theirs.shape)}, not {tuple(ours.shape)}, for {key}")
         ours.copy_(theirs)
         used |= set(names)
     if unused := sorted(set(state) - used):
-        raise ValueError(f"its {unused[0]} has no place here")
+        raise UserError(f"its {unused[0]} has no place here")
 
 
 def transformers_classes() -> tuple:
@@ -184,7 +183,7 @@ def transformers_classes() -> tuple:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise ImportError("models of other people go through transformers: pip install transformers") from None
+        raise NotInstalled("models of other people go through transformers: pip install transformers") from None
     return AutoConfig, AutoModelForCausalLM
 
 
@@ -199,39 +198,23 @@ def loading(name: str) -> Iterator[None]:
         other = "" if os.path.isdir(name) else " (a local folder can be loaded as well)"
         raise OSError(f"cannot load {name} through transformers: {first_line(error)}{other}") from None
     except Exception as error:  # of several libraries
-        raise ValueError(f"cannot take over {name}: {first_line(error)}") from None
-
-
-@functools.cache
-def hub_args(name: str) -> dict:
-    """Of transformers' from_pretrained: what is cached alone, where there is no network (it tries for 23 s)."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        if not os.path.isdir(name):
-            HfApi().model_info(name, timeout=3)
-    except HfHubHTTPError:  # an answer, of which transformers says more
-        pass
-    except Exception:  # of several libraries
-        return {"local_files_only": True}
-    return {}
+        raise UserError(f"cannot take over {name}: {first_line(error)}") from None
 
 
 def config_of(name: str, override_args: dict | None = None) -> tuple[object, dict]:
     """(transformers' config, the fields of GPTConfig) of what from_pretrained loads; of GPT-2 without a network."""
     if name not in GPT2 and not os.path.isdir(name) and (name.count("/") != 1 or name[0] in "./~"):
-        raise ValueError(f"{name!r} is none of {', '.join(GPT2)}, nor owner/model of the hub, nor a local folder")
+        raise UserError(f"{name!r} is none of {', '.join(GPT2)}, nor owner/model of the hub, nor a local folder")
     AutoConfig, _ = transformers_classes()
     if fixed := [key for key in override_args or {} if key not in FREE]:
-        raise ValueError(f"{fixed[0]} is what {name}'s weights were trained with; free are {', '.join(FREE)}")
+        raise UserError(f"{fixed[0]} is what {name}'s weights were trained with; free are {', '.join(FREE)}")
     with loading(name):
         if name in GPT2 and not os.path.isdir(name):
             c = AutoConfig.for_model("gpt2", **dict(zip(("n_layer", "n_head", "n_embd"), GPT2[name], strict=True)))
         else:
             c = AutoConfig.from_pretrained(name, **hub_args(name))
         if c.model_type not in FAMILIES:
-            raise ValueError(f"the family {c.model_type} is none of {', '.join(FAMILIES)}")
+            raise UserError(f"the family {c.model_type} is none of {', '.join(FAMILIES)}")
         args = FAMILIES[c.model_type].ours(c) | (override_args or {})
     if "S" not in args.get("heads", "L") and "window" not in (override_args or {}):
         args.pop("window", None)  # of heads that are no longer short
@@ -248,13 +231,13 @@ def load(name: str, override_args: dict | None = None) -> GPT:
         )
         # which they would fill with random numbers
         if missing := sorted(set(found["missing_keys"]) - ({"lm_head.weight"} if c.tie_word_embeddings else set())):
-            raise ValueError(f"its file has no {missing[0]}")
+            raise UserError(f"its file has no {missing[0]}")
     learned = "position" not in args
     model = GPT(GPTConfig(**args | ({"block_size": c.n_positions} if learned else {})))
     try:
         copy_from(model, theirs.state_dict(), family)
     except ValueError as error:
-        raise ValueError(f"cannot take over {name}: {error}") from None
+        raise UserError(f"cannot take over {name}: {error}") from None
     if learned:
         model.crop_block_size(args["block_size"])
     return model
@@ -280,11 +263,11 @@ def export(model: GPT) -> object:
             break
     else:
         if not misfits:
-            raise ValueError("transformers has no model of these sizes: n_head, head_dim and n_embd do not fit there")
+            raise UserError("transformers has no model of these sizes: n_head, head_dim and n_embd do not fit there")
         nearest = min(misfits, key=lambda name: len(misfits[name]))
         wrong = {key: getattr(model.config, key) for key in misfits[nearest]}
         wrong = ", ".join(f"{key}={value!r}" for key, value in wrong.items() if value is not None) or ", ".join(wrong)
-        raise ValueError(f"transformers has no such model; the nearest, {nearest}, has no {wrong}")
+        raise UserError(f"transformers has no such model; the nearest, {nearest}, has no {wrong}")
     theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     state = {key: torch.zeros_like(p) if key.endswith("bias") else p for key, p in theirs.state_dict().items()}
     for key, p in model.state_dict().items():

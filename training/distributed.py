@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from configurator import first_line
+from configurator import NotInstalled, UserError, first_line
 
 rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
 master = rank == 0
@@ -49,13 +49,13 @@ def connect(backend: str) -> None:
     """Joins the other processes, if there are any: NCCL between GPUs, gloo between CPUs and for tensors on them."""
     if world > 1 and not dist.is_initialized():
         if backend == "nccl" and not torch.cuda.is_available():
-            raise ValueError("--backend=nccl needs CUDA, which is not here; gloo works")
+            raise UserError("--backend=nccl needs CUDA, which is not here; gloo works")
         if backend in ("auto", "nccl"):
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
             dist.init_process_group(backend)
         except RuntimeError as error:
-            raise ValueError(f"--backend={backend} does not work here: {first_line(error)}") from None
+            raise UserError(f"--backend={backend} does not work here: {first_line(error)}") from None
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def by_master(f: Callable) -> object:
     if master:
         try:
             result = f()
-        except (ValueError, OSError, ImportError) as problem:
+        except (UserError, OSError) as problem:
             error = problem
     result, error = gathered((result, error))[0]
     if error is not None:
@@ -109,7 +109,7 @@ def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -
 
 def _sharded(model, device_type, dtype):
     if importlib.util.find_spec("safetensors") is None:
-        raise ImportError("--parallel=fsdp saves through safetensors: pip install safetensors")
+        raise NotInstalled("--parallel=fsdp saves through safetensors: pip install safetensors")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

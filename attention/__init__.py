@@ -1,0 +1,1 @@
+"""The attentions of model.py made fast."""

@@ -1,0 +1,166 @@
+"""Tokens on disk, and batches of them.
+
+A prepared data set is a folder with train.bin, val.bin (token ids, nothing else) and meta.json
+(tokenizer, dtype, counts, checksums). A batch is a pure function of (seed, step, rank, world size).
+"""
+
+import json
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from configurator import UserError
+from text.files import sha256
+from text.tokenizers import tokenizer
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+VERIFY_BYTES = 2**30  # larger files are checked by size and by a sample of their ids, not read whole
+
+
+def folder_of(dataset: str) -> str:
+    """The folder of a data set: of data/, or a path. Raises ValueError naming what there is."""
+    folder, path = os.path.join(ROOT, "data", dataset), os.path.abspath(dataset)
+    if not os.path.isfile(os.path.join(folder, "meta.json")) and os.path.isfile(os.path.join(path, "meta.json")):
+        return path
+    if not os.path.isdir(folder):
+        known = sorted(d for d in os.listdir(os.path.join(ROOT, "data")) if d[0] not in "._")
+        raise UserError(f"there is no data set {dataset!r} ({folder}); there are: {', '.join(known)}")
+    return folder
+
+
+def _again(folder: str) -> str:
+    """The command that prepares a folder: its own script or, for a user's own text, the general one."""
+    own = os.path.relpath(os.path.join(folder, "prepare.py"))
+    if os.path.exists(own):
+        return f"Run: python {own}"
+    return f"Run: python data/text/prepare.py --source=TEXT --out_dir={os.path.relpath(folder)}"
+
+
+def read_meta(folder: str) -> dict:
+    """meta.json of a prepared folder. Raises ValueError, naming the command that prepares it."""
+    path = os.path.join(folder, "meta.json")
+    if not os.path.exists(path):
+        raise UserError(f"{folder} is not prepared: meta.json is missing. {_again(folder)}")
+    try:
+        with open(path, encoding="utf-8") as f:
+            meta = json.load(f)
+        np.iinfo(meta["dtype"]), range(meta["vocab_size"]), meta["source"].get("from"), meta["files"]["train.bin"]
+        if meta["tokenizer"]["kind"] in ("char", "sentencepiece"):
+            tokenizer(meta["tokenizer"])
+        for entry in meta["files"].values():
+            range(entry["tokens"]), entry["sha256"]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}). {_again(folder)}") from None
+    return meta
+
+
+class Tokens:
+    """One split of a prepared data set, memory-mapped and checked.
+
+    Raises ValueError where the file is missing, truncated, not what meta.json says, holds ids past the
+    vocabulary, or is shorter than block_size + 1 tokens.
+    """
+
+    def __init__(self, folder: str, split: str, block_size: int):
+        self.meta, self.block_size = read_meta(folder), block_size
+        path = os.path.join(folder, f"{split}.bin")
+        again = _again(folder)
+        entry = self.meta["files"].get(f"{split}.bin")
+        if entry is None:
+            splits = ", ".join(name.removesuffix(".bin") for name in self.meta["files"])
+            raise UserError(f"{folder} has no split {split!r}, but {splits}")
+        if not os.path.exists(path):
+            raise UserError(f"{path} is missing. {again}")
+        dtype, size = np.dtype(self.meta["dtype"]), os.path.getsize(path)
+        if size != entry["tokens"] * dtype.itemsize:
+            raise UserError(
+                f"{path} has {size:,} bytes, but meta.json promises {entry['tokens']:,} tokens of {dtype} "
+                f"({entry['tokens'] * dtype.itemsize:,} bytes): truncated, or from another run. {again}"
+            )
+        if entry["tokens"] < block_size + 1:
+            raise UserError(
+                f"{path} has {entry['tokens']:,} tokens, but block_size {block_size} needs at least "
+                f"{block_size + 1}. Use --block_size={max(1, entry['tokens'] - 1)} or less, or more text"
+            )
+        self._file = open(path, "rb")  # what is put in its place under this name later changes nothing here
+        self.ids = np.memmap(self._file, dtype=dtype, mode="r")
+        self._state = self._now()
+        if size <= VERIFY_BYTES and sha256(path) != entry["sha256"]:
+            raise UserError(f"{path} does not have the checksum that meta.json promises. {again}")
+        stride = 1 + size // VERIFY_BYTES  # of a larger file one block of 2^20 ids in so many
+        largest = max(int(self.ids[i : i + 2**20].max()) for i in range(0, len(self), stride * 2**20))
+        if largest >= self.meta["vocab_size"]:
+            raise UserError(f"{path} holds the id {largest}, but the vocabulary ends at {self.meta['vocab_size'] - 1}")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def _now(self) -> tuple[int, int]:
+        stat = os.fstat(self._file.fileno())
+        return stat.st_size, stat.st_mtime_ns
+
+    def batch(self, step: int, size: int, *, seed: int = 0, rank: int = 0, world: int = 1) -> tuple:
+        """(x, y), int64 (size / world, T): this rank's rows of step's global batch of `size` windows.
+
+        y is x one token later. Windows are drawn uniformly, with replacement, and depend on (seed, step)
+        alone: ranks take turns, so that any world size sees the same global batch.
+        Raises ValueError where the file has been changed since it was opened, or holds an id past the vocabulary.
+        """
+        offsets = np.random.default_rng([seed, step]).integers(0, len(self) - self.block_size, size)
+        return self._windows(offsets[rank::world])
+
+    def eval_batches(self, n: int, size: int, *, rank: int = 0, world: int = 1) -> Iterator[tuple]:
+        """(x, y) batches of up to `size` rows that cover n * size fixed windows, evenly spaced.
+
+        The same windows at every call, in every run; at most as many as fit without overlap. Every rank gets as
+        many batches: where one has no rows left, there is one row in its last, whose y are -1, to be ignored.
+        """
+        room = (len(self) - 1) // self.block_size
+        count = min(n * size, room)
+        all_offsets = np.linspace(0, len(self) - 1 - self.block_size, count).astype(np.int64)
+        offsets = all_offsets[rank::world]
+        for i in range(0, len(all_offsets[::world]), size):
+            if i < len(offsets):
+                yield self._windows(offsets[i : i + size])
+            else:
+                x, y = self._windows(all_offsets[:1])
+                yield x, torch.full_like(y, -1)
+
+    def strided(self, stride: int, size: int, *, rank: int = 0, world: int = 1) -> Iterator[tuple]:
+        """(x, y) batches of up to `size` rows in which every token but the first is a target once, y, else -1.
+
+        Windows begin `stride` tokens apart, the last one ends with the split; a token is the target of the first
+        that reaches it, where it has the longest context but for the first window's. Ranks take turns.
+        """
+        last = len(self) - 1 - self.block_size
+        offsets = np.array([*range(0, last, stride), last])
+        fresh = np.diff(offsets, prepend=-self.block_size)  # targets at the end of each
+        for i in range(0, len(offsets[rank::world]), size):
+            x, y = self._windows(offsets[rank::world][i : i + size])
+            y = y.clone()  # which shares its numbers with x
+            for row, n in zip(y, fresh[rank::world][i : i + size].tolist(), strict=True):
+                row[: self.block_size - n] = -1
+            yield x, y
+
+    def _windows(self, offsets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._now() != self._state:  # and to read past the end of a shorter file would end the process
+            raise UserError(f"{self._file.name} has been changed while it was in use")
+        n, vocab_size = self.block_size + 1, self.meta["vocab_size"]
+        rows, ids = torch.empty(len(offsets), n, dtype=torch.int64), np.asarray(self.ids)
+        for row, offset in zip(rows.numpy(), offsets, strict=True):
+            window = ids[offset : offset + n]
+            if (largest := int(window.max())) >= vocab_size:
+                raise UserError(
+                    f"{self._file.name} holds the id {largest} after {offset:,} tokens, but the vocabulary ends at "
+                    f"{vocab_size - 1}"
+                )
+            row[:] = window
+        return rows[:, :-1], rows[:, 1:]
+
+
+def positions(x: torch.Tensor, eot: int) -> torch.Tensor:
+    """The position of each token of x (B, T) in its document, which begins with the eot before it, or at 0."""
+    at = torch.arange(x.shape[1], device=x.device).expand_as(x)
+    return at - torch.where(x == eot, at, 0).cummax(1).values
