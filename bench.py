@@ -1,4 +1,4 @@
-"""Times attention: every core, long and short heads, differential, and what else there is to use.
+"""Times attention: every core, long and short heads, differential, and what other libraries have.
 
     python bench.py                                  # about ten minutes on two CPU cores
     python bench.py --quick                          # under a minute
@@ -6,26 +6,25 @@
     python bench.py --suite=gpu                      # all tables of a CUDA GPU, in bfloat16, in under eight minutes
     python bench.py --what=attention --device=cuda --dtype=bfloat16 --head_dim=64,128 --lengths=2048,8192 --tokens=32768
 
-Four parts: `attention` (forward, backward and peak memory of the function alone), `model` (a forward pass of
-the LS paper's model, its Table 1), `step` (its training step), `decode` (tokens/s and cache bytes).
-Outputs and gradients of each attention are checked against the naive form in float64 first, on fresh random
-inputs; one that is wrong is reported, not timed. Repeats are interleaved: every subject runs once before any
-runs again. Numbers are medians with half their interquartile range; ratios are to the first subject in the
-same round. A share is that of the least time that the operations and bytes of what is computed take, at the
-rates of a matrix product and of a copy that are measured first. On a GPU times lie between events of the
-device, of which the host has a start of 2 or 3 ms. Everything is written to --out.
+Four parts: `attention` (forward, backward and peak memory of the function alone), `model` (a forward pass of the LS
+paper's model, its Table 1), `step` (its training step), `decode` (tokens/s and cache bytes). This file has the first;
+the others, and how times are measured, are in training/timing.py.
+
+Each attention is checked first: its outputs and gradients are compared with its definition in model.py, computed in
+float64 on the CPU from fresh random inputs. One that is wrong is reported, not timed. Repeats are interleaved: every
+subject runs once before any subject runs again. Numbers are medians with half their interquartile range; ratios are to
+the first subject in the same round. A share is the least time in which the device could do the operations and move the
+bytes, divided by the time taken; the rates of the device are those of a matrix product and of a copy, measured at the
+start. On a GPU times lie between two events of the device; the host launches the work 2 or 3 ms ahead of the first
+event. Everything is written to --out.
 """
 
-import collections
-import contextlib
 import functools
 import importlib
-import itertools
 import json
 import math
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,10 +36,15 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from configurator import NotInstalled, UserError, check_writable, configure, first_line, pick_device, user_errors
-from model import ATTENTION, CHUNK, GPT, ONE_QUERY, POSITION, GPTConfig, naive_attention, per_head
+from attention.fast import CHUNK, fast_form
+from attention.heads import per_head
+from attention.scores import spelled_out
+from choices import POSITION
+from configurator import NotInstalled, UserError, check_writable, configure, pick_device, user_errors
+from model import ATTENTION, WHOLE, GPTConfig
+from training import timing
 from training.estimate import matmul_rate
-from training.optimizers import OPTIMIZER, Settings
+from training.timing import interleaved, medians, ratios, stopwatch, tried
 
 suite: Literal["all", "quick", "gpu"] = "all"  # settings for a purpose: quick, as --quick; gpu, all tables of a GPU
 what = "attention,model,step,decode"  # the parts to run
@@ -50,14 +54,14 @@ model_lengths = "2048,8192"  # tokens, for the forward pass of a model
 step_length = 1024  # tokens of a training step
 decode_length = 1024  # tokens to generate
 batch_size = 2  # sequences; PyTorch's CPU backward pass gives a core whole heads, so one long head keeps one core busy
-tokens = 0  # of a pass, in the place of batch_size: as many sequences as fit; 0: batch_size of them
+tokens = 0  # of a pass, instead of batch_size: as many sequences as fit; 0: batch_size of them
 n_head = 6  # heads
 head_dim = "32"  # of q, k and v, for attention; several, separated by commas
-heads = "SSSSSL"  # the pattern of the LS subjects
-window = 100  # its span; the models have the LS paper's, 50 up to 2048 tokens and 100 past that
+heads = "SSSSSL"  # the pattern of subjects with short heads
+window = 100  # their span, for attention; the models have the LS paper's: 50 up to 2048 tokens, 100 past that
 repeats = 9  # of each subject
-patience = 20.0  # seconds; what would take longer for one pass is skipped
-budget = 0.0  # seconds; past them no other attention is begun, which is said; 0: all of them
+patience = 20.0  # seconds; a subject that would take longer for one pass is skipped
+budget = 0.0  # seconds; after them no further attention is begun, and those left out are named; 0: no limit
 quick = False  # short lengths and few repeats: under a minute on two cores
 plot = False  # draw time and memory against n to a PNG beside --out (needs matplotlib)
 out = "bench.json"  # the file of results
@@ -65,7 +69,7 @@ device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of q, k and v, and of the models by autocast
 seed = 1337  # of q, k, v
 
-SUITE = {  # name: flags that are not given
+SUITE = {  # name: the defaults that it changes
     "all": {},
     "quick": {"lengths": "256,1024", "model_lengths": "1024", "step_length": 256, "decode_length": 128, "repeats": 3},
     "gpu": {
@@ -74,7 +78,7 @@ SUITE = {  # name: flags that are not given
         "dtype": "bfloat16",
         "head_dim": "64,128,32",
         "lengths": "2048,8192,32768",
-        "tokens": 32768,  # fills the device; of heads of 64 and more also its caches, more than once
+        "tokens": 32768,  # fills the device; with heads of 64 and more it is also more than the device's caches hold
         "repeats": 7,
         "patience": 1.0,
         "budget": 430.0,
@@ -82,21 +86,21 @@ SUITE = {  # name: flags that are not given
         "out": "bench-gpu.json",
     },
 }
+PARTS = ("attention", "model", "step", "decode")
 CHECKED_AT = 300  # tokens: past the first blocks of short heads, and where beta is linear
 # ||x - exact|| / ||exact|| of an output or gradient: rounding of the inputs, and in float32 on a GPU TF32's
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 TF32 = 2e-3
-_began = time.monotonic()
-AHEAD = 5_000_000  # clock cycles that a GPU is kept busy with nothing, while the host launches what is timed
+# operations and bytes of each measure, as multiples of a forward pass's; a backward pass has five products (q k^T
+# again, and four gradients), where a forward pass has two
+MEASURES = {"forward": (1, 1), "backward": (2.5, 2), "both": (3.5, 3)}
 BACKENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa math": SDPBackend.MATH,
 }
-# The LS paper's, section 5.1; it does not say which GELU: this one is PyTorch's default, and the faster on a CPU
-LS_MODEL = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 10000, "mlp": "gelu_exact"}
-GPT_10M = {"n_layer": 6, "n_head": 6, "n_embd": 384, "vocab_size": 65}  # nanoGPT's Shakespeare model
+_began = time.monotonic()
 
 
 # -----------------------------------------------------------------------------
@@ -105,14 +109,77 @@ GPT_10M = {"n_layer": 6, "n_head": 6, "n_embd": 384, "vocab_size": 65}  # nanoGP
 
 @dataclass
 class Subject:
-    run: Callable  # (q, k, v) -> y, all (B, H, T, D)
-    exact: Callable | None  # the same, naively; None: it cannot be checked
-    core: str = "softmax"  # what it computes, from which its least work follows
+    """Something that is timed, and what it has to compute: an attention on the heads of a layer."""
+
+    core: str = "softmax"  # a name in ATTENTION
     pattern: str = "L"  # of its heads
-    wide: int = 1  # how many times as wide as its queries a head's values are
+    differential: bool = False
+    position: str | None = None  # a name in POSITION, of those that act inside attention
+    run: Callable | None = None  # (q, k, v) -> y, all (B, H, T, D); None: the form of the core that a model runs
+    foreign: bool = False  # the code of another library
+    triton: bool = False  # a kernel of attention/kernels.py
     quadratic: bool = False  # holds all T^2 scores at once
-    backward: bool = True
-    error: float = math.nan  # of what has been checked
+    backward: bool = True  # has a backward pass here
+    error: float = math.nan  # the largest that the check found
+
+    def __post_init__(self):
+        self.meaning = self.core, self.pattern, self.differential, self.position
+        self.run = self.run or layer(fast(self.core), *self.meaning[1:])
+
+
+def layer(core: Callable, pattern: str, differential: bool, position: str | None) -> Callable:
+    """(q, k, v) -> y, all (B, H, T, D): a core on short and long heads, on pairs of heads, or with a position."""
+    if differential:
+        return in_pairs(core)
+    if position is not None:
+        return at_positions(core, position)
+    n = letters(pattern).count("S")
+    if n == 0:
+        return core
+
+    def run(q, k, v):  # the first heads are the short ones
+        short = core(q[:, :n], k[:, :n], v[:, :n], window=window)
+        return torch.cat((short, core(q[:, n:], k[:, n:], v[:, n:])), dim=1) if n < n_head else short
+
+    return run
+
+
+def fast(core: str) -> Callable:
+    """ATTENTION[core] as a model runs it, found when it is called: a definition with a bug raises there."""
+
+    def attend(q, k, v, **settings):
+        return fast_form(core, ATTENTION[core], whole=core in WHOLE)(q, k, v, **settings)
+
+    return attend
+
+
+def in_pairs(core: Callable) -> Callable:
+    """(q, k, v) -> y of heads in pairs, whose values are joined: A1 V - 0.5 A2 V (Ye et al. 2024)."""
+
+    def run(q, k, v):
+        joined = torch.cat((v[:, ::2], v[:, 1::2]), dim=-1)  # (B, H / 2, T, 2 D)
+        y = core(q, k, per_head(joined, [h // 2 for h in range(q.shape[1])]))
+        y = y[:, ::2] - 0.5 * y[:, 1::2]
+        return torch.stack(y.chunk(2, dim=-1), dim=2).flatten(1, 2)
+
+    return run
+
+
+def at_positions(core: Callable, position: str) -> Callable:
+    """(q, k, v) -> y of long heads, with what a position does to q, k and the scores."""
+
+    def run(q, k, v):
+        q, k, bias = scheme(position, *q.shape[-2:]).to(q.device)(q, k, slice(0, n_head), 0)
+        return core(q.to(v.dtype), k.to(v.dtype), v, bias=bias)
+
+    return run
+
+
+@functools.cache
+def scheme(position: str, T: int, D: int) -> torch.nn.Module:
+    """The module of a position in a layer."""
+    config = GPTConfig(position=position, n_embd=n_head * D, n_head=n_head, head_dim=D, block_size=T)
+    return config.scheme(config.resolved())
 
 
 def letters(pattern: str) -> str:
@@ -120,16 +187,11 @@ def letters(pattern: str) -> str:
     return (pattern * n_head)[:n_head]
 
 
-def late() -> bool:
-    """Whether the time of --budget is over."""
-    return 0 < budget < time.monotonic() - _began
-
-
 def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
     """(FLOPs, numbers read or written) of a head's forward pass over n tokens, as few as its result needs.
 
-    Two products per query and key that it sees, or chunks and sums of beta as in GPT.flops, but of half a chunk;
-    q, k, v and y once. A backward pass has five products (q k^T again, and four gradients) and twice the numbers.
+    Two products per query and key that it sees; or chunks and sums of beta as in training.estimate.flops, but half a
+    chunk. q, k, v and y are read or written once.
     """
     long = (n + 1) / 2
     if subject.core == "beta":
@@ -138,48 +200,12 @@ def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
     short = (w + 1) * (1 - w / (2 * n))
     each = letters(subject.pattern)
     keys = (each.count("L") * long + each.count("S") * short) / n_head
-    return 2 * (D + subject.wide * D) * keys * n, 4 * D * n
+    widths = D + (2 * D if subject.differential else D)  # of keys and of values
+    return 2 * widths * keys * n, 4 * D * n
 
 
-def by_heads(short: Callable, long: Callable) -> Callable:
-    """(q, k, v) -> y, where the first heads are short's and the others long's, as many as `heads` says."""
-    n = letters(heads).count("S")
-
-    def run(q, k, v):
-        groups = ((short, slice(0, n)), (long, slice(n, n_head)))
-        y = [f(q[:, part], k[:, part], v[:, part]) for f, part in groups if part.start < part.stop]
-        return torch.cat(y, dim=1)
-
-    return run
-
-
-def differential(core: Callable) -> Callable:
-    """(q, k, v) -> y of heads in pairs, whose values are joined: A1 V - 0.5 A2 V (Ye et al. 2024)."""
-
-    def run(q, k, v):
-        y = core(q, k, per_head(torch.cat((v[:, ::2], v[:, 1::2]), dim=-1), [h // 2 for h in range(q.shape[1])]))
-        y = y[:, ::2] - 0.5 * y[:, 1::2]
-        return torch.stack(y.chunk(2, dim=-1), dim=2).flatten(1, 2)
-
-    return run
-
-
-@functools.cache
-def scheme(position: str, T: int, D: int, dev: str) -> torch.nn.Module:
-    """What a position is to a layer's attention."""
-    sizes = {"n_embd": n_head * D, "n_head": n_head, "head_dim": D, "block_size": T}
-    return POSITION[position][1](GPTConfig(position=position, **sizes)).to(dev)
-
-
-def positioned(position: str, core: Callable) -> Callable:
-    """(q, k, v) -> y of heads that are all long, at their positions."""
-
-    def run(q, k, v):
-        at = scheme(position, *q.shape[-2:], str(q.device))
-        q, k, bias = at(q, k, slice(0, n_head), 0)
-        return core(q.to(v.dtype), k.to(v.dtype), v, bias=bias)
-
-    return run
+def sdpa(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def pinned(backend: SDPBackend) -> Callable:
@@ -187,7 +213,17 @@ def pinned(backend: SDPBackend) -> Callable:
 
     def run(q, k, v):
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return sdpa(q, k, v)
+
+    return run
+
+
+def flex(pattern: str, dynamic: bool) -> Callable:
+    """FlexAttention, which skips what a block mask leaves out. dynamic: compiled once for all lengths, with checks of
+    bounds that a multiple of 128 tokens would not need; else for each length."""
+
+    def run(q, k, v):
+        return compiled_flex(dynamic)(q, k, v, block_mask=flex_mask(q.shape[-2], str(q.device), pattern))
 
     return run
 
@@ -211,19 +247,21 @@ def flex_mask(T: int, dev: str, pattern: str) -> object:
     return create_block_mask(mixed if n else causal, None, n_head, T, T, device=dev)
 
 
-def flex(pattern: str) -> Callable:
-    """FlexAttention, which skips what a block mask leaves out. On a GPU and at the first head dim it is compiled for
-    each length, elsewhere once for all, with checks of bounds that a multiple of 128 tokens would not need."""
+def x_transformers() -> Callable:
+    """Softmax attention of the library x-transformers."""
+    from x_transformers.attend import Attend
+
+    attend = Attend(causal=True, flash=True)
 
     def run(q, k, v):
-        attend = compiled_flex(dynamic=not (q.is_cuda and q.shape[-1] == numbers("head_dim")[0]))
-        return attend(q, k, v, block_mask=flex_mask(q.shape[-2], str(q.device), pattern))
+        return attend(q, k, v)[0]
 
     return run
 
 
-def fla_beta(chunk_linear_attn: Callable) -> Callable:
+def fla_beta() -> Callable:
     """beta through flash-linear-attention: linear attention with the values widened to [V | K]."""
+    from fla.ops.linear_attn import chunk_linear_attn
 
     def run(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, T, H, D), as it wants them
@@ -235,83 +273,59 @@ def fla_beta(chunk_linear_attn: Callable) -> Callable:
     return run
 
 
-def x_transformers(Attend: Callable) -> Callable:
-    attend = Attend(causal=True, flash=True)
-    return lambda q, k, v: attend(q, k, v)[0]
-
-
-PEERS = {  # name: (package, what it computes, module -> function)
-    "x-transformers": ("x_transformers.attend", "softmax", lambda m: x_transformers(m.Attend)),
-    "fla beta": ("fla.ops.linear_attn", "beta", lambda m: fla_beta(m.chunk_linear_attn)),
-}
-
-
-@functools.cache
 def triton_kernels() -> dict[str, Callable]:
-    """What kernels.py has, where there is Triton."""
-    try:
-        return importlib.import_module("attention.kernels").KERNEL
-    except ImportError as error:
-        print(f"Triton's kernels: left out ({why(error)})")
-        return {}
+    """The attentions of attention/kernels.py."""
+    from attention.kernels import KERNEL
+
+    return {core: KERNEL[core](fast(core)) for core in KERNEL if core in ATTENTION}
 
 
 @functools.cache
-def peers() -> dict[str, tuple[Callable, str]]:
-    """(function, core) of the libraries that are installed and run on this machine."""
-    table = {}
-    for name, (package, core, make) in PEERS.items():
-        try:
-            table[name] = make(importlib.import_module(package)), core
-        except Exception as error:
-            print(f"{name}: left out ({why(error)})")
-    return table
+def optional(name: str, make: Callable) -> object:
+    """make(), or None where its library is not installed or does not run here; then it says so, once."""
+    try:
+        return make()
+    except Exception as error:
+        print(f"{name}: left out ({timing.why(error)})")
+        return None
 
 
-def subjects(dev: str) -> dict[str, Subject]:
+def subjects(dev: str, D: int) -> dict[str, Subject]:
     """Everything there is to time here, SDPA first."""
-    naive = {core: functools.partial(naive_attention, core) for core in ONE_QUERY}
-    mixed = {core: by_heads(functools.partial(f, window=window), f) for core, f in naive.items()}
-    softmax = naive["softmax"]
-    table = {"sdpa": Subject(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), softmax)}
+    on_gpu = dev.startswith("cuda")
+    short = [heads] if "S" in heads else []
+    table = {"sdpa": Subject(run=sdpa, foreign=True)}
     if suite != "quick":
         for name, backend in BACKENDS.items():
-            table[name] = Subject(pinned(backend), softmax, quadratic=backend == SDPBackend.MATH)
-    for core, f in ATTENTION.items():
-        exact = naive.get(core)
-        table[core] = Subject(f, exact, core)
-        if "S" in heads:
-            run = by_heads(functools.partial(f, window=window), f)
-            table[f"{core} {heads}"] = Subject(run, mixed.get(core), core, heads)
+            table[name] = Subject(run=pinned(backend), foreign=True, quadratic=backend == SDPBackend.MATH)
+    for core in ATTENTION:
+        table[core] = Subject(core)
+        table |= {f"{core} {pattern}": Subject(core, pattern) for pattern in short}
         if n_head % 2 == 0:
-            table[f"{core} differential"] = Subject(differential(f), exact and differential(exact), core, wide=2)
+            table[f"{core} differential"] = Subject(core, differential=True)
     if suite == "all":
-        for name in (name for name, (_, inside) in POSITION.items() if inside):
-            table[name] = Subject(positioned(name, ATTENTION["softmax"]), positioned(name, softmax))
+        table |= {name: Subject(position=name) for name, (_, inside) in POSITION.items() if inside}
     if suite != "quick":
-        on_gpu = dev.startswith("cuda")  # FlexAttention has no backward pass on a CPU
-        table["flex L"] = Subject(flex("L"), softmax, backward=on_gpu)
-        if "S" in heads:
-            table[f"flex {heads}"] = Subject(flex(heads), mixed["softmax"], pattern=heads, backward=on_gpu)
-    if dev.startswith("cuda") or "triton" in only:  # on a CPU in the interpreter, minutes for each
-        for core, f in triton_kernels().items():
-            table[f"{core} triton"] = Subject(f, naive[core], core)
-        if "S" in heads:
-            few = {"window": window, "n_short": letters(heads).count("S")}
-            for core, f in triton_kernels().items():
-                table[f"{core} {heads} triton"] = Subject(functools.partial(f, **few), mixed[core], core, heads)
-    table |= {name: Subject(run, naive[core], core) for name, (run, core) in peers().items()}
+        dynamic = not on_gpu or D != numbers("head_dim")[0]
+        for pattern in ("L", *short):  # on a CPU FlexAttention has no backward pass
+            run = flex(pattern, dynamic)
+            table[f"flex {pattern}"] = Subject(pattern=pattern, run=run, foreign=True, backward=on_gpu)
+    if on_gpu or "triton" in only:  # on a CPU in the interpreter, minutes for each
+        kernels = optional("Triton's kernels", triton_kernels) or {}
+        table |= {f"{core} triton": Subject(core, run=run, triton=True) for core, run in kernels.items()}
+        for core, run in kernels.items() if short else ():
+            run = functools.partial(run, window=window, n_short=letters(heads).count("S"))
+            table[f"{core} {heads} triton"] = Subject(core, heads, run=run, triton=True)
+    for name, core, make in (("x-transformers", "softmax", x_transformers), ("fla beta", "beta", fla_beta)):
+        if run := optional(name, make):
+            table[name] = Subject(core, run=run, foreign=True)
     if unknown := set(filter(None, only.split(","))) - set(table):
         raise UserError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(table)}")
     return {name: subject for name, subject in table.items() if not only or name in only.split(",")}
 
 
-def why(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)[:90]}"
-
-
 # -----------------------------------------------------------------------------
-# how it is measured
+# whether it is right
 
 
 def inputs(B: int, T: int, D: int, dev: str, dt: torch.dtype) -> list[torch.Tensor]:
@@ -321,74 +335,54 @@ def inputs(B: int, T: int, D: int, dev: str, dt: torch.dtype) -> list[torch.Tens
 
 
 def derivatives(f: Callable, x: list[torch.Tensor], backward: bool = True) -> list[torch.Tensor]:
-    """y = f(q, k, v) for x = [q, k, v, dy] and, unless told not to, the gradients of q, k and v."""
-    y = f(*x[:3]) if backward else f(*(t.detach() for t in x[:3]))
-    return [y.detach(), *(torch.autograd.grad(y, x[:3], x[3], materialize_grads=True) if backward else ())]
+    """y = f(q, k, v) for x = [q, k, v, dy] and, unless told not to, the gradients of q, k and v; in float64."""
+    if not backward:
+        return [f(*(t.detach() for t in x[:3])).cpu().double()]
+    y = f(*x[:3])
+    grads = torch.autograd.grad(y, x[:3], x[3], materialize_grads=True)
+    return [t.detach().cpu().double() for t in (y, *grads)]
 
 
-def checked_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
-    """The subjects that are right: their outputs and gradients are the naive form's in float64, up to rounding."""
-    table, references, x = {}, {}, inputs(2, CHECKED_AT, D, dev, dt)
-    in_tf32 = dt == torch.float32 and dev.startswith("cuda")
-    double = [t.detach().cpu().double() for t in x]
-    double = [*(t.requires_grad_() for t in double[:3]), double[3]]
-    for name, subject in subjects(dev).items():
-        if subject.exact is None:
-            print(f"{name} has no line in ONE_QUERY: timed, but not checked")
-            table[name] = subject
-            continue
-        if name.endswith("triton") and not importlib.import_module("attention.kernels").fits(subject.core, *x[:3]):
+def right_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
+    """The subjects whose outputs and gradients are those of their definition in float64, up to rounding."""
+    x = inputs(2, CHECKED_AT, D, dev, dt)
+    double = [t.detach().cpu().double().requires_grad_(t.requires_grad) for t in x]
+    tolerance = TF32 if dt == torch.float32 and dev.startswith("cuda") else TOLERANCE[dt]
+
+    @functools.cache
+    def exact(core: str, *choices: object) -> list[torch.Tensor]:
+        return derivatives(layer(spelled_out(ATTENTION[core]), *choices), double)
+
+    def errors_of(subject: Subject) -> list[float]:
+        found = derivatives(subject.run, x, subject.backward)
+        pairs = zip(found, exact(*subject.meaning), strict=False)
+        return [((a - b).norm() / b.norm()).item() for a, b in pairs]
+
+    right = {}
+    for name, subject in subjects(dev, D).items():
+        if subject.triton and not fits(subject.core, x):
             print(f"{name}: left out, it would be the plain form (its kernel takes no head dim {D}, {dt} on {dev})")
             continue
-        try:
-            got = [t.cpu().double() for t in derivatives(subject.run, x, subject.backward)]
-        except Exception as error:
-            print(f"{name}: does not run here ({why(error)})")
-            still_there(name, dev)
+        errors = tried(name, functools.partial(errors_of, subject), dev, subject.foreign)
+        if errors is None:
             continue
-        if subject.exact not in references:
-            references[subject.exact] = derivatives(subject.exact, double)
-        pairs = zip(got, references[subject.exact], strict=False)
-        errors = [((a - b).norm() / b.norm()).item() for a, b in pairs]
         subject.error = max(errors, key=lambda e: math.inf if math.isnan(e) else e)
-        if subject.error <= (TF32 if in_tf32 else TOLERANCE[dt]):
-            table[name] = subject
+        if subject.error <= tolerance:
+            right[name] = subject
         else:
-            found = ", ".join(f"{what} {e:.2g}" for what, e in zip(("y", "dq", "dk", "dv"), errors, strict=False))
-            print(f"{name} is WRONG: it differs from the naive form by {found}; not timed")
-    return table
+            found = ", ".join(f"{which} {e:.2g}" for which, e in zip(("y", "dq", "dk", "dv"), errors, strict=False))
+            print(f"{name} is WRONG: it differs from the definition by {found}; not timed")
+    return right
 
 
-def still_there(name: str, dev: str) -> None:
-    """Raises ValueError where a device can no longer be used, as after a kernel that wrote where it should not."""
-    try:
-        clock(dev)
-    except Exception as error:
-        raise UserError(f"{name} broke {dev} ({why(error)}): leave it out with --only=") from None
+def fits(core: str, x: list[torch.Tensor]) -> bool:
+    from attention import kernels
+
+    return kernels.fits(core, *x[:3])
 
 
-def clock(dev: str) -> float:
-    getattr(torch, dev.partition(":")[0]).synchronize()
-    return time.perf_counter()
-
-
-def stopwatch(dev: str, *steps: Callable) -> list[float]:
-    """Milliseconds of each of the steps, which follow one another."""
-    if not dev.startswith("cuda"):
-        ticks = [clock(dev)]
-        for step in steps:
-            step()
-            ticks.append(clock(dev))
-        return [(b - a) * 1e3 for a, b in itertools.pairwise(ticks)]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(AHEAD)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
-    events[0].record()
-    for step, event in zip(steps, events[1:], strict=True):
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+# -----------------------------------------------------------------------------
+# what is measured of it
 
 
 def passes(subject: Subject, x: list[torch.Tensor], dev: str) -> dict[str, float]:
@@ -400,12 +394,15 @@ def passes(subject: Subject, x: list[torch.Tensor], dev: str) -> dict[str, float
     def inference() -> None:
         subject.run(*(t.detach() for t in qkv))
 
+    def forward() -> None:
+        y.append(subject.run(*qkv))
+
     def backward() -> None:  # grad, since backward() would copy what is laid out in another way than q, k and v
         torch.autograd.grad(y[0], qkv, dy)
 
     row = {"forward": stopwatch(dev, inference)[0]}
     if subject.backward:
-        both = stopwatch(dev, lambda: y.append(subject.run(*qkv)), backward)
+        both = stopwatch(dev, forward, backward)
         row |= {"backward": both[1], "both": sum(both)}
     return row
 
@@ -426,7 +423,8 @@ def peak_memory(f: Callable, dev: str) -> int:
         before = torch.cuda.memory_allocated()
         f()
         return torch.cuda.max_memory_allocated() - before
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)  # the profiler announces itself on every start
     try:
         with profile(profile_memory=True) as p:
@@ -435,8 +433,9 @@ def peak_memory(f: Callable, dev: str) -> int:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nowhere)
+    events = [event for event in p.kineto_results.events() if event.name() == "[memory]"]
     now = peak = 0
-    for event in sorted((e for e in p.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+    for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
     return peak
@@ -453,109 +452,78 @@ def free_memory(dev: str) -> int:
         return 8 * 2**30
 
 
-Rounds = dict[str, dict[str, list[float]]]  # task: measure: a number of each round
-
-
-def interleaved(tasks: dict[str, Callable], dev: str) -> Rounds:
-    """The numbers of tasks that give dicts of them; every task runs once before any runs again. One that fails is
-    left out, and says why."""
-    got = {name: [] for name in tasks}
-    for _ in range(repeats):
-        for name in list(got):
-            if (row := tried(name, tasks[name], dev)) is None:
-                del got[name]
-            else:
-                got[name].append(row)
-    return {name: {key: [row[key] for row in rows] for key in rows[0]} for name, rows in got.items()}
-
-
-def tried(name: str, f: Callable, dev: str) -> object:
-    """f(), or None where it fails, which is said."""
-    try:
-        return f()
-    except Exception as error:
-        print(f"{name} left out ({why(error)})")
-        still_there(name, dev)
-        return None
-
-
-def medians(columns: dict[str, list[float]]) -> tuple[dict, dict]:
-    """(median, half the interquartile range as a share of it) of each measure."""
-    quarter = (repeats - 1) / 4
-    median = {k: statistics.median(c) for k, c in columns.items()}
-    quartiles = {k: (sorted(c)[round(quarter)], sorted(c)[round(3 * quarter)]) for k, c in columns.items()}
-    return median, {k: (high - low) / 2 / median[k] for k, (low, high) in quartiles.items()}
-
-
-def ratios(rounds: Rounds, name: str, base: str) -> dict[str, float]:
-    """Of each measure the median of its ratios to base's in the same round: what slows a round down cancels."""
-    mine, others = rounds[name], rounds[base]
-    return {k: statistics.median(t / f for t, f in zip(mine[k], others[k], strict=True)) for k in mine if k in others}
-
-
-def sequences(length: int) -> int:
-    return max(1, tokens // length) if tokens else batch_size
-
-
 # -----------------------------------------------------------------------------
-# the four parts; each prints its tables and yields their rows, table by table
+# the tables of attention
 
 
 def attention(dev: str, dt: torch.dtype, sizes: list[int], dims: list[int], top: dict) -> Iterator[list[dict]]:
-    """Each subject at each head dim and length: milliseconds, spreads, ratios, shares, peak memory."""
+    """Prints a table for each head dim and length, and yields its rows."""
     for D in dims:
         if late():
-            print(f"\nhead dim {D}: out of time (--budget)")
+            print(f"
+head dim {D}: out of time (--budget)")
             continue
-        print(f"\nattention, head dim {D}")
-        table, seconds = checked_subjects(dev, dt, D), {}
+        print(f"
+attention, head dim {D}")
+        table = right_subjects(dev, dt, D)
+        pace = {}  # {subject: seconds of a pass, for each pair of tokens}
         for n in sizes:
-            B = sequences(n)
-            x, tasks = inputs(B, n, D, dev, dt), {}
-            for name, subject in table.items():
-                once, at = seconds.get(name, (0.0, 1))
-                once *= B * n * n / at
-                need = 32 * B * n_head * n * n if subject.quadratic else 0
-                if (over := late()) or once > patience or need > free_memory(dev) / 2:
-                    reason = f"take up to {once:.1f} s a pass" if once > patience else f"need {need / 2**30:.1f} GiB"
-                    print(f"n = {n}: {name} skipped, " + ("out of time (--budget)" if over else f"would {reason}"))
-                    continue
-                task = functools.partial(passes, subject, x, dev)
-                row = tried(f"n = {n}: {name}", lambda task=task: task() and task(), dev)  # the first compiles
-                if row is not None:
-                    seconds[name], tasks[name] = ((row["forward"] + row.get("both", 0.0)) / 1e3, B * n * n), task
-            yield attention_table(tasks, table, B, n, D, x, dev, top)
+            x = inputs(sequences(n), n, D, dev, dt)
+            tasks = {name: warmed_up(name, subject, x, pace, dev) for name, subject in table.items()}
+            tasks = {name: task for name, task in tasks.items() if task is not None}
+            yield attention_table(tasks, table, x, dev, top)
 
 
-def attention_table(tasks: dict, table: dict, B: int, n: int, D: int, x: list, dev: str, top: dict) -> list[dict]:
+def warmed_up(name: str, subject: Subject, x: list[torch.Tensor], pace: dict, dev: str) -> Callable | None:
+    """What times a pass of a subject, after a first pass; None where that fails, or would take too much."""
+    B, _, n, _ = x[0].shape
+    pairs = B * n * n
+    once = pace.get(name, 0.0) * pairs
+    need = 32 * n_head * pairs if subject.quadratic else 0
+    reason = ""
+    if late():
+        reason = "out of time (--budget)"
+    elif once > patience:
+        reason = f"would take up to {once:.1f} s a pass"
+    elif need > free_memory(dev) / 2:
+        reason = f"would need {need / 2**30:.1f} GiB"
+    if reason:
+        print(f"n = {n}: {name} skipped, {reason}")
+        return None
+    task = functools.partial(passes, subject, x, dev)
+    row = tried(f"n = {n}: {name}", lambda: task() and task(), dev, subject.foreign)  # the first one may compile
+    if row is None:
+        return None
+    pace[name] = (row["forward"] + row.get("both", 0.0)) / 1e3 / pairs
+    return task
+
+
+def attention_table(tasks: dict, table: dict, x: list[torch.Tensor], dev: str, top: dict) -> list[dict]:
     """Times the tasks, prints their table and returns its rows."""
-    rounds, rows, columns = interleaved(tasks, dev), [], ("forward", "backward", "forward + backward")
-    print(
-        f"\n{f'n = {n}, d = {D}, B = {B}':24}"
-        + "".join(f"{c:>22}{'share':>6}" for c in columns)
-        + f"{'memory':>12}{'error':>9}"
-    )
+    rounds = interleaved(tasks, dev, repeats)
+    B, _, n, D = x[0].shape
+    columns = "".join(f"{c:>22}{'share':>6}" for c in ("forward", "backward", "forward + backward"))
+    print(f"
+{f'n = {n}, d = {D}, B = {B}':24}{columns}{'memory':>12}{'error':>9}")
     first = next(iter(rounds), "sdpa")
     if first != "sdpa":
         print(f"(ratios to {first})")
-    for name, columns in rounds.items():
-        (median, spread), ratio = medians(columns), ratios(rounds, name, first)
-        flops, numbers = (B * n_head * w for w in work(table[name], n, D))
-        of_forward = {"forward": (1, 1), "backward": (2.5, 2), "both": (3.5, 3)}  # operations, bytes
-        most = top["flops"] / flops, top["bytes_per_s"] / (numbers * x[0].itemsize)  # forward passes a second
-        least = {k: (operations / most[0], moved / most[1]) for k, (operations, moved) in of_forward.items()}
-        share = {k: 1e3 * max(least[k]) / ms for k, ms in median.items()}
+    rows = []
+    for name in rounds:
+        ms, spread = medians(rounds[name])
+        ratio = ratios(rounds, name, first)
+        flops, moved = (B * n_head * part for part in work(table[name], n, D))
+        share = {}
+        for key in ms:
+            operations, reads = MEASURES[key]
+            least = max(operations * flops / top["flops"], reads * moved * x[0].itemsize / top["bytes_per_s"])
+            share[key] = 1e3 * least / ms[key]
         memory = tried(f"memory of {name}", functools.partial(peak_memory, tasks[name], dev), dev) or 0
-        cells = [
-            f"{median[k]:8.2f} ms ±{spread[k]:3.0%}{ratio.get(k, math.nan):5.2f}x{share[k]:6.0%}"
-            if k in median
-            else "-"
-            for k in of_forward
-        ]
-        print(f"{name:24}" + "".join(f"{c:>28}" for c in cells) + f"{memory / 2**20:8.1f} MiB", end="")
-        print(f"{table[name].error:9.1e}", flush=True)
+        cells = {key: f"{ms[key]:8.2f} ms ±{spread[key]:3.0%}{ratio.get(key, math.nan):5.2f}x{share[key]:6.0%}" for key in ms}
+        line = "".join(f"{cells.get(key, '-'):>28}" for key in MEASURES)
+        print(f"{name:24}{line}{memory / 2**20:8.1f} MiB{table[name].error:9.1e}", flush=True)
         row = {"subject": name, "n": n, "d": D, "batch": B, "error": table[name].error}
-        row |= {"ms": median, "spread": spread, "ratio": ratio, "share": share, "peak_bytes": memory}
+        row |= {"ms": ms, "spread": spread, "ratio": ratio, "share": share, "peak_bytes": memory}
         row["against"] = {base: ratios(rounds, name, base) for base in BACKENDS if base in rounds}
         rows.append(row)
     return rows
@@ -565,104 +533,19 @@ def summary(rows: list[dict]) -> None:
     """How many times as fast as SDPA's kernels, forward + backward (forward alone where there is no backward)."""
     bases = [base for base in ("sdpa flash", "sdpa cudnn") if any(row["subject"] == base for row in rows)]
     sizes = sorted({row["n"] for row in rows})
+
+    def times(against: dict, key: str) -> str:
+        return " / ".join(f"{1 / against[base][key]:.2f}" if key in against.get(base, ()) else "-" for base in bases)
+
     for D in sorted({row["d"] for row in rows}) if bases else ():
-        mine = {(row["subject"], row["n"]): row for row in rows if row["d"] == D}
-        print(f"\nd = {D}: how many times as fast as {' / '.join(bases)}, forward + backward (forward alone)")
+        against = {(row["subject"], row["n"]): row["against"] for row in rows if row["d"] == D}
+        print(f"
+d = {D}: how many times as fast as {' / '.join(bases)}, forward + backward (forward alone)")
         print(f"{'':24}" + "".join(f"{f'n = {n}':>28}" for n in sizes))
-        for name in dict.fromkeys(name for name, _ in mine):
-            cells = []
-            for n in sizes:
-                against = mine[name, n]["against"] if (name, n) in mine else {}
-                both, alone = (
-                    " / ".join(f"{1 / against[b][k]:.2f}" if k in against.get(b, ()) else "-" for b in bases)
-                    for k in ("both", "forward")
-                )
-                cells.append(f"{both} ({alone})" if against else "-")
-            print(f"{name:24}" + "".join(f"{c:>28}" for c in cells))
-
-
-def models(T: int, sizes: dict, dev: str) -> dict[str, GPT]:
-    """A model for each core, with long heads and with the pattern `heads`."""
-    names = [(core, pattern) for core in ATTENTION for pattern in dict.fromkeys(("L", heads))]
-    return {f"{c} {p}": GPT(GPTConfig(block_size=T, **sizes, attention=c, heads=p)).to(dev) for c, p in names}
-
-
-def model(dev: str, amp: contextlib.AbstractContextManager, length: int, train: bool) -> list[dict]:
-    """Milliseconds of a whole forward pass (up to the last token's logits), or of a training step."""
-    gpts, rows, B = models(length, LS_MODEL, dev), [], sequences(length)
-    x = torch.randint(LS_MODEL["vocab_size"], (B, length), device=dev)
-    kind = dev.partition(":")[0]
-    settings = Settings(1e-4, (0.9, 0.95), 0.1, fused=kind in ("cuda", "cpu"))
-    adamw = {name: OPTIMIZER["adamw"](gpt, settings)[0] for name, gpt in gpts.items() if train}
-
-    def once(name: str) -> None:
-        with amp, torch.set_grad_enabled(train):
-            loss = gpts[name](x, x if train else None)[1]
-        if train:
-            loss.backward()
-            adamw[name].step()
-            adamw[name].zero_grad()
-
-    def timed(name: str) -> dict:
-        return {"ms": stopwatch(dev, lambda: once(name))[0]}
-
-    tasks = {name: functools.partial(timed, name) for name in gpts}
-    tasks = {name: task for name, task in tasks.items() if tried(name, task, dev)}  # warm-up
-    title = "training step" if train else "forward pass"
-    print(f"\n{title} of the LS paper's model (6 layers, 192 wide, 6 heads), n = {length}, batch {B}")
-    rounds = interleaved(tasks, dev)
-    for name, columns in rounds.items():
-        (ms,), (spread,) = (x.values() for x in medians(columns))
-        change = ratios(rounds, name, next(iter(rounds)))["ms"] - 1
-        row = {"subject": name, "n": length, "batch": B, "ms": ms, "ms_per_sequence": ms / B, "spread": spread}
-        row |= {"change": change, "tokens_per_s": B * length / ms * 1e3}
-        speed = f"{row['tokens_per_s']:12,.0f} tokens/s"
-        print(f"{name:24}{ms:10.1f} ms ±{spread:3.0%}{change:+9.1%}{ms / B:10.2f} ms a sequence{speed}", flush=True)
-        rows.append(row)
-    return rows
-
-
-def decode(dev: str, amp: contextlib.AbstractContextManager) -> list[dict]:
-    """Tokens/s of one sequence from one token to decode_length, and the size of the cache."""
-    rows, n = [], decode_length
-    columns = ("tokens/s", "first tenth", "last tenth")
-    print(f"\ndecoding, 6 layers, 384 wide, 6 heads\n{f'one sequence to {n} tokens':30}", end="")
-    print("".join(f"{c:>16}" for c in columns))
-
-    def speeds(gpt: GPT, cached: bool) -> dict:
-        """Tokens/s."""
-        start, sampling = torch.zeros(1, 1, dtype=torch.long, device=dev), {"seed": seed, "use_cache": cached}
-        with amp:
-            collections.deque(gpt.stream(start, min(8, n - 1), **sampling), maxlen=0)  # warm-up
-            ticks = [clock(dev)]
-            ticks += [clock(dev) for _ in gpt.stream(start, n - 1, temperature=0.8, **sampling)]
-        tenth = max(1, (n - 1) // 10)
-        row = {"tokens_per_s": (n - 1) / (ticks[-1] - ticks[0]), "first": tenth / (ticks[tenth] - ticks[0])}
-        return row | {"last": tenth / (ticks[-1] - ticks[-1 - tenth])}
-
-    for name, gpt in models(n, GPT_10M, dev).items():
-        for cached in (True, False) if name == "softmax L" else (True,):
-            subject = name + ("" if cached else ", no cache")
-            if row := tried(subject, functools.partial(speeds, gpt.eval(), cached), dev):
-                rows.append({"subject": subject, "n": n, **row})
-                print(f"{subject:30}" + "".join(f"{x:16.1f}" for x in row.values()), flush=True)
-    gpts, full = {T: models(T, GPT_10M, dev) for T in (1024, 8192)}, None
-    print(f"\n{'bytes of its cache':30}" + "".join(f"{f'n = {T}':>16}" for T in gpts))
-    for name in gpts[8192]:
-        with amp:
-            size = {T: cache_bytes(gpts[T][name], dev) for T in gpts}
-        full = full or size[8192]  # softmax's, all long, which comes first
-        rows += [{"subject": name, "n": T, "cache_bytes": size[T]} for T in size]
-        print(f"{name:30}" + "".join(f"{x:16,}" for x in size.values()) + f"{full / size[8192]:10.2f}x less at 8192")
-    return rows
-
-
-@torch.no_grad()
-def cache_bytes(gpt: GPT, dev: str) -> int:
-    """The size of a full cache: long heads' memory is taken at once, and 200 tokens fill the short ones."""
-    cache = gpt.new_cache()
-    gpt(torch.zeros(1, min(200, gpt.config.block_size), dtype=torch.long, device=dev), cache=cache)
-    return cache.nbytes
+        for name in dict.fromkeys(name for name, _ in against):
+            found = [against.get((name, n)) for n in sizes]
+            cells = [f"{times(a, 'both')} ({times(a, 'forward')})" if a else "-" for a in found]
+            print(f"{name:24}" + "".join(f"{cell:>28}" for cell in cells))
 
 
 def draw(rows: list[dict], path: str) -> None:
@@ -676,13 +559,16 @@ def draw(rows: list[dict], path: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 6))
-    D, row_of = rows[0]["d"], [row for row in rows if row["d"] == rows[0]["d"]]
-    rows, ticks = [row for row in row_of if "both" in row["ms"]], sorted({row["n"] for row in row_of})
+    D = rows[0]["d"]
+    rows = [row for row in rows if row["d"] == D]
+    ticks = sorted({row["n"] for row in rows})
+    rows = [row for row in rows if "both" in row["ms"]]
     for i, name in enumerate(dict.fromkeys(row["subject"] for row in rows)):
         mine = [row for row in rows if row["subject"] == name]
+        sizes = [row["n"] for row in mine]
         style = {"label": name, "marker": "o", "markersize": 4, "linestyle": ("-", "--", ":")[i // 10 % 3]}
-        axes[0].plot([row["n"] for row in mine], [row["ms"]["both"] for row in mine], **style)
-        axes[1].plot([row["n"] for row in mine], [row["peak_bytes"] / 2**20 for row in mine], **style)
+        axes[0].plot(sizes, [row["ms"]["both"] for row in mine], **style)
+        axes[1].plot(sizes, [row["peak_bytes"] / 2**20 for row in mine], **style)
     for ax, label in zip(axes, ("forward + backward, ms", "peak memory, MiB"), strict=True):
         ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
         ax.set_xticks(ticks, [str(n) for n in ticks])
@@ -695,8 +581,21 @@ def draw(rows: list[dict], path: str) -> None:
     print(f"drew {path}")
 
 
+# -----------------------------------------------------------------------------
+
+
+def late() -> bool:
+    """Whether the time of --budget is over."""
+    return 0 < budget < time.monotonic() - _began
+
+
+def sequences(length: int) -> int:
+    """How many sequences of this length a pass has."""
+    return max(1, tokens // length) if tokens else batch_size
+
+
 def numbers(flag: str) -> list[int]:
-    """The integers of a flag. Raises ValueError where they are none, or below 1."""
+    """The integers of a flag. Raises UserError where they are none, or below 1."""
     try:
         got = [int(n) for n in globals()[flag].split(",")]
     except ValueError:
@@ -706,7 +605,8 @@ def numbers(flag: str) -> list[int]:
     return got if flag == "head_dim" else sorted(got)
 
 
-def main() -> None:
+def choose_suite() -> None:
+    """Sets the flags that were not given to those of --suite."""
     if quick and "suite" in given:
         raise UserError("--quick and --suite are two choices of settings: leave one out")
     if quick:
@@ -714,27 +614,38 @@ def main() -> None:
     if suite == "gpu" and "device" not in given and not torch.cuda.is_available():
         raise UserError("--suite=gpu needs a CUDA GPU, and there is none here (or this PyTorch is built without CUDA)")
     globals().update({name: value for name, value in SUITE[suite].items() if name not in given})
-    parts, all_parts = what.split(","), ("attention", "model", "step", "decode")
-    if unknown := set(parts) - set(all_parts):
-        raise UserError(f"--what={what}: {', '.join(sorted(unknown))} is none of {', '.join(all_parts)}")
+
+
+def check_flags() -> None:
+    """Raises UserError for flags that do not fit, before anything is timed."""
+    parts = what.split(",")
+    if unknown := set(parts) - set(PARTS):
+        raise UserError(f"--what={what}: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     if min(repeats, batch_size, n_head, step_length, decode_length - 1) < 1 or not patience > 0:
         raise UserError("sizes, repeats and patience must be positive, decode_length at least 2")
     if tokens < 0 or budget < 0:
         raise UserError(f"--tokens={tokens} and --budget={budget} must not be negative")
-    for sizes in ({"n_head": n_head, "n_embd": n_head}, LS_MODEL, GPT_10M):  # or they say why not
+    for sizes in ({"n_head": n_head, "n_embd": n_head}, timing.LS_MODEL, timing.GPT_10M):  # or they say why not
         GPTConfig(**sizes, heads=heads, window=window if "S" in heads else None)
     if "/" in heads:
         raise UserError(f"--heads={heads}: here it is the pattern of one layer, without a /")
     if (plot or only) and "attention" not in parts:
         raise UserError("--plot and --only are for --what=attention")
     check_writable(out)
+    for flag in ("head_dim", "lengths", "model_lengths"):
+        numbers(flag)
     if plot:
         try:
             importlib.import_module("matplotlib")
         except ImportError:
             raise NotInstalled("--plot draws with matplotlib: pip install matplotlib") from None
-    dims, sizes = numbers("head_dim"), {"attention": numbers("lengths"), "model": numbers("model_lengths")}
+
+
+def main() -> None:
+    choose_suite()
+    check_flags()
     dev, dt_name, amp = pick_device(device, dtype)
+    dt = getattr(torch, dt_name)
     if ":" in dev:
         torch.cuda.set_device(dev)
     torch.set_float32_matmul_precision("high")  # as train.py: TF32 on a GPU, nothing on a CPU
@@ -745,22 +656,32 @@ def main() -> None:
     about |= {"heads": heads, "window": window, "repeats": repeats}
     print(", ".join(f"{k} {v}" for k, v in about.items()))
     torch.manual_seed(seed)
-    top = ceilings(dev, getattr(torch, dt_name))
+    top = ceilings(dev, dt)
     print(f"ceilings: {top['flops'] / 1e12:.3g} TFLOP/s (matrix product), {top['bytes_per_s'] / 1e9:,.0f} GB/s (copy)")
+    at = timing.Setting(dev, amp, heads, repeats, seed)
+
+    def tables(part: str) -> Iterator[list[dict]]:
+        """The rows of each table of a part, when it has been printed."""
+        if part == "attention":
+            yield from attention(dev, dt, numbers("lengths"), numbers("head_dim"), top)
+        elif part == "model":
+            for n in numbers("model_lengths"):
+                yield timing.forward_or_step(at, n, sequences(n), train=False)
+        elif part == "step":
+            yield timing.forward_or_step(at, step_length, sequences(step_length), train=True)
+        else:
+            yield timing.decoding(at, decode_length)
+
+    parts = what.split(",")
     results: dict = {"about": about, "ceilings": top} | {part: [] for part in parts}
-    run = {
-        "attention": lambda: attention(dev, getattr(torch, dt_name), sizes["attention"], dims, top),
-        "model": lambda: (model(dev, amp, n, train=False) for n in sizes["model"]),
-        "step": lambda: [model(dev, amp, step_length, train=True)],
-        "decode": lambda: [decode(dev, amp)],
-    }
     for part in parts:
-        for rows in run[part]():
+        for rows in tables(part):
             results[part] += rows
             with open(out, "w", encoding="utf-8") as f:
                 json.dump(results, f, indent=1)
     summary(results.get("attention", []))
-    print(f"\nwrote {out}, after {time.monotonic() - _began:.0f} s")
+    print(f"
+wrote {out}, after {time.monotonic() - _began:.0f} s")
     if plot:
         draw(results["attention"], os.path.splitext(out)[0] + ".png")
 

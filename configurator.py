@@ -47,10 +47,15 @@ class Flag:
     section: str
 
 
+def note(message: str) -> None:
+    """Prints a line on stderr; of the processes that torchrun starts on a machine, the first one speaks for all."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+
+
 def fail(message: object) -> typing.NoReturn:
     """Prints a user's mistake on stderr and exits with code 2."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one process speaks for all of its machine
-        print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+    note(f"{os.path.basename(sys.argv[0])}: {message}")
     sys.exit(2)
 
 

@@ -1,31 +1,26 @@
-"""What a model's loss is, over a whole split, in measures that compare models.
+"""A model's loss over a whole split, in measures that compare models.
 
     python eval.py --out_dir=out-shakespeare-char
     python eval.py --init_from=gpt2 --dataset=shakespeare
     torchrun --standalone --nproc_per_node=4 eval.py --out_dir=out --split=test
 
-Every token but the first is predicted once, from at least block_size - stride tokens before it where there are as many.
+Every token but the first is predicted once, from at least block_size - stride tokens before it if there are as many.
 Loss and perplexity per token compare models of one tokenizer. Perplexity per word (Rae et al. 2020) and bits per byte
-share the same sum of -log p out over the words and bytes of the text that was tokenised, so they compare across
-tokenizers, but for text that a tokenizer drops (SentencePiece: line ends, runs of spaces).
+divide the same sum of -log p by the words and bytes of the text that was tokenised, so they compare models of
+different tokenizers, unless a tokenizer drops some of the text (SentencePiece: line ends, runs of spaces).
 """
 
 import math
 from typing import Literal
 
-from configurator import (  # first: makes a sentence of Ctrl-C from here on
-    UserError,
-    configure,
-    pick_device,
-    user_errors,
-)
+from configurator import NotFinite, UserError, configure, pick_device, user_errors  # first, as in sample.py
 
 # isort: split
 import torch
 
-from sample import open_model
 from text.dataset import Tokens, folder_of, positions
-from training.distributed import connect, gathered, local_rank, rank, say, summed, world
+from training.distributed import by_all, connect, local_rank, rank, say, world
+from training.opening import open_model
 
 init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one
 out_dir = "out"  # the folder that train.py wrote
@@ -41,24 +36,23 @@ backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # of torch.distributed
 
 
 @torch.no_grad()
-def nats(model: torch.nn.Module, tokens: Tokens, stride: int, eot: int | None, device: str, amp: object) -> tuple:
-    """(sum of -log p over the targets, their number): all tokens of the split but the first, of all processes.
+def nats(model: torch.nn.Module, tokens: Tokens, stride: int, eot: int | None, device: str, amp: object) -> float:
+    """The sum of -log p over this process's share of the targets, which are all tokens of the split but the first.
 
-    eot: the boundary of documents where no token sees another document's, else None.
+    eot: the token between documents if no token is to see another document, else None.
     """
-    total, problem = torch.zeros(2, dtype=torch.float64), None
-    try:
-        for x, y in tokens.strided(stride, batch_size, rank=rank, world=world):
-            pos = None if eot is None else positions(x, eot).to(device)
-            with amp:
-                loss = model(x.to(device), y.to(device), pos=pos)[1].item()  # the mean over those that are not -1
-            n = int((y >= 0).sum())
-            total += torch.tensor([loss * n, n])
-    except (UserError, OSError) as error:  # which the others, and above all the one that speaks, do not meet
-        problem = error
-    if problem := next(filter(None, gathered(problem)), None):
-        raise problem
-    return tuple(summed(total).tolist())
+    total = 0.0
+    for x, y in tokens.strided(stride, batch_size, rank=rank, world=world):
+        pos = None if eot is None else positions(x, eot).to(device)
+        with amp:
+            loss = model(x.to(device), y.to(device), pos=pos)[1]  # the mean over the targets that are not -1
+        total += loss.item() * int((y >= 0).sum())
+    return total
+
+
+def exp(x: float) -> str:
+    """e^x in digits, also where it is too large for a float."""
+    return f"{math.exp(x):.2f}" if x < 30 else f"10^{x / math.log(10):.2f}"
 
 
 def main() -> None:
@@ -88,22 +82,18 @@ def main() -> None:
     eot = tok.eot if run.get("pack") == "document" else None
     n = len(tokens) - 1
     say(f"{about}\n{split} of {name}: {n:,} targets; windows of {T} tokens, {step} apart, on {world} process(es)")
-    total, seen = nats(model.eval().to(device), tokens, step, eot, device, amp)
+    model.eval().to(device)
+    total = sum(by_all(lambda: nats(model, tokens, step, eot, device, amp)))
     if not math.isfinite(total):
-        raise UserError("the loss is not finite; has the model's training diverged?")
-    say(f"loss                 {total / seen:.4f} nats per token")
-    say(f"perplexity           {exp(total / seen)} per token")
+        raise NotFinite("the loss is not finite; has the model's training diverged?")
+    say(f"loss                 {total / n:.4f} nats per token")
+    say(f"perplexity           {exp(total / n)} per token")
     entry = tokens.meta["files"][f"{split}.bin"]
     if not entry.get("words"):
         say(f"no words and bytes are counted in {name}: it has none, or was prepared before; prepare it anew for them")
         return
     say(f"perplexity           {exp(total / entry['words'])} per word ({entry['words']:,} words between whitespace)")
     say(f"bits per byte        {total / math.log(2) / entry['bytes']:.4f} ({entry['bytes']:,} bytes)")
-
-
-def exp(x: float) -> str:
-    """e^x, which may be too large for a float."""
-    return f"{math.exp(x):.2f}" if x < 30 else f"10^{x / math.log(10):.2f}"
 
 
 if __name__ == "__main__":

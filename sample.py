@@ -5,23 +5,16 @@ python sample.py --out_dir=out-shakespeare-char --start="ROMEO:" --num_samples=2
 python sample.py --init_from=gpt2-xl --start=FILE:prompt.txt
 """
 
-import contextlib
 from collections.abc import Iterator
 from typing import Literal
 
-from configurator import (  # first: makes a sentence of Ctrl-C from here on
-    UserError,
-    configure,
-    pick_device,
-    user_errors,
-)
+from configurator import UserError, configure, pick_device, user_errors  # first: from here on Ctrl-C is a sentence
 
 # isort: split
 import torch
 
-from model import GPT
-from text import dataset, tokenizers
-from training import checkpoint
+from text.tokenizers import Tokenizer
+from training.opening import open_model
 
 init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one
 out_dir = "out"  # the folder that train.py wrote
@@ -40,48 +33,26 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on
 compile = False  # torch.compile the model
 
 
-def tokenizer_of(state: dict) -> tokenizers.Tokenizer:
-    """The tokenizer in a checkpoint; of nanoGPT's checkpoints that of their data set, or else GPT-2's."""
-    if "tokenizer" in state:
-        return tokenizers.tokenizer(state["tokenizer"])
-    with contextlib.suppress(ValueError):
-        meta = dataset.read_meta(dataset.folder_of(state["config"].get("dataset", "")))
-        if meta["vocab_size"] == state["model_args"]["vocab_size"]:
-            return tokenizers.tokenizer(meta["tokenizer"])
-    if state["model_args"]["vocab_size"] < tokenizers.GPT2_VOCAB_SIZE:
-        raise UserError("this checkpoint names no tokenizer, and its data set is not prepared in data/ to take it from")
-    return tokenizers.GPT2Tokenizer()
+def text_of(ids: Iterator[torch.Tensor], tok: Tokenizer, stop: str | None, prompt: list[int]) -> Iterator[str]:
+    """Yields the text of a stream of tokens in pieces, up to `stop`; half a character or half a `stop` is held back.
 
-
-def text_of(ids: Iterator[torch.Tensor], tok: object, stop: str | None, prompt: list[int]) -> Iterator[str]:
-    """The text of a stream of tokens, in pieces, up to `stop`; half a character or half a `stop` waits.
-
-    It is decoded together with the prompt, since some tokenizers drop a text's first space.
+    The tokens are decoded together with the prompt, since some tokenizers drop a text's first space.
     """
-    seen, shown, before = [*prompt], 0, len(tok.decode(prompt))
+    seen = [*prompt]
+    before = len(tok.decode(prompt))
+    shown = 0  # characters that have been yielded
     for token in ids:
         seen.append(token.item())
         text = tok.decode(seen)[before:]
         if stop and stop in text:
             yield text[shown : text.index(stop)]
             return
-        waiting = next((n for n in range(len(stop or "") - 1, 0, -1) if text.endswith(stop[:n])), 0)
-        ready = len(text.rstrip("\ufffd")) if waiting == 0 else len(text) - waiting
+        held = next((n for n in range(len(stop or "") - 1, 0, -1) if text.endswith(stop[:n])), 0)
+        ready = len(text) - held if held else len(text.rstrip("\ufffd"))
         if ready > shown:
             yield text[shown:ready]
             shown = ready
     yield tok.decode(seen)[before + shown :]
-
-
-def open_model(init_from: str, out_dir: str, which: str) -> tuple[GPT, tokenizers.Tokenizer, dict, str]:
-    """(model, tokenizer, settings of its run, a line about it) of a checkpoint or of pretrained weights."""
-    if init_from != "resume":
-        model = GPT.from_pretrained(init_from)
-        return model, tokenizers.pretrained_tokenizer(init_from, model.config.vocab_size), {}, init_from
-    path = checkpoint.path_of(out_dir, which)
-    state = checkpoint.load(path, lazily=True)  # of which the weights alone are used
-    about = f"{path}: step {state['iter_num']}, best validation loss {state['best_val_loss']:.4f}"
-    return GPT.from_checkpoint(state), tokenizer_of(state), state["config"], about
 
 
 def main() -> None:
@@ -93,9 +64,8 @@ def main() -> None:
     print(about)
     model.eval().to(device)
     if compile:
-        torch._dynamo.config.suppress_errors = True  # where it does not work, go on without and say why
+        torch._dynamo.config.suppress_errors = True  # if compiling fails, go on without it and say why
         model.compile()
-
     text = start
     if start.startswith("FILE:"):
         try:
@@ -105,15 +75,15 @@ def main() -> None:
             raise UserError(f"{start[5:]} is not UTF-8 text: {error}") from None
     try:
         prompt = tok.start(text)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"--start={text[:20]!r}: {error}") from None
     if not prompt:
         raise UserError("the prompt is empty: --start needs at least one character")
     if len(prompt) > model.config.block_size:
         print(f"the prompt has {len(prompt)} tokens; the model sees the last {model.config.block_size}")
+    ids = torch.tensor([prompt], device=device)
     with amp:
         for i in range(num_samples):
-            ids = torch.tensor([prompt], device=device)
             sampling = {"vocab_size": tok.n_vocab, "seed": seed + i, "use_cache": use_cache}
             tokens = model.stream(ids, max_new_tokens, temperature, top_k, top_p, **sampling)
             print(text, end="")

@@ -1,8 +1,8 @@
-"""Triton kernels of attention's cores, for CUDA GPUs. Nothing else imports Triton.
+"""Triton kernels of attention, for CUDA GPUs. Nothing else imports Triton.
 
-KERNEL[name] has ATTENTION[name]'s signature and means the same; what a kernel cannot take (a bias, dropped weights,
-fewer queries than keys, other widths, precisions or devices) goes to the plain form in model.py. They run on the
-current GPU or, under TRITON_INTERPRET=1, on a CPU, slowly, for their tests.
+KERNEL[name](fast) has the signature of fast, the fast form of ATTENTION[name], and computes the same. What a kernel
+cannot take (a bias, dropped weights, fewer queries than keys, other widths, precisions or devices) goes to fast. The
+kernels run on the current GPU or, under TRITON_INTERPRET=1, on a CPU, slowly, for their tests.
 
 flash, softmax and LASER, is FlashAttention-2 (Dao 2023): scores are never written, but computed again in the
 backward pass from the logarithm of a row's sum. The first heads may be short and the others long in one launch;
@@ -11,7 +11,7 @@ blocks of keys that a head does not see are not visited.
 LASER, y = log(softmax(s) exp(v)) (Duvvuri and Dhillon, equation 6), is the same with exp(v - max v) in the place of v,
 as the sum of two numbers of v's precision: one bfloat16 would be an error of 2^-9 in y however small y is. For the same
 reason a row's weights are divided by the sum of what they are rounded to. Where a channel's values span more than
-LASER_RANGE, that would leak (model.laser_attention says how), and two more kernels take the sums in log space; they
+LASER_RANGE, that would leak (fast.laser_by_exp says how), and two more kernels take the sums in log space; they
 look at the range on the device, for which nobody waits, and end at once where they are not needed.
 """
 
@@ -23,8 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.fast import BETA_LINEAR_FROM, LASER_RANGE, unchanged
+from attention.heads import HeadGroup
 from configurator import UserError
-from model import ATTENTION, BETA_LINEAR_FROM, LASER_RANGE, GPTConfig, checked
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -558,7 +559,7 @@ class Flash(torch.autograd.Function):
 
 
 # -----------------------------------------------------------------------------
-# beta in linear time: model.BetaLinear's sums in chunks of N tokens. x is scaled here after its products, not before
+# beta in linear time: fast.BetaLinear's sums in chunks of N tokens. x is scaled here after its products, not before
 
 
 @triton.jit
@@ -724,7 +725,7 @@ class Beta(torch.autograd.Function):
 
 
 # -----------------------------------------------------------------------------
-# in the place of model.py's cores
+# in the place of the fast forms
 
 
 def fits(core: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> bool:
@@ -740,52 +741,78 @@ def fits(core: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: i
     return here and alike and same and few and q.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
 
 
-def never(config: GPTConfig) -> str | None:
-    """What keeps the kernels from every layer of such a model while it is trained, if anything in its config does."""
-    D, core = config.head_size, config.attention
-    E = 2 * D if config.differential else D
-    if core not in KERNEL:
-        return f"attention={core!r} has no Triton kernel, but {', '.join(KERNEL)} have"
-    if config.weight_dropout:
-        return f"they drop no attention weights, of which {config.weight_dropout} are to be dropped: --attn_dropout=0"
-    if config.long_bias:
-        return f"they take no bias by distance, as of position={config.position!r}"
-    if not {D, E} <= {*WIDTHS}:
-        return f"queries and values are {D} and {E} wide; they take {WIDTHS}"
-    if core == "beta" and ("L" not in config.heads or config.block_size < BETA_LINEAR_FROM):
+def never(config: object) -> str | None:
+    """What keeps the kernels from every layer of a GPTConfig's model while it is trained, if anything does."""
+    c = config.resolved()
+    D = c.head_dim
+    E = 2 * D if c.differential else D
+    if c.attention not in KERNEL:
+        return f"attention={c.attention!r} has no Triton kernel, but {', '.join(KERNEL)} have"
+    if c.attn_dropout:
+        return f"they drop no attention weights, of which {c.attn_dropout} are to be dropped: --attn_dropout=0"
+    if c.long_bias:
+        return f"they take no bias by distance, as of position={c.position!r}"
+    extra = 0 if c.scheme is None or c.nope_long else c.scheme.extra
+    if not {D + extra, E} <= {*WIDTHS}:
+        why = f" ({extra} of them are {c.position}'s)" if extra else ""
+        return f"queries and values are {D + extra} and {E} wide{why}; they take {WIDTHS}"
+    if c.attention == "beta" and ("L" not in c.heads or c.block_size < BETA_LINEAR_FROM):
         return f"beta's is for long heads and {BETA_LINEAR_FROM} tokens or more"
     return None
 
 
+def use(model: torch.nn.Module, definition: Callable) -> None:
+    """Runs a GPT's attention by these kernels, wherever they take their inputs. definition: its ATTENTION[name].
+
+    Raises UserError for a model of which they would never take any, or whose definition was edited.
+    """
+    name = model.config.attention
+    reason = never(model.config)
+    if reason is None and not unchanged(name, definition):
+        reason = f"they compute what attention={name!r} was, and its definition in model.py is another now"
+    if reason:
+        raise UserError(f"Triton's kernels would not be used: {reason}")
+    for layer in (block.attn for block in model.transformer.h):
+        layer.core = KERNEL[name](layer.core)
+        (H, G, _), short = layer.sizes, layer.groups[0]
+        if len(layer.groups) == 2 and layer.inverse is None and not layer.nope_long:  # short and long heads at once
+            together = HeadGroup([*range(H)], H // G, layer.n_map, short.window)
+            together.settings = {"window": short.window, "n_short": short.n}
+            layer.calls = [together]
+
+
 def by_kernel(core: str, run: Callable) -> Callable:
-    """ATTENTION[core] through run(q, k, v, window, n_short, scale) where that fits, else in its plain form.
+    """KERNEL[core]: fast -> the same attention through run(q, k, v, window, n_short, scale) where that fits, else fast.
 
     n_short: how many heads, the first, the window is for; the others see all. In one launch where that can be, and
     without a bias, else it raises ValueError.
     """
-    plain = ATTENTION[core].unchecked
 
-    def attend(q, k, v, *, window=None, n_short=None, scale=None, bias=None, **dropout):
-        if bias is None and not any(dropout.values()) and fits(core, q, k, v, window):
-            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-            n_short = 0 if window is None else q.shape[1] if n_short is None else n_short
-            scale = q.shape[-1] ** -0.5 if scale is None else scale
-            with torch.autocast(q.device.type, enabled=False):
-                return run(q, k, v, min(window or 0, q.shape[-2]), n_short, scale)
-        if n_short is None:
-            return plain(q, k, v, window=window, scale=scale, bias=bias, **dropout)
-        if bias is not None:
-            raise UserError(
-                "n_short and a bias do not go together: call the short heads and the long ones by themselves"
-            )
-        parts = (slice(0, n_short), window), (slice(n_short, q.shape[1]), None)
-        parts = ((h, w) for h, w in parts if h.start < h.stop)
-        return torch.cat([attend(q[:, h], k[:, h], v[:, h], window=w, scale=scale, **dropout) for h, w in parts], dim=1)
+    def kernel(fast: Callable) -> Callable:
+        def attend(q, k, v, *, window=None, n_short=None, scale=None, bias=None, **dropout):
+            if bias is None and not any(dropout.values()) and fits(core, q, k, v, window):
+                q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+                n_short = 0 if window is None else q.shape[1] if n_short is None else n_short
+                scale = q.shape[-1] ** -0.5 if scale is None else scale
+                with torch.autocast(q.device.type, enabled=False):
+                    return run(q, k, v, min(window or 0, q.shape[-2]), n_short, scale)
+            if n_short is None:
+                return fast(q, k, v, window=window, scale=scale, bias=bias, **dropout)
+            if bias is not None:
+                raise ValueError(
+                    "n_short and a bias do not go together: call the short heads and the long ones by themselves"
+                )
+            parts = (slice(0, n_short), window), (slice(n_short, q.shape[1]), None)
+            parts = ((h, w) for h, w in parts if h.start < h.stop)
+            y = [attend(q[:, h], k[:, h], v[:, h], window=w, scale=scale, **dropout) for h, w in parts]
+            return torch.cat(y, dim=1)
 
-    return checked(attend)
+        return attend
+
+    return kernel
 
 
-KERNEL = {
+KERNEL: dict[str, Callable] = {
     "softmax": by_kernel("softmax", lambda *x: Flash.apply(*x, False)),
     "laser": by_kernel("laser", lambda *x: Flash.apply(*x, True)),
     "beta": by_kernel("beta", lambda q, k, v, window, n_short, scale: Beta.apply(q, k, v, scale)),

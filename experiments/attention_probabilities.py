@@ -18,8 +18,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import UserError, configure, pick_device, user_errors
 from experiments.runs import watched
 from model import ByDistance, in_rows, scores, visible
-from sample import open_model
 from text.dataset import Tokens, folder_of
+from training.opening import open_model
 
 out_dir = "out"  # the folder that train.py wrote
 batches = 10  # of validation windows

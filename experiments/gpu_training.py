@@ -30,7 +30,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import UserError, check_writable, configure, first_line, pick_device, user_errors
 from model import GPT, GPTConfig
-from training.estimate import matmul_rate
+from training.estimate import flops, matmul_rate
 from training.optimizers import OPTIMIZER, Settings
 
 only = ""  # rows, separated by commas; empty: all
@@ -155,7 +155,7 @@ def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, ra
     pairs = zip(ticks, ticks[1:], strict=False)
     ms = statistics.median(a.elapsed_time(b) if cuda else (b - a) * 1e3 for a, b in pairs)
     speed = B * block_size / ms * 1e3
-    result = {"ms": ms, "tokens_per_s": speed, "mfu": model.flops() * speed / rate, "loss": last, "first": compiling}
+    result = {"ms": ms, "tokens_per_s": speed, "mfu": flops(model) * speed / rate, "loss": last, "first": compiling}
     result["peak_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
     if profile and changes == {}:
         result["kernels"] = longest(step)

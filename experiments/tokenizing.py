@@ -44,7 +44,7 @@ def main() -> None:
     train = sources.Split(split.shards * copies, split.about, split.size * copies, split.documents * copies)
     texts, mb, share = one * copies, train.size / 1e6, max(0.1, 1.1 / train.documents)
     gpt2 = tokenizers.GPT2Tokenizer()
-    sp = corpus.new_tokenizer("sentencepiece", vocab_size, False, {"train": split}, 0.0, True)
+    sp = corpus.new_tokenizer("sentencepiece", vocab_size, {"train": split}, 0.0, True)
     toks = {"gpt2": gpt2, "sentencepiece": sp, "bytes": tokenizers.ByteTokenizer()}
     library = {
         "gpt2": lambda: gpt2._bpe.encode_ordinary_batch(texts, num_threads=num_workers),

@@ -3,8 +3,8 @@
     python scripts/export_hf.py --out_dir=out-shakespeare-char --to=exported
     python -c "from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('exported'))"
 
-The families are GPT-2, Llama, Mistral and Qwen 3; a model with choices that none of them has is refused, with
-the choices named. Tokens are those of the data set: GPT-2's own tokenizer is "gpt2" on the hub.
+A model with choices that none of GPT-2, Llama, Mistral and Qwen 3 has is refused, with the choices named.
+The tokens stay those of the data set: GPT-2's own tokenizer is "gpt2" on the hub.
 """
 
 import os
@@ -14,8 +14,8 @@ from typing import Literal
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import UserError, configure, user_errors
-from model import GPT
 from training import checkpoint
+from training.opening import from_checkpoint
 from training.pretrained import export
 
 out_dir = "out"  # the run's folder
@@ -28,7 +28,7 @@ def main() -> None:
     if not to or not free:
         raise UserError(f"--to={to} must name a folder that is empty or not there yet")
     path = checkpoint.path_of(out_dir, which)
-    theirs = export(GPT.from_checkpoint(checkpoint.load(path)))
+    theirs = export(from_checkpoint(checkpoint.load(path)))
     theirs.save_pretrained(to)
     print(f"{path} is {to}: {type(theirs).__name__}, {theirs.num_parameters():,} parameters")
 

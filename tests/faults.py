@@ -23,7 +23,7 @@ sys.path.insert(0, ROOT)
 
 from configurator import configure, user_errors  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from training import checkpoint  # noqa: E402
+from training import checkpoint, estimate  # noqa: E402
 from training.optimizers import OPTIMIZER, Settings  # noqa: E402
 
 what = "kill,restart,stall"  # which of them
@@ -141,8 +141,9 @@ def stall(folder: str) -> None:
                     writes.append(time.perf_counter() - began)
         size = os.path.getsize(os.path.join(folder, checkpoint.LATEST)) / 2**20
         waited, waited_background = (statistics.median(w) for w in waits.values())
+        n = estimate.num_params(model, non_embedding=False)
         print(
-            f"stall: {name}, {model.num_params(False) / 1e6:.2f}M parameters, {size:,.0f} MiB: {waited:.2f} s; in the "
+            f"stall: {name}, {n / 1e6:.2f}M parameters, {size:,.0f} MiB: {waited:.2f} s; in the "
             f"background {waited_background:.2f} s, and written after {statistics.median(writes):.2f} s"
         )
 

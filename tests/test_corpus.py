@@ -116,16 +116,23 @@ def test_text_files_and_parquet_files_are_the_same_tokens(kind, texts, folder, t
             assert tok.decode(ids) == "".join(text + END for text in wanted)
 
 
+def pieces_of(document) -> list[str]:
+    """The pieces' texts; the last one, and it alone, is marked as the last."""
+    found = list(corpus.pieces(document))
+    assert [last for _, last in found] == [i == len(found) - 1 for i in range(len(found))]
+    return [text for text, _ in found]
+
+
 def test_pieces_are_cut_where_tokens_begin(texts, few):
     for text in texts:
-        pieces = list(corpus.pieces([text]))
+        pieces = pieces_of([text])
         assert "".join(pieces) == text and all(len(piece) <= 512 for piece in pieces)
         assert all(
             piece[0] in " \n" and not before[-1].isspace() for before, piece in zip(pieces, pieces[1:], strict=False)
         )
         blocks = [text[i : i + 100] for i in range(0, len(text), 100)]
-        assert list(corpus.pieces(blocks)) == pieces  # however it is read
-    assert list(corpus.pieces(["y" * 1500])) == ["y" * 512, "y" * 512, "y" * 476]
+        assert pieces_of(blocks) == pieces  # however it is read
+    assert pieces_of(["y" * 1500]) == ["y" * 512, "y" * 512, "y" * 476]
 
 
 def test_files_are_read_as_python_reads_text(tmp_path):
@@ -404,7 +411,7 @@ def test_files_of_another_command(folder, tmp_path, few, monkeypatch, capsys):
     original = corpus.tokenised
 
     def breaks(*args):
-        if args[3].file == "test":
+        if args[3][0].file == "test":
             raise ConnectionError("away")
         return original(*args)
 

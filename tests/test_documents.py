@@ -6,8 +6,11 @@ import os
 import pytest
 import torch
 
-import model
-from model import ATTENTION, GPT, POSITION, ByDistance, GPTConfig, scores, visible
+from attention import fast as forms
+from attention.probe import largest_logits
+from attention.scores import ByDistance, scores, visible
+from choices import POSITION
+from model import ATTENTION, GPT, GPTConfig
 from text import corpus
 from text.dataset import positions
 from training import checkpoint
@@ -124,7 +127,7 @@ def test_the_largest_score_of_each_layer(core, position, kind, packed, monkeypat
         def core(q, k, v, *, window=None, scale=None, bias=None, **kwargs):
             dense = bias.dense(q.shape[-2], k.shape[-2]) if isinstance(bias, ByDistance) else bias
             s = scores(q, k, scale, dense).abs()
-            largest = s[..., visible(q.shape[-2], k.shape[-2], window, q.device)].max().item()
+            largest = s[..., visible(q, k, window)].max().item()
             seen[layer] = max(seen[layer], largest)
             return original(q, k, v, window=window, scale=scale, bias=bias, **kwargs)
 
@@ -134,11 +137,11 @@ def test_the_largest_score_of_each_layer(core, position, kind, packed, monkeypat
         seen.append(0.0)
         block.attn.core = spy(layer, block.attn.core)
     gpt(idx, pos=pos)
-    got = gpt.largest_logits(idx, pos)
+    got = largest_logits(gpt, idx, pos)
     assert got == pytest.approx(seen, rel=1e-5) and min(got) > 0
-    monkeypatch.setattr(model, "ROWS", 1000)
-    assert gpt.largest_logits(idx, pos) == pytest.approx(seen, rel=1e-5)
-    assert all(block.attn.largest is None for block in gpt.transformer.h)
+    monkeypatch.setattr(forms, "ROWS", 1000)
+    assert largest_logits(gpt, idx, pos) == pytest.approx(seen, rel=1e-5)
+    assert all(block.attn.probe is None for block in gpt.transformer.h)
 
 
 def test_logits_in_the_log(train, tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from conftest import ROOT, SMALL, write
 from model import GPT, GPTConfig
 from text import dataset, tokenizers
 from training import checkpoint
+from training.sharded import save_sharded
+from training.state import snapshot, tensors
 
 
 def state(tmp_path, name=checkpoint.LATEST) -> dict:
@@ -71,7 +74,7 @@ def breaks(path, content: bytes, at: int) -> bool:
 
 
 def of_another_version(path: str) -> None:
-    content = checkpoint.snapshot(checkpoint.load(path))
+    content = snapshot(checkpoint.load(path))
     torch.save(content | {"version": 99}, path)
 
 
@@ -108,7 +111,7 @@ def test_a_damaged_sharded_checkpoint(tmp_path):
     kept = {"model_args": {}, "iter_num": 3, "best_val_loss": 1.0, "config": {}, "tokenizer": {}, "optimizer": []}
     path = tmp_path / "ckpt"
     with pytest.warns(UserWarning, match="in a single process"):
-        checkpoint.save_sharded(str(path), {"model": gpt.state_dict(), **kept})
+        save_sharded(str(path), {"model": gpt.state_dict(), **kept})
     assert same(checkpoint.load(str(path))["model"], gpt.state_dict())
     assert checkpoint.newest(str(tmp_path)) == (str(path), [], [])
     (shard,) = path.glob("shard*")
@@ -122,7 +125,7 @@ def test_a_damaged_sharded_checkpoint(tmp_path):
         checkpoint.newest(str(tmp_path))
     gpt.lm_head.weight.data[2, 3] = math.nan
     with pytest.raises(ValueError, match=r"wte.weight holds values that are not finite; .* was not written"):
-        checkpoint.save_sharded(str(path), {"model": gpt.state_dict(), **kept})
+        save_sharded(str(path), {"model": gpt.state_dict(), **kept})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -159,13 +162,13 @@ def test_weights_that_are_not_finite_are_not_saved(train, tmp_path, monkeypatch)
 def test_saving_in_the_background_saves_the_same(train, tmp_path):
     flags = ("--dropout=0.1", "--save_interval=3", "--optimizer=muon")
     train(*flags)
-    straight = checkpoint.snapshot({name: state(tmp_path, name) for name in files(tmp_path) if ".pt" in name})
+    straight = snapshot({name: state(tmp_path, name) for name in files(tmp_path) if ".pt" in name})
     train(*flags, "--save_in_background")
     assert files(tmp_path) == sorted([*straight, "log.jsonl", "previous"])
     for name, saved in straight.items():
         again = state(tmp_path, name)
         assert same(saved["model"], again["model"]) and saved["iter_num"] == again["iter_num"]
-        assert len(checkpoint.tensors(saved)[0]) == len(checkpoint.tensors(again)[0])  # tied weights are one tensor
+        assert len(tensors(saved)[0]) == len(tensors(again)[0])  # tied weights are one tensor
         sizes = [os.path.getsize(tmp_path / folder / name) for folder in ("out", "out/previous")]
         assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
 
@@ -183,10 +186,11 @@ def test_training_does_not_change_what_is_being_saved(train, tmp_path, monkeypat
 def test_the_status_that_is_read_a_step_later(train, run, data, tmp_path, monkeypatch):
     """As on CUDA, where the host does not wait for it: here with the CPU's numbers. Nothing is another for it."""
     source = open(os.path.join(ROOT, "train.py")).read()
-    now, event = 'lag = int(device_type == "cuda" and', "torch.cuda.Event()"
-    assert source.count(now) == source.count(event) == 1
-    event_here = '__import__("types").SimpleNamespace(record=lambda: None, synchronize=lambda: None)'
-    (tmp_path / "later.py").write_text(source.replace(now, "lag = int(").replace(event, event_here))
+    now = 'lag = int(run.device_type == "cuda" and'
+    assert source.count(now) == 1
+    (tmp_path / "later.py").write_text(source.replace(now, "lag = int("))
+    event = types.SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     flags = (f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, "--dropout=0.1", "--max_iters=12")
     flags += ("--eval_interval=5", "--eval_iters=1", "--sample_tokens=0", "--warmup_iters=2", "--lr_decay_iters=12")
     results = []
@@ -203,6 +207,7 @@ def test_the_status_that_is_read_a_step_later(train, run, data, tmp_path, monkey
     assert code == 2 and "step 15: " in err and state(tmp_path)["iter_num"] == 15
     assert {s["step"].item() for s in state(tmp_path)["optimizer"][0]["state"].values()} == {15.0}
     monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     clip, steps = torch.nn.utils.clip_grad_norm_, []
 
     def planted(parameters, largest):

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from reference import fast, naive_attention
 from torch.nn import functional as F
 
-import model
-from model import ATTENTION, GPT, QK_NORM, GPTConfig, naive_attention
+from attention.scores import scores, visible
+from choices import QK_NORM
+from model import ATTENTION, GPT, GPTConfig
+from training import estimate, opening
 
 V, T = 65, 24
 HEADS = [("L", None), ("S", 3), ("SSSL", 3), ("SLSL", 5), ("S/L", 0), ("LS/SSSL", 4)]
@@ -167,9 +170,9 @@ def test_layer_heads_are_tiled():
     assert config(heads="SSL", window=1).layer_heads(0) == "SSLS"
     c = config(heads="S/SL", window=1, n_layer=3)
     assert [c.layer_heads(i) for i in range(3)] == ["SSSS", "SLSL", "SSSS"]
-    assert config(heads="S").span == 50  # the LS paper's span up to 2048
-    assert config(heads="S", block_size=8192).span == 100
-    assert config(heads="S", window=0).span == 0 and config().span is None
+    assert config(heads="S").resolved().window == 50  # the LS paper's span up to 2048
+    assert config(heads="S", block_size=8192).resolved().window == 100
+    assert config(heads="S", window=0).resolved().window == 0 and config().resolved().window is None
 
 
 @pytest.mark.parametrize(
@@ -206,11 +209,11 @@ def test_a_bad_config_says_what_is_legal(wrong, says):
 
 
 def test_dropout_on_weights_follows_the_core():
-    assert config(dropout=0.2).weight_dropout == 0.2
-    assert config(dropout=0.2, attn_dropout=0.0).weight_dropout == 0.0
-    assert config(dropout=0.2, attention="beta").weight_dropout == 0.2
+    assert config(dropout=0.2).resolved().attn_dropout == 0.2
+    assert config(dropout=0.2, attn_dropout=0.0).resolved().attn_dropout == 0.0
+    assert config(dropout=0.2, attention="beta").resolved().attn_dropout == 0.2
     laser = replace(config(dropout=0.2), attention="laser")
-    assert laser.weight_dropout == 0.0
+    assert laser.resolved().attn_dropout == 0.0
     assert GPT(laser).train()(tokens(), tokens())[1].isfinite()
 
 
@@ -220,7 +223,7 @@ def test_a_new_attention_is_one_function_and_one_line(monkeypatch):
 
     monkeypatch.setitem(ATTENTION, "mean", mean)
     gpt = GPT(config(attention="mean", dropout=0.1))
-    assert gpt.config.weight_dropout == 0.0
+    assert gpt.config.resolved().attn_dropout == 0.0
     gpt(tokens(), tokens())[1].backward()
     assert gpt.generate(tokens()[:, :4], 3, use_cache=False).shape == (2, 7)
     with pytest.raises(ValueError, match="use_cache=False"):  # it takes no fewer queries than keys
@@ -233,8 +236,8 @@ def test_a_new_attention_takes_every_position(monkeypatch):
     """It knows a bias as a tensor; what is given by distance is spelled out for it."""
 
     def plain(q, k, v, *, window=None, scale=None, bias=None):
-        s = model.scores(q, k, scale, bias)
-        return s.masked_fill(~model.visible(q.shape[-2], k.shape[-2], window, q.device), -math.inf).softmax(-1) @ v
+        s = scores(q, k, scale, bias)
+        return s.masked_fill(~visible(q, k, window), -math.inf).softmax(-1) @ v
 
     x = tokens()
     for position in ("alibi", "t5", "relative", "rope"):
@@ -251,16 +254,16 @@ def test_counts():
     block = 2 * 2 * C + 3 * C * C + 3 * C + C * C + C + 8 * C * C + 5 * C  # norms, attention, MLP
     n = V * C + L * block + 2 * C
     gpt = GPT(config())
-    assert gpt.num_params() == n
-    assert gpt.num_params(non_embedding=False) == n + T * C
-    assert gpt.flops() == 6 * n + 12 * L * C * T
+    assert estimate.num_params(gpt) == n
+    assert estimate.num_params(gpt, non_embedding=False) == n + T * C
+    assert estimate.flops(gpt) == 6 * n + 12 * L * C * T
     beta = {"attention": "beta", "block_size": 300}
-    assert GPT(config(**beta)).flops() == 6 * n + 12 * L * C * (64 + 16)  # linear
-    assert GPT(config(**beta, dropout=0.1)).flops() == 6 * n + 12 * L * C * 300  # not with dropout on its weights
+    assert estimate.flops(GPT(config(**beta))) == 6 * n + 12 * L * C * (64 + 16)  # linear
+    assert estimate.flops(GPT(config(**beta, dropout=0.1))) == 6 * n + 12 * L * C * 300  # not with dropped weights
     wide = GPT(config(differential=True))
-    assert wide.flops() == 6 * wide.num_params() + 18 * L * C * T  # values are twice as wide
-    assert GPT(config(heads="SL", window=3)).flops() == 6 * n + 12 * L * 8 * (2 * T + 2 * 4)
-    assert GPT(config(bias=False)).num_params() == V * C + L * (2 * C + 12 * C * C) + C
+    assert estimate.flops(wide) == 6 * estimate.num_params(wide) + 18 * L * C * T  # values are twice as wide
+    assert estimate.flops(GPT(config(heads="SL", window=3))) == 6 * n + 12 * L * 8 * (2 * T + 2 * 4)
+    assert estimate.num_params(GPT(config(bias=False))) == V * C + L * (2 * C + 12 * C * C) + C
 
 
 def test_initialisation_is_gpt2s():
@@ -380,7 +383,7 @@ def test_differential_without_lambda_is_the_plain_core():
     assert init == pytest.approx(0.2)
     q, k, _ = parts_of(attn, x)
     v = attn.c_attn(x)[..., 64:].view(2, T, 2, 16).transpose(1, 2)
-    y = F.rms_norm(ATTENTION["softmax"](q[:, ::2], k[:, ::2], v), (16,), eps=1e-5)
+    y = F.rms_norm(fast("softmax")(q[:, ::2], k[:, ::2], v), (16,), eps=1e-5)
     torch.testing.assert_close(attn(x), merged(attn, y), rtol=0, atol=1e-12)
 
 
@@ -506,9 +509,9 @@ def test_checkpoint_of_other_sizes_or_fields_is_explained():
     gpt = GPT(config())
     args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}
     with pytest.raises(ValueError, match="do not fit"):
-        GPT.from_checkpoint({"model_args": args | {"n_embd": 16}, "model": gpt.state_dict()})
+        opening.from_checkpoint({"model_args": args | {"n_embd": 16}, "model": gpt.state_dict()})
     with pytest.raises(ValueError, match="unknown here: n_kv"):
-        GPT.from_checkpoint({"model_args": args | {"n_kv": 1}, "model": gpt.state_dict()})
+        opening.from_checkpoint({"model_args": args | {"n_kv": 1}, "model": gpt.state_dict()})
 
 
 # -----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from model import GPT, GPTConfig
 from text import tokenizers
 from training import checkpoint, pretrained
+from training.estimate import flops, num_params
 from training.pretrained import FAMILIES, GPT2_MODULES, LLAMA_MODULES, Family, copy_from, export
 
 transformers = pytest.importorskip("transformers")
@@ -56,7 +57,7 @@ def assert_equal(ours: GPT, theirs: torch.nn.Module, family: Family, gradients: 
     for name, p in ours.named_parameters():
         sources = pretrained.sources(name, family.modules)
         g = torch.cat(
-            [pretrained.converted(source, grads[source], ours.config.head_size, family) for source in sources]
+            [pretrained.converted(source, grads[source], ours.config.resolved().head_dim, family) for source in sources]
         )
         torch.testing.assert_close(p.grad, g, rtol=1e-3, atol=1e-4 * g.abs().max().item(), msg=name)
     with torch.no_grad():
@@ -121,12 +122,12 @@ def test_counts_by_hand(tmp_path, case):
         layer = norms + C * (H + 2 * g) * d + H * d * C + 3 * C * HIDDEN
         total, positions, keys = V * C + L * layer + C, 0, H * d
     untied = 0 if c.tie_word_embeddings else V * C
-    assert ours.num_params(non_embedding=False) == total + untied == theirs.num_parameters()
-    assert ours.num_params() == total - positions  # the head is counted once, the embedding it may be tied to not
+    assert num_params(ours, non_embedding=False) == total + untied == theirs.num_parameters()
+    assert num_params(ours) == total - positions  # the head is counted once, the embedding it may be tied to not
     spans = [min(T, getattr(c, "sliding_window", None) or T)] * L
     if getattr(c, "layer_types", None):
         spans = [T if kind == "full_attention" else c.sliding_window for kind in c.layer_types]
-    assert ours.flops() == 6 * (total - positions) + 12 * keys * sum(spans)
+    assert flops(ours) == 6 * (total - positions) + 12 * keys * sum(spans)
 
 
 def test_a_run_without_biases_exports_as_gpt2():
@@ -213,7 +214,8 @@ def test_overrides_of_context_and_span(tmp_path):
     theirs = randomised(llama(transformers.MistralConfig, sliding_window=6))
     theirs.save_pretrained(tmp_path)
     long, wide = (GPT.from_pretrained(str(tmp_path), change) for change in ({"heads": "L"}, {"block_size": 2 * T}))
-    assert long.config.span is None and wide.config.span == 5 and wide.config.block_size == 2 * T
+    assert long.config.resolved().window is None and wide.config.resolved().window == 5
+    assert wide.config.block_size == 2 * T
     x = torch.randint(V, (2, 2 * T))
     torch.testing.assert_close(wide(x, x)[0], theirs(x).logits, rtol=0, atol=1e-4)
     randomised(gpt2()).save_pretrained(tmp_path / "gpt2")

@@ -17,7 +17,7 @@ from conftest import ROOT, SMALL, Workers
 
 from model import ATTENTION, GPT, ONE_QUERY, GPTConfig, visible
 from text import dataset
-from training import checkpoint
+from training import checkpoint, opening
 
 
 def rows(tmp_path, key="loss") -> list:
@@ -463,7 +463,7 @@ def test_nanogpts_checkpoint_loads(tmp_path, run, data):
     theirs |= {"iter_num": 7, "best_val_loss": torch.tensor(3.5), "config": {"dataset": data}}
     torch.save(theirs, tmp_path / "ckpt.pt")
     loaded = checkpoint.load(str(tmp_path / "ckpt.pt"))
-    ours = GPT.from_checkpoint(loaded).eval()
+    ours = opening.from_checkpoint(loaded).eval()
     assert loaded["best_val_loss"] == 3.5 and ours.config.mlp == "gelu_exact"
     x = torch.randint(args["vocab_size"], (1, 16))
     assert torch.equal(ours(x)[0], gpt(x)[0])

@@ -18,7 +18,7 @@ from configurator import constants
 from model import ATTENTION, GPT, GPTConfig, visible
 from text import dataset, tokenizers
 from text.dataset import Tokens
-from training import checkpoint, estimate
+from training import checkpoint, estimate, opening
 
 # -----------------------------------------------------------------------------
 # eval.py
@@ -50,7 +50,7 @@ def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path):
     """Of each token's -log p given the block_size tokens before it, for stride 1; in every measure."""
     assert train("--max_iters=10")[0] == 0
     code, out, _ = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--stride=1", "--batch_size=64", "--device=cpu")
-    gpt = GPT.from_checkpoint(checkpoint.load(str(tmp_path / "out" / "best.pt"))).eval()
+    gpt = opening.from_checkpoint(checkpoint.load(str(tmp_path / "out" / "best.pt"))).eval()
     ids, T = torch.from_numpy(Tokens(data, "val", 32).ids.astype(int)), 32
     losses = []
     with torch.no_grad():
@@ -217,8 +217,8 @@ def test_a_dry_run_touches_nothing(run, tmp_path, monkeypatch):
     out = dry(run, "--dataset=openwebtext", f"--out_dir={tmp_path / 'out'}", "--n_layer=2", "--n_embd=64", "--n_head=2")
     assert os.listdir(tmp_path) == [] and not os.path.exists(os.path.join(ROOT, "data", "openwebtext", "meta.json"))
     gpt = GPT(GPTConfig(n_layer=2, n_embd=64, n_head=2, bias=False, vocab_size=50257))
-    assert f"parameters: {gpt.num_params(False):,}, {gpt.num_params():,} without" in out
-    assert f"FLOPs: {gpt.flops():,} per token" in out and "491,520 per step (480 x 1024)" in out
+    assert f"parameters: {estimate.num_params(gpt, non_embedding=False):,}, {estimate.num_params(gpt):,} without" in out
+    assert f"FLOPs: {estimate.flops(gpt):,} per token" in out and "491,520 per step (480 x 1024)" in out
     assert "vocabulary is taken for 50,257" in out and "not prepared" in out
     assert " GiB = " in out and " on 1 x A100, " in out
 
@@ -292,7 +292,7 @@ def test_the_numbers_of_a_dry_run(monkeypatch):
     config = GPTConfig(n_layer=12, n_embd=768, n_head=12, block_size=1024)
     with torch.device("meta"):
         gpt = GPT(config)
-    n, matrices = gpt.num_params(False), 12 * 12 * 768 * 768
+    n, matrices = estimate.num_params(gpt, non_embedding=False), 12 * 12 * 768 * 768
     settings = {"batch_size": 4, "gradient_accumulation_steps": 10, "max_iters": 1000, "parallel": "ddp"}
     for change, dtype, world, fixed, acts in (
         ({}, "float32", 1, 16 * n, 4),
@@ -305,7 +305,7 @@ def test_the_numbers_of_a_dry_run(monkeypatch):
         gib, weights, activations = map(float, re.search(r"about: (\S+) GiB = (\S+) .*\+ (\S+) for", out).groups())
         assert weights == pytest.approx(fixed / 2**30, abs=0.006) and gib == pytest.approx(weights + acts, abs=0.011)
         assert activations == acts
-        seconds = gpt.flops() * 40 * 1024 * 1000 / 0.4 / world
+        seconds = estimate.flops(gpt) * 40 * 1024 * 1000 / 0.4 / world
         assert f"{estimate.duration(seconds / 1e12)} on {world} process(es) on this cpu" in out
         assert f"{estimate.duration(seconds / 989e12)} on {world} x H100" in out
 
@@ -351,7 +351,7 @@ def test_the_configs_have_the_papers_sizes(name, vocab_size, millions):
     settings = {k: v for k, v in constants(os.path.join(ROOT, "config", f"{name}.py")).items() if k in names}
     with torch.device("meta"):
         gpt = GPT(GPTConfig(**{"bias": False, "vocab_size": vocab_size} | settings))
-    total = gpt.num_params(False) - gpt.transformer.wpe.weight.numel()
+    total = estimate.num_params(gpt, non_embedding=False) - gpt.transformer.wpe.weight.numel()
     assert total / 1e6 == pytest.approx(millions, rel=0.005)
 
 
@@ -500,7 +500,7 @@ def test_short_scores_are_the_long_ones_of_a_window(run, tmp_path):
     task = runpy.run_path(os.path.join(ROOT, "experiments", "local_dependencies.py"))
     q, k = torch.randn(2, 12, 5)
     short, long = task["short_scores"](q, k, 4).softmax(-1), task["long_scores"](q, k)
-    long = long.masked_fill(~visible(12, 12, 4, q.device), -torch.inf).softmax(-1)
+    long = long.masked_fill(~visible(q, k, 4), -torch.inf).softmax(-1)
     for block in range(3):
         rows = slice(4 * block, 4 * block + 4)
         before = long[rows, max(0, 4 * block - 4) : 4 * block + 4]

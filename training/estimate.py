@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from attention.fast import CHUNK, linear
 from configurator import pick_device
 from model import GPT, GPTConfig
 
@@ -14,26 +15,51 @@ PEAK_FLOPS = {  # of the tensor cores in bfloat16 or float16, dense, from the da
     "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
     "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12,
 }  # fmt: skip
-MEASURED = 512  # tokens of one row, about and at most, on which activations are measured
+MEASURED = 512  # tokens: activations are measured on one row of at most this length
+GIB = 2**30
+
+
+def num_params(model: GPT, non_embedding: bool = True) -> int:
+    """How many parameters a model has; non_embedding: without those of embeddings that are not also the head."""
+    n = sum(p.numel() for p in model.parameters())
+    if non_embedding and not model.config.tied:
+        n -= model.transformer.wte.weight.numel()
+    if non_embedding and "wpe" in model.transformer:
+        n -= sum(p.numel() for p in model.transformer.wpe.parameters())
+    return n
+
+
+def flops(model: GPT) -> int:
+    """FLOPs per token, forward and backward: 6 N + 6 (D + Dv) sum over heads of keys (PaLM, appendix B).
+
+    N: num_params. D, Dv: widths of a head's keys and values. keys: block_size for a long head and window + 1 for a
+    short one; for a long head whose time is linear, what its chunks and running sums amount to.
+    """
+    c = model.config.resolved()
+    D = c.head_dim
+    Dv = 2 * D if c.differential else D
+    long = min(c.block_size, max(CHUNK, D) + 2 * D) if linear(c) else c.block_size
+    short = min(c.block_size, (c.window or 0) + 1)
+    letters = "".join(c.layer_heads(layer) for layer in range(c.n_layer))
+    keys = letters.count("L") * long + letters.count("S") * short
+    return 6 * num_params(model) + 6 * (D + Dv) * keys
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """The peak rate of a GPU that is known, in FLOP/s; None for others and in float32."""
+    """The peak rate of a GPU in PEAK_FLOPS, in FLOP/s; None for others and in float32."""
     if not device.startswith("cuda") or dtype == "float32":
         return None
     name = f" {torch.cuda.get_device_name().replace('-', ' ')} "
-    return next((flops for known, flops in PEAK_FLOPS.items() if f" {known} " in name), None)
+    return next((rate for known, rate in PEAK_FLOPS.items() if f" {known} " in name), None)
 
 
 def kept_bytes(config: GPTConfig, dtype: str) -> int:
-    """Bytes that autograd keeps of a forward pass over a row of block_size tokens, in dtype (autocast), on a CPU.
-
-    Without weights, or their copies in dtype.
-    """
-    model, kept = GPT(config).train(), {}
+    """Bytes that autograd keeps, beside the weights and their copies in dtype, of block_size tokens on a CPU."""
+    model = GPT(config).train()
     weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     linears = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
     copies = 0 if dtype == "float32" else 2 * sum(p.numel() for p in linears)
+    kept = {}  # {address: bytes}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
@@ -51,44 +77,42 @@ def kept_bytes(config: GPTConfig, dtype: str) -> int:
 def activation_bytes(config: GPTConfig, dtype: str) -> float:
     """Bytes per token of a micro-batch that a training step needs beside weights, gradients and optimizer.
 
-    What autograd keeps of one layer and of two is measured, layer by layer of each kind, and of two small
-    vocabularies, so it holds for any core (but where attention weights are dropped, which takes more the longer the
-    text is, and on a GPU less than here, as do biases by distance of several long rows); then two gradients of the
-    logits in float32, when the backward pass begins.
+    That is what autograd keeps of the layers and the head, and two gradients of the logits in float32. The first is
+    measured on small models, with one layer and two of each kind and two vocabularies, so it holds for any attention.
+    But dropped attention weights take more for longer texts, and on a GPU they, and biases by distance, take less.
     """
-    most = MEASURED * (4 if config.position == "t5" else 1)  # whose bias is kept up to some length
-    T = min(config.block_size, most - 64 + config.block_size % 64)  # as many more than chunks of 64
-    small = replace(config, block_size=T, window=config.span, nope_long=False, vocab_size=64)
-    kinds, layers = {}, 0.0
-    for letters in map(config.layer_heads, range(config.n_layer)):
-        if letters not in kinds:
-            alike = {
-                "heads": letters,
-                "window": config.span if "S" in letters else None,
-                "activation_checkpointing": False,
-            }
-            one, two = (kept_bytes(replace(small, n_layer=n, **alike), dtype) for n in (1, 2))
-            more = kept_bytes(replace(small, n_layer=1, vocab_size=128, **alike), dtype) - one
-            kinds[letters] = (two - one) / T
-            rest = (2 * one - two + more * (config.vocab_size - 64) / 64) / T
-        layers += kinds[letters]
-    if config.activation_checkpointing:  # what goes into each layer, and one layer as a whole
-        layers = 4 * config.n_embd * config.n_layer + max(kinds.values())
-    return layers + rest + 8 * config.vocab_size
+    window = config.resolved().window
+    most = MEASURED * (4 if config.position == "t5" else 1)  # t5 keeps a bias that grows up to some length
+    T = min(config.block_size, most - 64 + config.block_size % 64)  # the same remainder of chunks of 64
+    small = replace(config, block_size=T, nope_long=False, vocab_size=64, activation_checkpointing=False)
+    per_layer = {}  # {the letters of its heads: bytes}
+    layers = [config.layer_heads(layer) for layer in range(config.n_layer)]
+    for letters in dict.fromkeys(layers):
+        alike = replace(small, n_layer=1, heads=letters, window=window if "S" in letters else None)
+        one = kept_bytes(alike, dtype)
+        two = kept_bytes(replace(alike, n_layer=2), dtype)
+        wider = kept_bytes(replace(alike, vocab_size=128), dtype)
+        per_layer[letters] = (two - one) / T
+        rest = (2 * one - two + (wider - one) * (config.vocab_size - 64) / 64) / T  # embeddings and head
+    total = sum(per_layer[letters] for letters in layers)
+    if config.activation_checkpointing:  # the input of each layer, and all of one layer
+        total = 4 * config.n_embd * config.n_layer + max(per_layer.values())
+    return total + rest + 8 * config.vocab_size
 
 
 def matmul_rate(device: str, dtype: str) -> float:
-    """FLOP/s of a large matrix product of random numbers on this device, in a quarter of a second."""
+    """FLOP/s of a large matrix product of random numbers on this device, measured in a quarter of a second."""
     size, at_once = (8192, 10) if device.startswith("cuda") else (1024, 1)
-    x, n = torch.randn(size, size, device=device, dtype=getattr(torch, dtype)), 0
+    x = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
     (x @ x)[0, 0].item()
+    products = 0
     began = time.perf_counter()
     while time.perf_counter() - began < 0.25:
         for _ in range(at_once):
             y = x @ x
-        y[0, 0].item()  # waits for it
-        n += at_once
-    return n * 2 * size**3 / (time.perf_counter() - began)
+        y[0, 0].item()  # waits for the device
+        products += at_once
+    return products * 2 * size**3 / (time.perf_counter() - began)
 
 
 def duration(seconds: float) -> str:
@@ -104,34 +128,32 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
     """The lines of a dry run. run: train.py's settings; n_tokens: of the train split, if it is there."""
     with torch.device("meta"):
         model = GPT(config)
-    n, matrices = model.num_params(False), sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
+    n = num_params(model, non_embedding=False)
+    per_token = flops(model)
     rows = run["batch_size"] * run["gradient_accumulation_steps"]
     micro = min(run["batch_size"], rows // world) * config.block_size
-    step = rows * config.block_size
+    step = rows * config.block_size  # tokens, as micro and total
     total = step * run["max_iters"]
-    state = 2 * n - (matrices if run["optimizer"] == "muon" else 0)  # numbers of the optimizer: Muon has one for them
-    share = world if run["parallel"] == "fsdp" else 1
-    copies = 0 if dtype == "float32" else 2 * n  # which autocast makes of the weights
-    fixed, acts = (4 * (2 * n + state) + copies) / share, activation_bytes(config, dtype) * micro
-    flops = model.flops()
-    gib = 2**30
-    lines = [
-        f"parameters: {n:,}, {model.num_params():,} without position (and untied token) embeddings",
-        f"FLOPs: {flops:,} per token, forward and backward; {flops * step:.3g} per step; {flops * total:.3g} in all",
-        f"tokens: {step:,} per step ({rows} x {config.block_size}), {total:,} in {run['max_iters']:,} steps"
-        + (f", {total / n_tokens:.2f} epochs of {n_tokens:,}" if n_tokens else ""),
-        f"memory of a process, about: {(fixed + acts) / gib:.2f} GiB = {fixed / gib:.2f} for weights, gradients and "
-        f"{run['optimizer']}{f', a share of {world},' if share > 1 else ''} + {acts / gib:.2f} for {micro:,} tokens "
-        f"at a time, in {dtype}",
-    ]
+    epochs = f", {total / n_tokens:.2f} epochs of {n_tokens:,}" if n_tokens else ""
+    matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
+    state = 2 * n - (matrices if run["optimizer"] == "muon" else 0)  # Muon has one number per weight, the others two
+    copies = 0 if dtype == "float32" else 2 * n  # bytes: autocast copies the weights
+    shares = world if run["parallel"] == "fsdp" else 1
+    fixed = (4 * (2 * n + state) + copies) / shares
+    acts = activation_bytes(config, dtype) * micro
     peak = peak_flops(device, dtype)
     rate = peak or matmul_rate(device, dtype)
-    here = (
-        f"{world} x {torch.cuda.get_device_name()}" if peak else f"{world} process(es) on this {device.split(':')[0]}"
-    )
-    mine = duration(flops * total / (MFU * rate * world))
-    lines.append(f"time, at {MFU:.0%} of the rate of matrix products: {mine} on {here} ({rate / 1e12:.3g} TFLOP/s)")
-    others = [
-        f"{duration(flops * total / (MFU * PEAK_FLOPS[gpu] * world))} on {world} x {gpu}" for gpu in ("A100", "H100")
-    ]
-    return "\n".join([*lines, f"                                             {', '.join(others)}"])
+    here = f"x {torch.cuda.get_device_name()}" if peak else f"process(es) on this {device.split(':')[0]}"
+    work = per_token * total / (MFU * world)  # seconds at a rate of one FLOP/s
+    return "\n".join([
+        f"parameters: {n:,}, {num_params(model):,} without position (and untied token) embeddings",
+        f"FLOPs: {per_token:,} per token, forward and backward; {per_token * step:.3g} per step; "
+        f"{per_token * total:.3g} in all",
+        f"tokens: {step:,} per step ({rows} x {config.block_size}), {total:,} in {run['max_iters']:,} steps{epochs}",
+        f"memory of a process, about: {(fixed + acts) / GIB:.2f} GiB = {fixed / GIB:.2f} for weights, gradients and "
+        f"{run['optimizer']}{f', a share of {world},' if shares > 1 else ''} + {acts / GIB:.2f} for {micro:,} tokens "
+        f"at a time, in {dtype}",
+        f"time, at {MFU:.0%} of the rate of matrix products: {duration(work / rate)} on {world} {here} "
+        f"({rate / 1e12:.3g} TFLOP/s)",
+        " " * 45 + ", ".join(f"{duration(work / PEAK_FLOPS[gpu])} on {world} x {gpu}" for gpu in ("A100", "H100")),
+    ])  # fmt: skip

@@ -1,6 +1,6 @@
 """The optimizers: AdamW for everything; Muon for the matrices of the blocks, beside AdamW for the rest; LAMB.
 
-OPTIMIZER[name](model, settings) gives a list of them; every parameter that is trained is in one.
+OPTIMIZER[name](model, settings) returns a list of them. Every parameter that is trained is in exactly one.
 """
 
 import math
@@ -14,13 +14,13 @@ from configurator import UserError
 
 @dataclass
 class Settings:
-    """What train.py's flags say; lr, betas and weight_decay are AdamW's and LAMB's too."""
+    """The flags of train.py that optimizers read."""
 
-    lr: float  # the largest, of AdamW or LAMB
-    betas: tuple[float, float]
+    lr: float  # the largest of the schedule, for AdamW or LAMB
+    betas: tuple[float, float]  # of AdamW or LAMB
     weight_decay: float
     fused: bool = True  # one kernel for AdamW's step, on CUDA and CPU
-    muon_lr: float = 0.02  # the largest, of Muon
+    muon_lr: float = 0.02  # the largest of the schedule, for Muon
     muon_beta: float = 0.95  # its momentum
 
 
@@ -30,9 +30,9 @@ class Muon(torch.optim.Optimizer):
         m_t = mu m_t-1 + (1 - mu) g_t      u_t = orthogonal((1 - mu) g_t + mu m_t)
         w_t = (1 - lr weight_decay) w_t-1 - lr sqrt(max(1, rows / columns)) u_t
 
-    This is torch.optim.Muon, which always orthogonalises in bfloat16; a CPU without bfloat16 units takes four
-    times as long for that as in float32, which is used here off a GPU.
-    Raises ValueError for what is no matrix.
+    The same as torch.optim.Muon, but for one thing: that always orthogonalises in bfloat16, for which a CPU without
+    bfloat16 units takes four times as long as for float32. Here only a GPU uses bfloat16.
+    Raises UserError for a parameter that is not a matrix.
     """
 
     def __init__(self, params, lr: float, weight_decay: float = 0.1, momentum: float = 0.95, steps: int = 5):
@@ -56,9 +56,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(g: torch.Tensor, steps: int) -> torch.Tensor:
-    """About U V^T of a matrix g = U S V^T: singular values between 0.7 and 1.2, by a quintic Newton-Schulz iteration.
+    """About U V^T of a matrix g = U S V^T: its singular values are between 0.7 and 1.2.
 
-    The coefficients are Jordan's; in bfloat16 on a GPU, else in float32.
+    A quintic Newton-Schulz iteration with Jordan's coefficients, in bfloat16 on a GPU, else in float32.
     """
     x = g.bfloat16() if g.is_cuda else g.float()
     tall = g.shape[0] > g.shape[1]
@@ -77,8 +77,8 @@ class Lamb(torch.optim.Optimizer):
         r_t = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t)) + eps)      u_t = r_t + weight_decay w_t-1
         w_t = w_t-1 - lr phi(||w_t-1||) / ||u_t|| u_t
 
-    phi(z) = z, where the paper leaves a choice; the ratio is 1 where one of the norms is 0. Norms are of a
-    whole parameter.
+    The paper leaves phi open; here phi(z) = z. The ratio of the norms is 1 if one of them is 0. Each norm is taken
+    over a whole parameter.
     """
 
     def __init__(self, params, lr: float, betas: tuple = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-6):
@@ -93,7 +93,9 @@ class Lamb(torch.optim.Optimizer):
                 if not state:
                     state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
                 state["step"] += 1
-                m, v, t = state["m"].lerp_(p.grad, 1 - b1), state["v"].lerp_(p.grad.square(), 1 - b2), state["step"]
+                t = state["step"]
+                m = state["m"].lerp_(p.grad, 1 - b1)
+                v = state["v"].lerp_(p.grad.square(), 1 - b2)
                 u = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + group["eps"]) + group["weight_decay"] * p
                 size, length = p.norm(), u.norm()
                 ratio = torch.where((size > 0) & (length > 0), size / length, 1.0)
@@ -101,7 +103,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 def by_decay(params: list, settings: Settings) -> list[dict]:
-    """Two groups: matrices and embeddings are decayed, biases and norms are not."""
+    """Two groups of the parameters that are trained: matrices and embeddings are decayed, biases and norms are not."""
     params = [p for p in params if p.requires_grad]
     return [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": settings.weight_decay},

@@ -3,8 +3,8 @@
     python data/openwebtext/prepare.py
     python data/openwebtext/prepare.py --source=FOLDER   # of .parquet or .txt files, or another data set of the hub
 
-The text is read as a stream (40 GB, none of which is kept), so the disk needs 17 GB. What was interrupted, the same
-command goes on with.
+The text (40 GB) is read as a stream and not kept, so the disk needs 17 GB. After an interruption the same command goes
+on.
 """
 
 import os
@@ -14,16 +14,14 @@ from typing import Literal
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from configurator import configure, user_errors  # noqa: E402  # first: makes a sentence of Ctrl-C from here on
-
-# isort: split
+from configurator import configure, user_errors  # noqa: E402  # first: from here on Ctrl-C prints a sentence
 from text import corpus  # noqa: E402
 from text.tokenizers import TOKENIZER  # noqa: E402
 
 source = "Skylion007/openwebtext"  # owner/name of the Hugging Face hub, or a folder of .parquet or .txt files
-column = "text"  # the one of the text
-tokenizer: Literal[*TOKENIZER] = "gpt2"  # as nanoGPT
-val_share = 0.0005  # every 2000th document is of the validation split, as many as in nanoGPT's
+column = "text"  # the column that holds the text
+tokenizer: Literal[*TOKENIZER] = "gpt2"  # as in nanoGPT
+val_share = 0.0005  # of the documents go to val: every 2000th, as many as in nanoGPT's
 out_dir = HERE  # where train.bin, val.bin and meta.json go
 num_workers: int | None = None  # threads that tokenise; None: one per core
 

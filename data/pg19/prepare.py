@@ -5,8 +5,8 @@
 
 Writes train.bin, val.bin, test.bin and meta.json into this folder. The text (11.5 GB) is read as a stream and not kept;
 the tokens take 6 GB. The vocabulary is trained on 20 million characters of the train split: NMT_NFKC normalisation
-(line ends become spaces), unigram. Project Gutenberg's headers and licences are left out, where there are some
-(sources.without_gutenberg). What was interrupted, the same command goes on with.
+(line ends become spaces), unigram. Project Gutenberg's headers and licences are left out where a book has them
+(sources.without_gutenberg). After an interruption the same command goes on.
 """
 
 import os
@@ -16,18 +16,16 @@ from typing import Literal
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from configurator import configure, user_errors  # noqa: E402  # first: makes a sentence of Ctrl-C from here on
-
-# isort: split
+from configurator import configure, user_errors  # noqa: E402  # first: from here on Ctrl-C prints a sentence
 from text import corpus  # noqa: E402
 from text.tokenizers import TOKENIZER  # noqa: E402
 
 source = "emozilla/pg19"  # owner/name of the Hugging Face hub, or a folder of .parquet or .txt files
-column = "text"  # the one of the text
-tokenizer: Literal[*TOKENIZER] = "sentencepiece"  # as the paper
-vocab_size = 10000  # of sentencepiece
-val_share = 0.1  # of the books, where the source has no validation split: every 10th
-gutenberg = True  # leave Project Gutenberg's headers and licences out
+column = "text"  # the column that holds the text
+tokenizer: Literal[*TOKENIZER] = "sentencepiece"  # as in the paper
+vocab_size = 10000  # of the sentencepiece tokenizer
+val_share = 0.1  # of the books go to val where the source has no validation split: every 10th
+gutenberg = True  # leave out Project Gutenberg's headers and licences
 out_dir = HERE  # where train.bin, val.bin, test.bin and meta.json go
 num_workers: int | None = None  # threads that tokenise; None: one per core
 

@@ -9,7 +9,7 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.dirname(os.path.dirname(HERE)), os.path.join(os.path.dirname(HERE), "shakespeare_char")]
 
-from configurator import configure, user_errors  # noqa: E402  # first: makes a sentence of Ctrl-C from here on
+from configurator import configure, user_errors  # noqa: E402  # first: from here on Ctrl-C prints a sentence
 
 # isort: split
 import tiny_shakespeare  # noqa: E402

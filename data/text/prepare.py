@@ -5,8 +5,9 @@
     python data/text/prepare.py --source=owner/name --tokenizer=gpt2 --out_dir=data/name
     python data/text/prepare.py --source=my.txt --tokenizer=pg19 --out_dir=data/my      # for a model trained on pg19
 
-A .txt file is a document, and so is a row of a .parquet file. Files whose names or folders begin with train, val or
-test are of that split. Without a val split, every 10th document is it (--val_share=0.1), or of one document the end.
+A .txt file is a document, and so is each row of a .parquet file. Files whose names, or whose folders' names, begin with
+train, val or test belong to that split. Without a val split, every 10th document goes to val (--val_share=0.1), or the
+end of the text if there is only one document.
 """
 
 import os
@@ -15,17 +16,15 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
 
-from configurator import UserError, configure, user_errors  # noqa: E402  # first: makes a sentence of Ctrl-C from here on
-
-# isort: split
+from configurator import UserError, configure, user_errors  # noqa: E402  # first: from here on Ctrl-C prints a sentence
 from text import corpus  # noqa: E402
 
 source: str | None = None  # a .txt or .parquet file, a folder of them, or owner/name of the Hugging Face hub
-column = "text"  # of parquet files, the one of the text
-tokenizer = "char"  # or bytes, gpt2, sentencepiece (of this text), or a prepared data set, whose tokens are taken
-vocab_size = 8000  # of sentencepiece
-val_share = 0.1  # of the documents, or of one document's text
-gutenberg = False  # leave Project Gutenberg's headers and licences out
+column = "text"  # of parquet files, the column that holds the text
+tokenizer = "char"  # or bytes, gpt2, sentencepiece (trained on this text), or a prepared data set, for its tokenizer
+vocab_size = 8000  # of the sentencepiece tokenizer
+val_share = 0.1  # of the documents, or of the one document's text
+gutenberg = False  # leave out Project Gutenberg's headers and licences
 out_dir = HERE  # where train.bin, val.bin and meta.json go
 num_workers: int | None = None  # threads that tokenise; None: one per core
 

@@ -1,0 +1,152 @@
+"""Decoding token by token: what a model keeps of the tokens that it has seen.
+
+A group of heads keeps keys and values (any attention; short heads only the last window + 1) or, long heads of beta,
+their running sums. GPT.new_cache() makes a Cache of all groups.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from attention.fast import alike, beta_linear, fixed_inputs, scaled
+from attention.heads import HeadGroup
+from attention.scores import at_least_float32, check_shapes
+from configurator import note
+
+
+class KeyValues:
+    """Keys and values: of every token or, where there is a window, of the last window + 1. For any attention."""
+
+    def __init__(self, window: int | None, capacity: int):
+        self.window = window
+        self.capacity = capacity
+        self.n, self.k, self.v = 0, None, None
+
+    def attend(self, core: Callable, group: HeadGroup, q, k, v, **settings) -> torch.Tensor:
+        """y (B, H, T, Dv) of the next T tokens, whose keys and values are kept."""
+        k, v = self.with_all(k, v) if self.window is None else self.with_last(k, v)
+        y = core(q, *group.share(k.to(q.dtype), v.to(q.dtype)), **settings)
+        check_shapes(q, v, y)
+        return y
+
+    def with_all(self, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values up to the new ones k and v, which are written into memory for `capacity` tokens."""
+        if self.k is None:
+            self.k = k.new_empty(*k.shape[:2], self.capacity, k.shape[-1])
+            self.v = v.new_empty(*v.shape[:2], self.capacity, v.shape[-1])
+        end = self.n + k.shape[-2]
+        self.k[:, :, self.n : end] = k
+        self.v[:, :, self.n : end] = v
+        self.n = end
+        return self.k[:, :, :end], self.v[:, :, :end]
+
+    def with_last(self, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last `window` keys and values and the new ones; of these the last window + 1 are kept."""
+        new = k.shape[-2]
+        if self.k is not None:
+            at = max(0, self.k.shape[-2] - self.window)
+            k = torch.cat((self.k[:, :, at:].to(k.dtype), k), dim=-2)
+            v = torch.cat((self.v[:, :, at:].to(v.dtype), v), dim=-2)
+        at = max(0, k.shape[-2] - self.window - 1)
+        self.k, self.v = k[:, :, at:], v[:, :, at:]
+        if new > 1:  # a copy, so that the memory of a long prompt is given back
+            self.k, self.v = self.k.clone(), self.v.clone()
+        return k, v
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.k is None else self.k.nbytes + self.v.nbytes
+
+
+class BetaSums:
+    """[S | G], the running sums of beta (fast.beta_by_sums): all that its long heads need of the past, however long."""
+
+    def __init__(self, window: None, capacity: int):
+        self.state = None
+
+    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+        """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
+        if dropout:
+            raise ValueError("beta's running sums cannot drop attention weights: call eval() before decoding")
+        if bias is not None:
+            raise ValueError("beta's running sums hold no bias: a Scheme that gives one has scores = True")
+        k, v = group.share(k, v)
+        if self.state is None or q.shape[-2] > 1:
+            y, self.state = beta_linear(q, k, v, scale=scale, state=self.state)
+            return y
+        with torch.autocast(q.device.type, enabled=False):  # of one token: the equation of beta_by_sums as it stands
+            q, k = scaled(q, scale), at_least_float32(k)
+            self.state = self.state + k.mT * torch.cat((v, k), dim=-1)
+            y, qG = (q @ self.state).split((v.shape[-1], k.shape[-1]), dim=-1)
+            return (y / (1 + (q * qG).sum(-1, keepdim=True).clamp(min=0).sqrt())).to(v.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.state is None else self.state.nbytes
+
+
+# The attentions whose long heads need less than all keys and values.
+CACHE: dict[str, Callable] = {"beta": BetaSums}
+
+
+@functools.cache
+def cache_form(name: str, definition: Callable) -> Callable:
+    """The kind of cache for long heads without a bias: CACHE[name], if it computes what the definition computes."""
+    if name not in CACHE:
+        return KeyValues
+
+    def decoded(q, k, v, **settings):
+        group, kept = HeadGroup([0], 1, 1, None), CACHE[name](None, q.shape[-2])
+        sizes = (5, 1, 1, q.shape[-2] - 7)
+        parts = zip(q.split(sizes, dim=-2), k.split(sizes, dim=-2), v.split(sizes, dim=-2), strict=True)
+        return torch.cat([kept.attend(definition, group, *part, **settings) for part in parts], dim=-2)
+
+    q, k, v, _ = (x.detach() for x in fixed_inputs())
+    for settings in ({}, {"scale": 0.3}):
+        if not alike(decoded(q, k, v, **settings), definition(q, k, v, **settings)):
+            note(f"attention={name!r}: its definition is not what its cache computes, so keys and values are kept")
+            return KeyValues
+    return CACHE[name]
+
+
+class Cache:
+    """What a model keeps of the `length` tokens that it has seen, for up to `capacity` tokens in each of `rows` rows.
+
+    layers: the model's attention layers, with their `groups` of heads and the `cache_form` of long ones.
+    """
+
+    def __init__(self, layers: list, capacity: int):
+        self.capacity, self.length, self.rows, self.broken = capacity, 0, 0, False
+        self.parts = {}
+        for layer in layers:
+            for group in layer.groups:
+                kind = layer.cache_form if group.window is None else KeyValues
+                self.parts[group] = kind(group.window, capacity)
+
+    def attend(self, core: Callable, group: HeadGroup, q, k, v, **settings) -> torch.Tensor:
+        """y (B, H, T, Dv) of a group's next T tokens, which its part of the cache keeps."""
+        return self.parts[group].attend(core, group, q, k, v, **settings)
+
+    @contextlib.contextmanager
+    def extended(self, B: int, T: int) -> Iterator[None]:
+        """Within it a forward pass adds T tokens to each of B rows, without gradients.
+
+        Raises ValueError where they do not fit.
+        """
+        if self.broken:
+            raise ValueError("the last forward pass with this cache did not finish: new_cache() makes another")
+        if self.length + T > self.capacity:
+            raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}")
+        if self.length and B != self.rows:
+            raise ValueError(f"the cache holds {self.rows} row(s), and cannot go on with {B}")
+        self.broken = True
+        with torch.no_grad():
+            yield
+        self.broken, self.rows, self.length = False, B, self.length + T
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return sum(part.nbytes for part in self.parts.values())

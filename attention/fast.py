@@ -1,0 +1,464 @@
+"""The attentions of model.py, fast: the same functions in less time and memory.
+
+windowed(definition) makes short heads of any attention cost O(T window). FAST has, for attentions of which more is
+known, a function that takes the definition and returns its fast form. fast_form(name, definition) chooses: before a
+fast form is used, it is compared with the definition, so that an edited definition is what runs.
+
+Shapes are those of scores.py. The forms take and give what a definition does (model.py, ATTENTION).
+"""
+
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from attention.scores import ByDistance, at_least_float32, spelled_out, visible
+from configurator import note
+
+CHUNK = 64  # tokens that are worked on together; with fewer, the number of chunks costs more than they save
+ROWS = 2**23  # numbers that a few queries may need at once: 32 MiB in float32; off a CPU four times that
+LASER_RANGE = 60.0  # exp(-60) = 9e-27, and its inverse, are far from float32's limits
+BETA_LINEAR_FROM = 256  # tokens; with fewer, the quadratic form of beta is as fast
+BETA_ROWS = 8192  # queries of all heads that a CPU works on at once: their tensors stay in its cache
+
+
+# -----------------------------------------------------------------------------
+# Any attention: short heads in blocks, long heads a few queries at a time
+
+
+def windowed(core: Callable, numbers: Callable | None = None) -> Callable:
+    """The same attention, whose short heads cost O(T window), in time and in memory, forward and backward.
+
+    numbers(q, k, v, bias): how many numbers one query of all heads needs at once. Where all queries together need
+    too many, a few queries at a time are computed, and computed again in the backward pass.
+    """
+    return in_blocks(in_rows(core, numbers or for_scores))
+
+
+def in_blocks(core: Callable) -> Callable:
+    """Cuts the queries into blocks of c tokens. A block sees its own keys and the window before them.
+
+    The core runs on all blocks at once, with the c queries of each as the last ones of c + window tokens. The first
+    tokens, whose window would begin before position 0, are a call of their own.
+    """
+
+    def attend(q, k, v, *, window=None, scale=None, bias=None, **dropout):
+        (B, H, Tq, D), T = q.shape, k.shape[-2]
+        if isinstance(bias, torch.Tensor):
+            bias = bias.expand(torch.broadcast_shapes(bias.shape, (Tq, T)))
+        if window is not None and window >= T - 1:
+            window = None
+        c = CHUNK * max(1, math.ceil((window or 0) / (2 * CHUNK)))
+        first = c * math.ceil((window or 0) / c)
+        if window is None or min(T, 2 * Tq) <= first + c:
+            return core(q, k, v, window=window, scale=scale, bias=bias, **dropout)
+        if Tq < T:  # many new tokens after a cache
+            before = (0, 0, T - Tq, 0)
+            q, bias = F.pad(q, before), change_rows(bias, lambda x: F.pad(x, before))
+            return attend(q, k, v, window=window, scale=scale, bias=bias, **dropout)[..., -Tq:, :]
+        settings = {"window": window, "scale": scale, **dropout}
+        y = []
+        if first:
+            few = rows_of(bias, 0, first, first)
+            y.append(core(q[..., :first, :], k[..., :first, :], v[..., :first, :], bias=few, **settings))
+        pad = -T % c  # rows after the last token, which are cut off in the end
+        q_blocks = pad_rows(q, pad)[..., first:, :].reshape(B * H, -1, c, D)
+        k_blocks = Windows.apply(pad_rows(k, pad).flatten(0, 1), first, window, c)
+        v_blocks = Windows.apply(pad_rows(v, pad).flatten(0, 1), first, window, c)
+        bias = bias_blocks(bias, (B, H), pad, first, window, c)
+        blocks = core(q_blocks, k_blocks, v_blocks, bias=bias, **settings)
+        y.append(blocks.reshape(B, H, -1, v.shape[-1])[..., : T - first, :])
+        return torch.cat(y, dim=-2)
+
+    return attend
+
+
+class Windows(torch.autograd.Function):
+    """(N, T, D) -> (N, n, window + c, D): rows start + i c - window to start + (i + 1) c, for each i; a view.
+
+    The backward pass is that of Tensor.unfold in slices, many times as fast as autograd's own.
+    """
+
+    @staticmethod
+    def forward(ctx, x, start, window, c):
+        ctx.shape, ctx.at, ctx.c = x.shape, start - window, c
+        return x[:, start - window :].unfold(1, window + c, c).mT
+
+    @staticmethod
+    def backward(ctx, dy):
+        (N, T, D), c, n = ctx.shape, ctx.c, dy.shape[1]
+        dx = dy.new_zeros(N, T + dy.shape[2], D)
+        for i, part in enumerate(dy.split(c, dim=2)):
+            at = ctx.at + i * c
+            dx[:, at : at + n * c].unflatten(1, (n, c))[:, :, : part.shape[2]] += part
+        return dx[:, :T], None, None, None
+
+
+def pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x (..., T, D) with rows of zeros after its last one. With rows = 0 this is x itself; F.pad would copy it."""
+    return F.pad(x, (0, 0, 0, rows)) if rows else x
+
+
+def change_rows(bias, change: Callable):
+    """A bias with change(x) in the place of its rows x, one for each query."""
+    if isinstance(bias, ByDistance):
+        return bias.per_query(change)
+    return None if bias is None else change(bias)
+
+
+def rows_of(bias, start: int, end: int, T: int):
+    """The part of a bias for the queries from start to end, over the first T keys."""
+    if isinstance(bias, ByDistance):
+        return bias.per_query(lambda x: x[..., start:end, :])
+    return None if bias is None else bias[..., start:end, :T]
+
+
+def bias_blocks(bias, batch_and_heads: tuple[int, int], pad: int, first: int, window: int, c: int):
+    """The bias of each block of `in_blocks`: a tensor (B H or 1, blocks, c, window + c), or by distance."""
+    if bias is None:
+        return None
+    if isinstance(bias, ByDistance):
+        bias = bias.per_query(lambda x: pad_rows(x, pad)[..., first:, :].unflatten(-2, (-1, c)))
+        values = bias.values if bias.values.dim() == 5 else bias.values[:, :, None]  # (.., H, blocks or 1, c or 1, n)
+        return ByDistance(values.expand(*batch_and_heads, *values.shape[2:]).flatten(0, 1), bias.v)
+    bias = F.pad(bias, (0, pad, 0, pad))[..., first:, first - window :].unfold(-2, c, c)
+    bias = bias.unfold(-2, window + c, c).diagonal(0, -4, -3).movedim(-1, -3)  # (..., blocks, c, window + c)
+    return bias.expand(*batch_and_heads, -1, -1, -1).flatten(0, 1)
+
+
+def in_rows(core: Callable, numbers: Callable) -> Callable:
+    """Takes a few queries at a time, so that memory does not grow with T^2. numbers: see `windowed`."""
+    core = spelled_out(core)
+
+    def attend(q, k, v, *, bias=None, **settings):
+        Tq = q.shape[-2]
+        rows = (ROWS if q.device.type == "cpu" else 4 * ROWS) // max(1, numbers(q, k, v, bias))
+        if isinstance(bias, ByDistance) and bias.v is not None:
+            rows = min(rows, max(CHUNK, len(bias.v)))  # one-hot values for few keys
+        if rows >= Tq:
+            return core(q, k, v, bias=bias, **settings)
+        if isinstance(bias, ByDistance):
+            warnings.warn("a bias by distance has no fused kernel: a few queries at a time, slowly", stacklevel=4)
+        return in_parts(max(1, rows), q, k, v, bias, settings)
+
+    @torch.compiler.disable  # torch.compile would unroll the loop
+    def in_parts(rows, q, k, v, bias, settings):
+        Tq, past = q.shape[-2], k.shape[-2] - q.shape[-2]
+        y = []
+        for start in range(0, Tq, rows):
+            end = min(start + rows, Tq)
+            few = q[..., start:end, :], k[..., : past + end, :], v[..., : past + end, :]
+            part = functools.partial(core, bias=rows_of(bias, start, end, past + end), **settings)
+            y.append(checkpoint(part, *few, use_reentrant=False))
+        return torch.cat(y, dim=-2)
+
+    return attend
+
+
+def for_scores(q, k, v, bias) -> int:
+    """What one query of all heads needs, for `windowed`: a score for each key.
+
+    16 of them count as one: recomputing costs time, and to hold all scores is what a definition does.
+    """
+    return max(q.numel() // (q.shape[-1] * q.shape[-2]) * k.shape[-2] // 16, for_bias(q, k, v, bias))
+
+
+def for_bias(q, k, v, bias) -> int:
+    """The same for an attention that holds no scores: those that a bias by distance spells out, if there is one."""
+    if not isinstance(bias, ByDistance):
+        return 0
+    B = len(q) if bias.values.requires_grad else len(bias.values)  # with a gradient PyTorch has no fused kernel
+    return B * q.shape[1] * k.shape[-2] * (1 if bias.v is None else 3)
+
+
+def for_values(q, k, v, bias) -> int:
+    """The same for LASER in log space: a number for each value."""
+    return v.numel()
+
+
+# -----------------------------------------------------------------------------
+# softmax
+
+
+def fused_softmax(definition: Callable) -> Callable:
+    """y = softmax(s) v by PyTorch's fused kernels."""
+    in_windows = windowed(sdpa, for_bias)
+
+    def attend(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+        if window is None and bias is None:
+            return sdpa(q, k, v, scale=scale, dropout=dropout)
+        return in_windows(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
+
+    return attend
+
+
+def sdpa(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+    """F.scaled_dot_product_attention, with a mask only where is_causal does not say it all."""
+    Tq, T, D, Dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    if D != Dv and not (bias is not None and bias.requires_grad):  # fused kernels want one width, and give no dbias
+        q, k, v = (F.pad(x, (0, max(D, Dv) - x.shape[-1])) for x in (q, k, v))
+    mask = None
+    if window is not None or bias is not None or 1 < Tq < T:
+        mask = visible(q, k, window)
+    if bias is not None:
+        mask = bias.to(q.dtype).masked_fill(~mask, -math.inf)
+    y = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None and Tq > 1, scale=D**-0.5 if scale is None else scale
+    )
+    return y[..., :Dv]
+
+
+# -----------------------------------------------------------------------------
+# LASER
+
+
+def laser_by_exp(definition: Callable) -> Callable:
+    """y = log(softmax(s) exp(v)) with exp and log around fused softmax (Duvvuri and Dhillon, equation 6), for any v.
+
+    As in the paper, each channel of v is shifted by its largest value. That shift alone is not enough: it is taken
+    over the whole sequence, so one large v at a later token lets every earlier output underflow to log(0). But the
+    weights of a row sum to 1, so its sum of exponentials is at least exp(min v - max v). Where this is far from
+    underflow, the shift is harmless. Elsewhere the definition runs, which takes its sums in log space, slowly.
+
+    All of it is in float32 or wider: rounding exp(v) to bfloat16 would be an error of 2^-9 in y however small y is,
+    and would depend on the shift, and so on later tokens. The test of the range makes a GPU wait, once per call, and
+    interrupts torch.compile's graph.
+    """
+    softmax = fused_softmax(definition)
+    in_log_space = windowed(definition, for_values)
+
+    def attend(q, k, v, *, window=None, scale=None, bias=None):
+        q, k, values = at_least_float32(q), at_least_float32(k), at_least_float32(v)
+        settings = {"window": window, "scale": scale, "bias": bias}
+        with torch.autocast(q.device.type, enabled=False):
+            if wider_than(values, LASER_RANGE):
+                return in_log_space(q, k, values, **settings).to(v.dtype)
+            shift = values.detach().amax(-2, keepdim=True)  # (B, H, 1, Dv)
+            y = softmax(q, k, (values - shift).exp(), **settings)
+            return (y.log() + shift).to(v.dtype)
+
+    return attend
+
+
+@torch.compiler.disable
+def wider_than(v: torch.Tensor, limit: float) -> bool:
+    """Whether some channel of v (B, H, T, Dv) spans more than limit over time; if so it warns, once."""
+    v = v.detach()
+    wide = (v.amax(-2) - v.amin(-2)).max().item() > limit
+    if wide:
+        warnings.warn(f"LASER's values span more than {limit:.0f}: sums are taken in log space, slowly", stacklevel=3)
+    return wide
+
+
+# -----------------------------------------------------------------------------
+# beta
+
+
+def beta_by_sums(definition: Callable) -> Callable:
+    """y = s / (1 + ||s||) v (the beta post) in linear time, exactly.
+
+    Neither half of beta needs the row s itself. With s_j = q . k_j, over the keys j that are seen:
+
+        sum_j s_j v_j = q S,  S = sum_j k_j^T v_j        ||s||^2 = sum_j s_j^2 = q G q^T,  G = sum_j k_j^T k_j
+
+    so the running sums S and G, which are D x Dv and D x D, hold all of the past. Dropped weights, a bias, or a
+    window have no such sums; for them, and for few tokens, the definition runs. Rounding is relative to ||q|| ||k||:
+    where keys are so alike, and a query so much at a right angle to them, that ||s|| is a hundred times smaller,
+    float32 keeps four digits; the definition would keep six.
+    """
+    quadratic = windowed(definition, for_bias)
+
+    def attend(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+        few = q.shape[-2] < max(k.shape[-2], BETA_LINEAR_FROM)
+        if few or window is not None or bias is not None or dropout:
+            return quadratic(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
+        return beta_linear(q, k, v, scale=scale)[0]
+
+    return attend
+
+
+def beta_linear(q, k, v, *, scale=None, state=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, state) of BetaLinear for unscaled queries, in float32 or wider also under autocast; y in v's precision."""
+    with torch.autocast(q.device.type, enabled=False):
+        y, state = BetaLinear.apply(scaled(q, scale), at_least_float32(k), at_least_float32(v), state)
+    return y.to(v.dtype), state
+
+
+def scaled(q: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """scale q, in float32 or wider: queries whose products with the keys are the scores."""
+    return at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+class BetaLinear(torch.autograd.Function):
+    """(q, k, v, state) -> (y, state): beta attention from running sums, in chunks.
+
+    q, k (B, H, T, D), v (B, H, T, Dv); state (B, H, D, Dv + D): [S | G] of the tokens before, None for none;
+    it has no gradient. With the values widened to w = [v | k]:
+
+        forward    [N_i | q_i G_i] = sum_j<=i (q_i . k_j) w_j      r_i^2 = q_i G_i q_i^T      y_i = N_i / (1 + r_i)
+        backward   a_i = [dy_i | -(dy_i . y_i) q_i / r_i] / (1 + r_i)
+                   dq_i = sum_j<=i (a_i . w_j) k_j      dk_j = sum_i>=j (a_i . w_j) q_i
+                   dv_j = sum_i>=j (q_i . k_j) a_i[:Dv]
+
+    which are four linear attentions: within a chunk a masked product, between chunks a running sum. A CPU works on a
+    few thousand rows at a time, which stay in its cache.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, state):
+        B, H, T, _ = q.shape
+        ctx.step = T
+        if q.device.type == "cpu":
+            ctx.step = max(1, BETA_ROWS // (B * H * CHUNK)) * CHUNK
+        outputs, saved = [], []
+        for parts in zip(*(x.split(ctx.step, dim=2) for x in (q, k, v)), strict=True):
+            y, state, needed = BetaLinear.forward_part(*parts, state)
+            outputs.append(y)
+            saved += needed
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(state)
+        return torch.cat(outputs, dim=2), state
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy, _):
+        saved, state, grads = ctx.saved_tensors, None, []
+        parts = dy.split(ctx.step, dim=2)
+        with torch.autocast(dy.device.type, enabled=False):
+            for i in reversed(range(len(parts))):
+                *part, state = BetaLinear.backward_part(parts[i], *saved[6 * i : 6 * i + 6], state)
+                grads.append(part)
+        return *(torch.cat(x[::-1], dim=2) for x in zip(*grads, strict=True)), None
+
+    @staticmethod
+    def forward_part(q, k, v, state):
+        """(y, state, what their gradients need) of some tokens, after those of the state."""
+        (B, H, T, D), Dv = q.shape, v.shape[-1]
+        c = min(max(CHUNK, D), T)
+        q, k, v = (pad_rows(x, -T % c).reshape(-1, c, x.shape[-1]) for x in (q, k, v))  # (B H chunks, c, D)
+        w = torch.cat((v, k), dim=-1)
+        before, state = running_sums((k.mT @ w).view(B, H, -1, D, Dv + D), state)
+        past, s = q @ before, (q @ k.mT).tril_()
+        r = (q * past[..., Dv:]).sum(-1, keepdim=True).clamp_(min=0).sqrt_()
+        r = torch.hypot(r, torch.linalg.vector_norm(s, dim=-1, keepdim=True))
+        y = torch.baddbmm(past[..., :Dv], s, v).div_(1 + r)
+        return y.view(B, H, -1, Dv)[:, :, :T], state, (q, w, before, s, r, y)
+
+    @staticmethod
+    def backward_part(dy, q, w, before, s, r, y, state):
+        """(dq, dk, dv, state): the state holds sum q_i^T a_i of the tokens after these, and then of these too."""
+        B, H, T, Dv = dy.shape
+        k = w[..., Dv:]
+        # Far below |q| sqrt(trace G), its largest possible value, r is the rounding of a difference; as a
+        # divisor it must not blow that up. What it divides is as small as itself.
+        trace = before[..., Dv:].diagonal(0, -2, -1).sum(-1)[:, None, None]
+        eps = torch.finfo(r.dtype).eps
+        least = (q.square().sum(-1, keepdim=True) * trace).mul_(eps).clamp_(min=eps**4).sqrt_()
+        dv = pad_rows(dy, -T % y.shape[1]).reshape(y.shape) / (1 + r)
+        a = torch.cat((dv, q * ((dv * y).sum(-1, keepdim=True) / -torch.maximum(r, least))), dim=-1)
+        after, state = running_sums((q.mT @ a).view(B, H, -1, *before.shape[1:]), state, reverse=True)
+        aw = (a @ w.mT).tril_()
+        dq = (a @ before.mT).baddbmm_(aw, k)
+        dk = (w @ after.mT).baddbmm_(aw.mT, q)
+        dv = (k @ after[..., :Dv]).baddbmm_(s.mT, dv)
+        return *(x.view(B, H, -1, x.shape[-1])[:, :, :T] for x in (dq, dk, dv)), state
+
+
+def running_sums(x: torch.Tensor, state: torch.Tensor | None, reverse: bool = False) -> tuple:
+    """(state + sum_m<n x_m for each n of dimension 2, state + the sum of all); m > n in reverse.
+
+    x (B, H, chunks, D, E); state (B, H, D, E), None for 0; the first result is (B H chunks, D, E). x_n stays
+    out of its own sum, so that its size cannot round what came before.
+    """
+    sums, last = torch.empty_like(x), 0 if reverse else x.shape[2] - 1
+    sums[:, :, x.shape[2] - 1 - last] = 0 if state is None else state
+    if x.device.type == "cpu":  # where cumsum over a middle dimension takes several times as long as this
+        for i in range(x.shape[2] - 1):
+            a, b = (-1 - i, -2 - i) if reverse else (i, i + 1)
+            torch.add(sums[:, :, a], x[:, :, a], out=sums[:, :, b])
+    elif reverse:
+        sums[:, :, :-1] = sums[:, :, -1:] + x[:, :, 1:].flip(2).cumsum(2).flip(2)
+    else:
+        sums[:, :, 1:] = sums[:, :, :1] + x[:, :, :-1].cumsum(2)
+    return sums.flatten(0, 2), sums[:, :, last] + x[:, :, last]
+
+
+# -----------------------------------------------------------------------------
+# Which form runs
+
+FAST: dict[str, Callable] = {
+    "softmax": fused_softmax,
+    "laser": laser_by_exp,
+    "beta": beta_by_sums,
+}
+
+
+@functools.cache
+def fast_form(name: str, definition: Callable, whole: bool = False) -> Callable:
+    """The form of ATTENTION[name] that runs: its fast form or, where there is none, windowed(definition).
+
+    whole: the definition must see all queries and keys at once (model.WHOLE), and runs as it stands.
+    """
+    if whole:
+        return spelled_out(definition)
+    return FAST[name](definition) if name in FAST and unchanged(name, definition) else windowed(definition)
+
+
+@functools.cache
+def unchanged(name: str, definition: Callable) -> bool:
+    """Whether FAST[name] computes what the definition computes. If somebody has edited the definition, it says so."""
+    if same(FAST[name](definition), definition):
+        return True
+    note(f"attention={name!r}: the fast form computes something else than the definition in model.py, which runs now")
+    return False
+
+
+def same(fast: Callable, definition: Callable) -> bool:
+    """Whether two attentions give the same outputs and gradients, in float64 on the CPU.
+
+    No random number is drawn from the program's own generator.
+    """
+    q, k, v, dy = fixed_inputs()
+    bias = (q @ k.mT).detach()
+    cases = [{}, {"window": 20}, {"scale": 0.3, "bias": bias}, {"window": 3, "scale": 2.0, "bias": bias}]
+    if takes_dropout(definition):
+        cases.append({"dropout": 0.3})
+    for case in cases:
+        found = []
+        for attend in (fast, definition):
+            with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=()):
+                torch.manual_seed(0)
+                y = attend(q, k, v, **case)
+                found.append((y, *torch.autograd.grad(y, (q, k, v), dy, allow_unused=True, materialize_grads=True)))
+        if not all(alike(a, b) for a, b in zip(*found, strict=True)):
+            return False
+    return True
+
+
+def fixed_inputs() -> list[torch.Tensor]:
+    """q, k (1, 1, T, 2), v and dy (1, 1, T, 3) to compare attentions with: long enough for blocks and beta's sums."""
+    T = max(2 * CHUNK + 2, BETA_LINEAR_FROM)
+    x = torch.arange(1, 10 * T + 1, dtype=torch.float64, device="cpu").square().mul(0.37).sin()  # as good as random
+    return [part.view(1, 1, T, -1).requires_grad_() for part in x.split((2 * T, 2 * T, 3 * T, 3 * T))]
+
+
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal but for the rounding of float64."""
+    return a.shape == b.shape and bool((a - b).abs().max() <= 1e-9 * max(1.0, b.abs().max().item()))
+
+
+@functools.cache
+def takes_dropout(definition: Callable) -> bool:
+    """Whether an attention can drop weights: whether its function takes `dropout`."""
+    return "dropout" in inspect.signature(definition).parameters
+
+
+def linear(config: object) -> bool:
+    """Whether training a GPTConfig takes linear time in long heads: beta, unless something needs its weights."""
+    c = config.resolved()
+    return c.attention == "beta" and not c.long_bias and c.block_size >= BETA_LINEAR_FROM and not c.attn_dropout

@@ -1,0 +1,63 @@
+"""The heads of a layer in two groups, short and long: which heads of q, k and v belong to each group."""
+
+import torch
+
+
+class HeadGroup:
+    """The query heads of a layer that share a window, and the heads of keys and values that they need.
+
+    heads: their numbers. n_query: how many query heads in a row share one head of keys and values (1 without
+    grouped queries). n_map: 2 with differential attention, where heads 2i and 2i + 1 are two maps of one head: they
+    have a key each and one value together; else 1. window: None for long heads.
+    """
+
+    def __init__(self, heads: list[int], n_query: int, n_map: int, window: int | None):
+        values = [h // n_map // n_query for h in heads]
+        keys = [n_map * value + h % n_map for h, value in zip(heads, values, strict=True)]
+        self.window = window
+        self.settings = {"window": window}  # of the core that is called for these heads
+        self.n = len(heads)
+        self.q, self.k, self.v = index(heads), index(sorted(set(keys))), index(sorted(set(values)))
+        self.k_of = [sorted(set(keys)).index(key) for key in keys]  # for each query head: which of the keys
+        self.v_of = [sorted(set(values)).index(value) for value in values]
+
+    def take(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The group's heads of a layer's q (B, H, T, D), k (B, G, T, D) and v (B, G, T, Dv)."""
+        return taken(q, self.q), taken(k, self.k), taken(v, self.v)
+
+    def share(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values for each query head of the group, from those that `take` gave."""
+        return per_head(k, self.k_of), per_head(v, self.v_of)
+
+
+def groups_of(letters: str, n_query: int, n_map: int, window: int | None) -> list[HeadGroup]:
+    """The short heads and then the long heads of a layer, as the LS paper numbers them. letters: S or L per head."""
+    short = [h for h, letter in enumerate(letters) if letter == "S"]
+    long = [h for h, letter in enumerate(letters) if letter == "L"]
+    groups = [HeadGroup(short, n_query, n_map, window)] if short else []
+    return groups + ([HeadGroup(long, n_query, n_map, None)] if long else [])
+
+
+def inverse_of(letters: str) -> list[int] | None:
+    """For each head its place after `groups_of` has put short heads first; None where all stay where they are."""
+    order = [h for kind in "SL" for h, letter in enumerate(letters) if letter == kind]
+    return None if order == sorted(order) else [order.index(h) for h in range(len(letters))]
+
+
+def index(heads: list[int]) -> slice | list[int]:
+    """A slice where the heads lie together, since it gives a view and a list a copy."""
+    together = heads == list(range(heads[0], heads[-1] + 1))
+    return slice(heads[0], heads[-1] + 1) if together else heads
+
+
+def taken(x: torch.Tensor, heads: slice | list[int]) -> torch.Tensor:
+    """These heads of x (B, H, T, D). All of them are x itself: even a whole slice would cost a backward pass."""
+    return x if heads == slice(0, x.shape[1]) else x[:, heads]
+
+
+def per_head(x: torch.Tensor, of: list[int]) -> torch.Tensor:
+    """x (B, G, T, D) for query heads that share its heads: head of[h] for query head h, (B, H, T, D)."""
+    n = len(of) // x.shape[1]
+    if of == [g for g in range(x.shape[1]) for _ in range(n)]:
+        return x if n == 1 else x.repeat_interleave(n, dim=1)
+    return x[:, of]

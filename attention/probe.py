@@ -1,0 +1,69 @@
+"""Looking into a model's attention layers through their one hook.
+
+layer.probe, None by default, is called as probe(layer, group, q, k, v, window=, scale=, bias=, ...) before each call of
+the layer's core, with what the core gets: q (B, H, Tq, D), k (B, H, T, D), v (B, H, T, Dv), of a group of heads.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from attention.fast import in_blocks, in_rows
+from attention.heads import HeadGroup
+from attention.scores import ByDistance, scores, visible
+
+
+@contextlib.contextmanager
+def probing(model: torch.nn.Module, probe: Callable) -> Iterator[None]:
+    """Within it every attention layer of a GPT calls probe."""
+    layers = [block.attn for block in model.transformer.h]
+    for layer in layers:
+        layer.probe = probe
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.probe = None
+
+
+def probed(layer: torch.nn.Module, group: HeadGroup) -> Callable:
+    """A layer's core that calls its probe first. Packed documents and caches call the core themselves."""
+
+    def core(q, k, v, **settings):
+        layer.probe(layer, group, q, k, v, **settings)
+        return layer.core(q, k, v, **settings)
+
+    return core
+
+
+@torch.no_grad()
+def largest_logits(model: torch.nn.Module, idx: torch.Tensor, pos: torch.Tensor | None = None) -> list[float]:
+    """The largest absolute attention score of each layer of a GPT on idx and pos (B, T), which are its forward's.
+
+    It explodes where training is unstable (LS paper, figure 1b). Costs a forward pass, and q k^T once more in
+    float32, a few queries at a time.
+    """
+    found = {block.attn: [] for block in model.transformer.h}
+
+    def look(layer, group, q, k, v, *, window=None, scale=None, bias=None, **_):
+        found[layer].append(largest_scores(q, k, v, window=window, scale=scale, bias=bias).max())
+
+    with probing(model, look):
+        model(idx, pos=pos)
+    return [torch.stack(largest).max().item() for largest in found.values()]
+
+
+def largest_scores(q, k, v, *, window=None, scale=None, bias=None) -> torch.Tensor:
+    """max_j |s_ij| of each query i, (B, H, Tq, 1), computed like an attention: short heads cost O(T window), and long
+    ones hold no (T, T) matrix. The values are not used."""
+    bias = ByDistance(bias.values) if isinstance(bias, ByDistance) else bias  # without what it adds to values
+    return in_largest(q, k, k[..., :1], window=window, scale=scale, bias=bias)
+
+
+def largest_of_rows(q, k, v, *, window, scale, bias):
+    unseen = ~visible(q, k, window)
+    return scores(q, k, scale, bias).abs().masked_fill_(unseen, 0.0).amax(-1, keepdim=True)
+
+
+in_largest = in_blocks(in_rows(largest_of_rows, lambda q, k, v, bias: q.shape[0] * q.shape[1] * k.shape[-2]))

@@ -1,0 +1,435 @@
+"""The choices among like things, one table each, and which of them go together.
+
+QK_NORM, NORM, WHERE, POSITION and ACTIVATION are tables: a new choice is one function or class here, and one line in
+its table. check() refuses the configurations that mean nothing, with a sentence each. `c` is a model.GPTConfig, whose
+defaults are spelled out (GPTConfig.resolved) except in check(). Shapes: B batch, H heads, T time, D head width.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+from attention.fast import takes_dropout
+from attention.scores import ByDistance, at_least_float32
+from configurator import UserError
+
+# -----------------------------------------------------------------------------
+# Norms
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm (Ba et al. 2016) with an optional bias."""
+
+    def __init__(self, width: int, bias: bool, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.eps = eps
+
+    def forward(self, x):
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm (Zhang and Sennrich 2019, equation 4) in float32 or wider, also under autocast; an optional bias."""
+
+    def __init__(self, width: int, bias: bool, eps: float):
+        super().__init__(width, eps=eps)
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x):
+        y = F.rms_norm(at_least_float32(x), self.normalized_shape, at_least_float32(self.weight), self.eps).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+NORM: dict[str, Callable] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+
+
+def new_norm(c, norm: str, width: int) -> nn.Module:
+    """A norm of this name with the configuration's bias and epsilon."""
+    return NORM[norm](width, norm_has_bias(c, norm), c.norm_eps)
+
+
+def norm_has_bias(c, norm: str) -> bool:
+    """norm_bias, or what None stands for: as `bias` in a LayerNorm, none in an RMSNorm."""
+    return (c.bias and norm == "layernorm") if c.norm_bias is None else c.norm_bias
+
+
+# Which norms a block has: (before a sublayer, after it, after its sum with the residual stream).
+WHERE: dict[str, tuple[bool, bool, bool]] = {
+    "pre": (True, False, False),  # x + f(norm(x)): GPT-2, Llama
+    "post": (False, False, True),  # norm(x + f(x)): Vaswani et al. 2017, GPT-1
+    "sandwich": (True, True, False),  # x + norm(f(norm(x))): Gemma 2
+    "olmo2": (False, True, False),  # x + norm(f(x)): OLMo 2
+}
+
+# -----------------------------------------------------------------------------
+# What happens to queries and keys before their product
+
+
+class L2Norm(nn.Module):
+    """x / ||x||_2, times a learned scale that starts at `scale`, if given."""
+
+    def __init__(self, scale: float | None = None):
+        super().__init__()
+        self.scale = None if scale is None else nn.Parameter(torch.tensor([scale]))  # FSDP2 cannot shard a scalar
+
+    def forward(self, x):
+        x = F.normalize(at_least_float32(x), dim=-1)
+        return x if self.scale is None else self.scale * x
+
+
+def l2_scale(T: int) -> float:
+    """g at the start of training, log2(T^2 - T) (Henry et al. 2020, section 3.1)."""
+    return math.log2(max(T, 2) ** 2 - max(T, 2))
+
+
+# f(c, D) -> the module for the queries of a layer, and the one for its keys
+QK_NORM: dict[str, Callable] = {
+    "none": lambda c, D: (nn.Identity(), nn.Identity()),
+    "layernorm": lambda c, D: (new_norm(c, "layernorm", D), new_norm(c, "layernorm", D)),  # LASER, section 4
+    "rmsnorm": lambda c, D: (new_norm(c, "rmsnorm", D), new_norm(c, "rmsnorm", D)),
+    "l2": lambda c, D: (L2Norm(D**0.5 * l2_scale(c.block_size)), L2Norm()),  # D**0.5: s is g q k, unscaled
+}
+
+# -----------------------------------------------------------------------------
+# Positions
+
+
+class Sinusoids(nn.Module):
+    """p[2i] = sin(pos / 10000^(2i / C)), p[2i + 1] = cos of the same (Vaswani et al. 2017, section 3.5)."""
+
+    def __init__(self, c):
+        super().__init__()
+        rate = 10000.0 ** (-torch.arange(0, c.n_embd, 2, dtype=torch.float64) / c.n_embd)
+        angle = torch.outer(torch.arange(c.block_size, dtype=torch.float64), rate)
+        table = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)
+        self.register_buffer("table", table.float(), persistent=False)
+
+    def forward(self, pos):
+        return self.table[pos]
+
+
+class Scheme(nn.Module):
+    """A position that acts inside attention: forward(q, k, heads, past) -> (q, k, bias).
+
+    heads: which of the layer's heads q has. past: the number of tokens before q and k.
+    """
+
+    scores = True  # whether it gives a bias. Running sums cannot hold one: with it, beta keeps all keys
+    shared = False  # whether all layers have the same one
+    extra = 0  # dimensions that it adds to q and k
+
+
+class RoPE(Scheme):
+    """Rotates q and k by their positions, so that q_i k_j depends on i - j (Su et al. 2021, section 3.4.2).
+
+    Dimensions 2d and 2d + 1 turn together by pos / base^(2d / D), as in the paper. Llama in transformers pairs
+    d and d + D/2: the same model, with the rows of the projections in another order.
+    """
+
+    scores, shared = False, True
+
+    def __init__(self, c):
+        super().__init__()
+        rate = c.rope_base ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)
+        angle = torch.outer(torch.arange(c.block_size, dtype=torch.float64), rate)
+        turn = torch.stack((angle.cos(), angle.sin()), dim=-1).float()
+        self.register_buffer("turn", turn, persistent=False)  # (block_size, D / 2, 2)
+
+    def forward(self, q, k, heads, past):
+        turn = at_least_float32(self.turn[past : past + q.shape[-2]])
+        return rotate(q, turn), rotate(k, turn), None
+
+
+def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """x (B, H, T, D) with each pair of dimensions turned: times cos + i sin, as a complex number."""
+    x = at_least_float32(x).unflatten(-1, (-1, 2))
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # one pass; compilers want real numbers
+        return torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(turn)).flatten(-2)
+    (a, b), (cos, sin) = x.unbind(-1), turn.unbind(-1)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+
+
+class ALiBi(Scheme):
+    """A head's scores lose slope (i - j), in proportion to the distance (Press et al. 2021, section 3).
+
+    With a = slope / scale that is (a, -a i) . (j, 1), so two more dimensions of q and k are enough, and every
+    kernel takes them. A bfloat16 holds 8 bits of a number, so each is the sum of two, which makes six dimensions;
+    and float16 holds nothing past 65504, so a i is a i / 256 times 256.
+    """
+
+    scores, shared, extra = False, True, 6
+
+    def __init__(self, c):
+        super().__init__()
+        n_map, pos = 2 if c.differential else 1, torch.arange(c.block_size, dtype=torch.float)
+        slopes = torch.tensor(alibi_slopes(c.n_head // n_map)).repeat_interleave(n_map)[:, None]
+        a, j = (slopes / c.scale).expand(-1, len(pos)), pos - len(pos) // 2  # halves the largest number
+        a1, a2 = in_two(a)
+        ai1, ai2 = in_two(-a * j / 256)
+        j1, j2 = in_two(j)
+        ones = torch.full_like(j, 256.0)
+        self.register_buffer("q", torch.stack((a1, a1, a2, a2, ai1, ai2), dim=-1), persistent=False)  # (H, T, 6)
+        self.register_buffer("k", torch.stack((j1, j2, j1, j2, ones, ones), dim=-1), persistent=False)  # (T, 6)
+
+    def forward(self, q, k, heads, past):
+        at = slice(past, past + q.shape[-2])
+        return beside(self.q[heads, at], q), beside(self.k[at], k), None
+
+
+def beside(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """table (H or none, T, E) before the dimensions of x (B, H, T, D): (B, H, T, E + D)."""
+    return torch.cat((table.to(x.dtype).expand(*x.shape[:-1], -1), x), dim=-1)
+
+
+def in_two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as a sum of two numbers: its first 8 bits, which bfloat16 holds, and the rest, whose first 8 it holds too."""
+    high = x.bfloat16().to(x.dtype)
+    return high, x - high
+
+
+def alibi_slopes(n: int) -> list[float]:
+    """2^(-8h / n) for h = 1 to n. Where n is no power of two: those of the last power of two below it, and then every
+    second one of the next (the code of the ALiBi paper)."""
+    m = 2 ** int(math.log2(n))
+    return [2 ** (-8 * h / m) for h in range(1, m + 1)] + [2 ** (-4 * h / m) for h in range(1, 2 * (n - m), 2)]
+
+
+class Relative(Scheme):
+    """A vector per distance, up to max_distance, is added to the keys and one to the values (Shaw et al. 2018,
+    equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), of which q_i a_k is a product of its own, and
+    y_i = sum_j w_ij (v_j + a_v[i - j]). Shared by the heads of a layer. Memory grows with T max_distance."""
+
+    def __init__(self, c):
+        super().__init__()
+        n, D = c.max_distance + 1, c.head_dim
+        self.scale = c.scale
+        self.k = nn.Parameter(0.02 * torch.randn(n, D))
+        self.v = nn.Parameter(0.02 * torch.randn(n, 2 * D if c.differential else D))
+
+    def forward(self, q, k, heads, past):
+        n = past + q.shape[-2]  # there are no larger distances
+        return q, k, ByDistance(self.scale * (q @ self.k[:n].to(q.dtype).mT), self.v[:n])
+
+
+class T5(Scheme):
+    """A learned number per head and bucket of distances is added to the scores; all layers share the table
+    (Raffel et al. 2019, section 2.1)."""
+
+    shared, buckets = True, 32
+
+    def __init__(self, c):
+        super().__init__()
+        self.table = nn.Embedding(self.buckets, c.n_head)
+        self.register_buffer("bucket", t5_bucket(torch.arange(c.block_size), c.max_distance), persistent=False)
+
+    def forward(self, q, k, heads, past):
+        return q, k, ByDistance(self.table(self.bucket).T[heads][None, :, None])
+
+
+def t5_bucket(distance: torch.Tensor, max_distance: int) -> torch.Tensor:
+    """A bucket for each distance below 16, then 16 that widen by a constant factor up to max_distance."""
+    exact = T5.buckets // 2
+    far = torch.log(distance.clamp(min=exact) / exact) / math.log(max_distance / exact) * (T5.buckets - exact)
+    return torch.where(distance < exact, distance, (exact + far.long()).clamp(max=T5.buckets - 1))
+
+
+# f(c) -> what is added to the token embedding, as f(positions); and a Scheme, which acts in a layer's attention.
+POSITION: dict[str, tuple[Callable | None, Callable | None]] = {
+    "learned": (lambda c: nn.Embedding(c.block_size, c.n_embd), None),
+    "sinusoidal": (Sinusoids, None),
+    "rope": (None, RoPE),
+    "alibi": (None, ALiBi),
+    "relative": (None, Relative),
+    "t5": (None, T5),
+    "none": (None, None),
+}
+
+# -----------------------------------------------------------------------------
+# Activations of the MLP
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+# (f, gated): the MLP is W2 f(W1 x) or, gated, W2 (f(W1 x) * (W3 x)) (Shazeer 2020)
+ACTIVATION: dict[str, tuple[Callable, bool]] = {
+    "gelu": (gelu_tanh, False),  # GPT-2's own
+    "gelu_exact": (F.gelu, False),  # nanoGPT's
+    "relu": (F.relu, False),  # Vaswani et al. 2017
+    "relu2": (lambda x: F.relu(x).square(), False),  # Primer (So et al. 2021)
+    "swish": (F.silu, False),  # SiLU
+    "elu": (F.elu, False),
+    "selu": (F.selu, False),
+    "sigmoid": (F.sigmoid, False),
+    "softplus": (F.softplus, False),
+    "glu": (F.sigmoid, True),
+    "reglu": (F.relu, True),
+    "geglu": (gelu_tanh, True),  # T5 1.1, Gemma
+    "swiglu": (F.silu, True),  # PaLM, Llama
+    "liglu": (lambda x: x, True),  # called bilinear by Shazeer
+}
+
+# -----------------------------------------------------------------------------
+# What None stands for, and which choices go together
+
+
+def with_defaults(c, ATTENTION: dict[str, Callable]):
+    """GPTConfig.resolved(): c with a number in the place of each None that stands for one."""
+    span = 50 if c.block_size <= 2048 else 100  # LS paper, section 5.1
+    hidden = 8 * max(1, round(c.n_embd / 3)) if ACTIVATION[c.mlp][1] else 4 * c.n_embd
+    reach = {"relative": 16, "t5": 128}  # of their papers
+    attn_dropout = c.dropout if takes_dropout(ATTENTION[c.attention]) else 0.0
+    return replace(
+        c,
+        n_kv_head=c.n_kv_head or c.n_head,
+        head_dim=c.head_dim or c.n_embd // c.n_head,
+        attn_dropout=attn_dropout if c.attn_dropout is None else c.attn_dropout,
+        window=span if c.window is None and "S" in c.heads else c.window,
+        rope_base=c.rope_base or (10000.0 if c.position == "rope" else None),
+        max_distance=c.max_distance or reach.get(c.position),
+        n_hidden=c.n_hidden or hidden,
+    )
+
+
+def check(c, ATTENTION: dict[str, Callable]) -> None:
+    """Raises UserError for a GPTConfig whose choices do not fit, with the sentence of the first rule that it breaks."""
+    for broken, sentence in rules(c, ATTENTION):
+        if broken:
+            raise UserError(sentence)
+
+
+def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
+    """(what is wrong, the sentence for it), in an order in which each rule may rely on those before it."""
+    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "n_hidden"):
+        value = getattr(c, name)
+        yield value is not None and value < 1, f"{name}={value} must be at least 1"
+    near = sorted(sorted(divisors(c.n_embd), key=lambda n: abs(n - c.n_head))[:3])
+    yield (
+        c.head_dim is None and c.n_embd % c.n_head != 0,
+        f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}, but of {near} it is; or set head_dim",
+    )
+    tables = {"attention": ATTENTION, "qk_norm": QK_NORM, "position": POSITION, "norm": NORM, "where": WHERE}
+    for name, table in (tables | {"block": ("serial", "parallel"), "mlp": ACTIVATION}).items():
+        value = getattr(c, name)
+        yield value not in table, f"{name}={value!r} is none of {', '.join(table)}"
+    for name in ("dropout", "attn_dropout"):
+        value = getattr(c, name)
+        yield not 0 <= (value or 0.0) < 1, f"{name}={value} must be in [0, 1)"
+    yield (
+        bool(c.attn_dropout) and not takes_dropout(ATTENTION[c.attention]),
+        f"attention={c.attention!r} allows no dropout on attention weights (its function takes no `dropout`; in LASER "
+        f"a dropped weight can be log(0)): leave attn_dropout out, or set it to 0",
+    )
+    yield (
+        not 0 < c.temperature < math.inf,
+        f"temperature={c.temperature} must be a positive number; 1.0 leaves the scores alone",
+    )
+    yield (
+        c.block == "parallel" and c.where == "post",
+        "where='post' normalises after each sum, but a parallel block has one sum: where='pre'",
+    )
+    yield not 0 < c.norm_eps < 1, f"norm_eps={c.norm_eps} must be between 0 and 1"
+    yield not 0 <= c.z_loss < math.inf, f"z_loss={c.z_loss} must not be negative; PaLM's is 1e-4"
+    yield (
+        c.logit_softcap is not None and not 0 < c.logit_softcap < math.inf,
+        f"logit_softcap={c.logit_softcap} must be a positive number; Gemma 2's is 30",
+    )
+    yield from rules_of_heads(c)
+    yield from rules_of_position(c)
+
+
+def rules_of_heads(c) -> Iterator[tuple[bool, str]]:
+    G = c.n_kv_head or c.n_head
+    yield (
+        c.n_head % G != 0,
+        f"n_head={c.n_head} is not a multiple of n_kv_head={G}; one of {divisors(c.n_head)} fits",
+    )
+    layers = c.heads.split("/")
+    yield (
+        not all(layers) or bool(set(c.heads) - set("SL/")),
+        f"heads={c.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, S/S/L",
+    )
+    most = max(map(len, layers))
+    yield (
+        len(layers) > c.n_layer or most > c.n_head,
+        f"heads={c.heads!r} has {len(layers)} layer(s) of up to {most} head(s), more than n_layer={c.n_layer} and "
+        f"n_head={c.n_head} hold: the end of the pattern would be lost",
+    )
+    yield (
+        "S" not in c.heads and c.window is not None,
+        f"window={c.window} needs a short head, but heads={c.heads!r} has no S: --heads=SSSL",
+    )
+    yield (
+        c.window is not None and c.window < 0,
+        f"window={c.window} must be 0 (a token sees itself alone) or more",
+    )
+    if not c.differential:
+        return
+    yield c.n_head % 2 == 1, f"differential attention pairs the heads, but n_head={c.n_head} is odd"
+    yield G % 2 == 1, f"differential attention pairs the heads, but n_kv_head={G} is odd"
+    for letters in map(c.layer_heads, range(c.n_layer)):
+        yield (
+            letters[::2] != letters[1::2],
+            f"heads={c.heads!r} with differential: heads 2i and 2i + 1 are one differential head and need one span, "
+            f"but the letters of a layer are {letters}; write each letter twice: SSLL",
+        )
+
+
+def rules_of_position(c) -> Iterator[tuple[bool, str]]:
+    D = c.head_dim or c.n_embd // c.n_head
+    yield (
+        c.position == "rope" and D % 2 == 1,
+        f"position='rope' turns dimensions in pairs, but a head has {D}: head_dim must be even",
+    )
+    yield (
+        c.position == "sinusoidal" and c.n_embd % 2 == 1,
+        f"position='sinusoidal' is made of sines and cosines in pairs, but n_embd={c.n_embd}",
+    )
+    yield (
+        c.position in ("alibi", "t5") and c.attention == "beta",
+        f"position={c.position!r} lowers the scores of far keys, but a score of beta is a weight, and a low one a "
+        f"large negative weight: rope, relative, learned, sinusoidal or none go with beta",
+    )
+    yield (
+        c.position == "relative" and c.attention == "laser",
+        "position='relative' gives each pair of tokens a value of its own, but LASER takes exp of one value per "
+        "token: rope, alibi, t5, learned, sinusoidal or none go with laser",
+    )
+    for name, positions in (("rope_base", ("rope",)), ("max_distance", ("relative", "t5"))):
+        value = getattr(c, name)
+        yield (
+            value is not None and c.position not in positions,
+            f"{name}={value} is of position={' or '.join(positions)}, not of {c.position!r}: leave it None",
+        )
+    yield (
+        c.rope_base is not None and not 0 < c.rope_base < math.inf,
+        f"rope_base={c.rope_base} must be a positive number",
+    )
+    least = T5.buckets // 2 + 1 if c.position == "t5" else 1
+    yield (
+        c.max_distance is not None and c.max_distance < least,
+        f"max_distance={c.max_distance} must be at least {least} for {c.position!r}",
+    )
+    if not c.nope_long:
+        return
+    inside = ", ".join(name for name, (_, scheme) in POSITION.items() if scheme)
+    yield (
+        POSITION[c.position][1] is None,
+        f"nope_long leaves out a position inside attention, {inside}; not {c.position!r}",
+    )
+    yield (
+        not {"S", "L"} <= set(c.heads),
+        f"nope_long tells long heads from short ones, but heads={c.heads!r} has one kind: --heads=S/S/S/L, or "
+        f"--position=none",
+    )
+
+
+def divisors(n: int) -> list[int]:
+    return [m for m in range(1, n + 1) if n % m == 0]

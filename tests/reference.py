@@ -1,0 +1,48 @@
+"""Attention one query at a time: no masks, no windows, no tricks. What every form of an attention is held against."""
+
+from collections.abc import Callable
+
+import torch
+
+from attention.fast import fast_form
+from attention.scores import ByDistance
+from model import ATTENTION
+
+# What the three mean, once more: the scores s (B, H, n) of a query over the n keys that it sees, and their values
+# v (B, H, n, Dv), give y (B, H, Dv). An attention that is not here is held against its own definition for one query.
+ONE_QUERY: dict[str, Callable] = {
+    "softmax": lambda s, v: (s.softmax(-1)[..., None] * v).sum(-2),
+    "laser": lambda s, v: (s.log_softmax(-1)[..., None] + v).logsumexp(-2),  # = log(softmax(s) exp(v))
+    "beta": lambda s, v: (s[..., None] * v).sum(-2) / (1 + s.norm(dim=-1, keepdim=True)),
+}
+
+
+def fast(core: str) -> Callable:
+    """The form of an attention that a model runs."""
+    return fast_form(core, ATTENTION[core])
+
+
+def naive_attention(core: str, q, k, v, *, window=None, scale=None, bias=None) -> torch.Tensor:
+    """What fast(core) and ATTENTION[core] must equal: for each query, the keys that it sees are cut out."""
+    Tq, T = q.shape[-2], k.shape[-2]
+    far = None
+    if isinstance(bias, ByDistance):
+        bias, far = bias.dense(Tq, T), bias.v
+    y = []
+    for row, i in enumerate(range(T - Tq, T)):
+        seen = slice(0 if window is None else max(0, i - window), i + 1)
+        b = None if bias is None else bias[..., row, seen]
+        v_seen = v[..., seen, :]
+        if far is not None:
+            v_seen = v_seen + far[(i - torch.arange(T)[seen]).clamp(max=len(far) - 1)]
+        y.append(one_query(core, q[..., row, :], k[..., seen, :], v_seen, scale, b))
+    return torch.stack(y, dim=-2)
+
+
+def one_query(core: str, q, k, v, scale, bias) -> torch.Tensor:
+    """y (B, H, Dv) of q (B, H, D) over all of the keys k (B, H, n, D)."""
+    if core not in ONE_QUERY:
+        bias = None if bias is None else bias[..., None, :]
+        return ATTENTION[core](q[..., None, :], k, v, scale=scale, bias=bias)[..., 0, :]
+    s = (q[..., None, :] * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return ONE_QUERY[core](s if bias is None else s + bias, v)

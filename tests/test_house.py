@@ -1,0 +1,78 @@
+"""The order of the house: each file imports only what stands before it, and the two files to read first stay short."""
+
+import ast
+import glob
+import os
+
+import pytest
+from conftest import ROOT
+
+# From the bottom up; files of one line do not import each other, but for those of a folder, in the order below.
+FLOORS = [
+    ["configurator"],
+    ["text.files", "text.sampling"],
+    ["text.tokenizers"],
+    ["text.sources"],
+    ["text.dataset"],
+    ["text.corpus"],
+    ["attention.scores", "attention.heads"],
+    ["attention.fast", "attention.documents"],
+    ["attention.cache", "attention.probe", "attention.kernels"],
+    ["choices"],
+    ["model"],
+    ["training.distributed", "training.optimizers"],
+    ["training.state"],
+    ["training.sharded"],
+    ["training.checkpoint"],
+    ["training.estimate"],
+    ["training.pretrained"],
+    ["training.opening"],
+    ["training.log", "training.timing"],
+    ["training.run"],
+    ["train", "sample", "eval", "bench"],
+]
+# Optional, and heavy or not for every machine: inside the function that needs it. Of our own only this one.
+INSIDE = {("model", "training.pretrained"), ("training.run", "attention.kernels"), ("bench", "attention.kernels")}
+LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
+
+
+def modules() -> dict[str, str]:
+    """The project's own modules, by name: their paths."""
+    paths = [
+        p for folder in (".", "text", "attention", "training") for p in glob.glob(os.path.join(ROOT, folder, "*.py"))
+    ]
+    names = {os.path.relpath(p, ROOT).removesuffix(".py").replace(os.sep, "."): p for p in paths}
+    return {name: path for name, path in names.items() if not name.endswith("__init__")}
+
+
+def imports(path: str) -> list[tuple[str, bool]]:
+    """(module, whether at the top level) of all imports of a file that are the project's own."""
+    own, found = modules(), []
+    tree = ast.parse(open(path, encoding="utf-8").read())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        found += [(name, node in tree.body) for name in names if name in own]
+    return found
+
+
+def test_every_file_has_its_floor():
+    assert set(modules()) == set(LEVEL)
+
+
+@pytest.mark.parametrize("name", LEVEL)
+def test_a_file_imports_what_stands_before_it(name):
+    for other, at_top in imports(modules()[name]):
+        if (name, other) not in INSIDE:
+            assert at_top and LEVEL[other] < LEVEL[name], f"{name} imports {other}"
+        else:
+            assert not at_top, f"{name} imports {other} at its top"
+
+
+def test_the_reading_path_is_short():
+    for file in ("model.py", "train.py"):
+        assert len(open(os.path.join(ROOT, file), encoding="utf-8").readlines()) <= 450, file

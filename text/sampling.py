@@ -1,0 +1,55 @@
+"""From a model's logits to the next token."""
+
+import math
+
+import torch
+
+from configurator import NotFinite, UserError
+
+
+class Sampler:
+    """Draws one token per row: sampler(logits (B, V)) -> (B, 1). Each row may end at a token of its own.
+
+    temperature: 0 is greedy. top_k: sample from the k most likely tokens. top_p: from the fewest that hold this
+    probability. stop: a token that ends its row; it is repeated until every row has ended. vocab_size: the
+    tokenizer's; ids past it (padding) are never sampled. seed: of a generator of its own; None draws from torch's.
+    Raises UserError for an impossible argument, NotFinite for logits that are not finite.
+    """
+
+    def __init__(
+        self, rows: int, device, temperature=1.0, top_k=None, top_p=None, *, stop=None, vocab_size=None, seed=None
+    ):
+        if not temperature >= 0 or not (top_k is None or top_k >= 1) or not (top_p is None or 0 < top_p <= 1):
+            raise UserError(
+                f"sampling needs temperature >= 0, top_k >= 1 and 0 < top_p <= 1; got {temperature}, {top_k}, {top_p}"
+            )
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.stop, self.vocab_size = stop, vocab_size
+        self.generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        self.ended = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.float()[:, : self.vocab_size]
+        if not logits.isfinite().all():
+            raise NotFinite("the model's logits are not finite; has its training diverged?")
+        token = self.draw(logits)
+        if self.stop is not None:
+            token = torch.where(self.ended, self.stop, token)
+            self.ended = self.ended | (token == self.stop)
+        return token
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.temperature == 0:
+            return logits.argmax(-1, keepdim=True)
+        # A smaller temperature would be 0 where denormal numbers are flushed. After the shift logits are at most 0.
+        temperature = max(self.temperature, torch.finfo(logits.dtype).tiny)
+        logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k).values[:, [-1]]
+            logits = logits.masked_fill(logits < least, -math.inf)
+        probs = logits.softmax(-1)
+        if self.top_p is not None:
+            ranked, order = probs.sort(descending=True)
+            beyond = ranked.cumsum(-1) - ranked >= self.top_p  # the tokens before already hold top_p
+            probs = probs.scatter(-1, order, ranked.masked_fill(beyond, 0.0))
+        return torch.multinomial(probs, 1, generator=self.generator)
