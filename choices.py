@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from attention.fast import takes_dropout
 from attention.scores import ByDistance, at_least_float32
-from configurator import UserError
+from configurator import refuse
 
 # -----------------------------------------------------------------------------
 # Norms
@@ -300,21 +300,18 @@ def with_defaults(c, ATTENTION: dict[str, Callable]):
 
 def check(c, ATTENTION: dict[str, Callable]) -> None:
     """Raises UserError for a GPTConfig whose choices do not fit, with the sentence of the first rule that it breaks."""
-    for broken, sentence in rules(c, ATTENTION):
-        if broken:
-            raise UserError(sentence)
+    refuse(rules(c, ATTENTION))
 
 
+# fmt: off
 def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
     """(what is wrong, the sentence for it), in an order in which each rule may rely on those before it."""
     for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "n_hidden"):
         value = getattr(c, name)
         yield value is not None and value < 1, f"{name}={value} must be at least 1"
     near = sorted(sorted(divisors(c.n_embd), key=lambda n: abs(n - c.n_head))[:3])
-    yield (
-        c.head_dim is None and c.n_embd % c.n_head != 0,
-        f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}, but of {near} it is; or set head_dim",
-    )
+    yield (c.head_dim is None and c.n_embd % c.n_head != 0,
+           f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}, but of {near} it is; or set head_dim")
     tables = {"attention": ATTENTION, "qk_norm": QK_NORM, "position": POSITION, "norm": NORM, "where": WHERE}
     for name, table in (tables | {"block": ("serial", "parallel"), "mlp": ACTIVATION}).items():
         value = getattr(c, name)
@@ -322,113 +319,76 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
     for name in ("dropout", "attn_dropout"):
         value = getattr(c, name)
         yield not 0 <= (value or 0.0) < 1, f"{name}={value} must be in [0, 1)"
-    yield (
-        bool(c.attn_dropout) and not takes_dropout(ATTENTION[c.attention]),
-        f"attention={c.attention!r} allows no dropout on attention weights (its function takes no `dropout`; in LASER "
-        f"a dropped weight can be log(0)): leave attn_dropout out, or set it to 0",
-    )
-    yield (
-        not 0 < c.temperature < math.inf,
-        f"temperature={c.temperature} must be a positive number; 1.0 leaves the scores alone",
-    )
-    yield (
-        c.block == "parallel" and c.where == "post",
-        "where='post' normalises after each sum, but a parallel block has one sum: where='pre'",
-    )
+    yield (bool(c.attn_dropout) and not takes_dropout(ATTENTION[c.attention]),
+           f"attention={c.attention!r} allows no dropout on attention weights (its function takes no `dropout`; in LASER "
+           f"a dropped weight can be log(0)): leave attn_dropout out, or set it to 0")
+    yield (not 0 < c.temperature < math.inf,
+           f"temperature={c.temperature} must be a positive number; 1.0 leaves the scores alone")
+    yield (c.block == "parallel" and c.where == "post",
+           "where='post' normalises after each sum, but a parallel block has one sum: where='pre'")
     yield not 0 < c.norm_eps < 1, f"norm_eps={c.norm_eps} must be between 0 and 1"
     yield not 0 <= c.z_loss < math.inf, f"z_loss={c.z_loss} must not be negative; PaLM's is 1e-4"
-    yield (
-        c.logit_softcap is not None and not 0 < c.logit_softcap < math.inf,
-        f"logit_softcap={c.logit_softcap} must be a positive number; Gemma 2's is 30",
-    )
+    yield (c.logit_softcap is not None and not 0 < c.logit_softcap < math.inf,
+           f"logit_softcap={c.logit_softcap} must be a positive number; Gemma 2's is 30")
     yield from rules_of_heads(c)
     yield from rules_of_position(c)
 
 
 def rules_of_heads(c) -> Iterator[tuple[bool, str]]:
     G = c.n_kv_head or c.n_head
-    yield (
-        c.n_head % G != 0,
-        f"n_head={c.n_head} is not a multiple of n_kv_head={G}; one of {divisors(c.n_head)} fits",
-    )
+    yield (c.n_head % G != 0,
+           f"n_head={c.n_head} is not a multiple of n_kv_head={G}; one of {divisors(c.n_head)} fits")
     layers = c.heads.split("/")
-    yield (
-        not all(layers) or bool(set(c.heads) - set("SL/")),
-        f"heads={c.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, S/S/L",
-    )
+    yield (not all(layers) or bool(set(c.heads) - set("SL/")),
+           f"heads={c.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, S/S/L")
     most = max(map(len, layers))
-    yield (
-        len(layers) > c.n_layer or most > c.n_head,
-        f"heads={c.heads!r} has {len(layers)} layer(s) of up to {most} head(s), more than n_layer={c.n_layer} and "
-        f"n_head={c.n_head} hold: the end of the pattern would be lost",
-    )
-    yield (
-        "S" not in c.heads and c.window is not None,
-        f"window={c.window} needs a short head, but heads={c.heads!r} has no S: --heads=SSSL",
-    )
-    yield (
-        c.window is not None and c.window < 0,
-        f"window={c.window} must be 0 (a token sees itself alone) or more",
-    )
+    yield (len(layers) > c.n_layer or most > c.n_head,
+           f"heads={c.heads!r} has {len(layers)} layer(s) of up to {most} head(s), more than n_layer={c.n_layer} and "
+           f"n_head={c.n_head} hold: the end of the pattern would be lost")
+    yield ("S" not in c.heads and c.window is not None,
+           f"window={c.window} needs a short head, but heads={c.heads!r} has no S: --heads=SSSL")
+    yield (c.window is not None and c.window < 0,
+           f"window={c.window} must be 0 (a token sees itself alone) or more")
     if not c.differential:
         return
     yield c.n_head % 2 == 1, f"differential attention pairs the heads, but n_head={c.n_head} is odd"
     yield G % 2 == 1, f"differential attention pairs the heads, but n_kv_head={G} is odd"
     for letters in map(c.layer_heads, range(c.n_layer)):
-        yield (
-            letters[::2] != letters[1::2],
-            f"heads={c.heads!r} with differential: heads 2i and 2i + 1 are one differential head and need one span, "
-            f"but the letters of a layer are {letters}; write each letter twice: SSLL",
-        )
+        yield (letters[::2] != letters[1::2],
+               f"heads={c.heads!r} with differential: heads 2i and 2i + 1 are one differential head and need one span, "
+               f"but the letters of a layer are {letters}; write each letter twice: SSLL")
 
 
 def rules_of_position(c) -> Iterator[tuple[bool, str]]:
     D = c.head_dim or c.n_embd // c.n_head
-    yield (
-        c.position == "rope" and D % 2 == 1,
-        f"position='rope' turns dimensions in pairs, but a head has {D}: head_dim must be even",
-    )
-    yield (
-        c.position == "sinusoidal" and c.n_embd % 2 == 1,
-        f"position='sinusoidal' is made of sines and cosines in pairs, but n_embd={c.n_embd}",
-    )
-    yield (
-        c.position in ("alibi", "t5") and c.attention == "beta",
-        f"position={c.position!r} lowers the scores of far keys, but a score of beta is a weight, and a low one a "
-        f"large negative weight: rope, relative, learned, sinusoidal or none go with beta",
-    )
-    yield (
-        c.position == "relative" and c.attention == "laser",
-        "position='relative' gives each pair of tokens a value of its own, but LASER takes exp of one value per "
-        "token: rope, alibi, t5, learned, sinusoidal or none go with laser",
-    )
+    yield (c.position == "rope" and D % 2 == 1,
+           f"position='rope' turns dimensions in pairs, but a head has {D}: head_dim must be even")
+    yield (c.position == "sinusoidal" and c.n_embd % 2 == 1,
+           f"position='sinusoidal' is made of sines and cosines in pairs, but n_embd={c.n_embd}")
+    yield (c.position in ("alibi", "t5") and c.attention == "beta",
+           f"position={c.position!r} lowers the scores of far keys, but a score of beta is a weight, and a low one a "
+           f"large negative weight: rope, relative, learned, sinusoidal or none go with beta")
+    yield (c.position == "relative" and c.attention == "laser",
+           "position='relative' gives each pair of tokens a value of its own, but LASER takes exp of one value per "
+           "token: rope, alibi, t5, learned, sinusoidal or none go with laser")
     for name, positions in (("rope_base", ("rope",)), ("max_distance", ("relative", "t5"))):
         value = getattr(c, name)
-        yield (
-            value is not None and c.position not in positions,
-            f"{name}={value} is of position={' or '.join(positions)}, not of {c.position!r}: leave it None",
-        )
-    yield (
-        c.rope_base is not None and not 0 < c.rope_base < math.inf,
-        f"rope_base={c.rope_base} must be a positive number",
-    )
+        yield (value is not None and c.position not in positions,
+               f"{name}={value} is of position={' or '.join(positions)}, not of {c.position!r}: leave it None")
+    yield (c.rope_base is not None and not 0 < c.rope_base < math.inf,
+           f"rope_base={c.rope_base} must be a positive number")
     least = T5.buckets // 2 + 1 if c.position == "t5" else 1
-    yield (
-        c.max_distance is not None and c.max_distance < least,
-        f"max_distance={c.max_distance} must be at least {least} for {c.position!r}",
-    )
+    yield (c.max_distance is not None and c.max_distance < least,
+           f"max_distance={c.max_distance} must be at least {least} for {c.position!r}")
     if not c.nope_long:
         return
     inside = ", ".join(name for name, (_, scheme) in POSITION.items() if scheme)
-    yield (
-        POSITION[c.position][1] is None,
-        f"nope_long leaves out a position inside attention, {inside}; not {c.position!r}",
-    )
-    yield (
-        not {"S", "L"} <= set(c.heads),
-        f"nope_long tells long heads from short ones, but heads={c.heads!r} has one kind: --heads=S/S/S/L, or "
-        f"--position=none",
-    )
+    yield (POSITION[c.position][1] is None,
+           f"nope_long leaves out a position inside attention, {inside}; not {c.position!r}")
+    yield (not {"S", "L"} <= set(c.heads),
+           f"nope_long tells long heads from short ones, but heads={c.heads!r} has one kind: --heads=S/S/S/L, or "
+           f"--position=none")
+# fmt: on
 
 
 def divisors(n: int) -> list[int]:

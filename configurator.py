@@ -23,7 +23,7 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -37,6 +37,13 @@ class NotInstalled(UserError, ImportError):
 
 class NotFinite(UserError):
     """A NaN or an infinity where a model or its loss should have numbers: the training has diverged."""
+
+
+def refuse(rules: Iterable[tuple[bool, str]]) -> None:
+    """Raises UserError with the sentence of the first of (what is wrong, the sentence) that is wrong."""
+    for wrong, sentence in rules:
+        if wrong:
+            raise UserError(sentence)
 
 
 @dataclass

@@ -25,11 +25,11 @@ from attention.probe import largest_logits
 from model import GPT, GPTConfig
 from text.dataset import Tokens, positions
 from training import checkpoint
-from training import run as runs
 from training.distributed import rank, say, shared, summed, whole, world
 from training.log import Log
 from training.opening import from_checkpoint
 from training.optimizers import OPTIMIZER, Settings
+from training.run import MODEL_FIELDS, RESHAPABLE, Agreement, Run, diverged, leave, read_by_all, report_end
 
 _began = time.perf_counter()
 
@@ -96,28 +96,28 @@ config, given = configure(globals(), GPTConfig)
 # -----------------------------------------------------------------------------
 # set-up: what to resume, processes and device; data; the model
 with user_errors():
-    run = runs.begin(config, given)  # a resumed run's settings go into config
+    run = Run(config, given)  # a resumed run's settings go into config
     globals().update(config)
-    data_dir, meta = runs.prepared(dataset)
+    data_dir, meta = run.prepared()
     if vocab_size is None:
         config["vocab_size"] = meta["vocab_size"]
     if init_from == "scratch":
-        model = GPT(GPTConfig(**{name: config[name] for name in runs.MODEL_FIELDS}))
+        model = GPT(GPTConfig(**{name: config[name] for name in MODEL_FIELDS}))
     elif init_from == "resume":
-        model = from_checkpoint(run.saved, **{name: config[name] for name in (*runs.RESHAPABLE, "block_size")})
+        model = from_checkpoint(run.saved, **{name: config[name] for name in (*RESHAPABLE, "block_size")})
     else:
-        model = runs.pretrained_model(config, given, meta)
-    eot = runs.check_data(model, meta, config)  # the token between documents, with --pack=document
+        model = run.pretrained_model(meta)
+    eot = run.check_data(model, meta)  # the token between documents, with --pack=document
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
     if triton:
-        runs.use_triton(model, run)
+        run.use_triton(model)
     if plain:
         model.run_definitions()
 
-model_args = {name: getattr(model.config, name) for name in runs.MODEL_FIELDS}
+model_args = {name: getattr(model.config, name) for name in MODEL_FIELDS}
 model_args["window"] = model.config.resolved().window  # a number, whatever the context is later
 config |= model_args
-runs.describe(run, model, data, meta, config)
+run.describe(model, data, meta)
 
 
 # -----------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def forward_pass() -> Iterator[None]:
         with run.amp:
             yield
     except NotFinite as error:
-        runs.diverged(it, error, keeper)
+        diverged(it, error, keeper)
 
 
 def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None) -> torch.Tensor:
@@ -175,7 +175,7 @@ def estimate_loss() -> dict[str, float] | None:
     losses = {}
     for split, tokens in data.items():
         total = torch.zeros(2, dtype=torch.float64)  # loss, windows
-        for windows in runs.read_by_all(tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world)):
+        for windows in read_by_all(tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world)):
             if agreement.stops_now():
                 return None
             loss = loss_of(eval_model, *to_device(windows)).item()
@@ -198,7 +198,7 @@ def evaluate(it: int) -> bool:
     if losses is None:
         return False
     if not all(map(math.isfinite, losses.values())):
-        runs.diverged(it, f"the losses of the evaluation are {losses}", keeper)
+        diverged(it, f"the losses of the evaluation are {losses}", keeper)
     log.evaluation(it, losses)
     # <=, not <: after a crash between the two writes, an equal loss must write best.pt again
     best = losses["val"] <= best_val_loss and it > 0 and not eval_only
@@ -245,7 +245,7 @@ with user_errors():
     batch = get_batch(run.start)
 raw_model = model if run.sharded else model.to(run.device)  # without compilation and DDP around it
 if run.device_type == "cuda" if compile is None else compile:
-    model = runs.compiled(model, run, lambda fast: loss_of(fast, *(t[:batch_size] for t in batch)).backward())
+    model = run.compiled(model, lambda fast: loss_of(fast, *(t[:batch_size] for t in batch)).backward())
 eval_model = model  # not DDP's, whose processes would have to run in step
 if world > 1:
     with user_errors():
@@ -259,7 +259,7 @@ for group in (group for o in optimizers for group in o.param_groups):
     group["scale"] = group["lr"] / learning_rate  # of the schedule's learning rate
 scaler = torch.amp.GradScaler(run.device_type, enabled=run.dtype == "float16")
 with user_errors():
-    best_val_loss = runs.restore(run, config, meta, optimizers, scaler)
+    best_val_loss = run.restore(meta, optimizers, scaler)
     in_background = run.device_type == "cuda" if save_in_background is None else save_in_background
     keeper = checkpoint.Keeper(out_dir, keep_checkpoints, in_background, run.sharded)
     keeper.step = run.intact_step
@@ -267,7 +267,7 @@ with user_errors():
 run.saved = None  # what is left of it in memory
 # On CUDA the host reads a step's outcome during the next step, so that it never waits.
 lag = int(run.device_type == "cuda" and optimizer == "adamw" and not scaler.is_enabled())
-agreement = runs.Agreement(log, keeper, scaler, lag, listen=not eval_only)
+agreement = Agreement(log, keeper, scaler, lag, listen=not eval_only)
 generator = {"cuda": torch.cuda, "mps": torch.mps}.get(run.device_type, torch.default_generator)  # of dropout
 loader = ThreadPoolExecutor(1, initializer=lambda: run.device_type == "cuda" and torch.cuda.set_device(run.device))
 
@@ -328,7 +328,7 @@ while True:
 
 # -----------------------------------------------------------------------------
 # the end
-runs.report_end(run, config, agreement, it, time.perf_counter() - _began)
+report_end(run, agreement, it, time.perf_counter() - _began)
 if not agreement.failed and not agreement.stop:
-    runs.print_sample(raw_model, run, config, meta, data["val"].ids[:1].tolist(), log)
-runs.leave(agreement)
+    run.print_sample(raw_model, meta, data["val"].ids[:1].tolist(), log)
+leave(agreement)

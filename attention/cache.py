@@ -103,7 +103,7 @@ def cache_form(name: str, definition: Callable) -> Callable:
         parts = zip(q.split(sizes, dim=-2), k.split(sizes, dim=-2), v.split(sizes, dim=-2), strict=True)
         return torch.cat([kept.attend(definition, group, *part, **settings) for part in parts], dim=-2)
 
-    q, k, v, _ = (x.detach() for x in fixed_inputs())
+    q, k, v, _ = (x.detach() for x in fixed_inputs(20))
     for settings in ({}, {"scale": 0.3}):
         if not alike(decoded(q, k, v, **settings), definition(q, k, v, **settings)):
             note(f"attention={name!r}: its definition is not what its cache computes, so keys and values are kept")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, SMALL
 
 from training import checkpoint
@@ -114,6 +115,28 @@ def test_a_bug_while_a_checkpoint_is_written(train, monkeypatch, background):
     monkeypatch.setattr(checkpoint, "check_finite", broken)
     with pytest.raises(KeyError, match="typo"):
         train(*background)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_only_a_failing_disk_cannot_be_written_to(background, tmp_path, monkeypatch):
+    """torch.save has RuntimeErrors for a full disk and for bugs."""
+    keeper = checkpoint.Keeper(str(tmp_path), 2, background, False)
+    state = {"model": {}, "iter_num": 3}
+    full = "[enforce fail at inline_container.cc:668] . unexpected pos 1216 vs 1106"
+    for message in (full, "PytorchStreamWriter failed writing file data/0: file write failed", "a size must match"):
+
+        def broken(*args: object, message: str = message) -> None:
+            raise RuntimeError(message)
+
+        monkeypatch.setattr(torch, "save", broken)
+        if "size" in message:
+            with pytest.raises(RuntimeError, match="a size must match"):
+                keeper.save(state)
+                keeper.wait()
+        else:
+            keeper.save(state)
+            keeper.wait()
+            assert isinstance(keeper.error, OSError) and "Is the disk full?" in str(keeper.error)
 
 
 def test_a_mistake_has_no_traceback(train):

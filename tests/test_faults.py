@@ -402,6 +402,27 @@ def test_a_signal_that_comes_twice_at_once_is_one(train, tmp_path):
     assert code == 128 + signal.SIGINT and state(tmp_path)["iter_num"] > 0
 
 
+def test_a_signal_between_two_batches_of_an_evaluation(train, tmp_path, monkeypatch):
+    """The run is saved without waiting for the evaluation's end, and goes on as if nothing had been."""
+    train("--dropout=0.1")
+    straight = state(tmp_path)["model"] | {}
+    evaluation, calls = dataset.Tokens.eval_batches, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        for at, batch in enumerate(evaluation(self, *args, **kwargs)):
+            yield batch
+            if len(calls) == 4 and at == 0:  # of the validation split, after 5 steps
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(dataset.Tokens, "eval_batches", interrupted)
+    code, out, _ = train("--dropout=0.1", "--eval_iters=5")
+    assert code == 128 + signal.SIGTERM and "stopped by signal after 5 steps" in out and "step 5: train" not in out
+    monkeypatch.undo()
+    assert state(tmp_path)["iter_num"] == 5 and train("--init_from=resume", "--eval_iters=2")[0] == 0
+    assert same(state(tmp_path)["model"], straight)
+
+
 def test_torchrun_restarts_go_on_by_themselves(train, tmp_path, monkeypatch):
     train("--dropout=0.1")
     straight = state(tmp_path)["model"] | {}

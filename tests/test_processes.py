@@ -124,6 +124,28 @@ def test_all_stop_at_the_same_step(train, workers, tmp_path):
         assert 0 < steps < 1000000 and len(rows(tmp_path / "out", "loss")) == steps
 
 
+def test_all_stop_in_the_same_evaluation(train, tmp_path):
+    """A signal to one of them between two evaluation batches, which with FSDP all compute together."""
+    ask = """
+import os, signal
+from text import dataset
+read, calls = dataset.Tokens.eval_batches, [0]
+def asked(self, *args, **kwargs):
+    calls[0] += 1
+    if os.environ["RANK"] == "1" and calls[0] == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return read(self, *args, **kwargs)
+dataset.Tokens.eval_batches = asked
+def after():
+    dataset.Tokens.eval_batches = read
+"""
+    for parallel, name in (("ddp", "ckpt.pt"), ("fsdp", "ckpt")):
+        flags = ("--eval_interval=3", "--eval_iters=4", f"--parallel={parallel}")
+        codes, out, err = train(2, "--max_iters=100", *flags, before=ask)
+        assert codes == [143, 143] and "stopped by signal after 3 steps" in out, (codes, err)
+        assert checkpoint.load(str(tmp_path / "out" / name))["iter_num"] == 3
+
+
 PLANT = """
 import os, torch
 norm, steps = torch.nn.utils.clip_grad_norm_, [0]

@@ -52,7 +52,7 @@ def pieces(document: Document) -> Iterator[tuple[str, bool]]:
     """
     rest = ""
     for block in itertools.chain(document, [None]):
-        rest += block or ""
+        rest = rest + (block or "")
         enough = 0 if block is None else 8 * PIECE  # with more characters, the next block cannot change the cut
         at = 0
         while len(rest) - at > enough:

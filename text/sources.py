@@ -12,7 +12,7 @@ from functools import partial
 from configurator import UserError, first_line
 from text.files import optional
 
-os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # pyarrow's own allocators do not give memory back
+os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # read when pyarrow is imported: its own keep freed memory
 
 Document = Iterable[str]  # its text, in blocks that end at line ends
 
@@ -41,8 +41,8 @@ def open_source(source: str, column: str = "text") -> dict[str, Split]:
 
     source: a .txt file (one document) or a .parquet file (a document in each row); a folder of .parquet files or else
     of .txt files, or else of files that `datasets` reads (.jsonl, .csv, .json.gz); or owner/name or owner/name:config
-    on the hub. A file in a folder belongs to the split with whose name its own name, or its folder's, begins
-    (train-00000.parquet, test/12.txt); every other one to train. column: the one that holds the text.
+    on the hub. In a folder, files whose names (or whose folders' names) begin with train, val, dev or test belong to
+    that split, and all others to train. column: the one that holds the text.
     Raises UserError and OSError naming what is wrong.
     """
     if os.path.isfile(source):
@@ -121,7 +121,7 @@ def _unchanged(path: str, version: list[int]) -> Document:
 
 
 def blocks_of_file(path: str) -> Iterator[str]:
-    """A file's text in blocks of about a million characters, up to line ends (\\n). Raises TextError if not UTF-8."""
+    """A file's text without a BOM, in blocks of about a million characters up to line ends. TextError if not UTF-8."""
     with open(path, "rb") as f:
         start = f.read(2)
     if start in (b"\xff\xfe", b"\xfe\xff"):
@@ -151,9 +151,9 @@ def _line_ends(text: str) -> str:
 
 @contextlib.contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Around calls of libraries that read `name`: makes sentences of their errors, whose classes are many.
+    """Makes sentences of the errors, of whatever class, of a library that reads `name`.
 
-    Nothing else may stand inside: an error in our own code is a bug and keeps its traceback.
+    Only its calls may stand within: an error of our own code is a bug, which keeps its traceback.
     """
     try:
         yield
@@ -162,7 +162,7 @@ def _reading(name: str) -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ == "ArrowInvalid" and name.endswith(".parquet"):
             raise UserError(f"{name} is no intact parquet file: {first_line(error)}") from None
-        damaged = isinstance(error, OSError) and error.errno is None and os.path.isfile(name)  # by its contents
+        damaged = isinstance(error, OSError) and error.errno is None and os.path.isfile(name)  # about its content
         kind = TextError if damaged else OSError
         raise kind(f"cannot read {name} ({type(error).__name__}: {_why(error)})") from None
 
@@ -174,7 +174,7 @@ def _each(items: Iterable, name: str) -> Iterator:
 
 
 def _why(error: Exception) -> str:
-    """An error's first two lines: the second has the names that `datasets` knows, or the URL that the hub was asked."""
+    """The first two lines of an error: in the second one `datasets` lists names, and the hub's client gives the URL."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "more information" not in line]
     return " ".join(lines[:2]) or type(error).__name__
 

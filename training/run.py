@@ -1,13 +1,10 @@
-"""What a run needs around the loop of train.py, in the order in which train.py uses it.
+"""What a run of train.py needs around its loop, in the order in which train.py uses it.
 
-begin: what to resume, checks of the flags, processes, device -> Run. prepared, pretrained_model, use_triton, describe:
-data, models and the first lines. compiled, restore: the model and the optimizers as they are trained. Agreement: what
-the processes agree on after each step. report_end, print_sample, leave: the end.
-`config` are train.py's flags and GPTConfig's fields by name, `given` says where those that were set come from.
+Run: what to resume, checks of the flags, processes, device; then data, model and the first lines; then the model and
+the optimizers as they are trained. Agreement: what the processes agree on after each step. The end.
 """
 
 import collections
-import contextlib
 import html
 import math
 import os
@@ -16,14 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import NoReturn
 
 import torch
 
 from attention.fast import linear
-from configurator import NotInstalled, UserError, fail, first_line, pick_device
+from configurator import NotInstalled, UserError, fail, first_line, pick_device, refuse
 from model import ATTENTION, GPT, GPTConfig
 from text.dataset import folder_of, read_meta
 from text.tokenizers import GPT2_VOCAB_SIZE, tokenizer
@@ -41,26 +38,293 @@ PASSING = ("init_from", "out_dir", "eval_only", "dry_run", "allow_other_data", "
 # begin: what to resume, checks, processes, device
 
 
-@dataclass
 class Run:
-    """What is fixed before the model is made."""
+    """What is fixed before the model is made. Making it checks the flags, joins the other processes, picks the device.
 
-    saved: dict | None  # the checkpoint to go on from
-    saved_path: str | None  # and where it lies
-    launches: list  # names of the torchruns that have started this run's processes
-    device: str
-    dtype: str
-    amp: contextlib.AbstractContextManager  # mixed precision
-    rows: int  # sequences of the global batch
-    micro_steps: int  # micro-batches of this process, per step
-    decays: bool  # whether the learning rate goes down in the end
-    decay_from: float  # the step from which it does
-    sharded: bool  # whether each process has a share of the model
-    start: int  # the step that the run begins with
+    config: train.py's flags and GPTConfig's fields by name, into which a resumed run's settings go. given: where those
+    that were set come from. A dry run prints its report and ends here. Raises UserError.
+    """
+
+    def __init__(self, config: dict, given: dict):
+        self.config, self.given = config, given
+        self.saved_path, self.launches = self.found_to_resume()  # launches: names of the torchruns of all machines
+        self.saved = None  # the checkpoint to go on from
+        if self.saved_path:
+            self.saved = checkpoint.load(self.saved_path, verify=False, lazily=True)
+            again = "resume" if config["init_from"] == "resume" else "started again by torchrun"
+            say(f"{again}: going on from {self.saved_path}, step {self.saved['iter_num']}")
+            config["init_from"] = "resume"
+            self.take_over(self.saved)
+        self.start = self.saved["iter_num"] if self.saved else 0  # the step that the run begins with
+        c, world = self.flags, distributed.world
+        refuse(wrong_flags(c, given, world))
+        self.rows = c.batch_size * c.gradient_accumulation_steps  # sequences of the global batch
+        self.micro_steps = math.ceil(self.rows / world / c.batch_size)  # micro-batches of this process, per step
+        self.decays = c.decay_lr and c.schedule != "constant"  # whether the learning rate goes down in the end
+        wsd_from = max(c.warmup_iters, c.lr_decay_iters * (1 - c.decay_share))
+        self.decay_from = c.warmup_iters if c.schedule == "cosine" else wsd_from  # the step from which it does
+        self.device, self.dtype, self.amp = pick_device(c.device, c.dtype)
+        self.device_type = self.device.split(":")[0]
+        if self.device == "cuda":
+            self.device = f"cuda:{distributed.local_rank}"
+        if self.device_type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.sharded = c.parallel == "fsdp" and world > 1  # whether each process has a share of the model
+        if c.parallel == "fsdp" and not self.sharded:
+            say("one process: --parallel=fsdp changes nothing")
+        torch.set_float32_matmul_precision("high" if c.tf32 else "highest")
+        if c.dry_run:
+            say(self.dry_run())
+            sys.exit()
+        if self.sharded and c.save_in_background:
+            together = "with --parallel=fsdp all processes write together, and training waits"
+            raise UserError(f"--save_in_background: {together}")
+        connect(c.backend)
+        torch.manual_seed(c.seed)  # the same weights everywhere
+        torch.set_flush_denormal(True)  # on a CPU the tiniest attention weights, as ALiBi's, cost several times a zero
 
     @property
-    def device_type(self) -> str:
-        return self.device.split(":")[0]
+    def flags(self) -> SimpleNamespace:
+        """config as c.learning_rate and the like."""
+        return SimpleNamespace(**self.config)
+
+    def found_to_resume(self) -> tuple[str | None, list]:
+        """(path of the checkpoint to go on from, names of the torchruns of all machines).
+
+        --init_from=resume asks for the newest one; torchrun, which starts again what has died, for its own run's.
+        """
+        launches = [launch()]
+        resume = self.config["init_from"] == "resume"
+        if not resume and (not launch() or self.config["eval_only"]):
+            return None, launches
+        connect(self.config["backend"])
+        launches = sorted({name for name in gathered(launch()) if name})  # a machine may have been replaced
+
+        def newest() -> str | None:
+            try:
+                path, theirs, skipped = checkpoint.newest(self.config["out_dir"])
+            except UserError:
+                if resume:
+                    raise
+                return None
+            if not resume and not set(launches) & set(theirs or []):
+                return None  # of an older run
+            for why in skipped:
+                say(f"resume: skipping a checkpoint: {why}")
+            return path
+
+        return by_master(newest), launches
+
+    def take_over(self, saved: dict) -> None:
+        """Takes the saved run's settings over into config, except for those on the command line, and says so."""
+        config, given = self.config, self.given
+        theirs = {k: v for k, v in saved["config"].items() if k in config and k not in PASSING}
+        model_args = {field.name: field.default for field in fields(GPTConfig)} | saved["model_args"]
+        free = (
+            *RESHAPABLE,
+            *(("block_size",) if model_args["position"] != "learned" else ()),
+        )  # train short, test long
+        theirs |= {k: v for k, v in model_args.items() if k not in free}
+        for key, value in theirs.items():
+            mine = config[key]
+            if key not in given or mine == value:
+                config[key] = value
+            elif given[key] != "command line":
+                config[key] = value
+                say(f"resume: keeping {key}={value}; {given[key]} has {mine}, --{key}={mine} changes it")
+            elif key in MODEL_FIELDS and key not in free:
+                raise UserError(f"--{key}={mine} does not fit the saved model, which has {key}={value}")
+            else:
+                say(f"resume: {key} was {value}, now {mine}")
+
+    def dry_run(self) -> str:
+        """The report of a run that does not take place. Data that are not prepared and weights are estimated."""
+        meta, config = None, self.config
+        try:
+            meta = read_meta(folder_of(config["dataset"]))
+        except UserError as error:
+            say(str(error))
+        if config["vocab_size"] is None:
+            config["vocab_size"] = meta["vocab_size"] if meta else VOCAB_SIZE.get(config["dataset"], GPT2_VOCAB_SIZE)
+            if not meta and config["init_from"] == "scratch":
+                say(f"until then its vocabulary is taken for {config['vocab_size']:,} (--vocab_size=)")
+        if config["init_from"] in ("scratch", "resume"):
+            shape = GPTConfig(**{k: config[k] for k in MODEL_FIELDS})
+        else:
+            shape = GPTConfig(**config_of(config["init_from"], self.free_fields())[1])
+            self.check_weights(shape)
+        n_tokens = meta["files"]["train.bin"]["tokens"] if meta else None
+        return report(shape, config, n_tokens, self.device, self.dtype, distributed.world)
+
+    # -------------------------------------------------------------------------
+    # data, model and the first lines
+
+    def prepared(self) -> tuple[str, dict]:
+        """(folder, meta) of the data set. The Shakespeares are prepared here if they are not yet; others take long."""
+        dataset = self.config["dataset"]
+        folder = folder_of(dataset)
+        prepare = os.path.join(folder, "prepare.py")
+        missing = not os.path.exists(os.path.join(folder, "meta.json"))
+        if distributed.master and missing and dataset.startswith("shakespeare") and os.path.exists(prepare):
+            say(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}")
+            if subprocess.run([sys.executable, prepare]).returncode:
+                raise UserError(f"{prepare} failed, see above")
+        summed(torch.zeros(1))  # the others wait
+        return folder, read_meta(folder)
+
+    def free_fields(self) -> dict:
+        """The fields of pretrained weights' model that were asked for."""
+        return {name: self.config[name] for name in FREE if name in self.given}
+
+    def check_weights(self, theirs: GPTConfig) -> None:
+        """Says which fields the weights do not allow to change. Raises UserError for one on the command line."""
+        config, given = self.config, self.given
+        for name in (name for name in given if name in MODEL_FIELDS and name not in FREE):
+            own, mine = getattr(theirs, name), config[name]
+            if own != mine and given[name] == "command line":
+                raise UserError(f"--{name}={mine} does not fit {config['init_from']}, which has {name}={own}")
+            if own != mine:
+                say(f"{config['init_from']}: {name} is {own}, not {mine} as in {given[name]}")
+
+    def pretrained_model(self, meta: dict) -> GPT:
+        """The model of --init_from's weights, with the fields that were asked for; says what that means."""
+        config = self.config
+        name = config["init_from"]
+        model = GPT.from_pretrained(name, self.free_fields())
+        if (meta["tokenizer"]["kind"], model.config.vocab_size) != ("gpt2", GPT2_VOCAB_SIZE):
+            other = f"{name} may know other tokens than those of {config['dataset']}"
+            say(f"{other}, whose numbers mean something else to it")
+        swapped = [f"{k}={config[k]}" for k in FREE if k in self.given and k not in (*TRAINING, "block_size")]
+        new = f"; new to them: {', '.join(swapped)}, so the loss begins higher" if swapped else ""
+        say(f"{name}: all of its weights carry over, the optimizer starts anew{new}")
+        self.check_weights(model.config)
+        return model
+
+    def check_data(self, model: GPT, meta: dict) -> int | None:
+        """The token between documents, with --pack=document, else None. Raises UserError where the data do not fit."""
+        dataset = self.config["dataset"]
+        if model.config.vocab_size < meta["vocab_size"]:
+            raise UserError(
+                f"vocab_size={model.config.vocab_size} is less than the {meta['vocab_size']} ids of {dataset}"
+            )
+        if self.config["pack"] != "document":
+            return None
+        eot = tokenizer(meta["tokenizer"]).eot
+        if eot is None:
+            raise UserError(f"--pack=document: {dataset} has no boundaries of documents, as of one alone")
+        return eot
+
+    def use_triton(self, model: GPT) -> None:
+        """Runs a model's attention by the Triton kernels. Raises UserError where they cannot self."""
+        if self.device_type != "cuda" or self.dtype == "float16":
+            raise UserError(
+                f"--triton: its kernels are for CUDA, in bfloat16 and float32, and this runs on {self.device_type} in "
+                f"{self.dtype}; --no-triton works"
+            )
+        try:
+            from attention import kernels
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise NotInstalled("Triton's kernels need Triton: pip install triton") from None
+        kernels.use(model, ATTENTION[model.config.attention])
+
+    def describe(self, model: GPT, data: dict, meta: dict) -> None:
+        """Prints what is trained on what and how, before the first step."""
+        c, asked = self.flags, model.config
+        m = asked.resolved()
+        shown = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "attention", "heads", "window", "dropout")
+        choices = {name: getattr(asked, name) for name in MODEL_FIELDS if name not in (*shown, "attn_dropout")}
+        choices = ", ".join(f"{k}={v}" for k, v in choices.items() if v != getattr(GPTConfig, k))
+        rate = f"{c.schedule if c.decay_lr else 'constant'} learning rate of {c.learning_rate}"
+        rate += f" (Muon's {c.muon_lr}, momentum {c.muon_beta})" if c.optimizer == "muon" else ""
+        rate += (
+            f", down to {c.min_lr} from step {math.ceil(self.decay_from)} to {c.lr_decay_iters}" if self.decays else ""
+        )
+        slow_beta = m.attn_dropout and linear(replace(asked, attn_dropout=0.0))
+        world, full = distributed.world, self.rows == c.batch_size * self.micro_steps * distributed.world
+        say(
+            f"{c.dataset}: {len(data['train']):,} train, {len(data['val']):,} val tokens; source: "
+            f"{meta['source'].get('from')}\n"
+            f"{num_params(model) / 1e6:.2f}M parameters: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} wide, "
+            f"block {m.block_size}, vocabulary {m.vocab_size}\n"
+            f"{m.attention} attention, heads {m.heads}{f' (span {m.window})' if m.window is not None else ''}, "
+            f"dropout {m.dropout} (on attention weights {m.attn_dropout}"
+            f"{', which makes it quadratic in time: --attn_dropout=0' if slow_beta else ''})"
+            f"{', documents apart' if c.pack == 'document' else ''}{', by its definition' if c.plain else ''}\n"
+            f"unlike GPT-2: {choices or 'nothing'}; {c.optimizer}, {rate}\n"
+            f"{self.rows * m.block_size:,} tokens per step = {self.rows} sequences x {m.block_size}: {world} processes "
+            f"x {self.micro_steps} micro-batches of {'' if full else 'up to '}{c.batch_size}; "
+            f"{self.device}, {self.dtype}"
+            f"{', ' + c.parallel if world > 1 else ''}"
+        )
+
+    # -------------------------------------------------------------------------
+    # the model and the optimizers as they are trained
+
+    def compiled(self, model: torch.nn.Module, try_it: Callable) -> torch.nn.Module:
+        """torch.compile(model), after try_it(it), a forward and backward pass; where that fails the model itself.
+
+        With several processes it is compiled where it is used, inside of DDP, which sends gradients while others are
+        still computed, or block by block, which FSDP2 puts together. What fails there is left as it is, with a warning.
+        """
+        say("compiling the model (a minute or so)...")
+        torch._dynamo.config.suppress_errors = distributed.world > 1
+        if self.sharded:
+            for block in model.transformer.h:
+                block.compile()
+            return model
+        fast = torch.compile(model)
+        if distributed.world > 1:
+            return fast
+        try:
+            try_it(fast)
+        except Exception as error:  # if it is a bug of the model, the model itself will show it
+            say(f"torch.compile does not work here, going on without it ({type(error).__name__}: {first_line(error)})")
+            fast = model
+        model.zero_grad(set_to_none=True)
+        return fast
+
+    def restore(self, meta: dict, optimizers: list, scaler: torch.amp.GradScaler) -> float:
+        """Puts the saved run's state, if there is one, into the optimizers and the scaler. Returns its best loss.
+
+        Raises UserError where the data, the optimizer or the checkpoint are others than the saved run's.
+        """
+        saved, config = self.saved, self.config
+        dataset = config["dataset"]
+        if saved is None:
+            return math.inf
+        if self.start >= config["max_iters"] and not config["eval_only"]:
+            reached = f"the run is at step {self.start} already, max_iters={config['max_iters']}"
+            say(f"resume: {reached}: a larger --max_iters goes on")
+        if saved.get("tokenizer", meta["tokenizer"]) != meta["tokenizer"]:
+            raise UserError(f"{dataset} has been prepared anew, with another vocabulary than the saved run's")
+        checksums = {name: entry["sha256"] for name, entry in meta["files"].items()}
+        other = [name for name, checksum in saved.get("data", {}).items() if checksums.get(name) != checksum]
+        if other and not config["allow_other_data"]:
+            raise UserError(
+                f"the saved run was trained on other data than {' and '.join(other)} of {dataset}: "
+                f"--allow_other_data goes on all the same"
+            )
+        if "optimizer" not in saved:
+            raise UserError(f"the checkpoint in {config['out_dir']} has no optimizer state to go on with")
+        if saved["config"].get("optimizer", "adamw") != config["optimizer"]:
+            raise UserError(
+                f"--optimizer={config['optimizer']} cannot go on from the state of the saved run's other one"
+            )
+        states = checkpoint.optimizer_states(self.saved_path, saved, optimizers)
+        for o, state in zip(optimizers, states, strict=True):
+            fresh = [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
+            o.load_state_dict(state)
+            for group, wanted in zip(o.param_groups, fresh, strict=True):
+                group |= wanted  # a flag wins over what was saved
+        scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # it is empty in other precisions
+        theirs = {"pack": "none"} | saved["config"]
+        windows = ("dataset", "eval_iters", "batch_size", "block_size", "pack")
+        if saved.get("data") and not other and all(config[name] == theirs.get(name) for name in windows):
+            return saved["best_val_loss"]
+        say("resume: evaluation is over other windows, so the best validation loss starts anew")
+        return math.inf
 
     @property
     def intact_step(self) -> int | None:
@@ -68,98 +332,34 @@ class Run:
         latest = self.saved_path and os.path.basename(self.saved_path) in (checkpoint.LATEST, "ckpt")
         return self.start if latest else None
 
+    def print_sample(self, model: GPT, meta: dict, first: list[int], log: Log) -> None:
+        """Prints a text of the trained model, begun with a line end or, where its vocabulary has none, with first."""
+        config = self.config
+        if not config["sample_tokens"] or config["eval_only"] or not (distributed.master or self.sharded):
+            return
 
-def begin(config: dict, given: dict) -> Run:
-    """Finds what to resume, checks the flags, joins the other processes and picks the device.
+        def begin_with() -> tuple[list[int], int]:
+            tok = tokenizer(meta["tokenizer"])
+            newline = "\n" in meta["tokenizer"].get("vocab", "\n")
+            return tok.start("\n") if newline else first, tok.n_vocab
 
-    A resumed run's settings go into config. A dry run prints its report and ends here. Raises UserError.
-    """
-    saved_path, launches = found_to_resume(config)
-    saved = None
-    if saved_path:
-        saved = checkpoint.load(saved_path, verify=False, lazily=True)
-        again = "resume" if config["init_from"] == "resume" else "started again by torchrun"
-        say(f"{again}: going on from {saved_path}, step {saved['iter_num']}")
-        config["init_from"] = "resume"
-        take_over(saved, config, given)
-    for wrong, sentence in wrong_flags(SimpleNamespace(**config), given, distributed.world):
-        if wrong:
-            raise UserError(sentence)
-    c = SimpleNamespace(**config)
-    world, rows = distributed.world, c.batch_size * c.gradient_accumulation_steps
-    device, dtype, amp = pick_device(c.device, c.dtype)
-    if device == "cuda":
-        device = f"cuda:{distributed.local_rank}"
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
-    sharded = c.parallel == "fsdp" and world > 1
-    if c.parallel == "fsdp" and not sharded:
-        say("one process: --parallel=fsdp changes nothing")
-    torch.set_float32_matmul_precision("high" if c.tf32 else "highest")
-    if c.dry_run:
-        say(dry_run(config, given, device, dtype))
-        sys.exit()
-    if sharded and c.save_in_background:
-        raise UserError("--save_in_background: with --parallel=fsdp all processes write together, and training waits")
-    connect(c.backend)
-    torch.manual_seed(c.seed)  # the same weights everywhere
-    torch.set_flush_denormal(True)  # on a CPU the tiniest attention weights (ALiBi has many) cost several times a zero
-    wsd_from = max(c.warmup_iters, c.lr_decay_iters * (1 - c.decay_share))
-    return Run(
-        saved, saved_path, launches, device, dtype, amp, rows,
-        micro_steps=math.ceil(rows / world / c.batch_size), decays=c.decay_lr and c.schedule != "constant",
-        decay_from=c.warmup_iters if c.schedule == "cosine" else wsd_from, sharded=sharded,
-        start=saved["iter_num"] if saved else 0,
-    )  # fmt: skip
-
-
-def found_to_resume(config: dict) -> tuple[str | None, list]:
-    """(path of the checkpoint to go on from, names of the torchruns of all machines).
-
-    --init_from=resume asks for the newest one; torchrun, which starts again what has died, for its own run's.
-    """
-    launches = [launch()]
-    resume = config["init_from"] == "resume"
-    if not resume and (not launch() or config["eval_only"]):
-        return None, launches
-    connect(config["backend"])
-    launches = sorted({name for name in gathered(launch()) if name})  # of each machine, one of which may be replaced
-
-    def newest() -> str | None:
         try:
-            path, theirs, skipped = checkpoint.newest(config["out_dir"])
-        except UserError:
-            if resume:
-                raise
-            return None
-        if not resume and not set(launches) & set(theirs or []):
-            return None  # of an older run
-        for why in skipped:
-            say(f"resume: skipping a checkpoint: {why}")
-        return path
-
-    return by_master(newest), launches
-
-
-def take_over(saved: dict, config: dict, given: dict) -> None:
-    """Takes the saved run's settings over into config, except for those on the command line, and says so."""
-    theirs = {k: v for k, v in saved["config"].items() if k in config and k not in PASSING}
-    model_args = {field.name: field.default for field in fields(GPTConfig)} | saved["model_args"]
-    free = (*RESHAPABLE, *(("block_size",) if model_args["position"] != "learned" else ()))  # train short, test long
-    theirs |= {k: v for k, v in model_args.items() if k not in free}
-    for key, value in theirs.items():
-        mine = config[key]
-        if key not in given or mine == value:
-            config[key] = value
-        elif given[key] != "command line":
-            config[key] = value
-            say(f"resume: keeping {key}={value}; {given[key]} has {mine}, --{key}={mine} changes it")
-        elif key in MODEL_FIELDS and key not in free:
-            raise UserError(f"--{key}={mine} does not fit the saved model, which has {key}={value}")
-        else:
-            say(f"resume: {key} was {value}, now {mine}")
+            ids, n_vocab = by_master(begin_with) if self.sharded else begin_with()
+            with self.amp, torch.compiler.set_stance("force_eager"):
+                prompt = torch.tensor([ids], device=self.device)
+                ids = model.eval().generate(
+                    prompt, config["sample_tokens"], 0.8, vocab_size=n_vocab, seed=config["seed"]
+                )
+            if distributed.master:
+                text = tokenizer(meta["tokenizer"]).decode(ids[0].tolist())
+                if log.wandb:
+                    log.wandb.log({"sample": log.wandb.Html(f"<pre>{html.escape(text)}</pre>")})
+                say(f"\na sample (more of them: python sample.py --out_dir={config['out_dir']}):\n{text}")
+        except (UserError, OSError) as error:  # the run itself is done and saved
+            say(f"\nno sample: {error}")
 
 
+# fmt: off
 def wrong_flags(c: SimpleNamespace, given: dict, world: int) -> Iterator[tuple[bool, str]]:
     """(what is wrong, the sentence for it), in an order in which each rule may rely on those before it."""
     positive = ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "eval_iters")
@@ -169,11 +369,9 @@ def wrong_flags(c: SimpleNamespace, given: dict, world: int) -> Iterator[tuple[b
     for name in (*counts, "min_lr", "weight_decay", "grad_clip", "loss_spike"):
         yield getattr(c, name) < 0, f"--{name}={getattr(c, name)} must not be negative"
     decays = c.decay_lr and c.schedule != "constant"
-    yield (
-        decays and c.lr_decay_iters <= c.warmup_iters,
-        f"lr_decay_iters={c.lr_decay_iters} must be greater than warmup_iters={c.warmup_iters}: the decay "
-        f"lies between the two (--schedule=constant has none)",
-    )
+    yield (decays and c.lr_decay_iters <= c.warmup_iters,
+           f"lr_decay_iters={c.lr_decay_iters} must be greater than warmup_iters={c.warmup_iters}: the decay "
+           f"lies between the two (--schedule=constant has none)")
     for name in ("learning_rate", "muon_lr"):
         yield getattr(c, name) <= 0, f"--{name}={getattr(c, name)} must be positive"
     for name in ("beta1", "beta2", "muon_beta"):
@@ -187,170 +385,17 @@ def wrong_flags(c: SimpleNamespace, given: dict, world: int) -> Iterator[tuple[b
         ("min_lr", decays, "a schedule that decays"),
     ):
         yield given.get(name) == "command line" and not used, f"--{name} is used only with {by}"
-    yield (
-        decays and c.min_lr > c.learning_rate,
-        f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}: the decay would go up",
-    )
+    yield (decays and c.min_lr > c.learning_rate,
+           f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}: the decay would go up")
     yield c.plain and c.triton, "--plain runs the definitions of model.py, --triton kernels: leave one out"
     rows, steps = c.batch_size * c.gradient_accumulation_steps, c.gradient_accumulation_steps
     if rows % world:
         more = next(n for n in range(steps, 10**9) if n * c.batch_size % world == 0)
-        yield (
-            True,
-            f"the {rows} sequences, gradient_accumulation_steps={steps} times {c.batch_size}, "
-            f"cannot be shared by {world} processes; {more} can (--gradient_accumulation_steps={more}); "
-            f"or start {' or '.join(str(n) for n in range(1, 129) if rows % n == 0)} processes",
-        )
-
-
-def dry_run(config: dict, given: dict, device: str, dtype: str) -> str:
-    """The report of a run that does not take place. Data that are not prepared and weights are estimated."""
-    meta = None
-    try:
-        meta = read_meta(folder_of(config["dataset"]))
-    except UserError as error:
-        say(str(error))
-    if config["vocab_size"] is None:
-        config["vocab_size"] = meta["vocab_size"] if meta else VOCAB_SIZE.get(config["dataset"], GPT2_VOCAB_SIZE)
-        if not meta and config["init_from"] == "scratch":
-            say(f"until then its vocabulary is taken for {config['vocab_size']:,} (--vocab_size=)")
-    if config["init_from"] in ("scratch", "resume"):
-        shape = GPTConfig(**{k: config[k] for k in MODEL_FIELDS})
-    else:
-        shape = GPTConfig(**config_of(config["init_from"], free_fields(config, given))[1])
-        check_weights(shape, config, given)
-    n_tokens = meta["files"]["train.bin"]["tokens"] if meta else None
-    return report(shape, config, n_tokens, device, dtype, distributed.world)
-
-
-# -----------------------------------------------------------------------------
-# data, model and the first lines
-
-
-def prepared(dataset: str) -> tuple[str, dict]:
-    """(folder, meta) of a data set. The Shakespeares are prepared here if they are not yet; others take long."""
-    folder = folder_of(dataset)
-    prepare = os.path.join(folder, "prepare.py")
-    missing = not os.path.exists(os.path.join(folder, "meta.json"))
-    if distributed.master and missing and dataset.startswith("shakespeare") and os.path.exists(prepare):
-        say(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}")
-        if subprocess.run([sys.executable, prepare]).returncode:
-            raise UserError(f"{prepare} failed, see above")
-    summed(torch.zeros(1))  # the others wait
-    return folder, read_meta(folder)
-
-
-def free_fields(config: dict, given: dict) -> dict:
-    """The fields of pretrained weights' model that were asked for."""
-    return {name: config[name] for name in FREE if name in given}
-
-
-def check_weights(theirs: GPTConfig, config: dict, given: dict) -> None:
-    """Says which fields of pretrained weights' model were asked for in vain. Raises UserError: on the command line."""
-    for name in (name for name in given if name in MODEL_FIELDS and name not in FREE):
-        own, mine = getattr(theirs, name), config[name]
-        if own != mine and given[name] == "command line":
-            raise UserError(f"--{name}={mine} does not fit {config['init_from']}, which has {name}={own}")
-        if own != mine:
-            say(f"{config['init_from']}: {name} is {own}, not {mine} as in {given[name]}")
-
-
-def pretrained_model(config: dict, given: dict, meta: dict) -> GPT:
-    """The model of --init_from's weights, with the fields that were asked for; says what that means."""
-    name = config["init_from"]
-    model = GPT.from_pretrained(name, free_fields(config, given))
-    if (meta["tokenizer"]["kind"], model.config.vocab_size) != ("gpt2", GPT2_VOCAB_SIZE):
-        say(f"{name} may know other tokens than those of {config['dataset']}, whose numbers mean something else to it")
-    swapped = [f"{k}={config[k]}" for k in FREE if k in given and k not in (*TRAINING, "block_size")]
-    new = f"; new to them: {', '.join(swapped)}, so the loss begins higher" if swapped else ""
-    say(f"{name}: all of its weights carry over, the optimizer starts anew{new}")
-    check_weights(model.config, config, given)
-    return model
-
-
-def check_data(model: GPT, meta: dict, config: dict) -> int | None:
-    """The token between documents that --pack=document asks for, else None. Raises UserError where data do not fit."""
-    dataset = config["dataset"]
-    if model.config.vocab_size < meta["vocab_size"]:
-        raise UserError(f"vocab_size={model.config.vocab_size} is less than the {meta['vocab_size']} ids of {dataset}")
-    if config["pack"] != "document":
-        return None
-    eot = tokenizer(meta["tokenizer"]).eot
-    if eot is None:
-        raise UserError(f"--pack=document: {dataset} has no boundaries of documents, as of one alone")
-    return eot
-
-
-def use_triton(model: GPT, run: Run) -> None:
-    """Runs a model's attention by the Triton kernels. Raises UserError where they cannot run."""
-    if run.device_type != "cuda" or run.dtype == "float16":
-        raise UserError(
-            f"--triton: its kernels are for CUDA, in bfloat16 and float32, and this runs on {run.device_type} in "
-            f"{run.dtype}; --no-triton works"
-        )
-    try:
-        from attention import kernels
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        raise NotInstalled("Triton's kernels need Triton: pip install triton") from None
-    kernels.use(model, ATTENTION[model.config.attention])
-
-
-def describe(run: Run, model: GPT, data: dict, meta: dict, config: dict) -> None:
-    """Prints what is trained on what and how, before the first step."""
-    c, asked = SimpleNamespace(**config), model.config
-    m = asked.resolved()
-    shown = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "attention", "heads", "window", "dropout")
-    choices = {name: getattr(asked, name) for name in MODEL_FIELDS if name not in (*shown, "attn_dropout")}
-    choices = ", ".join(f"{k}={v}" for k, v in choices.items() if v != getattr(GPTConfig, k))
-    rate = f"{c.schedule if c.decay_lr else 'constant'} learning rate of {c.learning_rate}"
-    rate += f" (Muon's {c.muon_lr}, momentum {c.muon_beta})" if c.optimizer == "muon" else ""
-    rate += f", down to {c.min_lr} from step {math.ceil(run.decay_from)} to {c.lr_decay_iters}" if run.decays else ""
-    slow_beta = m.attn_dropout and linear(replace(asked, attn_dropout=0.0))
-    world, full = distributed.world, run.rows == c.batch_size * run.micro_steps * distributed.world
-    say(
-        f"{c.dataset}: {len(data['train']):,} train, {len(data['val']):,} val tokens; source: "
-        f"{meta['source'].get('from')}\n"
-        f"{num_params(model) / 1e6:.2f}M parameters: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} wide, "
-        f"block {m.block_size}, vocabulary {m.vocab_size}\n"
-        f"{m.attention} attention, heads {m.heads}{f' (span {m.window})' if m.window is not None else ''}, "
-        f"dropout {m.dropout} (on attention weights {m.attn_dropout}"
-        f"{', which makes it quadratic in time: --attn_dropout=0' if slow_beta else ''})"
-        f"{', documents apart' if c.pack == 'document' else ''}{', by its definition' if c.plain else ''}\n"
-        f"unlike GPT-2: {choices or 'nothing'}; {c.optimizer}, {rate}\n"
-        f"{run.rows * m.block_size:,} tokens per step = {run.rows} sequences x {m.block_size}: {world} processes x "
-        f"{run.micro_steps} micro-batches of {'' if full else 'up to '}{c.batch_size}; {run.device}, {run.dtype}"
-        f"{', ' + c.parallel if world > 1 else ''}"
-    )
-
-
-# -----------------------------------------------------------------------------
-# the model and the optimizers as they are trained
-
-
-def compiled(model: torch.nn.Module, run: Run, try_it: Callable) -> torch.nn.Module:
-    """torch.compile(model), after try_it(it), a forward and backward pass; where that fails the model itself.
-
-    Of several processes it is compiled where it is used, inside of DDP, which sends gradients while others are still
-    computed, or block by block, which FSDP2 puts together; what fails there is left as it is, with a warning.
-    """
-    say("compiling the model (a minute or so)...")
-    torch._dynamo.config.suppress_errors = distributed.world > 1
-    if run.sharded:
-        for block in model.transformer.h:
-            block.compile()
-        return model
-    fast = torch.compile(model)
-    if distributed.world > 1:
-        return fast
-    try:
-        try_it(fast)
-    except Exception as error:  # if it is a bug of the model, the model itself will show it
-        say(f"torch.compile does not work here, going on without it ({type(error).__name__}: {first_line(error)})")
-        fast = model
-    model.zero_grad(set_to_none=True)
-    return fast
+        yield (True,
+               f"the {rows} sequences, gradient_accumulation_steps={steps} times {c.batch_size}, "
+               f"cannot be shared by {world} processes; {more} can (--gradient_accumulation_steps={more}); "
+               f"or start {' or '.join(str(n) for n in range(1, 129) if rows % n == 0)} processes")
+# fmt: on
 
 
 def read_by_all(batches: Iterator) -> list:
@@ -365,51 +410,12 @@ def read_by_all(batches: Iterator) -> list:
     return read
 
 
-def restore(run: Run, config: dict, meta: dict, optimizers: list, scaler: torch.amp.GradScaler) -> float:
-    """Puts the saved run's state, if there is one, into the optimizers and the scaler. Returns its best loss.
-
-    Raises UserError where the data, the optimizer or the checkpoint are others than the saved run's.
-    """
-    saved, dataset = run.saved, config["dataset"]
-    if saved is None:
-        return math.inf
-    if run.start >= config["max_iters"] and not config["eval_only"]:
-        reached = f"the run is at step {run.start} already, max_iters={config['max_iters']}"
-        say(f"resume: {reached}: a larger --max_iters goes on")
-    if saved.get("tokenizer", meta["tokenizer"]) != meta["tokenizer"]:
-        raise UserError(f"{dataset} has been prepared anew, with another vocabulary than the saved run's")
-    checksums = {name: entry["sha256"] for name, entry in meta["files"].items()}
-    other = [name for name, checksum in saved.get("data", {}).items() if checksums.get(name) != checksum]
-    if other and not config["allow_other_data"]:
-        raise UserError(
-            f"the saved run was trained on other data than {' and '.join(other)} of {dataset}: "
-            f"--allow_other_data goes on all the same"
-        )
-    if "optimizer" not in saved:
-        raise UserError(f"the checkpoint in {config['out_dir']} has no optimizer state to go on with")
-    if saved["config"].get("optimizer", "adamw") != config["optimizer"]:
-        raise UserError(f"--optimizer={config['optimizer']} cannot go on from the state of the saved run's other one")
-    states = checkpoint.optimizer_states(run.saved_path, saved, optimizers)
-    for o, state in zip(optimizers, states, strict=True):
-        fresh = [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
-        o.load_state_dict(state)
-        for group, wanted in zip(o.param_groups, fresh, strict=True):
-            group |= wanted  # a flag wins over what was saved
-    scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # it is empty in other precisions
-    theirs = {"pack": "none"} | saved["config"]
-    windows = ("dataset", "eval_iters", "batch_size", "block_size", "pack")
-    if saved.get("data") and not other and all(config[name] == theirs.get(name) for name in windows):
-        return saved["best_val_loss"]
-    say("resume: evaluation is over other windows, so the best validation loss starts anew")
-    return math.inf
-
-
 # -----------------------------------------------------------------------------
-# what stops a run, and what its steps have been like
+# after each step
 
 
 class Agreement:
-    """What all processes agree on after each step: its outcome, whether one was asked to stop, whether one cannot go on.
+    """What the processes agree on after each step: its outcome, and whether one was asked to stop or cannot go on.
 
     lag: the outcome of a step is read so many steps later; with 1 the host does not wait for a GPU. listen: to SIGINT
     and SIGTERM, which ask for a stop at the end of the step. A second signal, but not torchrun's copy of the first,
@@ -499,11 +505,12 @@ def diverged(step: int, what: object, keeper: checkpoint.Keeper) -> NoReturn:
 # the end
 
 
-def report_end(run: Run, config: dict, agreement: Agreement, it: int, seconds: float) -> None:
+def report_end(run: Run, agreement: Agreement, it: int, seconds: float) -> None:
     """Waits for the last checkpoint and says how the run has ended after `it` steps. Exits where it was not written."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    keeper, out_dir = agreement.keeper, config["out_dir"]
+    keeper, config = agreement.keeper, run.config
+    out_dir = config["out_dir"]
     keeper.wait()
     if not config["eval_only"]:
         say(f"{it - run.start} steps; {seconds:.1f} s with everything after the imports")
@@ -514,30 +521,6 @@ def report_end(run: Run, config: dict, agreement: Agreement, it: int, seconds: f
         print(f"\nstep {it}: {agreement.problem or 'another process cannot go on'}{kept}", file=sys.stderr)
     elif agreement.stop and not agreement.failed:
         say(f"\nstopped by signal after {it} steps; {out_dir} is saved: --init_from=resume --out_dir={out_dir} goes on")
-
-
-def print_sample(model: GPT, run: Run, config: dict, meta: dict, first: list[int], log: Log) -> None:
-    """Prints a text of the trained model, which begins with a line end or, where the vocabulary has none, with first."""
-    if not config["sample_tokens"] or config["eval_only"] or not (distributed.master or run.sharded):
-        return
-
-    def begin_with() -> tuple[list[int], int]:
-        tok = tokenizer(meta["tokenizer"])
-        newline = "\n" in meta["tokenizer"].get("vocab", "\n")
-        return tok.start("\n") if newline else first, tok.n_vocab
-
-    try:
-        ids, n_vocab = by_master(begin_with) if run.sharded else begin_with()
-        with run.amp, torch.compiler.set_stance("force_eager"):
-            prompt = torch.tensor([ids], device=run.device)
-            ids = model.eval().generate(prompt, config["sample_tokens"], 0.8, vocab_size=n_vocab, seed=config["seed"])
-        if distributed.master:
-            text = tokenizer(meta["tokenizer"]).decode(ids[0].tolist())
-            if log.wandb:
-                log.wandb.log({"sample": log.wandb.Html(f"<pre>{html.escape(text)}</pre>")})
-            say(f"\na sample (more of them: python sample.py --out_dir={config['out_dir']}):\n{text}")
-    except (UserError, OSError) as error:  # the run itself is done and saved
-        say(f"\nno sample: {error}")
 
 
 def leave(agreement: Agreement) -> None:

@@ -1,4 +1,4 @@
-"""Times of models: forward passes, training steps, decoding; and how all times of bench.py are measured.
+"""How bench.py measures times and memory; and the times of whole models: forward passes, training steps, decoding.
 
 Repeats are interleaved: every task runs once before any task runs again. A task that fails is left out, and says why.
 """
@@ -7,6 +7,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import os
 import statistics
 import time
 import traceback
@@ -14,9 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.profiler import profile
 
 from configurator import UserError, first_line
 from model import ATTENTION, GPT, GPTConfig
+from training.estimate import matmul_rate
 from training.optimizers import OPTIMIZER, Settings
 
 AHEAD = 5_000_000  # clock cycles for which a GPU is kept busy with nothing, while the host launches what is timed
@@ -27,17 +30,17 @@ Rounds = dict[str, dict[str, list[float]]]  # {task: {measure: its number in eac
 
 
 # -----------------------------------------------------------------------------
-# how times are measured
+# how it is measured
 
 
 def clock(dev: str) -> float:
-    """Seconds, read after the device has done all of its work."""
+    """Seconds, read when the device has done all of its work."""
     getattr(torch, dev.partition(":")[0]).synchronize()
     return time.perf_counter()
 
 
 def stopwatch(dev: str, *steps: Callable) -> list[float]:
-    """Milliseconds of each of these functions, called one after another."""
+    """Milliseconds of each of these functions, which are called one after another."""
     if not dev.startswith("cuda"):
         ticks = [clock(dev)]
         for step in steps:
@@ -55,8 +58,48 @@ def stopwatch(dev: str, *steps: Callable) -> list[float]:
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
+def ceilings(dev: str, dtype: str) -> dict[str, float]:
+    """FLOP/s of a large matrix product, and bytes/s, read and written, of a large copy."""
+    x = torch.randn(2**28 if dev.startswith("cuda") else 2**25, device=dev)
+    y = torch.empty_like(x)
+    ms = min(stopwatch(dev, lambda: y.copy_(x))[0] for _ in range(10))
+    return {"flops": matmul_rate(dev, dtype), "bytes_per_s": 2 * x.nbytes / ms * 1e3}
+
+
+def peak_memory(f: Callable, dev: str) -> int:
+    """Bytes that f() needed at most at once, beyond what was there before."""
+    if dev.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        f()
+        return torch.cuda.max_memory_allocated() - before
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # the profiler announces itself on every start
+    try:
+        with profile(profile_memory=True) as p:
+            f()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+    events = [event for event in p.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(0, *itertools.accumulate(event.nbytes() for event in events))
+
+
+def free_memory(dev: str) -> int:
+    """Bytes that are free on the device; where nobody says, as if there were 8 GiB."""
+    if dev.startswith("cuda"):
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    try:
+        with open("/proc/meminfo", encoding="ascii") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    except OSError:
+        return 8 * 2**30
+
+
 def tried(name: str, f: Callable, dev: str, foreign: bool = False) -> object:
-    """f(), or None where it fails. A line says why; a bug is shown with its traceback as well.
+    """f(), or None where it fails. A line says why; a bug of this repository is shown with its traceback, too.
 
     foreign: f is the code of another library, which may just not run here. Raises UserError where the device can no
     longer be used, as after a kernel that wrote where it should not.
@@ -71,13 +114,20 @@ def tried(name: str, f: Callable, dev: str, foreign: bool = False) -> object:
         clock(dev)
     except Exception as error:
         raise UserError(f"{name} broke {dev} ({why(error)}): leave it out with --only=") from None
-    return None
 
 
 def of_the_machine(error: Exception) -> bool:
     """Whether an error comes from memory, CUDA, Triton or a compiler, and not from the code that ran."""
     said = f"{type(error).__module__}.{type(error).__name__}: {error}"
-    signs = "OutOfMemoryError", "MemoryError", "can't allocate memory", "CUDA", "triton.", "torch._dynamo", "torch._ind"
+    signs = (
+        "OutOfMemoryError",
+        "MemoryError",
+        "can't allocate memory",
+        "CUDA",
+        "triton.",
+        "torch._dynamo",
+        "_inductor",
+    )
     return any(sign in said for sign in signs)
 
 
@@ -100,14 +150,10 @@ def interleaved(tasks: dict[str, Callable], dev: str, repeats: int) -> Rounds:
 
 def medians(columns: dict[str, list[float]]) -> tuple[dict, dict]:
     """(median, half the interquartile range as a share of it) of each measure."""
-    middle, spread = {}, {}
-    for key, column in columns.items():
-        quarter = (len(column) - 1) / 4
-        low = sorted(column)[round(quarter)]
-        high = sorted(column)[round(3 * quarter)]
-        middle[key] = statistics.median(column)
-        spread[key] = (high - low) / 2 / middle[key]
-    return middle, spread
+    shares = torch.tensor((0.25, 0.5, 0.75), dtype=torch.float64)
+    quartiles = {key: torch.tensor(c, dtype=torch.float64).quantile(shares).tolist() for key, c in columns.items()}
+    median = {key: middle for key, (_, middle, _) in quartiles.items()}
+    return median, {key: (high - low) / 2 / middle for key, (low, middle, high) in quartiles.items()}
 
 
 def ratios(rounds: Rounds, name: str, base: str) -> dict[str, float]:
@@ -122,24 +168,22 @@ def ratios(rounds: Rounds, name: str, base: str) -> dict[str, float]:
 
 @dataclass
 class Setting:
-    """Where models are timed, which, and how often."""
+    """How models are timed."""
 
     dev: str
     amp: contextlib.AbstractContextManager  # mixed precision
-    heads: str  # the pattern of models with short heads
+    heads: str  # the pattern of those with short heads
     repeats: int
     seed: int
 
 
 def models(at: Setting, T: int, sizes: dict) -> dict[str, GPT]:
     """A model for each attention, with long heads and with the pattern; those that cannot be built are left out."""
-    found = {}
+    gpts = {}
     for core, pattern in itertools.product(ATTENTION, dict.fromkeys(("L", at.heads))):
         config = GPTConfig(block_size=T, attention=core, heads=pattern, **sizes)
-        gpt = tried(f"{core} {pattern}", functools.partial(GPT, config), at.dev)
-        if gpt is not None:
-            found[f"{core} {pattern}"] = gpt.to(at.dev)
-    return found
+        gpts[f"{core} {pattern}"] = tried(f"{core} {pattern}", functools.partial(GPT, config), at.dev)
+    return {name: gpt.to(at.dev) for name, gpt in gpts.items() if gpt is not None}
 
 
 def forward_or_step(at: Setting, length: int, B: int, train: bool) -> list[dict]:
@@ -167,13 +211,12 @@ def forward_or_step(at: Setting, length: int, B: int, train: bool) -> list[dict]
     rounds = interleaved(tasks, at.dev, at.repeats)
     rows = []
     for name, columns in rounds.items():
-        middle, spread = medians(columns)
-        ms = middle["ms"]
-        row = {"subject": name, "n": length, "batch": B, "ms": ms, "ms_per_sequence": ms / B, "spread": spread["ms"]}
-        row["change"] = ratios(rounds, name, next(iter(rounds)))["ms"] - 1
-        row["tokens_per_s"] = B * length / ms * 1e3
-        cells = f"{ms:10.1f} ms ±{row['spread']:3.0%}{row['change']:+9.1%}{ms / B:10.2f} ms a sequence"
-        print(f"{name:24}{cells}{row['tokens_per_s']:12,.0f} tokens/s", flush=True)
+        ms, spread = (measure["ms"] for measure in medians(columns))
+        change = ratios(rounds, name, next(iter(rounds)))["ms"] - 1
+        row = {"subject": name, "n": length, "batch": B, "ms": ms, "ms_per_sequence": ms / B, "spread": spread}
+        row |= {"change": change, "tokens_per_s": B * length / ms * 1e3}
+        speed = f"{row['tokens_per_s']:12,.0f} tokens/s"
+        print(f"{name:24}{ms:10.1f} ms ±{spread:3.0%}{change:+9.1%}{ms / B:10.2f} ms a sequence{speed}", flush=True)
         rows.append(row)
     return rows
 
@@ -190,11 +233,21 @@ def decoding(at: Setting, n: int) -> list[dict]:
             if row is not None:
                 rows.append({"subject": subject, "n": n, **row})
                 print(f"{subject:30}" + "".join(f"{x:16.1f}" for x in row.values()), flush=True)
-    return rows + caches(at)
+    gpts = {T: models(at, T, GPT_10M) for T in (1024, 8192)}
+    print(f"\n{'bytes of its cache':30}" + "".join(f"{f'n = {T}':>16}" for T in gpts))
+    most = None
+    for name in gpts[8192]:
+        size = tried(name, lambda name=name: {T: cache_bytes(at, gpts[T][name]) for T in gpts}, at.dev)
+        if size is None:
+            continue
+        most = most or size[8192]  # softmax's, all long, which comes first
+        rows += [{"subject": name, "n": T, "cache_bytes": size[T]} for T in size]
+        print(f"{name:30}" + "".join(f"{x:16,}" for x in size.values()) + f"{most / size[8192]:10.2f}x less at 8192")
+    return rows
 
 
-def speeds(at: Setting, gpt: GPT, n: int, cached: bool) -> dict:
-    """Tokens/s of all of the sequence, of its first tenth and of its last."""
+def speeds(at: Setting, gpt: GPT, n: int, cached: bool) -> dict[str, float]:
+    """Tokens/s of all of a sequence, of its first tenth and of its last."""
     start = torch.zeros(1, 1, dtype=torch.long, device=at.dev)
     sampling = {"seed": at.seed, "use_cache": cached}
     with at.amp:
@@ -202,27 +255,8 @@ def speeds(at: Setting, gpt: GPT, n: int, cached: bool) -> dict:
         ticks = [clock(at.dev)]
         ticks += [clock(at.dev) for _ in gpt.stream(start, n - 1, temperature=0.8, **sampling)]
     tenth = max(1, (n - 1) // 10)
-    return {
-        "tokens_per_s": (n - 1) / (ticks[-1] - ticks[0]),
-        "first": tenth / (ticks[tenth] - ticks[0]),
-        "last": tenth / (ticks[-1] - ticks[-1 - tenth]),
-    }
-
-
-def caches(at: Setting) -> list[dict]:
-    """Bytes of a full cache at two lengths."""
-    lengths = (1024, 8192)
-    print(f"\n{'bytes of its cache':30}" + "".join(f"{f'n = {T}':>16}" for T in lengths))
-    gpts = {T: models(at, T, GPT_10M) for T in lengths}
-    rows = []
-    for name in gpts[8192]:
-        size = {T: tried(name, functools.partial(cache_bytes, at, gpts[T][name]), at.dev) for T in lengths}
-        if None in size.values():
-            continue
-        rows += [{"subject": name, "n": T, "cache_bytes": size[T]} for T in lengths]
-        most = rows[1]["cache_bytes"]  # softmax's at 8192, all long, which comes first
-        print(f"{name:30}" + "".join(f"{x:16,}" for x in size.values()) + f"{most / size[8192]:10.2f}x less at 8192")
-    return rows
+    row = {"tokens_per_s": (n - 1) / (ticks[-1] - ticks[0]), "first": tenth / (ticks[tenth] - ticks[0])}
+    return row | {"last": tenth / (ticks[-1] - ticks[-1 - tenth])}
 
 
 @torch.no_grad()

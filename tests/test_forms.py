@@ -1,0 +1,214 @@
+"""Which form of an attention runs: the fast one while it computes the definition, and nobody's edit is ignored."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import SMALL
+from reference import naive_attention
+from torch.nn import functional as F
+
+import model
+from attention import fast as forms
+from attention.cache import BetaSums, KeyValues, cache_form
+from attention.fast import FAST, fast_form, takes_dropout
+from attention.scores import scores, visible
+from model import ATTENTION, GPT, GPTConfig
+
+cores = pytest.mark.parametrize("core", ATTENTION)
+
+
+def sigmoid_attention(q, k, v, *, window=None, scale=None, bias=None):
+    """y = sigmoid(s - log n) v, n the number of keys seen (arXiv 2409.04431): a researcher's own."""
+    s, seen = scores(q, k, scale, bias), visible(q, k, window)
+    weights = (s - seen.sum(-1, keepdim=True).log()).sigmoid().masked_fill(~seen, 0.0)
+    return weights.to(v.dtype) @ v
+
+
+def edited_beta(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+    """beta with a sign that somebody has changed."""
+    s, seen = scores(q, k, scale, bias), visible(q, k, window)
+    s = s.masked_fill(~seen, 0.0)
+    return F.dropout(s / (1 - s.norm(dim=-1, keepdim=True)), dropout).to(v.dtype) @ v
+
+
+def edited_softmax(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+    """softmax whose gradient alone is another: the weights are constants to it."""
+    s = scores(q, k, scale, bias).masked_fill(~visible(q, k, window), -math.inf)
+    return F.dropout(s.softmax(-1).detach(), dropout).to(v.dtype) @ v
+
+
+def edited_laser(q, k, v, *, window=None, scale=None, bias=None):
+    """LASER with a temperature of its values."""
+    return 2 * model.laser_attention(q, k, v / 2, window=window, scale=scale, bias=bias)
+
+
+def edited_dropout(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+    """softmax that drops scores in the place of weights."""
+    s = F.dropout(scores(q, k, scale, bias), dropout).masked_fill(~visible(q, k, window), -math.inf)
+    return s.softmax(-1).to(v.dtype) @ v
+
+
+EDITS = [("beta", edited_beta), ("softmax", edited_softmax), ("laser", edited_laser), ("softmax", edited_dropout)]
+
+
+@cores
+def test_the_fast_forms_are_used(core, capfd):
+    form, general = fast_form(core, ATTENTION[core]), forms.windowed(ATTENTION[core])
+    assert form.__qualname__ == FAST[core](ATTENTION[core]).__qualname__ != general.__qualname__
+    assert cache_form(core, ATTENTION[core]) is (BetaSums if core == "beta" else KeyValues)
+    assert fast_form(core, ATTENTION[core]) is form  # compared once
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("core", "edited"), EDITS, ids=lambda x: getattr(x, "__name__", x))
+def test_an_edited_definition_is_what_runs(core, edited, monkeypatch, capfd):
+    """It, and not the fast form of what it was, makes logits, gradients and text, and one line says so."""
+    monkeypatch.setitem(ATTENTION, core, edited)
+    sizes = {"block_size": 280, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16, "attention": core}
+    gpt = GPT(GPTConfig(**sizes, heads="SL", window=20)).double()
+    assert capfd.readouterr().err.count("computes something else than the definition in model.py") == 1
+    attn, x = gpt.transformer.h[0].attn, torch.randn(1, 280, 16, dtype=torch.float64)
+    q, k, v = (t.view(1, 280, 2, 8).transpose(1, 2) for t in attn.c_attn(x).split(16, dim=2))
+    y = torch.cat([edited(q[:, [h]], k[:, [h]], v[:, [h]], window=w) for h, w in enumerate((20, None))], dim=1)
+    expected = attn.c_proj(y.transpose(1, 2).reshape(1, 280, 16))
+    torch.testing.assert_close(attn(x), expected, rtol=0, atol=1e-10)
+    for ours, theirs in zip(
+        torch.autograd.grad(attn(x).sum(), attn.parameters()),
+        torch.autograd.grad(expected.sum(), attn.parameters()),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+    idx = torch.randint(11, (1, 40))
+    cache, cached = gpt.eval().new_cache(), []
+    with torch.no_grad():
+        full = gpt(idx, idx)[0]
+        for part in idx.split([20, *20 * [1]], dim=1):
+            cached.append(gpt(part, part, cache=cache)[0])
+    torch.testing.assert_close(torch.cat(cached, 1), full, rtol=0, atol=1e-9)
+
+
+def test_an_edited_definition_is_trained(train, tmp_path, monkeypatch):
+    """A sign changed in beta changes the losses."""
+    losses = []
+    for core in (None, edited_beta):
+        if core:
+            monkeypatch.setitem(ATTENTION, "beta", core)
+        assert train("--attention=beta", "--max_iters=4")[0] == 0
+        losses.append([row["loss"] for row in map(json.loads, open(tmp_path / "out" / "log.jsonl")) if "loss" in row])
+    assert losses[0][0] != losses[1][0] and losses[0][-1] != losses[1][-1]
+
+
+@cores
+@pytest.mark.parametrize("heads", ["L", "SSLL"])
+@pytest.mark.parametrize("differential", [[], ["--differential"]])
+def test_plain_and_fast_train_to_the_same_losses(core, heads, differential, run, data, tmp_path):
+    """Short heads in blocks and beta's sums need some length."""
+    flags = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, "--block_size=270", "--batch_size=1"]
+    flags += ["--max_iters=4", "--eval_interval=4", "--eval_iters=1", "--sample_tokens=8", "--learning_rate=1e-2"]
+    flags += ["--gradient_accumulation_steps=1", "--warmup_iters=1", "--lr_decay_iters=20", f"--attention={core}"]
+    flags += [f"--heads={heads}", *(["--window=20"] if "S" in heads else []), *differential]
+    found = []
+    for plain in ([], ["--plain"]):
+        code, out, err = run("train.py", *flags, *plain)
+        assert code == 0 and ("by its definition" in out) == bool(plain), err
+        rows = [json.loads(line) for line in open(tmp_path / "out" / "log.jsonl")]
+        found.append([row.get("loss", row.get("val_loss")) for row in rows])
+    assert found[0] == pytest.approx(found[1], rel=2e-5) and len(found[0]) == 6
+
+
+# -----------------------------------------------------------------------------
+# a new attention, of which nothing else is known
+
+
+def test_a_new_attention_has_everything(monkeypatch, capfd):
+    """Short heads in blocks, grouped heads, every position, packed documents and a cache, by its definition alone."""
+    monkeypatch.setitem(ATTENTION, "sigmoid", sigmoid_attention)
+    form = fast_form("sigmoid", sigmoid_attention)
+    q, k, v = (torch.randn(1, 2, 300, 8, dtype=torch.float64) for _ in "qkv")
+    for window in (None, 0, 20, 100):
+        exact = naive_attention("sigmoid", q, k, v, window=window)
+        torch.testing.assert_close(form(q, k, v, window=window), exact, rtol=0, atol=1e-12)
+    assert not takes_dropout(sigmoid_attention) and capfd.readouterr().err == ""
+    sizes = {"block_size": 300, "vocab_size": 11, "n_layer": 2, "n_head": 4, "n_embd": 32, "attention": "sigmoid"}
+    idx = torch.randint(11, (2, 300))
+    for more in (
+        {"position": "relative"},
+        {"position": "rope", "n_kv_head": 2},
+        {"differential": True, "position": "t5"},
+    ):
+        gpt = GPT(GPTConfig(**sizes, **more, heads="SSLL", window=20)).eval()
+        full, _ = gpt(idx, idx)
+        cache = gpt.new_cache()
+        parts = [gpt(part, part, cache=cache)[0] for part in idx.split([280, *20 * [1]], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-5)
+        gpt.run_definitions()
+        torch.testing.assert_close(gpt(idx, idx)[0], full, rtol=0, atol=1e-5)
+
+
+def test_short_heads_of_a_new_attention_hold_no_square(monkeypatch):
+    """What its forward pass keeps for the backward pass grows with the tokens."""
+    from test_attention import saved_bytes
+
+    kept = {}
+    for T in (1024, 4096):
+        q, k, v = (torch.randn(1, 2, T, 8, requires_grad=True) for _ in "qkv")
+        kept[T] = saved_bytes(lambda: fast_form("sigmoid", sigmoid_attention)(q, k, v, window=20))  # noqa: B023
+    assert kept[4096] <= 4.4 * kept[1024]
+
+
+def test_an_attention_that_needs_all_at_once(monkeypatch):
+    """Keys times keys, say: it is called once with all queries, its short heads too, and is told of its window."""
+    calls = []
+
+    def whole(q, k, v, *, window=None, scale=None, bias=None):
+        calls.append((q.shape, window))
+        return ATTENTION["softmax"](q, k, v, window=window, scale=scale, bias=bias)
+
+    monkeypatch.setitem(ATTENTION, "whole", whole)
+    monkeypatch.setattr(model, "WHOLE", {"whole"})
+    gpt = GPT(
+        GPTConfig(block_size=300, vocab_size=5, n_layer=1, n_head=2, n_embd=16, attention="whole", heads="SL", window=9)
+    )
+    gpt(torch.zeros(1, 300, dtype=torch.long))
+    assert calls == [((1, 1, 300, 8), 9), ((1, 1, 300, 8), None)]
+
+
+def test_a_bug_in_an_attention_is_its_own(monkeypatch):
+    def wrong(q, k, v, *, window=None, scale=None, bias=None):
+        B, H, T = scores(q, k, scale, bias).shape
+
+    monkeypatch.setitem(ATTENTION, "wrong", wrong)
+    gpt = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16, attention="wrong"))
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        gpt(torch.zeros(1, 8, dtype=torch.long))
+    monkeypatch.setitem(ATTENTION, "softmax", wrong)  # where a fast form is compared with it
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16))
+
+
+def test_an_output_of_another_shape_is_seen(monkeypatch):
+    monkeypatch.setitem(
+        ATTENTION, "flat", lambda q, k, v, *, window=None, scale=None, bias=None: v.sum(1, keepdim=True)
+    )
+    gpt = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16, attention="flat"))
+    with pytest.raises(ValueError, match=r"this attention gave \(1, 1, 8, 8\) .* it owes \(1, 2, 8, 8\)"):
+        gpt(torch.zeros(1, 8, dtype=torch.long))
+
+
+def test_comparing_draws_no_random_number_and_needs_no_device(monkeypatch):
+    """It runs on the CPU wherever the model is made, and leaves the generator alone."""
+
+    def other(q, k, v, **settings):
+        return model.softmax_attention(q, k, v, **settings)
+
+    def another(q, k, v, *, dropout=0.0, **settings):
+        return model.softmax_attention(q, k, v, dropout=dropout, **settings)
+
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        assert forms.unchanged("softmax", other)
+    with torch.inference_mode():
+        assert forms.unchanged("softmax", another)
+    assert torch.equal(state, torch.get_rng_state())
