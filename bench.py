@@ -7,19 +7,20 @@
     python bench.py --what=attention --device=cuda --dtype=bfloat16 --head_dim=64,128 --lengths=2048,8192 --tokens=32768
 
 Four parts: `attention` (forward, backward and peak memory of the function alone), `model` (a forward pass of the LS
-paper's model, its Table 1), `step` (its training step), `decode` (tokens/s and cache bytes). This file has the first
-part; training/timing.py has the others, and how things are measured.
+paper's model, its Table 1), `step` (its training step), `decode` (tokens/s and cache bytes). The first is in this file,
+the others, and how things are measured, in training/timing.py.
 
-The outputs and gradients of each attention are compared with its definition in float64 first, on fresh random inputs;
-one that is wrong is reported, not timed. Repeats are interleaved: every subject runs once before any runs again.
-Numbers are medians with half their interquartile range; ratios are to the first subject in the same round. A share is
-the least time that the operations and bytes of what is computed take, at this device's measured rates of a matrix
-product and of a copy, divided by the time taken. Times on a GPU lie between two events of the device, before which
-the host has 2 or 3 ms to launch the work. Everything is written to --out.
+Outputs and gradients of each attention are compared with its definition in float64 first, on fresh random inputs; one
+that is wrong is reported, not timed. Repeats are interleaved: every subject runs once before any runs again. Numbers
+are medians with half their interquartile range; ratios are to the first subject in the same round. A share is the least
+time that the computation could take, at the rates of a matrix product and of a copy that are measured first, divided by
+the time that it took. Times on a GPU lie between events of the device, which the host has 2 or 3 ms to prepare for.
+Everything is written to --out.
 """
 
 import functools
-import importlib
+import importlib.util
+import itertools
 import json
 import math
 import os
@@ -40,7 +41,7 @@ from choices import POSITION
 from configurator import NotInstalled, UserError, check_writable, configure, pick_device, user_errors
 from model import ATTENTION, WHOLE, GPTConfig
 from training import timing
-from training.timing import interleaved, medians, ratios, stopwatch, tried, why
+from training.timing import inputs, interleaved, medians, passes, ratios, tried
 
 suite: Literal["all", "quick", "gpu"] = "all"  # settings for a purpose: quick, as --quick; gpu, all tables of a GPU
 what = "attention,model,step,decode"  # the parts to run
@@ -71,30 +72,27 @@ SUITE = {  # name: flags that are not given
     "gpu": {
         "what": "model,step,decode,attention", "device": "cuda", "dtype": "bfloat16", "out": "bench-gpu.json",
         "head_dim": "64,128,32", "lengths": "2048,8192,32768", "decode_length": 512,
-        "tokens": 32768,  # fills the device; of heads of 64 and more also its caches, more than once
+        "tokens": 32768,  # fills the device; with heads of 64 and more its caches, too, more than once
         "repeats": 7, "patience": 1.0, "budget": 430.0,
     },
 }  # fmt: skip
 BACKENDS = {
-    "sdpa flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa math": SDPBackend.MATH,  # which holds all T^2 scores at once
-}
+    "sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION, "sdpa math": SDPBackend.MATH,
+}  # fmt: skip
 CHECKED_AT = 300  # tokens: past the first blocks of short heads, and where beta is linear
 # ||x - exact|| / ||exact|| of an output or gradient: rounding of the inputs, and in float32 on a GPU TF32's
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 TF32 = 2e-3
-# What is timed: its operations and bytes, as multiples of a forward pass's. A backward pass has five products (q k^T
-# again, and four gradients), a forward pass two.
+# (operations, bytes) of a pass, times a forward pass's: that has two products, a backward pass five
 PASSES = {"forward": (1, 1), "backward": (2.5, 2), "both": (3.5, 3)}
 _began = time.monotonic()
-
 
 # -----------------------------------------------------------------------------
 # what is timed
 
 sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+optional = functools.cache(tried)  # says once what is left out, not for each head dim
 
 
 @dataclass
@@ -105,22 +103,20 @@ class Subject:
     pattern: str = "L"  # of its heads
     differential: bool = False
     position: str | None = None  # a name in POSITION, of one that acts inside attention
-    run: Callable | None = None  # (q, k, v) -> y, all (B, H, T, D); None: as a model does it
-    foreign: bool = True  # whether `run` is another library's
-    backward: bool = True  # whether it has a backward pass here
+    run: Callable | None = None  # (q, k, v) -> y, all (B, H, T, D); None: as a model computes it
+    foreign: bool = False  # `run` is the code of another library
+    backward: bool = True  # it has a backward pass here
     error: float = math.nan  # the largest that the check has found
 
     def __post_init__(self):
-        if self.run is None:
-            self.run, self.foreign = self.layer(as_trained(self.core)), False
+        self.run = self.run or self.layer(as_in_a_model(self.core))
 
     def layer(self, core: Callable) -> Callable:
-        """(q, k, v) -> y of the layer whose core this is. Two differential heads, whose values are joined, give
-        A1 V - 0.5 A2 V (Ye et al. 2024)."""
+        """(q, k, v) -> y, all (B, H, T, D), of these heads with this core."""
         n = n_short(self.pattern)
 
         def run(q, k, v):
-            if self.differential:
+            if self.differential:  # heads in pairs, whose values are joined: A1 V - 0.5 A2 V (Ye et al. 2024)
                 joined = torch.cat((v[:, ::2], v[:, 1::2]), dim=-1)  # (B, H / 2, T, 2 D)
                 y = core(q, k, joined.repeat_interleave(2, dim=1))
                 y = y[:, ::2] - 0.5 * y[:, 1::2]
@@ -136,8 +132,8 @@ class Subject:
         return run
 
 
-def as_trained(core: str) -> Callable:
-    """ATTENTION[core] in the form that a model runs. It is looked up when it is called, where a bug of it is reported."""
+def as_in_a_model(core: str) -> Callable:
+    """ATTENTION[core] in the form that a model runs; looked up when it is called, where a bug in it is reported."""
 
     def attend(q, k, v, **settings):
         return fast_form(core, ATTENTION[core], whole=core in WHOLE)(q, k, v, **settings)
@@ -153,7 +149,7 @@ def scheme(position: str, T: int, D: int) -> torch.nn.Module:
 
 
 def n_short(pattern: str) -> int:
-    """How many heads of a layer are short: the first ones."""
+    """How many heads of a layer are short, which are its first ones here."""
     return (pattern * n_head)[:n_head].count("S")
 
 
@@ -169,7 +165,7 @@ def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
     w = min(window, n - 1)
     short = (w + 1) * (1 - w / (2 * n))
     keys = long + (short - long) * n_short(subject.pattern) / n_head
-    widths = 3 * D if subject.differential else 2 * D  # of a key and of a value
+    widths = 3 * D if subject.differential else 2 * D  # of a key and its value
     return 2 * widths * keys * n, 4 * D * n
 
 
@@ -195,7 +191,7 @@ def flex(pattern: str, dynamic: bool) -> Callable:
 
 
 def x_transformers() -> Callable:
-    """Softmax attention of x-transformers."""
+    """Softmax attention of the library x-transformers."""
     from x_transformers.attend import Attend
 
     attend = Attend(causal=True, flash=True)
@@ -220,57 +216,41 @@ def triton_kernels() -> dict[str, Callable]:
     """The attentions that have kernels in attention/kernels.py."""
     from attention.kernels import KERNEL
 
-    return {core: KERNEL[core](as_trained(core)) for core in KERNEL if core in ATTENTION}
+    return {core: KERNEL[core](as_in_a_model(core)) for core in KERNEL if core in ATTENTION}
 
 
-@functools.cache
-def optional(name: str, make: Callable) -> object:
-    """make(), or None where what it imports is not installed or does not run here; a line says so, once."""
-    try:
-        return make()
-    except Exception as error:
-        print(f"{name}: left out ({why(error)})")
-
-
-def subjects(dev: str) -> dict[str, Subject]:
+def subjects(dev: str, D: int) -> dict[str, Subject]:
     """Everything there is to time here, SDPA first."""
     on_gpu = dev.startswith("cuda")
-    short = [heads] if "S" in heads else []
-    table = {"sdpa": Subject(run=sdpa)}
+    patterns = ["L", heads] if "S" in heads else ["L"]
+    table = {"sdpa": Subject(run=sdpa, foreign=True)}
     if suite != "quick":
-        table |= {name: Subject(run=sdpa_kernel(backend)(sdpa)) for name, backend in BACKENDS.items()}
+        table |= {name: Subject(run=sdpa_kernel(x)(sdpa), foreign=True) for name, x in BACKENDS.items()}
     for core in ATTENTION:
-        table[core] = Subject(core)
-        table |= {f"{core} {pattern}": Subject(core, pattern) for pattern in short}
+        table |= {f"{core} {pattern}".removesuffix(" L"): Subject(core, pattern) for pattern in patterns}
         if n_head % 2 == 0:
             table[f"{core} differential"] = Subject(core, differential=True)
     if suite == "all":
         table |= {name: Subject(position=name) for name, (_, inside) in POSITION.items() if inside}
     if suite != "quick":  # FlexAttention has no backward pass on a CPU
-        table |= {f"flex {p}": Subject(pattern=p, run=flex(p), backward=on_gpu) for p in ("L", *short)}
+        flexes = {pattern: flex(pattern, not on_gpu or D != numbers("head_dim")[0]) for pattern in patterns}
+        table |= {f"flex {p}": Subject("softmax", p, run=f, foreign=True, backward=on_gpu) for p, f in flexes.items()}
     if on_gpu or "triton" in only:  # on a CPU in the interpreter, minutes for each
-        kernels = optional("Triton's kernels", triton_kernels) or {}
-        few = {"window": window, "n_short": n_short(heads)}
-        for pattern, settings in (("L", {}), *((pattern, few) for pattern in short)):
-            for core, kernel in kernels.items():
-                name = f"{core} triton" if pattern == "L" else f"{core} {pattern} triton"
-                table[name] = Subject(core, pattern, run=functools.partial(kernel, **settings), foreign=False)
+        kernels = optional("Triton's kernels", triton_kernels, dev, foreign=True) or {}
+        for pattern, core in itertools.product(patterns, kernels):
+            few = {"window": window, "n_short": n_short(pattern)} if pattern != "L" else {}
+            name = f"{core} {pattern}".removesuffix(" L") + " triton"
+            table[name] = Subject(core, pattern, run=functools.partial(kernels[core], **few))
     for name, core, make in (("x-transformers", "softmax", x_transformers), ("fla beta", "beta", fla_beta)):
-        if run := optional(name, make):
-            table[name] = Subject(core, run=run)
+        if run := optional(name, make, dev, foreign=True):
+            table[name] = Subject(core, run=run, foreign=True)
     if unknown := set(filter(None, only.split(","))) - set(table):
         raise UserError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(table)}")
     return {name: subject for name, subject in table.items() if not only or name in only.split(",")}
 
 
 # -----------------------------------------------------------------------------
-# whether it is right, and how long it takes
-
-
-def inputs(B: int, T: int, D: int, dev: str, dt: torch.dtype) -> list[torch.Tensor]:
-    """Random q, k, v and dy, (B, H, T, D)."""
-    x = [torch.randn(B, n_head, T, D, device=dev, dtype=dt) for _ in range(4)]
-    return [*(t.requires_grad_() for t in x[:3]), x[3]]
+# whether it is right
 
 
 def derivatives(f: Callable, x: list[torch.Tensor], backward: bool = True) -> list[torch.Tensor]:
@@ -282,19 +262,23 @@ def derivatives(f: Callable, x: list[torch.Tensor], backward: bool = True) -> li
 
 def right_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
     """The subjects whose outputs and gradients are those of the definition in float64, up to rounding."""
-    x = inputs(2, CHECKED_AT, D, dev, dt)
+    x = inputs(2, n_head, CHECKED_AT, D, dev, dt)
     double = [t.detach().cpu().double().requires_grad_(t.requires_grad) for t in x]
-    exact, right = {}, {}
+    one_by_one = list(zip(*(t.split(1) for t in double), strict=True))  # sequences: LASER holds T x T x D numbers
     tolerance = TF32 if dt == torch.float32 and dev.startswith("cuda") else TOLERANCE[dt]
+    exact = {}  # {what a subject computes: derivatives}
+    right = {}
 
     def errors_of(subject: Subject) -> list[float]:
         found = derivatives(subject.run, x, subject.backward)
         meaning = subject.core, subject.pattern, subject.differential, subject.position
         if meaning not in exact:
-            exact[meaning] = derivatives(subject.layer(spelled_out(ATTENTION[subject.core])), double)
+            definition = subject.layer(spelled_out(ATTENTION[subject.core]))
+            parts = [derivatives(definition, few) for few in one_by_one]
+            exact[meaning] = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
         return [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact[meaning], strict=False)]
 
-    for name, subject in subjects(dev).items():
+    for name, subject in subjects(dev, D).items():
         if name.endswith("triton") and not importlib.import_module("attention.kernels").fits(subject.core, *x[:3]):
             print(f"{name}: left out, it would be the plain form (its kernel takes no head dim {D}, {dt} on {dev})")
             continue
@@ -310,31 +294,12 @@ def right_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
     return right
 
 
-def passes(subject: Subject, x: list[torch.Tensor], dev: str) -> dict[str, float]:
-    """Milliseconds of a forward pass without gradients, of a backward pass, and of both with gradients."""
-    *qkv, dy = x
-    y = []
-
-    @torch.no_grad()
-    def inference() -> None:
-        subject.run(*(t.detach() for t in qkv))
-
-    def backward() -> None:  # grad, since backward() would copy what is laid out in another way than q, k and v
-        torch.autograd.grad(y[0], qkv, dy)
-
-    row = {"forward": stopwatch(dev, inference)[0]}
-    if subject.backward:
-        both = stopwatch(dev, lambda: y.append(subject.run(*qkv)), backward)
-        row |= {"backward": both[1], "both": sum(both)}
-    return row
-
-
 # -----------------------------------------------------------------------------
 # the tables of attention
 
 
 def attention(dev: str, dt: torch.dtype, top: dict) -> Iterator[list[dict]]:
-    """Prints a table for each head dim and length, and yields its rows. top: what `ceilings` gives."""
+    """Prints a table for each head dim and length, and yields its rows. top: timing.ceilings."""
     for D in numbers("head_dim"):
         if late():
             print(f"\nhead dim {D}: out of time (--budget)")
@@ -343,17 +308,17 @@ def attention(dev: str, dt: torch.dtype, top: dict) -> Iterator[list[dict]]:
         table = right_subjects(dev, dt, D)
         pace = {}  # {subject: seconds of a pass for each pair of tokens}
         for n in numbers("lengths"):
-            x = inputs(sequences(n), n, D, dev, dt)
+            x = inputs(sequences(n), n_head, n, D, dev, dt)
             tasks = {name: warmed_up(name, subject, x, dev, pace) for name, subject in table.items()}
             yield attention_table({name: task for name, task in tasks.items() if task}, table, x, dev, top)
 
 
 def warmed_up(name: str, subject: Subject, x: list[torch.Tensor], dev: str, pace: dict) -> Callable | None:
-    """What times a subject's passes, after the first ones; None, which is said, where it takes too much or fails."""
+    """What times the passes of a subject, after the first ones; None where they fail or would take too much."""
     B, _, n, _ = x[0].shape
-    task = functools.partial(passes, subject, x, dev)
+    task = functools.partial(passes, subject.run, x, dev, subject.backward)
     seconds = pace.get(name, 0.0) * B * n * n
-    need = 32 * B * n_head * n * n if name == "sdpa math" else 0
+    need = 32 * B * n_head * n * n if name == "sdpa math" else 0  # it holds all scores at once
     if late():
         print(f"n = {n}: {name} skipped, out of time (--budget)")
     elif seconds > patience:
@@ -411,31 +376,28 @@ def summary(rows: list[dict]) -> None:
 
 
 def draw(rows: list[dict], path: str) -> None:
-    """Time and memory of forward + backward against n, at the first head dim, on log axes."""
+    """Draws time and memory of forward + backward against n, at the first head dim, on log axes."""
+    from matplotlib.figure import Figure
+
     if not rows:
         print("nothing was timed: there is nothing to draw")
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 6))
-    D = rows[0]["d"]
-    rows = [row for row in rows if row["d"] == D and "both" in row["ms"]]
-    for i, name in enumerate(dict.fromkeys(row["subject"] for row in rows)):
-        mine = [row for row in rows if row["subject"] == name]
-        sizes = [row["n"] for row in mine]
-        style = {"label": name, "marker": "o", "markersize": 4, "linestyle": ("-", "--", ":")[i // 10 % 3]}
-        axes[0].plot(sizes, [row["ms"]["both"] for row in mine], **style)
-        axes[1].plot(sizes, [row["peak_bytes"] / 2**20 for row in mine], **style)
-    for ax, label in zip(axes, ("forward + backward, ms", "peak memory, MiB"), strict=True):
+    figure = Figure(figsize=(13, 6))
+    shown = [row for row in rows if row["d"] == rows[0]["d"] and "both" in row["ms"]]
+    for ax, label in zip(figure.subplots(1, 2), ("forward + backward, ms", "peak memory, MiB"), strict=True):
+        for i, name in enumerate(dict.fromkeys(row["subject"] for row in shown)):
+            mine = [row for row in shown if row["subject"] == name]
+            y = [row["ms"]["both"] if "ms" in label else row["peak_bytes"] / 2**20 for row in mine]
+            style = {"marker": "o", "markersize": 4, "linestyle": ("-", "--", ":")[i // 10 % 3]}
+            ax.plot([row["n"] for row in mine], y, label=name, **style)
         ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
-        ax.set_xticks(numbers("lengths"), lengths.split(","))
+        ax.set_xticks(numbers("lengths"), [str(n) for n in numbers("lengths")])
         ax.minorticks_off()
         ax.grid(alpha=0.3)
-    axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.suptitle(f"attention, {f'{tokens} tokens' if tokens else f'B {batch_size}'}, H {n_head}, D {D}")
+    ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.suptitle(
+        f"attention, {tokens or batch_size} {'tokens' if tokens else 'sequences'}, H {n_head}, D {rows[0]['d']}"
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     print(f"drew {path}")
@@ -457,17 +419,14 @@ def sequences(length: int) -> int:
 
 def numbers(flag: str) -> list[int]:
     """The integers of a flag. Raises UserError where they are none, or below 1."""
-    try:
-        got = [int(n) for n in globals()[flag].split(",")]
-    except ValueError:
-        got = []
-    if not got or min(got) < 1:
+    words = globals()[flag].split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise UserError(f"--{flag} must be positive integers, separated by commas; got {globals()[flag]}")
-    return got if flag == "head_dim" else sorted(got)
+    return [int(word) for word in words] if flag == "head_dim" else sorted(int(word) for word in words)
 
 
-def choose_suite() -> None:
-    """Gives the flags that were not given the values of their suite."""
+def check_flags(all_parts: list[str]) -> None:
+    """Gives flags that were not given the values of their suite. Raises UserError for flags that do not fit."""
     if quick and "suite" in given:
         raise UserError("--quick and --suite are two choices of settings: leave one out")
     if quick:
@@ -475,10 +434,6 @@ def choose_suite() -> None:
     if suite == "gpu" and "device" not in given and not torch.cuda.is_available():
         raise UserError("--suite=gpu needs a CUDA GPU, and there is none here (or this PyTorch is built without CUDA)")
     globals().update({name: value for name, value in SUITE[suite].items() if name not in given})
-
-
-def check_flags(all_parts: list[str]) -> None:
-    """Raises UserError for flags that do not fit."""
     parts = what.split(",")
     if unknown := set(parts) - set(all_parts):
         raise UserError(f"--what={what}: {', '.join(sorted(unknown))} is none of {', '.join(all_parts)}")
@@ -506,7 +461,6 @@ def main() -> None:
         "step": lambda: [timing.forward_or_step(at, step_length, sequences(step_length), train=True)],
         "decode": lambda: [timing.decoding(at, decode_length)],
     }
-    choose_suite()
     check_flags(list(run))
     dev, dt_name, amp = pick_device(device, dtype)
     dt = getattr(torch, dt_name)

@@ -205,8 +205,22 @@ class CausalSelfAttention(nn.Module):
         v = v.view(B, T, -1, self.n_map * D).transpose(1, 2)  # (B, G, T, D) or, differential, (B, G / 2, T, 2 D)
         if self.per_dim_temperature is not None:
             q = q * F.softplus(self.per_dim_temperature)
-        groups = self.calls if memory is None and self.probe is None else self.groups
-        y = [self.attend(group, *group.take(q, k, v), memory) for group in groups]
+        past = 0 if memory is None else memory.length
+        dropout = self.dropout if self.training else {}
+        y = []
+        for group in self.calls if memory is None and self.probe is None else self.groups:
+            q_part, k_part, v_part = group.take(q, k, v)
+            bias = None
+            if self.position is not None and not (self.nope_long and group.window is None):
+                q_part, k_part, bias = self.position(q_part, k_part, group.q, past)
+            q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)
+            core = self.core if self.probe is None else probed(self, group)
+            settings = {**group.settings, "scale": self.scale, "bias": bias, **dropout}
+            if memory is not None:
+                y.append(memory.attend(core, group, q_part, k_part, v_part, **settings))
+            else:
+                y.append(core(q_part, *group.share(k_part, v_part), **settings))
+            check_shapes(q_part, v_part, y[-1])
         y = torch.cat(y, dim=1) if len(y) > 1 else y[0]  # (B, H, T, D)
         if self.inverse is not None:
             y = y[:, self.inverse]
@@ -214,20 +228,6 @@ class CausalSelfAttention(nn.Module):
             y = self.difference(y)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, H * D))
         return self.resid_dropout(y) if self.training else y  # decoding a token: each module call costs
-
-    def attend(self, group, q, k, v, memory):
-        """y of a group of heads, with their positions."""
-        bias = None
-        if self.position is not None and not (self.nope_long and group.window is None):
-            q, k, bias = self.position(q, k, group.q, 0 if memory is None else memory.length)
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        core = self.core if self.probe is None else probed(self, group)
-        settings = group.settings | {"scale": self.scale, "bias": bias} | (self.dropout if self.training else {})
-        if memory is not None:
-            return memory.attend(core, group, q, k, v, **settings)
-        y = core(q, *group.share(k, v), **settings)
-        check_shapes(q, v, y)
-        return y
 
     def difference(self, y):
         """(B, H, T, 2 D) -> (B, H / 2, T, 2 D): each pair of maps, the first minus lambda times the second."""

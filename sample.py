@@ -28,6 +28,7 @@ top_p: float | None = None  # sample from the fewest tokens that hold this proba
 stop: str | None = None  # end a sample where this text comes up
 seed = 1337  # of the first sample; the others take the next ones
 use_cache = True  # keep what the model has computed of earlier tokens; the text is the same without, slowly
+plain = False  # attention by the definitions of model.py as they stand; the text is the same, slowly
 device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on a GPU that has it, else float16
 compile = False  # torch.compile the model
@@ -63,6 +64,8 @@ def main() -> None:
     model, tok, _, about = open_model(init_from, out_dir, which)
     print(about)
     model.eval().to(device)
+    if plain:
+        model.run_definitions()
     if compile:
         torch._dynamo.config.suppress_errors = True  # if compiling fails, go on without it and say why
         model.compile()

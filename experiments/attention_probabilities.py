@@ -2,10 +2,10 @@
 
     python experiments/attention_probabilities.py --out_dir=out-shakespeare-char-cpu
 
-Of each layer, over the validation split: the share of the probabilities p = softmax(s) that are below 1e-3 and 1e-7,
-beside the share if all scores were equal, which says what the length alone does. And what the paper concludes from
-them (section 3.2): the norm of the Jacobian dy / ds of a query's output with respect to its scores, for softmax,
-p_j (v_j - y), and for LASER, p_j (exp(v_j - y) - 1), on the same q, k and v. A mean over queries and heads.
+For each layer, over the validation split, it prints the share of the probabilities p = softmax(s) that are below 1e-3
+and 1e-7. Beside it stands the share if all scores were equal: that much is due to the length alone. Then what the paper
+concludes from them (section 3.2): the norm of the Jacobian dy / ds of a query's output with respect to its scores. It
+is p_j (v_j - y) for softmax and p_j (exp(v_j - y) - 1) for LASER, on the same q, k and v; means over queries and heads.
 """
 
 import os
@@ -15,9 +15,11 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from attention.fast import in_rows
+from attention.heads import HeadGroup
+from attention.probe import probing
+from attention.scores import ByDistance, scores, visible
 from configurator import UserError, configure, pick_device, user_errors
-from experiments.runs import watched
-from model import ByDistance, in_rows, scores, visible
 from text.dataset import Tokens, folder_of
 from training.opening import open_model
 
@@ -27,22 +29,31 @@ batch_size = 1  # windows per batch
 device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
 
 
-@in_rows(lambda q, k, v, bias: 10 * q.shape[0] * q.shape[1] * k.shape[-2])  # 64 bits each
-def measures(q, k, v, *, window=None, scale=None, bias=None):
-    """Of each query how many keys it sees, how many of them below 1e-3 and below 1e-7, |dy/ds| of softmax and of LASER,
-    and a 1 to count it: (B, H, Tq, 6), as if that were a core."""
-    seen = visible(q.shape[-2], k.shape[-2], window, q.device)
-    p, v = scores(q, k, scale, bias).masked_fill(~seen, -torch.inf).softmax(-1).double(), v.double()
-    small = ((p.masked_fill(~seen, 1.0) < t).sum(-1) for t in (1e-3, 1e-7))
-    y, shift = p @ v, v.amax(-2, keepdim=True)
-    e = (v - shift).exp()
-    r = 1 / (p @ e)  # exp(v_j - y) = e_j r, with y LASER's output
-    # sum over channels of (v_j - y)^2 and of (e_j r - 1)^2, as products of matrices
+def measures_at_once(q, k, v, *, window=None, scale=None, bias=None):
+    """Six numbers of each query, (B, H, Tq, 6): how many keys it sees; how many of their probabilities are below 1e-3,
+    and below 1e-7; |dy/ds| of softmax and of LASER; and a 1, so that sums also count the queries."""
+    seen = visible(q, k, window)
+    p = scores(q, k, scale, bias).masked_fill(~seen, -torch.inf).softmax(-1).double()
+    v = v.double()
+    n = seen.sum(-1).expand(p.shape[:-1])
+    of_seen = p.masked_fill(~seen, 1.0)
+    below = [(of_seen < limit).sum(-1) for limit in (1e-3, 1e-7)]
+    y = p @ v
+    e = (v - v.amax(-2, keepdim=True)).exp()
+    r = 1 / (p @ e)  # exp(v_j - y) = e_j r, where y is LASER's output
+    # the sums over channels of (v_j - y)^2 and of (e_j r - 1)^2, as products of matrices
     softmax = v.square().sum(-1)[..., None, :] - 2 * y @ v.mT + y.square().sum(-1, keepdim=True)
     laser = r.square() @ e.square().mT - 2 * r @ e.mT + v.shape[-1]
-    norms = ((p.square() * x.clamp(min=0)).sum(-1).sqrt() for x in (softmax, laser))
-    n = seen.sum(-1).expand(p.shape[:-1])
-    return torch.stack([n, *small, *norms, torch.ones_like(y[..., 0])], dim=-1)
+    norms = [(p.square() * square.clamp(min=0)).sum(-1).sqrt() for square in (softmax, laser)]
+    return torch.stack([n, *below, *norms, torch.ones_like(n)], dim=-1)
+
+
+def numbers_needed(q, k, v, bias) -> int:
+    """By one query of all heads, in 32 bits, for in_rows."""
+    return 10 * q.shape[0] * q.shape[1] * k.shape[-2]
+
+
+measures = in_rows(measures_at_once, numbers_needed)
 
 
 @torch.no_grad()
@@ -55,23 +66,25 @@ def main() -> None:
         raise UserError("beta's weights are no probabilities: a model of softmax or LASER goes here")
     model.eval().to(where)
     tokens = Tokens(folder_of(run["dataset"]), "val", model.config.block_size)
-    layers = [[torch.zeros(6, dtype=torch.float64) for _ in range(2)] for _ in model.transformer.h]
+    layers = {block.attn: torch.zeros(2, 6, dtype=torch.float64) for block in model.transformer.h}
 
-    def see(layer: int, q, k, v, *, window=None, scale=None, bias=None, **_) -> None:
-        bias = ByDistance(bias.values) if isinstance(bias, ByDistance) else bias
-        for total, inputs in zip(layers[layer], ((q, bias), (0 * q, None)), strict=True):
-            found = measures(inputs[0], k, v, window=window, scale=scale, bias=inputs[1])
-            total += found.sum((0, 1, 2)).cpu()
+    def see(layer: torch.nn.Module, group: HeadGroup, q, k, v, *, window=None, scale=None, bias=None, **_) -> None:
+        bias = ByDistance(bias.values) if isinstance(bias, ByDistance) else bias  # without what it adds to values
+        found = measures(q, k, v, window=window, scale=scale, bias=bias)
+        equal = measures(0 * q, k, v, window=window, scale=scale)
+        layers[layer] += torch.stack([x.sum((0, 1, 2)).cpu() for x in (found, equal)])
 
-    for x, _ in tokens.eval_batches(batches, batch_size):
-        watched(model, x.to(where), see)
+    with probing(model, see):
+        for x, _ in tokens.eval_batches(batches, batch_size):
+            model(x.to(where))
     print(f"{about}; {model.config.attention}, {batches * batch_size} windows of {model.config.block_size} tokens\n")
     columns = "layer", "below 1e-3", "if scores were equal", "below 1e-7", "Jacobian, softmax", "LASER"
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for name, (found, equal) in [*enumerate(layers), ("all", [sum(x) for x in zip(*layers, strict=True)])]:
-        shares = (x / n for x, n in ((found[1], found[0]), (equal[1], equal[0]), (found[2], found[0])))
-        norms = (f"{x / found[5]:.4f}" for x in found[3:5])
-        print(f"| {name} | {' | '.join(f'{x:.1%}' for x in shares)} | {' | '.join(norms)} |")
+    totals = dict(enumerate(layers.values())) | {"all": sum(layers.values())}
+    for name, (found, equal) in totals.items():
+        shares = [found[1] / found[0], equal[1] / equal[0], found[2] / found[0]]
+        norms = found[3:5] / found[5]
+        print(f"| {name} | {' | '.join(f'{x:.1%}' for x in shares)} | {' | '.join(f'{x:.4f}' for x in norms)} |")
 
 
 if __name__ == "__main__":

@@ -3,21 +3,21 @@
     python experiments/choices.py --only=rope,swiglu     # these rows, and the default that they are held against
     python experiments/choices.py                        # all of them
     python experiments/choices.py --what=time            # milliseconds alone
-    python experiments/choices.py --what=links           # points the README's rows at today's lines of code
+    python experiments/choices.py --what=links           # the README's rows name where each choice is in the code
 
-Runs train.py with the CPU config for each row and seed; a run that is there already, of the same command and
-config, is not repeated, so that it can be stopped and goes on. Times are of training steps of all rows in one
-process, interleaved: each row takes a step before any takes another.
+It runs train.py with the CPU config for each row and seed. Runs that finished with the same command and config are
+skipped, so it can be stopped and started again. Times are of training steps of all rows in one process, interleaved:
+each row takes a step before any row takes another.
 """
 
 import concurrent.futures
+import functools
 import json
 import os
 import re
 import statistics
 import sys
 import threading
-import time
 from dataclasses import dataclass, fields
 
 import torch
@@ -30,6 +30,7 @@ from model import GPT, GPTConfig
 from text.dataset import ROOT
 from text.files import sha256
 from training.optimizers import OPTIMIZER, Settings
+from training.timing import interleaved, medians, ratios, stopwatch
 
 what = "train,time"  # the parts to run: train, time, links
 only = ""  # rows, separated by commas; empty: all
@@ -44,65 +45,63 @@ out_dir = "out-choices"  # a folder per run goes there
 @dataclass
 class Row:
     flags: dict  # of train.py
-    line: str  # what to look for in model.py, or in another file: "optimizers.py: class Lamb"
+    place: str  # the file and the name in it that make the choice: "choices.py RoPE"
     paper: str
 
 
 SHORT = {"heads": "S/S/L", "window": 16, "position": "rope"}
 ROWS = {
-    "GPT-2": Row({}, "class GPT(", "Radford et al. 2019"),
+    "GPT-2": Row({}, "model.py GPT", "Radford et al. 2019"),
     # positions
-    "none": Row({"position": "none"}, '"none": (None, None)', "Kazemnejad et al. 2023"),
-    "sinusoidal": Row({"position": "sinusoidal"}, "class Sinusoids", "Vaswani et al. 2017"),
-    "relative": Row({"position": "relative"}, "class Relative", "Shaw et al. 2018"),
-    "t5": Row({"position": "t5"}, "class T5", "Raffel et al. 2019"),
-    "alibi": Row({"position": "alibi"}, "class ALiBi", "Press et al. 2021"),
-    "rope": Row({"position": "rope"}, "class RoPE", "Su et al. 2021"),
-    "rope S/S/L": Row(SHORT, '"rope": (None, RoPE)', "Su et al. 2021"),
-    "rope S/S/L nope_long": Row(SHORT | {"nope_long": True}, "self.nope_long and group.window", "Command A (2025)"),
+    "none": Row({"position": "none"}, "choices.py POSITION", "Kazemnejad et al. 2023"),
+    "sinusoidal": Row({"position": "sinusoidal"}, "choices.py Sinusoids", "Vaswani et al. 2017"),
+    "relative": Row({"position": "relative"}, "choices.py Relative", "Shaw et al. 2018"),
+    "t5": Row({"position": "t5"}, "choices.py T5", "Raffel et al. 2019"),
+    "alibi": Row({"position": "alibi"}, "choices.py ALiBi", "Press et al. 2021"),
+    "rope": Row({"position": "rope"}, "choices.py RoPE", "Su et al. 2021"),
+    "rope S/S/L": Row(SHORT, "attention/heads.py groups_of", "Su et al. 2021"),
+    "rope S/S/L nope_long": Row(SHORT | {"nope_long": True}, "model.py CausalSelfAttention", "Command A (2025)"),
     # norms
-    "bias": Row({"bias": True}, "self.c_fc = nn.Linear", "Radford et al. 2019"),
-    "rmsnorm": Row({"norm": "rmsnorm"}, "class RMSNorm", "Zhang and Sennrich 2019"),
-    "rmsnorm with bias": Row(
-        {"norm": "rmsnorm", "norm_bias": True}, "return y if self.bias is None", "Zhang and Sennrich 2019"
-    ),
-    "post": Row({"where": "post"}, '"post": (', "Vaswani et al. 2017"),
-    "sandwich": Row({"where": "sandwich"}, '"sandwich": (', "Gemma 2 (2024)"),
-    "olmo2": Row({"where": "olmo2"}, '"olmo2": (', "OLMo 2 (2024)"),
+    "bias": Row({"bias": True}, "model.py MLP", "Radford et al. 2019"),
+    "rmsnorm": Row({"norm": "rmsnorm"}, "choices.py RMSNorm", "Zhang and Sennrich 2019"),
+    "rmsnorm with bias": Row({"norm": "rmsnorm", "norm_bias": True}, "choices.py RMSNorm", "Zhang and Sennrich 2019"),
+    "post": Row({"where": "post"}, "choices.py WHERE", "Vaswani et al. 2017"),
+    "sandwich": Row({"where": "sandwich"}, "choices.py WHERE", "Gemma 2 (2024)"),
+    "olmo2": Row({"where": "olmo2"}, "choices.py WHERE", "OLMo 2 (2024)"),
     # blocks
-    "parallel": Row({"block": "parallel"}, "if self.parallel:", "PaLM (Chowdhery et al. 2022)"),
-    "gelu_exact": Row({"mlp": "gelu_exact"}, '"gelu_exact": (', "Hendrycks and Gimpel 2016"),
-    "relu": Row({"mlp": "relu"}, '"relu": (', "Vaswani et al. 2017"),
-    "relu2": Row({"mlp": "relu2"}, '"relu2": (', "So et al. 2021"),
-    "swish": Row({"mlp": "swish"}, '"swish": (', "Ramachandran et al. 2017"),
-    "elu": Row({"mlp": "elu"}, '"elu": (', "Clevert et al. 2015"),
-    "selu": Row({"mlp": "selu"}, '"selu": (', "Klambauer et al. 2017"),
-    "sigmoid": Row({"mlp": "sigmoid"}, '"sigmoid": (', "Narang et al. 2021"),
-    "softplus": Row({"mlp": "softplus"}, '"softplus": (', "Narang et al. 2021"),
-    "glu": Row({"mlp": "glu"}, '"glu": (', "Dauphin et al. 2016"),
-    "reglu": Row({"mlp": "reglu"}, '"reglu": (', "Shazeer 2020"),
-    "geglu": Row({"mlp": "geglu"}, '"geglu": (', "Shazeer 2020"),
-    "swiglu": Row({"mlp": "swiglu"}, '"swiglu": (', "Shazeer 2020"),
-    "liglu": Row({"mlp": "liglu"}, '"liglu": (', "Shazeer 2020"),
+    "parallel": Row({"block": "parallel"}, "model.py Block", "PaLM (Chowdhery et al. 2022)"),
+    "gelu_exact": Row({"mlp": "gelu_exact"}, "choices.py ACTIVATION", "Hendrycks and Gimpel 2016"),
+    "relu": Row({"mlp": "relu"}, "choices.py ACTIVATION", "Vaswani et al. 2017"),
+    "relu2": Row({"mlp": "relu2"}, "choices.py ACTIVATION", "So et al. 2021"),
+    "swish": Row({"mlp": "swish"}, "choices.py ACTIVATION", "Ramachandran et al. 2017"),
+    "elu": Row({"mlp": "elu"}, "choices.py ACTIVATION", "Clevert et al. 2015"),
+    "selu": Row({"mlp": "selu"}, "choices.py ACTIVATION", "Klambauer et al. 2017"),
+    "sigmoid": Row({"mlp": "sigmoid"}, "choices.py ACTIVATION", "Narang et al. 2021"),
+    "softplus": Row({"mlp": "softplus"}, "choices.py ACTIVATION", "Narang et al. 2021"),
+    "glu": Row({"mlp": "glu"}, "choices.py ACTIVATION", "Dauphin et al. 2016"),
+    "reglu": Row({"mlp": "reglu"}, "choices.py ACTIVATION", "Shazeer 2020"),
+    "geglu": Row({"mlp": "geglu"}, "choices.py ACTIVATION", "Shazeer 2020"),
+    "swiglu": Row({"mlp": "swiglu"}, "choices.py ACTIVATION", "Shazeer 2020"),
+    "liglu": Row({"mlp": "liglu"}, "choices.py ACTIVATION", "Shazeer 2020"),
     # heads
-    "GQA 2": Row({"n_kv_head": 2}, "def per_head", "Ainslie et al. 2023"),
-    "MQA": Row({"n_kv_head": 1}, "def per_head", "Shazeer 2019"),
-    "head_dim 32": Row({"head_dim": 32}, "def head_size", "Vaswani et al. 2017, table 3"),
-    "dropout": Row({"dropout": 0.1}, "self.resid_dropout = ", "Srivastava et al. 2014"),
-    "dropout of weights alone": Row({"attn_dropout": 0.1}, "def weight_dropout", "Vaswani et al. 2017's code"),
+    "GQA 2": Row({"n_kv_head": 2}, "attention/heads.py per_head", "Ainslie et al. 2023"),
+    "MQA": Row({"n_kv_head": 1}, "attention/heads.py per_head", "Shazeer 2019"),
+    "head_dim 32": Row({"head_dim": 32}, "choices.py with_defaults", "Vaswani et al. 2017, table 3"),
+    "dropout": Row({"dropout": 0.1}, "model.py CausalSelfAttention", "Srivastava et al. 2014"),
+    "dropout of weights alone": Row({"attn_dropout": 0.1}, "model.py softmax_attention", "Vaswani et al. 2017's code"),
     # stability
-    "qk_norm layernorm": Row({"qk_norm": "layernorm"}, '"layernorm": lambda c, D', "Dehghani et al. 2023"),
-    "qk_norm rmsnorm": Row({"qk_norm": "rmsnorm"}, '"rmsnorm": lambda c, D', "OLMo 2 (2024), Qwen 3 (2025)"),
-    "qk_norm l2": Row({"qk_norm": "l2"}, '"l2": lambda c, D', "Henry et al. 2020"),
-    "logit_softcap 15": Row({"logit_softcap": 15}, "cap * torch.tanh", "Gemma 2 (2024)"),
-    "z_loss": Row({"z_loss": 1e-4}, "self.config.z_loss * (log_z", "PaLM (Chowdhery et al. 2022)"),
-    "zero_init": Row({"zero_init": True}, "by_norm = config.zero_init", "Goyal et al. 2017; Yang et al. 2022"),
-    "untied": Row({"tied": False}, "if config.tied:", "Press and Wolf 2016"),
+    "qk_norm layernorm": Row({"qk_norm": "layernorm"}, "choices.py QK_NORM", "Dehghani et al. 2023"),
+    "qk_norm rmsnorm": Row({"qk_norm": "rmsnorm"}, "choices.py QK_NORM", "OLMo 2 (2024), Qwen 3 (2025)"),
+    "qk_norm l2": Row({"qk_norm": "l2"}, "choices.py QK_NORM", "Henry et al. 2020"),
+    "logit_softcap 15": Row({"logit_softcap": 15}, "model.py GPT", "Gemma 2 (2024)"),
+    "z_loss": Row({"z_loss": 1e-4}, "model.py GPT", "PaLM (Chowdhery et al. 2022)"),
+    "zero_init": Row({"zero_init": True}, "model.py GPT", "Goyal et al. 2017; Yang et al. 2022"),
+    "untied": Row({"tied": False}, "model.py GPT", "Press and Wolf 2016"),
     # training
-    "muon": Row({"optimizer": "muon"}, "optimizers.py: class Muon", "Jordan et al. 2024"),
-    "lamb": Row({"optimizer": "lamb", "learning_rate": 1e-2}, "optimizers.py: class Lamb", "You et al. 2019"),
-    "wsd": Row({"schedule": "wsd"}, 'train.py: if schedule == "cosine" else max', "MiniCPM (Hu et al. 2024)"),
-    "constant": Row({"schedule": "constant"}, 'train.py: if schedule == "constant":', ""),
+    "muon": Row({"optimizer": "muon"}, "training/optimizers.py Muon", "Jordan et al. 2024"),
+    "lamb": Row({"optimizer": "lamb", "learning_rate": 1e-2}, "training/optimizers.py Lamb", "You et al. 2019"),
+    "wsd": Row({"schedule": "wsd"}, "train.py get_lr", "MiniCPM (Hu et al. 2024)"),
+    "constant": Row({"schedule": "constant"}, "train.py get_lr", ""),
 }
 
 
@@ -111,19 +110,20 @@ def as_flags(row: Row) -> list[str]:
 
 
 def link(row: Row) -> str:
-    """[model.py:123](model.py#L123), where the row's choice is made."""
-    file, _, text = row.line.rpartition(": ") if ".py: " in row.line else ("model.py", "", row.line)
-    with open(os.path.join(ROOT, file)) as f:
-        at = next((n for n, code in enumerate(f, 1) if text in code), 0)
-    if not at:
-        raise UserError(f"{file} has no line with {text}")
-    return f"[{file}:{at}]({file}#L{at})"
+    """[choices.py, `RoPE`](choices.py), where the row's choice is made. Raises UserError where the name is gone."""
+    file, name = row.place.split()
+    with open(os.path.join(ROOT, file), encoding="utf-8") as f:
+        code = f.read()
+    if not re.search(rf"(?m)^(class |def |){name}[(:]", code):
+        raise UserError(f"{file} has no {name}")
+    return f"[{file}, `{name}`]({file})"
 
 
 def relinked(readme: str) -> str:
-    """The README with each row's link at the line that it means."""
+    """The README, in whose table each row's last column but one is the row's link."""
     for name, row in ROWS.items():
-        readme = re.sub(rf"(?m)^(\| {re.escape(name)} \|.*\| )\[\S+:\d+\]\(\S+#L\d+\)", rf"\1{link(row)}", readme)
+        cells = rf"(?m)^(\| {re.escape(name)} \|(?:[^|\n]*\|){{5}}) [^|\n]* (\|[^|\n]*\|)$"
+        readme = re.sub(cells, lambda found, row=row: f"{found[1]} {link(row)} {found[2]}", readme)
     return readme
 
 
@@ -133,28 +133,28 @@ def step_times(names: list[str]) -> dict[str, tuple[float, float]]:
     model_fields = {field.name for field in fields(GPTConfig)}
     base = {k: v for k, v in settings.items() if k in model_fields} | {"vocab_size": 65}
     x = torch.randint(65, (settings["batch_size"], base["block_size"]))
-    runs = {}
+    tasks = {}
     for name in names:
         chosen = ROWS[name].flags
         gpt = GPT(GPTConfig(**base | {k: v for k, v in chosen.items() if k in model_fields})).train()
         lr = Settings(chosen.get("learning_rate", settings["learning_rate"]), (0.9, settings["beta2"]), 0.1)
-        runs[name] = gpt, OPTIMIZER[chosen.get("optimizer", "adamw")](gpt, lr)
-    times = {name: [] for name in names}
-    for round_ in range(repeats + 3):
-        for name, (gpt, optimizers) in runs.items():
-            begin = time.perf_counter()
-            gpt(x, x)[1].backward()
-            torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
-            for o in optimizers:
-                o.step()
-            gpt.zero_grad(set_to_none=True)
-            if round_ >= 3:
-                times[name].append((time.perf_counter() - begin) * 1e3)
-    default = times["GPT-2"]
-    return {
-        name: (statistics.median(ms), statistics.median(a / b for a, b in zip(ms, default, strict=True)))
-        for name, ms in times.items()
-    }
+        tasks[name] = functools.partial(timed_step, gpt, OPTIMIZER[chosen.get("optimizer", "adamw")](gpt, lr), x)
+    interleaved(tasks, "cpu", 3)  # warm-up
+    rounds = interleaved(tasks, "cpu", repeats)
+    return {name: (medians(rounds[name])[0]["ms"], ratios(rounds, name, "GPT-2")["ms"]) for name in rounds}
+
+
+def timed_step(gpt: GPT, optimizers: list[torch.optim.Optimizer], x: torch.Tensor) -> dict[str, float]:
+    """Makes a training step; its milliseconds."""
+
+    def step() -> None:
+        gpt(x, x)[1].backward()
+        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        gpt.zero_grad(set_to_none=True)
+
+    return {"ms": stopwatch("cpu", step)[0]}
 
 
 def timed(path: str) -> dict[str, tuple[float, float]]:
@@ -166,13 +166,12 @@ def timed(path: str) -> dict[str, tuple[float, float]]:
             stored = json.load(f)
         return stored["ms"] if stored["config"] == sha256(os.path.join(ROOT, config_file)) else {}
     except (ValueError, KeyError):
-        raise UserError(f"{path} is damaged; without it the times are taken anew") from None
+        raise UserError(f"{path} is damaged; delete it, and the times are taken again") from None
 
 
 def losses(names: list[str]) -> dict[str, list[float]]:
     """The last validation loss of each row's runs; seeds in the outer loop."""
     threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
-
     stop = threading.Event()
 
     def run(seed: int, name: str) -> float | None:
@@ -191,7 +190,7 @@ def losses(names: list[str]) -> dict[str, list[float]]:
         futures = {(name, seed): pool.submit(run, seed, name) for seed in range(1, seeds + 1) for name in names}
         try:
             concurrent.futures.wait(futures.values())
-        except KeyboardInterrupt:  # which the runs get as well, save and end
+        except KeyboardInterrupt:  # the runs get it as well: they save and end
             stop.set()
             raise
     return {name: [futures[name, seed].result() for seed in range(1, seeds + 1)] for name in names}
@@ -202,7 +201,8 @@ def main() -> None:
     torch.set_flush_denormal(True)  # as train.py
     if jobs < 1 or seeds < 1 or repeats < 1:
         raise UserError(f"--jobs={jobs}, --seeds={seeds} and --repeats={repeats} must be at least 1")
-    parts, names = what.split(","), [name.strip() for name in only.split(",") if name.strip()] or list(ROWS)
+    parts = what.split(",")
+    names = [name.strip() for name in only.split(",") if name.strip()] or list(ROWS)
     for given, known in ((names, list(ROWS)), (parts, ["train", "time", "links"])):
         if unknown := [name for name in given if name not in known]:
             raise UserError(f"{unknown[0]!r} is none of {', '.join(known)}")
@@ -224,14 +224,14 @@ def main() -> None:
     print("| | flags | val loss, mean (range) | against GPT-2 | ms per step | | where | paper |")
     print("|---|---|---|---|---|---|---|---|")
     for name in names:
-        row, loss = ROWS[name], val.get(name)
-        shown, change = "", ""
-        if loss:
-            shown = f"{statistics.mean(loss):.3f} ({min(loss):.3f} to {max(loss):.3f})"
-            change = f"{statistics.mean(a - b for a, b in zip(loss, val['GPT-2'], strict=True)):+.3f}"
-        time_, ratio = (f"{ms[name][0]:.1f}", f"{ms[name][1]:.2f}x") if name in ms else ("", "")
+        row = ROWS[name]
         flags = f"`{' '.join(as_flags(row))}`" if row.flags else ""
-        print(f"| {name} | {flags} | {shown} | {change} | {time_} | {ratio} | {link(row)} | {row.paper} |")
+        loss = " | "
+        if name in val:
+            change = statistics.mean(a - b for a, b in zip(val[name], val["GPT-2"], strict=True))
+            loss = f"{statistics.mean(val[name]):.3f} ({min(val[name]):.3f} to {max(val[name]):.3f}) | {change:+.3f}"
+        times = f"{ms[name][0]:.1f} | {ms[name][1]:.2f}x" if name in ms else " | "
+        print(f"| {name} | {flags} | {loss} | {times} | {link(row)} | {row.paper} |")
 
 
 if __name__ == "__main__":

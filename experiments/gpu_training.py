@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import UserError, check_writable, configure, first_line, pick_device, user_errors
-from model import GPT, GPTConfig
+from model import ATTENTION, GPT, GPTConfig
 from training.estimate import flops, matmul_rate
 from training.optimizers import OPTIMIZER, Settings
 
@@ -112,7 +112,9 @@ def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, ra
     sizes |= {k: v for k, v in row.items() if k not in PLAIN}
     model = GPT(GPTConfig(bias=False, **sizes)).to(dev).train()
     if row["triton"]:
-        model.use_triton()
+        from attention import kernels  # Triton is not everywhere
+
+        kernels.use(model, ATTENTION[model.config.attention])
     adamw = OPTIMIZER["adamw"](model, Settings(6e-4, (0.9, 0.95), 0.1))[0]
     B = batch_size * row["batch"]
     tokens = [torch.randint(min(vocab_size, 50257), (B, block_size + 1)).to(dev) for _ in range(batches)]

@@ -2,12 +2,13 @@
 
     python experiments/laser_precision.py
 
-Trains a LASER model with the CPU config, unless it is there, and takes the queries, keys and values of its layers on
-the validation text, rounded to bfloat16. Each way to compute attention from them in bfloat16 is compared with the
-same in float64: ||y - y_exact|| / ||y_exact|| of each layer and batch, its mean and standard deviation. The second
-table multiplies the values, as a model's may grow.
+It trains a LASER model with the CPU config, unless that run is there, and takes the queries, keys and values of its
+layers on the validation text, rounded to bfloat16. Each way to compute attention from them in bfloat16 is compared with
+the definition in float64: the mean and the standard deviation, over layers and batches, of
+||y - y_exact|| / ||y_exact||. For the second table the values are multiplied by a factor, since a model's may grow.
 """
 
+import math
 import os
 import statistics
 import sys
@@ -18,8 +19,10 @@ from torch.nn import functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from attention.fast import fast_form, for_values, windowed
+from attention.probe import probing
 from configurator import UserError, configure, pick_device, user_errors
-from experiments.runs import finished, watched
+from experiments.runs import finished
 from model import ATTENTION, GPT
 from text.dataset import ROOT, Tokens, folder_of
 from training import checkpoint, opening
@@ -46,27 +49,33 @@ def shifted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 WAYS: dict[str, tuple[Callable, str]] = {
     "LASER, vanilla": (vanilla, "laser"),
     "LASER, the paper's shift": (shifted, "laser"),
-    "LASER, ours": (ATTENTION["laser"], "laser"),
-    "softmax": (ATTENTION["softmax"], "softmax"),
+    "LASER, ours": (fast_form("laser", ATTENTION["laser"]), "laser"),
+    "softmax": (fast_form("softmax", ATTENTION["softmax"]), "softmax"),
 }
 
 
 def recorded(model: GPT, batch: torch.Tensor) -> list[tuple]:
     """(q, k, v) of each layer on a batch, in bfloat16."""
     found = []
-    watched(model, batch, lambda layer, *qkv, **_: found.append(tuple(t.bfloat16() for t in qkv)))
+
+    def record(layer, group, q, k, v, **_) -> None:
+        found.append((q.bfloat16(), k.bfloat16(), v.bfloat16()))
+
+    with probing(model, record):
+        model(batch)
     return found
 
 
 def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list[float]:
-    """The relative error of each of the inputs, with their values times factor; infinity where it is not finite."""
-    out = []
+    """The relative error on each of the inputs, whose values are multiplied by factor; infinity for NaN."""
+    definition = windowed(ATTENTION[core], for_values)  # a few queries at a time: LASER's holds T x T x D numbers
+    found = []
     for q, k, v in inputs:
         v = v * factor
-        exact = ATTENTION[core](*(t.double() for t in (q, k, v)))
+        exact = definition(q.double(), k.double(), v.double())
         error = ((way(q, k, v).double() - exact).norm() / exact.norm()).item()
-        out.append(error if error < float("inf") else float("inf"))
-    return out
+        found.append(math.inf if math.isnan(error) else error)
+    return found
 
 
 @torch.no_grad()
@@ -93,7 +102,7 @@ def main() -> None:
     factors = (3.0, 10.0, 100.0)
     print(f"\n| values times | {' | '.join(f'{f:g}' for f in factors)} |\n|---|{'---|' * len(factors)}")
     for name, (way, core) in WAYS.items():
-        means = (statistics.mean(errors(way, core, inputs[:: max(1, len(inputs) // 12)], f)) for f in factors)
+        means = [statistics.mean(errors(way, core, inputs[:: max(1, len(inputs) // 12)], f)) for f in factors]
         print(f"| {name} | {' | '.join(f'{m:.5f}' for m in means)} |")
 
 

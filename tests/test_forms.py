@@ -118,6 +118,14 @@ def test_plain_and_fast_train_to_the_same_losses(core, heads, differential, run,
     assert found[0] == pytest.approx(found[1], rel=2e-5) and len(found[0]) == 6
 
 
+@cores
+def test_plain_and_fast_give_the_same_text(core, train, run, tmp_path):
+    train(f"--attention={core}", "--heads=SL", "--window=5")
+    flags = (f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--max_new_tokens=40", "--start=the")
+    texts = [run("sample.py", *flags, *plain)[1] for plain in ([], ["--plain"])]
+    assert texts[0] == texts[1] and len(texts[0]) > 60
+
+
 # -----------------------------------------------------------------------------
 # a new attention, of which nothing else is known
 

@@ -1,4 +1,4 @@
-"""data/text/prepare.py --source=owner/name, against a hub that is not there, or not well, or hub.py."""
+"""data/text/prepare.py --source=owner/name with a hub (hub.py) that works, that fails, and without one."""
 
 import gzip
 import io
@@ -81,7 +81,8 @@ def worker(server, tmp_path_factory):
 
 @pytest.fixture
 def prepare(worker, tmp_path):
-    """prepare("owner/name", "--flag=1") -> (exit code, stdout, stderr), of a process: HF_ENDPOINT is read once."""
+    """prepare("owner/name", "--flag=1") -> (exit code, stdout, stderr). Another process runs it, since HF_ENDPOINT is
+    read when huggingface_hub is imported."""
 
     def prepare(source: str, *args: str, patient: bool = True) -> tuple[int, str, str]:
         flags = (f"--source={source}", "--tokenizer=bytes", f"--out_dir={tmp_path / 'out'}", *args)
@@ -93,7 +94,7 @@ def prepare(worker, tmp_path):
 
 
 def said(result: tuple[int, str, str]) -> str:
-    """The sentence on stderr with which prepare.py gave up."""
+    """The sentence on stderr that prepare.py ended with."""
     code, _, err = result
     *before, line = err.splitlines()
     assert code == 2 and line.startswith("prepare.py: ") and "Traceback" not in err

@@ -1,4 +1,4 @@
-"""kernels.py against the definitions in model.py: on a GPU or, by Triton's interpreter (conftest.py), on a CPU."""
+"""attention/kernels.py against the definitions: on a GPU or, by Triton's interpreter (conftest.py), on a CPU."""
 
 import itertools
 import os
@@ -50,12 +50,8 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
 
 @dtypes
 @pytest.mark.parametrize(
-    ("core", "window"),
-    [
-        ("beta", None),
-        *itertools.product(("softmax", "laser"), (None, 0, 20, 64)),
-    ],  # short beta heads are the plain form
-)
+    ("core", "window"), [("beta", None), *itertools.product(("softmax", "laser"), (None, 0, 20, 64))]
+)  # short beta heads have no kernel
 def test_equal_naive_forward_and_backward(core, window, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "BETA_LINEAR_FROM", 1)
     q, k, v, dy = inputs(dtype)
@@ -76,7 +72,7 @@ def test_short_and_long_heads_together(core, monkeypatch):
         return torch.cat([naive_attention(core, q[:, h], k[:, h], v[:, h], window=w) for h, w in parts], dim=1)
 
     held_against(exact, lambda *x: kernel(core)(*x, window=30, n_short=2), *(q, k, v, dy, TOLERANCE[q.dtype]))
-    for n, window in ((0, None), (3, 30)):  # in the plain form
+    for n, window in ((0, None), (3, 30)):  # in float64, for which there is no kernel
         y = kernel(core)(q.double(), k.double(), v.double(), window=30, n_short=n)
         assert torch.equal(y, kernel(core)(q.double(), k.double(), v.double(), window=window))
     with pytest.raises(ValueError, match="n_short and a bias"):
@@ -129,14 +125,14 @@ def test_what_was_saved_may_come_back_with_other_strides(core, monkeypatch):
         assert torch.equal(a, b)
 
 
-def test_what_does_not_fit_is_the_plain_form(monkeypatch):
+def test_what_does_not_fit_is_the_fast_form(monkeypatch):
     q, k, v, _ = (t.detach() for t in inputs(torch.float32))
 
     def no(*args, **kwargs):
         raise AssertionError("a kernel has been called")
 
-    for kernel in (kernels.Flash, kernels.Beta):
-        monkeypatch.setattr(kernel, "apply", no)
+    for function in (kernels.Flash, kernels.Beta):
+        monkeypatch.setattr(function, "apply", no)
     for core in kernels.KERNEL:
         f = kernel(core)
         for x, choices in (
@@ -159,9 +155,9 @@ def test_what_does_not_fit_is_the_plain_form(monkeypatch):
 def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
     monkeypatch.setattr(kernels, "BETA_LINEAR_FROM", 1)
     used = []
-    for kernel in (kernels.Flash, kernels.Beta):
-        apply = kernel.apply
-        monkeypatch.setattr(kernel, "apply", lambda *x, apply=apply: used.append(1) or apply(*x))
+    for function in (kernels.Flash, kernels.Beta):
+        apply = function.apply
+        monkeypatch.setattr(function, "apply", lambda *x, apply=apply: used.append(1) or apply(*x))
     n_head = 4 if "differential" in choices else 2
     sizes = {"block_size": 40, "vocab_size": 11, "n_layer": 1, "n_head": n_head, "n_embd": 16 * n_head}
     gpt, idx = GPT(GPTConfig(attention=core, **sizes, **choices)).to(DEVICE), torch.randint(11, (1, 40)).to(DEVICE)

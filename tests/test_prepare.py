@@ -1,4 +1,4 @@
-"""data/shakespeare_char/prepare.py against a local server, with the network absent, and on users' files."""
+"""data/shakespeare_char/prepare.py with a local server, without a network, and with users' own files."""
 
 import hashlib
 import http.server
@@ -16,7 +16,7 @@ PREPARE = "data/shakespeare_char/prepare.py"
 
 @pytest.fixture(scope="module")
 def server(text):
-    """A local server: /input.txt is the text, /error.html a page with status 200, /short.txt breaks off, else 404."""
+    """A local server: /input.txt is the text, /error.html another page, /short.txt breaks off, all else is a 404."""
     pages = {"/input.txt": text.encode(), "/error.html": b"<html>Sorry</html>" * 100}
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -51,7 +51,8 @@ def test_downloads_checks_and_prepares_once(prepare, server, text, tmp_path):
     flags = (f"--url={server}/input.txt", f"--url_sha256={sha(text)}")
     code, out, _ = prepare(*flags)
     assert code == 0 and f"source: {server}/input.txt" in out and f"vocab size: {len(set(text))}" in out
-    train, val = (dataset.Tokens(str(tmp_path), split, 8) for split in ("train", "val"))
+    train = dataset.Tokens(str(tmp_path), "train", 8)
+    val = dataset.Tokens(str(tmp_path), "val", 8)
     tok = tokenizers.tokenizer(train.meta["tokenizer"])
     assert tok.decode(train.ids) + tok.decode(val.ids) == text
     assert len(train) == int(0.9 * len(text))
@@ -156,7 +157,7 @@ Come _\\[Drum.]_ away!
 
 
 def test_another_tokenizer_in_the_same_folder_prepares_it_anew(run, text, tmp_path, bpe):
-    """Characters where GPT-2's tokens are, of the same text."""
+    """The same text as GPT-2's tokens, then as characters, then as GPT-2's tokens again."""
     bpe()
     mine = tmp_path / "mine.txt"
     mine.write_text(text)

@@ -14,10 +14,12 @@ import threading
 import pytest
 import torch
 from conftest import ROOT, SMALL, Workers
+from reference import ONE_QUERY
 
-from model import ATTENTION, GPT, ONE_QUERY, GPTConfig, visible
+from attention.scores import visible
+from model import ATTENTION, GPT, GPTConfig
 from text import dataset
-from training import checkpoint, opening
+from training import checkpoint, opening, timing
 
 
 def rows(tmp_path, key="loss") -> list:
@@ -566,15 +568,42 @@ def test_bench_attention(run, tmp_path, monkeypatch):
     assert all(row["peak_bytes"] > 4 * 2 * 8 * row["n"] and row["ms"]["both"] > 0 for row in results["attention"])
     assert results["attention"][0]["ratio"] == {"forward": 1, "backward": 1, "both": 1}
     assert (tmp_path / "b.png").stat().st_size > 10000
-    monkeypatch.setitem(ATTENTION, "beta", lambda q, k, v, **kwargs: v)
-    code, out, _ = run("bench.py", *small)
-    assert code == 0 and out.count("beta is WRONG") == 1 and "beta SL is WRONG" in out
-    assert not any(line.startswith("beta") and " ms " in line for line in out.splitlines())
-    monkeypatch.setitem(ATTENTION, "mine", ATTENTION["softmax"])
-    code, out, _ = run("bench.py", *small, "--only=sdpa,mine")
-    assert code == 0 and "mine has no line in ONE_QUERY: timed, but not checked" in out and "laser" not in out
-    code, out, _ = run("bench.py", *small, "--patience=1e-9")
-    assert code == 0 and "n = 400: softmax skipped, would take" in out
+    code, out, _ = run("bench.py", *small, "--only=sdpa,softmax", "--patience=1e-9")
+    assert code == 0 and "n = 400: softmax skipped, would take" in out and "laser" not in out
+
+
+def test_bench_times_a_new_attention(run, tmp_path, monkeypatch):
+    """Held against its own definition: one that is not row-local is wrong in blocks, and a bug shows its traceback."""
+
+    def broken(q, k, v, *, window=None, scale=None, bias=None):
+        raise ValueError("a bug of mine")
+
+    def counted(q, k, v, **settings):
+        return ATTENTION["softmax"](q, k, v, **settings) / k.shape[-2]
+
+    for name, definition in {"mine": lambda *x, **y: ATTENTION["beta"](*x, **y), "broken": broken}.items():
+        monkeypatch.setitem(ATTENTION, name, definition)
+    monkeypatch.setitem(ATTENTION, "counted", counted)
+    names = "sdpa,mine,mine SL,broken,counted,counted SL"
+    small = (*TINY, "--window=5", f"--out={tmp_path / 'b.json'}")
+    code, out, err = run("bench.py", *small, "--what=attention", "--lengths=16", f"--only={names}")
+    timed = [row["subject"] for row in json.loads((tmp_path / "b.json").read_text())["attention"]]
+    assert code == 0 and timed == ["sdpa", "mine", "mine SL", "counted"]
+    assert out.count("WRONG") == 1 and "counted SL is WRONG: it differs from the definition by y " in out
+    assert "broken left out (ValueError: a bug of mine)" in out
+    assert err.count("Traceback (most recent call last)") == 1 and "in broken\n" in err
+    monkeypatch.delitem(ATTENTION, "counted")
+    code, out, err = run("bench.py", *small, "--what=model,decode", "--model_lengths=16", "--decode_length=4")
+    assert code == 0 and "broken L left out" in out and "mine SL   " in out and "ValueError: a bug of mine" in err
+
+
+def test_bench_measures_an_edited_definition(run, tmp_path, monkeypatch):
+    """Which a model runs, instead of the fast form."""
+    monkeypatch.setitem(ATTENTION, "beta", lambda q, k, v, **settings: 2 * ATTENTION["softmax"](q, k, v, **settings))
+    small = (*TINY, "--what=attention", "--lengths=16", "--only=sdpa,beta,beta SL", f"--out={tmp_path / 'b.json'}")
+    code, out, err = run("bench.py", *small)
+    assert code == 0 and "WRONG" not in out and "the fast form computes something else than the definition" in err
+    assert len(json.loads((tmp_path / "b.json").read_text())["attention"]) == 3
 
 
 def test_triton_needs_cuda(train):
@@ -611,18 +640,30 @@ def test_bench_counts_the_work_of_what_is_computed(run):
     bench = runpy.run_path(os.path.join(ROOT, "bench.py"))
     bench["work"].__globals__.update(n_head=3, window=5)
     for n in (4, 30):
-        seen = {"S": visible(n, n, 5, torch.device("cpu")).sum(), "L": n * (n + 1) / 2}
+        tokens = torch.zeros(n, 1)
+        seen = {"S": visible(tokens, tokens, 5).sum(), "L": n * (n + 1) / 2}
         for pattern in ("L", "S", "SSL"):
-            subject = bench["Subject"](None, None, pattern=pattern)
+            subject = bench["Subject"](pattern=pattern)
             pairs = sum(seen[letter] for letter in (pattern * 3)[:3]) / 3
             assert bench["work"](subject, n, 8)[0] == pytest.approx(float(4 * 8 * pairs))
 
 
 def test_bench_goes_on_without_what_fails(capsys):
-    bench, left = runpy.run_path(os.path.join(ROOT, "bench.py")), [1, 0]
+    left = [1, 0]
     tasks = {"works": lambda: {"ms": 1.0}, "fails later": lambda: {"ms": 1 / left.pop(0)}}
-    assert list(bench["interleaved"](tasks, "cpu")) == ["works"]
-    assert "fails later left out (ZeroDivisionError: " in capsys.readouterr().out
+    assert list(timing.interleaved(tasks, "cpu", 2)) == ["works"]
+    out, err = capsys.readouterr()
+    assert "fails later left out (ZeroDivisionError: " in out and "Traceback" in err
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: an assert")])
+def test_bench_says_in_a_line_what_is_no_bug(error, capsys):
+    def f():
+        raise error
+
+    assert timing.tried("much", f, "cpu") is None
+    out, err = capsys.readouterr()
+    assert out.startswith("much left out (") and not err
 
 
 def test_training_on_a_gpu(run, tmp_path):

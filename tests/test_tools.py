@@ -14,8 +14,9 @@ import pytest
 import torch
 from conftest import ROOT, write
 
+from attention.scores import visible
 from configurator import constants
-from model import ATTENTION, GPT, GPTConfig, visible
+from model import ATTENTION, GPT, GPTConfig
 from text import dataset, tokenizers
 from text.dataset import Tokens
 from training import checkpoint, estimate, opening

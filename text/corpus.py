@@ -52,7 +52,7 @@ def pieces(document: Document) -> Iterator[tuple[str, bool]]:
     """
     rest = ""
     for block in itertools.chain(document, [None]):
-        rest = rest + (block or "")
+        rest += block or ""
         enough = 0 if block is None else 8 * PIECE  # with more characters, the next block cannot change the cut
         at = 0
         while len(rest) - at > enough:
@@ -72,10 +72,7 @@ class Piece:
 
 
 def located(splits: dict[str, Split], share: float, begin: dict) -> Iterator[Piece | None]:
-    """The pieces of a corpus from the shard of a place on, and None after each shard.
-
-    share: this share of train's documents, evenly spread, goes to val.
-    """
+    """The pieces of a corpus from a place's shard on, None after each shard. share: of train's documents, for val."""
     names = list(splits)
     names = names[names.index(begin["split"]) :]
     shards = [(name, i) for name in names for i in range(len(splits[name].shards))]
@@ -334,7 +331,6 @@ class Journal:
         return sum(entry["tokens"] for entry in self.state["files"].values())
 
     def _aside(self, name: str) -> str:
-        """The path under which a file grows."""
         return os.path.join(self.folder, f"{name}.tmp")
 
     def _is_there(self, name: str, state: dict) -> bool:
@@ -379,7 +375,7 @@ class Journal:
         self.unwritten = 0
 
     def finish(self) -> dict:
-        """Gives the files their names and writes meta.json, which it returns. Can be repeated after an interruption."""
+        """Renames the files, writes meta.json and returns its content. After an interruption it can be called again."""
         if not self.state["done"]:
             for name, entry in self.state["files"].items():
                 entry["sha256"] = sha256(self._aside(name))
@@ -402,7 +398,6 @@ class Journal:
         return meta
 
     def discard(self) -> None:
-        """Deletes the unfinished files and the journal."""
         self._remove([*map(self._aside, {*self.state["files"], *self.others}), self.path])
 
     @staticmethod

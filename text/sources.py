@@ -249,8 +249,6 @@ def _through_datasets(name: str, config: str, column: str, about: list) -> dict[
 
     def rows(stream, i: int) -> Iterator[Document]:
         for row in _each(stream.shard(stream.num_shards, i), name):
-            if column not in row:
-                raise TextError(f"{name} has a row without the column {column!r}")
             yield _document(row[column], name, column)
 
     splits = {}

@@ -4,7 +4,6 @@ Repeats are interleaved: every task runs once before any task runs again. A task
 """
 
 import collections
-import contextlib
 import functools
 import itertools
 import os
@@ -12,7 +11,6 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch.autograd.profiler import profile
@@ -26,6 +24,8 @@ AHEAD = 5_000_000  # clock cycles for which a GPU is kept busy with nothing, whi
 # The LS paper's, section 5.1; it does not say which GELU: this one is PyTorch's default, and the faster on a CPU
 LS_MODEL = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 10000, "mlp": "gelu_exact"}
 GPT_10M = {"n_layer": 6, "n_head": 6, "n_embd": 384, "vocab_size": 65}  # nanoGPT's Shakespeare model
+# In what is said by an error of memory, CUDA, Triton or a compiler, which is no bug of the code that ran
+OF_THE_MACHINE = ("OutOfMemoryError", "MemoryError", "allocate memory", "CUDA", "triton.", "torch._dynamo", "_inductor")
 Rounds = dict[str, dict[str, list[float]]]  # {task: {measure: its number in each round}}
 
 
@@ -58,6 +58,31 @@ def stopwatch(dev: str, *steps: Callable) -> list[float]:
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
+def inputs(B: int, H: int, T: int, D: int, dev: str, dt: torch.dtype) -> list[torch.Tensor]:
+    """Random q, k, v and dy of an attention, (B, H, T, D)."""
+    x = [torch.randn(B, H, T, D, device=dev, dtype=dt) for _ in range(4)]
+    return [*(t.requires_grad_() for t in x[:3]), x[3]]
+
+
+def passes(run: Callable, x: list[torch.Tensor], dev: str, backward: bool) -> dict[str, float]:
+    """Milliseconds of y = run(q, k, v) without gradients, of its backward pass, and of both; x: q, k, v and dy."""
+    *qkv, dy = x
+    y = []
+
+    @torch.no_grad()
+    def inference() -> None:
+        run(*(t.detach() for t in qkv))
+
+    def gradients() -> None:  # backward() would copy what is laid out in another way than q, k and v
+        torch.autograd.grad(y[0], qkv, dy)
+
+    row = {"forward": stopwatch(dev, inference)[0]}
+    if backward:
+        both = stopwatch(dev, lambda: y.append(run(*qkv)), gradients)
+        row |= {"backward": both[1], "both": sum(both)}
+    return row
+
+
 def ceilings(dev: str, dtype: str) -> dict[str, float]:
     """FLOP/s of a large matrix product, and bytes/s, read and written, of a large copy."""
     x = torch.randn(2**28 if dev.startswith("cuda") else 2**25, device=dev)
@@ -84,7 +109,7 @@ def peak_memory(f: Callable, dev: str) -> int:
         os.close(stderr)
     events = [event for event in p.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    return max(0, *itertools.accumulate(event.nbytes() for event in events))
+    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 def free_memory(dev: str) -> int:
@@ -107,28 +132,14 @@ def tried(name: str, f: Callable, dev: str, foreign: bool = False) -> object:
     try:
         return f()
     except Exception as error:
-        if not foreign and not of_the_machine(error):
+        said = f"{type(error).__module__}.{type(error).__name__}: {error}"
+        if not foreign and not any(sign in said for sign in OF_THE_MACHINE):
             traceback.print_exc()
         print(f"{name} left out ({why(error)})", flush=True)
     try:
         clock(dev)
     except Exception as error:
         raise UserError(f"{name} broke {dev} ({why(error)}): leave it out with --only=") from None
-
-
-def of_the_machine(error: Exception) -> bool:
-    """Whether an error comes from memory, CUDA, Triton or a compiler, and not from the code that ran."""
-    said = f"{type(error).__module__}.{type(error).__name__}: {error}"
-    signs = (
-        "OutOfMemoryError",
-        "MemoryError",
-        "can't allocate memory",
-        "CUDA",
-        "triton.",
-        "torch._dynamo",
-        "_inductor",
-    )
-    return any(sign in said for sign in signs)
 
 
 def why(error: Exception) -> str:
@@ -165,16 +176,8 @@ def ratios(rounds: Rounds, name: str, base: str) -> dict[str, float]:
 # -----------------------------------------------------------------------------
 # models
 
-
-@dataclass
-class Setting:
-    """How models are timed."""
-
-    dev: str
-    amp: contextlib.AbstractContextManager  # mixed precision
-    heads: str  # the pattern of those with short heads
-    repeats: int
-    seed: int
+# amp: mixed precision. heads: the pattern of those that have short ones
+Setting = collections.namedtuple("Setting", ("dev", "amp", "heads", "repeats", "seed"))
 
 
 def models(at: Setting, T: int, sizes: dict) -> dict[str, GPT]:
@@ -193,16 +196,16 @@ def forward_or_step(at: Setting, length: int, B: int, train: bool) -> list[dict]
     settings = Settings(1e-4, (0.9, 0.95), 0.1, fused=not at.dev.startswith("mps"))
     adamw = {name: OPTIMIZER["adamw"](gpt, settings)[0] for name, gpt in gpts.items() if train}
 
-    def once(name: str) -> None:
-        with at.amp, torch.set_grad_enabled(train):
-            loss = gpts[name](x, x if train else None)[1]
-        if train:
-            loss.backward()
-            adamw[name].step()
-            adamw[name].zero_grad()
-
     def timed(name: str) -> dict:
-        return {"ms": stopwatch(at.dev, functools.partial(once, name))[0]}
+        def once() -> None:
+            with at.amp, torch.set_grad_enabled(train):
+                loss = gpts[name](x, x if train else None)[1]
+            if train:
+                loss.backward()
+                adamw[name].step()
+                adamw[name].zero_grad()
+
+        return {"ms": stopwatch(at.dev, once)[0]}
 
     tasks = {name: functools.partial(timed, name) for name in gpts}
     tasks = {name: task for name, task in tasks.items() if tried(name, task, at.dev)}  # warm-up
@@ -251,7 +254,7 @@ def speeds(at: Setting, gpt: GPT, n: int, cached: bool) -> dict[str, float]:
     start = torch.zeros(1, 1, dtype=torch.long, device=at.dev)
     sampling = {"seed": at.seed, "use_cache": cached}
     with at.amp:
-        collections.deque(gpt.stream(start, min(8, n - 1), **sampling), maxlen=0)  # warm-up
+        gpt.generate(start, min(8, n - 1), **sampling)  # warm-up
         ticks = [clock(at.dev)]
         ticks += [clock(at.dev) for _ in gpt.stream(start, n - 1, temperature=0.8, **sampling)]
     tenth = max(1, (n - 1) // 10)

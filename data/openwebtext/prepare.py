@@ -3,8 +3,7 @@
     python data/openwebtext/prepare.py
     python data/openwebtext/prepare.py --source=FOLDER   # of .parquet or .txt files, or another data set of the hub
 
-The text (40 GB) is read as a stream and not kept, so the disk needs 17 GB. After an interruption the same command goes
-on.
+The text (40 GB) is read as a stream and not kept: the disk needs 17 GB. After an interruption the same command goes on.
 """
 
 import os
