@@ -7,15 +7,15 @@
     python bench.py --what=attention --device=cuda --dtype=bfloat16 --head_dim=64,128 --lengths=2048,8192 --tokens=32768
 
 Four parts: `attention` (forward, backward and peak memory of the function alone), `model` (a forward pass of the LS
-paper's model, its Table 1), `step` (its training step), `decode` (tokens/s and cache bytes). The first is in this file,
-the others, and how things are measured, in training/timing.py.
+paper's model, its Table 1), `step` (its training step), `decode` (tokens/s and cache bytes). This file has the first
+part; training/timing.py has the others, and measures for all of them.
 
-Outputs and gradients of each attention are compared with its definition in float64 first, on fresh random inputs; one
-that is wrong is reported, not timed. Repeats are interleaved: every subject runs once before any runs again. Numbers
-are medians with half their interquartile range; ratios are to the first subject in the same round. A share is the least
-time that the computation could take, at the rates of a matrix product and of a copy that are measured first, divided by
-the time that it took. Times on a GPU lie between events of the device, which the host has 2 or 3 ms to prepare for.
-Everything is written to --out.
+First the outputs and gradients of each attention are compared with its definition in float64, on fresh random inputs;
+one that is wrong is reported, not timed. Repeats are interleaved: every subject runs once before any runs again.
+Numbers are medians with half their interquartile range; ratios are to the first subject in the same round. A share is
+the least time that the computation could take, by the device's measured rates of a matrix product and of a copy,
+divided by the time that it took. On a GPU, times are taken between two events on the device, and the host begins to
+queue the work 2 or 3 ms before the first one. Everything is written to --out.
 """
 
 import functools
@@ -51,22 +51,22 @@ model_lengths = "2048,8192"  # tokens, for the forward pass of a model
 step_length = 1024  # tokens of a training step
 decode_length = 1024  # tokens to generate
 batch_size = 2  # sequences; PyTorch's CPU backward pass gives a core whole heads, so one long head keeps one core busy
-tokens = 0  # of a pass, instead of batch_size: as many sequences as fit; 0: batch_size of them
+tokens = 0  # of a pass, instead of batch_size: as many sequences as fit into them; 0: batch_size sequences
 n_head = 6  # heads
 head_dim = "32"  # of q, k and v, for attention; several, separated by commas
-heads = "SSSSSL"  # the pattern of subjects with short heads
-window = 100  # their span, for attention; the models have the LS paper's, 50 up to 2048 tokens and 100 past that
+heads = "SSSSSL"  # the pattern of what has short heads
+window = 100  # how far back they see, for attention; models as in the LS paper: 50 up to 2048 tokens, 100 past that
 repeats = 9  # of each subject
 patience = 20.0  # seconds; a subject that would take longer for one pass is skipped
-budget = 0.0  # seconds; past them no other attention is begun, and those left out are named; 0: all of them
+budget = 0.0  # seconds; after them no further attention is begun, and those left out are named; 0: no limit
 quick = False  # short lengths and few repeats: under a minute on two cores
 plot = False  # draw time and memory against n to a PNG beside --out (needs matplotlib)
 out = "bench.json"  # the file of results
 device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of q, k and v, and of the models by autocast
-seed = 1337  # of q, k, v
+seed = 1337  # of q, k and v, weights and samples
 
-SUITE = {  # name: flags that are not given
+SUITE = {  # name: values for the flags that are not given
     "all": {},
     "quick": {"lengths": "256,1024", "model_lengths": "1024", "step_length": 256, "decode_length": 128, "repeats": 3},
     "gpu": {
@@ -80,19 +80,19 @@ BACKENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION, "sdpa math": SDPBackend.MATH,
 }  # fmt: skip
-CHECKED_AT = 300  # tokens: past the first blocks of short heads, and where beta is linear
-# ||x - exact|| / ||exact|| of an output or gradient: rounding of the inputs, and in float32 on a GPU TF32's
+CHECKED_AT = 300  # tokens: more than the first blocks of short heads, and enough for beta's linear form
+# The largest ||x - exact|| / ||exact|| of an output or gradient that is rounding. A GPU multiplies float32 in TF32
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 TF32 = 2e-3
-# (operations, bytes) of a pass, times a forward pass's: that has two products, a backward pass five
-PASSES = {"forward": (1, 1), "backward": (2.5, 2), "both": (3.5, 3)}
+# (operations, bytes) as multiples of a forward pass's: that has two products, a backward pass five
+MEASURES = {"forward": (1, 1), "backward": (2.5, 2), "both": (3.5, 3)}
 _began = time.monotonic()
 
 # -----------------------------------------------------------------------------
 # what is timed
 
 sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-optional = functools.cache(tried)  # says once what is left out, not for each head dim
+optional = functools.cache(tried)  # it says only once what is left out
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Subject:
 
 
 def as_in_a_model(core: str) -> Callable:
-    """ATTENTION[core] in the form that a model runs; looked up when it is called, where a bug in it is reported."""
+    """ATTENTION[core] in the form that a model runs. It is found at each call, where a bug in it can be reported."""
 
     def attend(q, k, v, **settings):
         return fast_form(core, ATTENTION[core], whole=core in WHOLE)(q, k, v, **settings)
@@ -143,21 +143,21 @@ def as_in_a_model(core: str) -> Callable:
 
 @functools.cache
 def scheme(position: str, T: int, D: int) -> torch.nn.Module:
-    """What a position is to a layer's attention."""
+    """The module of a position in a layer's attention."""
     config = GPTConfig(position=position, n_embd=n_head * D, n_head=n_head, head_dim=D, block_size=T)
     return config.scheme(config.resolved())
 
 
 def n_short(pattern: str) -> int:
-    """How many heads of a layer are short, which are its first ones here."""
+    """How many heads of a layer are short. Here these are its first ones."""
     return (pattern * n_head)[:n_head].count("S")
 
 
 def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
-    """(FLOPs, numbers read or written) of a head's forward pass over n tokens, as few as its result needs.
+    """(FLOPs, numbers read or written) of a head's forward pass over n tokens, the least that its result needs.
 
-    Two products per query and key that it sees, or chunks and sums of beta as in training.estimate.flops, but of half
-    a chunk; q, k, v and y once.
+    Two products for each query and key that it sees; for beta no more than half a chunk and the running sums need
+    (training.estimate.flops). q, k, v and y are read or written once.
     """
     long = (n + 1) / 2
     if subject.core == "beta":
@@ -171,8 +171,8 @@ def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
 
 @functools.cache
 def flex(pattern: str, dynamic: bool) -> Callable:
-    """FlexAttention, which skips what a block mask leaves out. dynamic: compiled once for all lengths, with checks of
-    bounds that a multiple of 128 tokens would not need; else for each length."""
+    """FlexAttention, which skips the blocks that its mask leaves out. dynamic: compiled once for all lengths, with
+    checks of bounds that a multiple of 128 tokens would not need; else compiled for each length."""
     torch._dynamo.config.recompile_limit = 64  # for each length, head dim, pattern, and with gradients
     attend = torch.compile(flex_attention, dynamic=dynamic)
     n = n_short(pattern)
@@ -191,7 +191,6 @@ def flex(pattern: str, dynamic: bool) -> Callable:
 
 
 def x_transformers() -> Callable:
-    """Softmax attention of the library x-transformers."""
     from x_transformers.attend import Attend
 
     attend = Attend(causal=True, flash=True)
@@ -264,9 +263,9 @@ def right_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
     """The subjects whose outputs and gradients are those of the definition in float64, up to rounding."""
     x = inputs(2, n_head, CHECKED_AT, D, dev, dt)
     double = [t.detach().cpu().double().requires_grad_(t.requires_grad) for t in x]
-    one_by_one = list(zip(*(t.split(1) for t in double), strict=True))  # sequences: LASER holds T x T x D numbers
+    rows = list(zip(*(t.split(1) for t in double), strict=True))  # sequence by sequence: LASER holds T x T x D numbers
     tolerance = TF32 if dt == torch.float32 and dev.startswith("cuda") else TOLERANCE[dt]
-    exact = {}  # {what a subject computes: derivatives}
+    exact = {}  # {what a subject computes: its derivatives}
     right = {}
 
     def errors_of(subject: Subject) -> list[float]:
@@ -274,13 +273,13 @@ def right_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
         meaning = subject.core, subject.pattern, subject.differential, subject.position
         if meaning not in exact:
             definition = subject.layer(spelled_out(ATTENTION[subject.core]))
-            parts = [derivatives(definition, few) for few in one_by_one]
+            parts = [derivatives(definition, row) for row in rows]
             exact[meaning] = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
         return [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact[meaning], strict=False)]
 
     for name, subject in subjects(dev, D).items():
         if name.endswith("triton") and not importlib.import_module("attention.kernels").fits(subject.core, *x[:3]):
-            print(f"{name}: left out, it would be the plain form (its kernel takes no head dim {D}, {dt} on {dev})")
+            print(f"{name} left out (its kernel takes no head dim {D} in {dt} on {dev})")
             continue
         errors = tried(name, functools.partial(errors_of, subject), dev, subject.foreign)
         if errors is None:
@@ -345,10 +344,10 @@ def attention_table(tasks: dict, table: dict, x: list[torch.Tensor], dev: str, t
         ratio = ratios(rounds, name, first)
         flops, moved = work(table[name], n, D)
         least = B * n_head * flops / top["flops"], B * n_head * moved * x[0].itemsize / top["bytes_per_s"]  # seconds
-        share = {k: 1e3 * max(PASSES[k][0] * least[0], PASSES[k][1] * least[1]) / ms[k] for k in ms}
+        share = {k: 1e3 * max(MEASURES[k][0] * least[0], MEASURES[k][1] * least[1]) / ms[k] for k in ms}
         memory = tried(f"memory of {name}", functools.partial(timing.peak_memory, tasks[name], dev), dev) or 0
         cell = {k: f"{ms[k]:8.2f} ms ±{spread[k]:3.0%}{ratio.get(k, math.nan):5.2f}x{share[k]:6.0%}" for k in ms}
-        print(f"{name:24}" + "".join(f"{cell.get(k, '-'):>28}" for k in PASSES), end="")
+        print(f"{name:24}" + "".join(f"{cell.get(k, '-'):>28}" for k in MEASURES), end="")
         print(f"{memory / 2**20:8.1f} MiB{table[name].error:9.1e}", flush=True)
         row = {"subject": name, "n": n, "d": D, "batch": B, "error": table[name].error}
         row |= {"ms": ms, "spread": spread, "ratio": ratio, "share": share, "peak_bytes": memory}

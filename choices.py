@@ -120,7 +120,7 @@ class Scheme(nn.Module):
     heads: which of the layer's heads q has. past: the number of tokens before q and k.
     """
 
-    scores = True  # whether it gives a bias. Running sums cannot hold one: with it, beta keeps all keys
+    scores = True  # whether it gives a bias; running sums cannot hold one, so with a bias beta keeps all keys
     shared = False  # whether all layers have the same one
     extra = 0  # dimensions that it adds to q and k
 
@@ -158,9 +158,9 @@ def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 class ALiBi(Scheme):
     """A head's scores lose slope (i - j), in proportion to the distance (Press et al. 2021, section 3).
 
-    With a = slope / scale that is (a, -a i) . (j, 1), so two more dimensions of q and k are enough, and every
-    kernel takes them. A bfloat16 holds 8 bits of a number, so each is the sum of two, which makes six dimensions;
-    and float16 holds nothing past 65504, so a i is a i / 256 times 256.
+    With a = slope / scale, -a (i - j) = (a, -a i) . (j, 1): two more dimensions of q and k are enough, and every kernel
+    takes them. A bfloat16 holds 8 bits of a number, so each number is split into a sum of two, which makes six
+    dimensions. A float16 holds nothing past 65504, so q has a i / 256, and k has 256.
     """
 
     scores, shared, extra = False, True, 6
@@ -202,7 +202,7 @@ def alibi_slopes(n: int) -> list[float]:
 
 class Relative(Scheme):
     """A vector per distance, up to max_distance, is added to the keys and one to the values (Shaw et al. 2018,
-    equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), of which q_i a_k is a product of its own, and
+    equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), where q_i a_k is computed apart, as a bias, and
     y_i = sum_j w_ij (v_j + a_v[i - j]). Shared by the heads of a layer. Memory grows with T max_distance."""
 
     def __init__(self, c):
@@ -320,8 +320,8 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
         value = getattr(c, name)
         yield not 0 <= (value or 0.0) < 1, f"{name}={value} must be in [0, 1)"
     yield (bool(c.attn_dropout) and not takes_dropout(ATTENTION[c.attention]),
-           f"attention={c.attention!r} allows no dropout on attention weights (its function takes no `dropout`; in LASER "
-           f"a dropped weight can be log(0)): leave attn_dropout out, or set it to 0")
+           f"attention={c.attention!r} allows no dropout on attention weights (its function takes no `dropout`; in "
+           f"LASER a dropped weight can be log(0)): leave attn_dropout out, or set it to 0")
     yield (not 0 < c.temperature < math.inf,
            f"temperature={c.temperature} must be a positive number; 1.0 leaves the scores alone")
     yield (c.block == "parallel" and c.where == "post",

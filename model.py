@@ -1,12 +1,13 @@
-"""A GPT whose causal self-attention is pluggable: the whole model, read from top to bottom.
+"""A GPT whose causal self-attention is pluggable: the whole model, to be read from top to bottom.
 
 1. Three attentions, a function of a few lines each, which is its definition; ATTENTION, their table.
 2. GPTConfig: every choice.
-3. CausalSelfAttention, MLP, Block, GPT: GPT-2, where the choices are made.
+3. CausalSelfAttention, MLP, Block, GPT: GPT-2, built from these choices.
 
 A new attention is one function and one line in ATTENTION. Nothing else is needed to train it with short and long
-heads, to decode it with a cache, to test it and to time it. The model runs the definitions in fast forms
-(attention/fast.py): each is compared with its definition when a GPT is built, so what you edit here is what runs.
+heads, to decode it with a cache, to test it and to time it. To save time and memory a GPT runs fast forms of these
+functions (attention/fast.py). It uses a fast form only if that computes the same as the definition here, which is
+checked when the GPT is built. Otherwise the definition runs: what you edit here is what is trained.
 
 Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary. Attention is
 (B, H, T, D) everywhere.
@@ -33,14 +34,16 @@ from text.sampling import Sampler
 
 # -----------------------------------------------------------------------------
 # Attention: f(q, k, v, *, window=None, scale=None, bias=None) -> y, causal.
-#   q (B, H, Tq, D), k (B, H, T, D), v (B, H, T, Dv), y (B, H, Tq, Dv) in v's precision. In training Tq = T; fewer
-#     queries are those of the last Tq of the T tokens, as in decoding
+#   q (B, H, Tq, D), k (B, H, T, D), v (B, H, T, Dv), y (B, H, Tq, Dv) in v's precision. In training Tq = T. If
+#     Tq < T, as in decoding, the queries are those of the last Tq tokens
 #   window: key j is seen by query i where 0 <= i - j <= window, window + 1 keys; None: all up to i
 #   scale: of the scores, 1 / sqrt(D) if None
-#   bias: added to the scaled scores; a tensor that broadcasts to (B, H, Tq, T), or a ByDistance. `scores` adds it
-# One that can drop attention weights takes `dropout` as well, the probability, 0.0 by default.
-# y_i may depend on q_i and on the keys and values that i sees, but not on T or on a key's place (how many keys i sees
-# is seen.sum(-1)): that is what lets short heads be computed in blocks. An attention that breaks this goes into WHOLE.
+#   bias: added to the scaled scores by `scores`; a tensor that broadcasts to (B, H, Tq, T), or a ByDistance, which
+#     has a number for each distance i - j (attention/scores.py)
+# An attention that can drop its weights takes `dropout` as well: the probability, 0.0 by default, in training alone.
+# y_i may use q_i and the keys and values that query i sees, but neither T nor a key's index. Then short heads can be
+# computed in blocks. (To count the keys that a query sees, use seen.sum(-1).) An attention that needs more than that
+# goes into WHOLE.
 
 
 def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
@@ -53,8 +56,8 @@ def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.
 def laser_attention(q, k, v, *, window=None, scale=None, bias=None):
     """y = log(softmax(s) exp(v)) ("LASER: Attention with Exponential Transformation", Duvvuri and Dhillon, equation 6).
 
-    Summed in log space, where exp cannot overflow, it holds T x T x D numbers. It takes no dropout: position 0 has a
-    single weight, and dropping it would give log(0).
+    The sum is taken in log space, where exp cannot overflow. This needs T x T x D numbers for each head. There is no
+    dropout: the first query has a single weight, and dropping it would give log(0).
     """
     s, seen = scores(q, k, scale, bias), visible(q, k, window)
     log_weights = s.masked_fill(~seen, -math.inf).log_softmax(-1)
@@ -62,9 +65,9 @@ def laser_attention(q, k, v, *, window=None, scale=None, bias=None):
 
 
 def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
-    """y = s / (1 + ||s||) v, where unseen scores are 0 (the blog post on beta attention in nanoGPT).
+    """y = s / (1 + ||s||) v, ||s|| the L2 norm of a query's scores (the blog post on beta attention in nanoGPT).
 
-    Weights may be negative, and need not sum to 1.
+    Scores that a query does not see are 0. Weights may be negative, and need not sum to 1.
     """
     s, seen = scores(q, k, scale, bias), visible(q, k, window)
     s = s.masked_fill(~seen, 0.0)
@@ -77,56 +80,56 @@ ATTENTION: dict[str, Callable] = {
     "laser": laser_attention,
     "beta": beta_attention,
 }
-WHOLE: set[str] = set()  # names of attentions that must see all queries and keys at once, in time T^2
+WHOLE: set[str] = set()  # names of attentions that need all queries and keys at once; short heads cost T^2 too
 
 # -----------------------------------------------------------------------------
 
 
 @dataclass
 class GPTConfig:
-    """Every choice of the model, as it was asked for. Raises UserError where choices do not fit."""
+    """Every choice of the model, as it was given. Raises UserError where choices do not fit."""
 
     block_size: int = 1024  # tokens that the model sees at once
     vocab_size: int = 50304  # 50257 of GPT-2, padded to a multiple of 64
     n_layer: int = 12  # blocks
     n_head: int = 12  # attention heads per layer
     n_embd: int = 768  # width of the residual stream
-    n_kv_head: int | None = None  # heads of keys and values, which groups of query heads share; None: n_head; 1: MQA
+    n_kv_head: int | None = None  # heads of keys and values; several query heads share one; None: n_head; 1: MQA
     head_dim: int | None = None  # width of a head; None: n_embd / n_head
     dropout: float = 0.0  # on embeddings and on what attention and MLP add to the residual stream
-    attn_dropout: float | None = None  # on attention weights; None: as dropout, where the attention allows it
+    attn_dropout: float | None = None  # on attention weights; None: as dropout, or 0 where the attention has none
     bias: bool = True  # in Linears and LayerNorms, as GPT-2
     attention: str = "softmax"  # a name in ATTENTION
     heads: str = "L"  # L long, S short; tiled over heads, / between layers, tiled over layers: SSSSSL, S/S/L
-    window: int | None = None  # span of short heads: i sees j where 0 <= i - j <= window; None: 50, 100 past 2048
-    differential: bool = False  # every two heads are one: the first's map minus lambda times the second's
+    window: int | None = None  # short heads: i sees j where 0 <= i - j <= window; None: 50, past block_size 2048 100
+    differential: bool = False  # heads are paired: the first's map minus lambda times the second's
     qk_norm: str = "none"  # of queries and keys, before their product: a name in QK_NORM
     temperature: float = 1.0  # divides the scores
     per_dim_temperature: bool = False  # each dimension of the queries is scaled by a learned softplus(p)
     position: str = "learned"  # how the model knows of order: a name in POSITION
     rope_base: float | None = None  # of RoPE's wavelengths; None: 10000
-    max_distance: int | None = None  # past it distances are one to position=relative (None: 16) and t5 (None: 128)
+    max_distance: int | None = None  # relative, t5: all larger distances count as this one; None: 16, 128
     nope_long: bool = False  # long heads have no position; short ones have (Command A: --heads=S/S/S/L)
     norm: str = "layernorm"  # a name in NORM
-    norm_bias: bool | None = None  # in the norms; None: as bias in a LayerNorm, none in an RMSNorm
+    norm_bias: bool | None = None  # in the norms; None: as `bias` in a LayerNorm, False in an RMSNorm
     norm_eps: float = 1e-5  # added to a norm's variance
     where: str = "pre"  # where a block's norms are: a name in WHERE
     block: str = "serial"  # serial: the MLP sees what attention has added; parallel: both see x (PaLM)
     mlp: str = "gelu"  # the MLP's activation, gated or not: a name in ACTIVATION
-    n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, and gated 8/3 n_embd, which is as many weights
+    n_hidden: int | None = None  # width of the MLP; None: 4 n_embd; gated: 8/3 n_embd, the same number of weights
     tied: bool = True  # the output head is the token embedding
-    zero_init: bool = False  # what adds to the residual stream starts at zero
-    logit_softcap: float | None = None  # c: logits are c tanh(logits / c), Gemma 2; None: not
-    z_loss: float = 0.0  # times the mean squared log Z, added to the training loss (PaLM: 1e-4)
+    zero_init: bool = False  # the last matrix of each attention and MLP (or the norm after it) starts at zero
+    logit_softcap: float | None = None  # c: logits are c tanh(logits / c), Gemma 2; None: no cap
+    z_loss: float = 0.0  # factor of the mean squared log Z, which is added to the training loss (PaLM: 1e-4)
     activation_checkpointing: bool = False  # blocks are computed again in the backward pass: slower, far less memory
 
     def __post_init__(self):
         check(self, ATTENTION)
 
     def resolved(self) -> "GPTConfig":
-        """The same choices with a number in the place of each None that stands for one; what modules read.
+        """The same choices with every default filled in. Modules read this copy.
 
-        window stays None without short heads, rope_base and max_distance without the positions that have them.
+        window stays None without short heads, rope_base and max_distance with other positions than theirs.
         """
         return with_defaults(self, ATTENTION)
 
@@ -137,7 +140,7 @@ class GPTConfig:
 
     @property
     def scheme(self) -> type[Scheme] | None:
-        """The class of the position, where it acts inside attention."""
+        """The class of the position, a choices.Scheme; None for a position that is added to the embedding."""
         return POSITION[self.position][1]
 
     @property
@@ -156,15 +159,16 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Projections and heads around an attention, which is called for the short heads and for the long ones.
+    """Queries, keys and values of all heads; the attention is called once for short heads and once for long ones.
 
-    Short heads see the last `window` tokens (LS-attention: "Short-Range Dependency Effects on Transformer Instability
-    and a Decomposed Attention Solution"). Differential attention (Ye et al. 2024): heads 2i and 2i + 1
-    share a value twice as wide, and y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with one lambda per layer
-    and an RMSNorm per pair, where A V is whatever the attention makes of q, k and V: with LASER, each map has its log.
+    A short head sees its own token and the `window` tokens before it (LS-attention: "Short-Range Dependency Effects
+    on Transformer Instability and a Decomposed Attention Solution").
+    Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value V twice as wide, and
+    y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with one lambda per layer and an RMSNorm per pair. A V is the
+    attention's output, so with LASER the log is taken for each map, before the difference.
     """
 
-    def __init__(self, c: GPTConfig, layer: int, shared: nn.Module | None):
+    def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
         super().__init__()
         C, H, G, D = c.n_embd, c.n_head, c.n_kv_head, c.head_dim
         self.sizes = H, G, D
@@ -177,25 +181,26 @@ class CausalSelfAttention(nn.Module):
         self.per_dim_temperature = None if p is None else nn.Parameter(p)
         letters = c.layer_heads(layer)
         positioned = c.scheme is not None and ("S" in letters or not c.nope_long)
-        self.position = (shared or c.scheme(c)) if positioned else None
+        self.position = (shared_position or c.scheme(c)) if positioned else None
         self.nope_long = c.nope_long
         self.scale = c.scale
         self.dropout = {"dropout": c.attn_dropout} if c.attn_dropout else {}
-        self.n_map = 2 if c.differential else 1  # heads that share a value
+        self.n_map = 2 if c.differential else 1  # maps of scores, each a query head, for one value
         if c.differential:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 setattr(self, name, nn.Parameter(0.1 * torch.randn(D)))
-            self.ln_head = RMSNorm(2 * D, False, 1e-5)
+            self.ln_head = RMSNorm(2 * D, bias=False, eps=1e-5)
         definition = ATTENTION[c.attention]
-        self.core = fast_form(c.attention, definition, whole=c.attention in WHOLE)
+        self.core = fast_form(c.attention, definition, whole=c.attention in WHOLE, short="S" in letters)
         self.cache_form = KeyValues if c.long_bias else cache_form(c.attention, definition)
-        self.groups = self.calls = groups_of(letters, H // G, self.n_map, c.window)  # short heads, long heads
-        self.inverse = inverse_of(letters)  # the order of heads in the layer, where it is another
-        self.probe = None  # attention/probe.py: a function that looks at what the core gets
+        self.groups = groups_of(letters, H // G, self.n_map, c.window)  # [short heads, long heads], or one of the two
+        self.calls = self.groups  # Triton's kernels take both groups in one call
+        self.inverse = inverse_of(letters)  # puts the heads back into the layer's order; None where they are in it
+        self.probe = None  # a function that measurements set (attention/probe.py)
 
     def forward(self, x, memory=None):
-        """memory: the tokens before these (attention/cache.py), or which are one document; None: x is all there is."""
+        """memory: a Cache of the tokens before x; or Documents, which tokens of x see each other; or None."""
         (B, T, _), (H, G, D) = x.shape, self.sizes
         qkv = self.c_attn(x)
         check_finite(qkv)
@@ -213,7 +218,7 @@ class CausalSelfAttention(nn.Module):
             bias = None
             if self.position is not None and not (self.nope_long and group.window is None):
                 q_part, k_part, bias = self.position(q_part, k_part, group.q, past)
-            q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)
+            q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)  # norms and rotations are in float32
             core = self.core if self.probe is None else probed(self, group)
             settings = {**group.settings, "scale": self.scale, "bias": bias, **dropout}
             if memory is not None:
@@ -221,13 +226,13 @@ class CausalSelfAttention(nn.Module):
             else:
                 y.append(core(q_part, *group.share(k_part, v_part), **settings))
             check_shapes(q_part, v_part, y[-1])
-        y = torch.cat(y, dim=1) if len(y) > 1 else y[0]  # (B, H, T, D)
+        y = torch.cat(y, dim=1) if len(y) > 1 else y[0]  # (B, H, T, n_map D)
         if self.inverse is not None:
             y = y[:, self.inverse]
         if self.n_map == 2:
             y = self.difference(y)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, H * D))
-        return self.resid_dropout(y) if self.training else y  # decoding a token: each module call costs
+        return self.resid_dropout(y) if self.training else y  # each module call costs time when decoding one token
 
     def difference(self, y):
         """(B, H, T, 2 D) -> (B, H / 2, T, 2 D): each pair of maps, the first minus lambda times the second."""
@@ -259,9 +264,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each with the norms of WHERE; in parallel both see the same x (PaLM, section 2)."""
+    """Attention and an MLP, with norms where choices.WHERE says; in parallel both see the same x (PaLM, section 2)."""
 
-    def __init__(self, c: GPTConfig, layer: int, shared: nn.Module | None):
+    def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
         super().__init__()
         before, after, added = WHERE[c.where]
         self.added = added
@@ -274,7 +279,7 @@ class Block(nn.Module):
         self.ln_2 = norm((before or added) and not self.parallel)
         self.ln_1_after = norm(after)
         self.ln_2_after = norm(after)
-        self.attn = CausalSelfAttention(c, layer, shared)
+        self.attn = CausalSelfAttention(c, layer, shared_position)
         self.mlp = MLP(c)
 
     def forward(self, x, memory=None):
@@ -296,22 +301,22 @@ class GPT(nn.Module):
         self.config = config
         c = config.resolved()
         embedded = POSITION[c.position][0]
-        shared = c.scheme(c) if c.scheme is not None and c.scheme.shared else None
+        shared_position = c.scheme(c) if c.scheme is not None and c.scheme.shared else None
         modules = {
             "wte": nn.Embedding(c.vocab_size, c.n_embd),
             "wpe": embedded and embedded(c),
             "drop": nn.Dropout(c.dropout),
-            "h": nn.ModuleList([Block(c, layer, shared) for layer in range(c.n_layer)]),
+            "h": nn.ModuleList([Block(c, layer, shared_position) for layer in range(c.n_layer)]),
             "ln_f": nn.Identity() if c.where == "post" else new_norm(c, c.norm, c.n_embd),
         }
         self.transformer = nn.ModuleDict({name: module for name, module in modules.items() if module is not None})
-        # Vaswani et al., section 3.4: beside sinusoids, which have size 1, an embedding of 0.02 would be lost
+        # Vaswani et al., section 3.4: an embedding of size 0.02 would be lost beside sinusoids, whose size is 1
         self.embedding_scale = c.n_embd**0.5 if c.position == "sinusoidal" else 1.0
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         if c.tied:
             self.transformer.wte.weight = self.lm_head.weight
         self.apply(self._init_weights)
-        # what adds to the residual stream: as GPT-2; or zero, by its last norm where there is one
+        # The last matrix of each attention and MLP: as GPT-2; with zero_init 0, or the norm after it, if there is one.
         std = 0.02 / math.sqrt(2 * c.n_layer)
         by_norm = c.zero_init and WHERE[c.where][1]
         for name, p in self.named_parameters():
@@ -331,15 +336,18 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """(logits, loss) for token ids idx (B, T), T <= block_size.
 
-        targets (B, T): with them, logits (B, T, V) and the mean cross-entropy in nats of those that are not -1, in
-        training with z_loss mean(log^2 Z) added (PaLM, section 5), Z the sum of a token's exp(logits). Without, the
-        logits of the last position, (B, 1, V), and None. cache: of new_cache; idx are the tokens after those that it
-        holds, and are added to it. pos (B, T): positions in documents, of which one begins where pos is 0 (as
-        text.dataset.positions has it): no token sees another document. Raises ValueError for more than block_size.
+        With targets (B, T): logits (B, T, V), and the mean cross-entropy in nats over the targets that are not -1.
+        In training z_loss mean(log^2 Z) is added (PaLM, section 5), Z the sum of a token's exp(logits).
+        Without targets: the logits of the last position, (B, 1, V), and None.
+        cache: from new_cache; it holds the tokens before idx, and idx is added to it.
+        pos (B, T): positions in documents (text.dataset.positions). A document begins where pos is 0; no token sees
+        another document. Raises ValueError for more than block_size tokens.
         """
         end = idx.shape[1] + (0 if cache is None else cache.length)
         if idx.shape[1] < 1 or end > self.config.block_size:
-            raise ValueError(f"{end} tokens do not fit into block_size={self.config.block_size}, from 1 on")
+            raise ValueError(
+                f"{end} tokens do not fit into block_size={self.config.block_size}: 1 or more, and at most that"
+            )
         if cache is None:
             return self.predict(self.hidden(idx, None if pos is None else Documents(pos), pos), targets)
         if pos is not None:
@@ -357,9 +365,9 @@ class GPT(nn.Module):
             at = torch.arange(past, past + idx.shape[1], device=idx.device) if pos is None else pos
             x = x + self.transformer.wpe(at)
         x = self.transformer.drop(x)
-        again = self.config.activation_checkpointing and self.training and not isinstance(memory, Cache)
+        recompute = self.config.activation_checkpointing and self.training and not isinstance(memory, Cache)
         for block in self.transformer.h:
-            x = checkpoint(block, x, memory, use_reentrant=False) if again else block(x, memory)
+            x = checkpoint(block, x, memory, use_reentrant=False) if recompute else block(x, memory)
         return self.transformer.ln_f(x)
 
     def predict(self, x: Tensor, targets: Tensor | None) -> tuple:
@@ -372,8 +380,8 @@ class GPT(nn.Module):
         flat, targets = logits.flatten(0, 1).float(), targets.flatten()
         loss = F.cross_entropy(flat, targets, ignore_index=-1)
         if self.training and self.config.z_loss:
-            log_z, seen = flat.logsumexp(-1), targets != -1
-            loss = loss + self.config.z_loss * (log_z.square() * seen).sum() / seen.sum()
+            log_z, counted = flat.logsumexp(-1), targets != -1
+            loss = loss + self.config.z_loss * (log_z.square() * counted).sum() / counted.sum()
         return logits, loss
 
     def run_definitions(self) -> None:
@@ -393,7 +401,7 @@ class GPT(nn.Module):
         """Shortens the context, for fine-tuning a model at a smaller one. Raises UserError for a larger one."""
         if not 1 <= block_size <= self.config.block_size:
             raise UserError(f"block_size={block_size} is below 1 or larger than the model's, {self.config.block_size}")
-        self.config.window = self.config.resolved().window  # the context may have chosen it
+        self.config.window = self.config.resolved().window  # its default depends on block_size
         self.config.block_size = block_size
         if self.config.position == "learned":
             self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size])
@@ -401,18 +409,18 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, name: str, override_args: dict | None = None) -> "GPT":
         """The weights of a model of the hub, as GPT-2, or of a local folder: see training/pretrained.py, load."""
-        from training.pretrained import load  # it imports this file
+        from training.pretrained import load  # here, since that file imports this one
 
         return load(name, override_args)
 
     @torch.no_grad()
     def stream(self, idx: Tensor, n: int, *sampling, use_cache: bool = True, **more) -> Iterator[Tensor]:
-        """Yields one new token per row, (B, 1), up to n times, after the prompts idx (B, T).
+        """Yields one new token for each of the prompts idx (B, T), (B, 1), up to n times.
 
-        sampling and more: temperature, top_k, top_p, stop, vocab_size, seed, as text/sampling.py's Sampler takes them.
-        use_cache: keep what was computed of earlier tokens; the text is the same without, slowly. The model sees the
-        last block_size tokens: past them every token of the window moves to another position in each step, and what
-        was computed of it has seen tokens that are no longer there, so each step is a whole forward pass.
+        sampling and more: temperature, top_k, top_p, stop, vocab_size, seed (text/sampling.py, Sampler).
+        use_cache: keep what was computed of earlier tokens; without, the text is the same, slowly. After block_size
+        tokens the window slides: each token changes its position, the cache is of no use, and each step is a whole
+        forward pass.
         """
         if idx.shape[1] == 0:
             raise UserError("the prompt is empty: at least one token is needed")

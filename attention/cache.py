@@ -1,7 +1,7 @@
 """Decoding token by token: what a model keeps of the tokens that it has seen.
 
-A group of heads keeps keys and values (any attention; short heads only the last window + 1) or, long heads of beta,
-their running sums. GPT.new_cache() makes a Cache of all groups.
+A group of heads keeps its keys and values; short heads keep only the last window + 1. Long heads of beta keep running
+sums instead. GPT.new_cache() makes a Cache of all groups.
 """
 
 import contextlib

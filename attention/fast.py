@@ -1,10 +1,10 @@
 """The attentions of model.py, fast: the same functions in less time and memory.
 
-windowed(definition) makes short heads of any attention cost O(T window). FAST has, for attentions of which more is
-known, a function that takes the definition and returns its fast form. fast_form(name, definition) chooses: before a
-fast form is used, it is compared with the definition, so that an edited definition is what runs.
+windowed(definition) makes short heads of any attention cost O(T window). FAST has a function for each attention of
+which more is known: it takes the definition and returns a fast form. fast_form(name, definition) chooses. It compares a
+form with the definition before the form is used, so an edited definition is what runs.
 
-Shapes are those of scores.py. The forms take and give what a definition does (model.py, ATTENTION).
+Shapes are those of scores.py. Every form takes and returns what a definition does (model.py, ATTENTION).
 """
 
 import functools
@@ -163,7 +163,7 @@ def in_rows(core: Callable, numbers: Callable) -> Callable:
 def for_scores(q, k, v, bias) -> int:
     """What one query of all heads needs, for `windowed`: a score for each key.
 
-    16 of them count as one: recomputing costs time, and to hold all scores is what a definition does.
+    16 scores count as one number, since holding all scores costs less time than computing them again.
     """
     return max(q.numel() // (q.shape[-1] * q.shape[-2]) * k.shape[-2] // 16, for_bias(q, k, v, bias))
 
@@ -267,9 +267,9 @@ def beta_by_sums(definition: Callable) -> Callable:
         sum_j s_j v_j = q S,  S = sum_j k_j^T v_j        ||s||^2 = sum_j s_j^2 = q G q^T,  G = sum_j k_j^T k_j
 
     so the running sums S and G, which are D x Dv and D x D, hold all of the past. Dropped weights, a bias, or a
-    window have no such sums; for them, and for few tokens, the definition runs. Rounding is relative to ||q|| ||k||:
-    where keys are so alike, and a query so much at a right angle to them, that ||s|| is a hundred times smaller,
-    float32 keeps four digits; the definition would keep six.
+    window have no such sums; for them, and for few tokens, the definition runs. Rounding is relative to ||q|| ||k||.
+    Where ||s|| is a hundred times smaller (keys that are alike, and a query almost orthogonal to them), four digits of
+    a float32 are right; by the definition it would be six.
     """
     quadratic = windowed(definition, for_bias)
 
@@ -372,8 +372,8 @@ class BetaLinear(torch.autograd.Function):
 def running_sums(x: torch.Tensor, state: torch.Tensor | None, reverse: bool = False) -> tuple:
     """(state + sum_m<n x_m for each n of dimension 2, state + the sum of all); m > n in reverse.
 
-    x (B, H, chunks, D, E); state (B, H, D, E), None for 0; the first result is (B H chunks, D, E). x_n stays
-    out of its own sum, so that its size cannot round what came before.
+    x (B, H, chunks, D, E); state (B, H, D, E), None for 0; the first result is (B H chunks, D, E). Sum n leaves x_n
+    out: the rounding of a large x_n would cost the earlier terms their precision.
     """
     sums, last = torch.empty_like(x), 0 if reverse else x.shape[2] - 1
     sums[:, :, x.shape[2] - 1 - last] = 0 if state is None else state
@@ -399,19 +399,26 @@ FAST: dict[str, Callable] = {
 
 
 @functools.cache
-def fast_form(name: str, definition: Callable, whole: bool = False) -> Callable:
-    """The form of ATTENTION[name] that runs: its fast form or, where there is none, windowed(definition).
+def fast_form(name: str, definition: Callable, whole: bool = False, short: bool = True) -> Callable:
+    """The form of ATTENTION[name] that runs: FAST[name](definition) or, where there is none, windowed(definition).
 
-    whole: the definition must see all queries and keys at once (model.WHOLE), and runs as it stands.
+    A form is used if it computes what the definition computes; else the definition runs, and a line says so. whole:
+    the definition needs all queries and keys at once (model.WHOLE). short: whether there are short heads.
     """
-    if whole:
-        return spelled_out(definition)
-    return FAST[name](definition) if name in FAST and unchanged(name, definition) else windowed(definition)
+    if name in FAST and unchanged(name, definition):
+        return FAST[name](definition)
+    general = windowed(definition)
+    if not whole and short and not same(general, definition):
+        note(
+            f"attention={name!r}: a query's output depends on more than the keys that it sees, so short heads cost T^2"
+        )
+        whole = True
+    return spelled_out(definition) if whole else general
 
 
 @functools.cache
 def unchanged(name: str, definition: Callable) -> bool:
-    """Whether FAST[name] computes what the definition computes. If somebody has edited the definition, it says so."""
+    """Whether FAST[name] computes what the definition computes. If not, somebody has edited it, and a line says so."""
     if same(FAST[name](definition), definition):
         return True
     note(f"attention={name!r}: the fast form computes something else than the definition in model.py, which runs now")

@@ -22,7 +22,7 @@ class HeadGroup:
         self.v_of = [sorted(set(values)).index(value) for value in values]
 
     def take(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The group's heads of a layer's q (B, H, T, D), k (B, G, T, D) and v (B, G, T, Dv)."""
+        """The group's heads of a layer's q (B, H, T, D), k (B, G, T, D) and v (B, G / n_map, T, n_map D)."""
         return taken(q, self.q), taken(k, self.k), taken(v, self.v)
 
     def share(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,7 +85,7 @@ class ByDistance:
 
 
 def spelled_out(definition: Callable) -> Callable:
-    """A definition that takes a ByDistance with values too. Everything else it computes as it stands."""
+    """The definition, made to take a ByDistance too, also one with values."""
 
     def attend(q, k, v, *, bias=None, **settings):
         if isinstance(bias, ByDistance):

@@ -183,6 +183,19 @@ def test_an_attention_that_needs_all_at_once(monkeypatch):
     assert calls == [((1, 1, 300, 8), 9), ((1, 1, 300, 8), None)]
 
 
+def test_an_attention_that_breaks_the_rule_is_called_as_a_whole(monkeypatch, capfd):
+    """Its output depends on the number of tokens: blocks would give other numbers, and a line says why they are not used."""
+
+    def by_length(q, k, v, *, window=None, scale=None, bias=None):
+        return model.softmax_attention(q, k, v, window=window, scale=scale, bias=bias) / k.shape[-2]
+
+    monkeypatch.setitem(ATTENTION, "length", by_length)
+    q, k, v = (torch.randn(1, 2, 300, 8) for _ in "qkv")
+    form = fast_form("length", by_length)
+    assert "a query's output depends on more than the keys that it sees" in capfd.readouterr().err
+    assert torch.equal(form(q, k, v, window=9), by_length(q, k, v, window=9))
+
+
 def test_a_bug_in_an_attention_is_its_own(monkeypatch):
     def wrong(q, k, v, *, window=None, scale=None, bias=None):
         B, H, T = scores(q, k, scale, bias).shape

@@ -144,8 +144,6 @@ def test_what_does_not_fit_is_the_fast_form(monkeypatch):
             y, exact = f(*x, **choices), naive_attention(core, *(t.cpu().double() for t in x))
             assert (y.cpu().double() - exact).norm() <= 1e-5 * exact.norm()
         assert not kernels.fits(core, q, k, v[:, :, :5])
-        with pytest.raises(RuntimeError):
-            f(q, k, v[:, :, :5])
     for core in ("softmax", "beta"):
         assert kernel(core)(q, k, v, dropout=0.5).isfinite().all()
 

@@ -37,7 +37,7 @@ class Outcome:
 class Log:
     """log.jsonl, the terminal and wandb. Opening it claims out_dir for this run; an older run there is set aside.
 
-    Rows of a resumed run from its step on are trained again, and written anew.
+    When a run is resumed, the rows after its checkpoint are deleted: those steps are made again.
     """
 
     def __init__(self, run: object, config: dict, model: torch.nn.Module):

@@ -41,8 +41,8 @@ PASSING = ("init_from", "out_dir", "eval_only", "dry_run", "allow_other_data", "
 class Run:
     """What is fixed before the model is made. Making it checks the flags, joins the other processes, picks the device.
 
-    config: train.py's flags and GPTConfig's fields by name, into which a resumed run's settings go. given: where those
-    that were set come from. A dry run prints its report and ends here. Raises UserError.
+    config: train.py's flags and GPTConfig's fields by name; a resumed run's settings go into it. given: for each flag
+    that was set, where: the command line or a config file. A dry run prints its report and ends here. Raises UserError.
     """
 
     def __init__(self, config: dict, given: dict):
@@ -91,7 +91,8 @@ class Run:
     def found_to_resume(self) -> tuple[str | None, list]:
         """(path of the checkpoint to go on from, names of the torchruns of all machines).
 
-        --init_from=resume asks for the newest one; torchrun, which starts again what has died, for its own run's.
+        --init_from=resume asks for the newest checkpoint. When torchrun starts this process again after a crash, the
+        run goes on from the newest checkpoint of the same torchrun.
         """
         launches = [launch()]
         resume = self.config["init_from"] == "resume"
@@ -123,7 +124,7 @@ class Run:
         free = (
             *RESHAPABLE,
             *(("block_size",) if model_args["position"] != "learned" else ()),
-        )  # train short, test long
+        )  # a longer text than it was trained on
         theirs |= {k: v for k, v in model_args.items() if k not in free}
         for key, value in theirs.items():
             mine = config[key]
@@ -215,7 +216,7 @@ class Run:
         return eot
 
     def use_triton(self, model: GPT) -> None:
-        """Runs a model's attention by the Triton kernels. Raises UserError where they cannot self."""
+        """Runs a model's attention by the Triton kernels. Raises UserError if they cannot run here."""
         if self.device_type != "cuda" or self.dtype == "float16":
             raise UserError(
                 f"--triton: its kernels are for CUDA, in bfloat16 and float32, and this runs on {self.device_type} in "
@@ -265,8 +266,8 @@ class Run:
     def compiled(self, model: torch.nn.Module, try_it: Callable) -> torch.nn.Module:
         """torch.compile(model), after try_it(it), a forward and backward pass; where that fails the model itself.
 
-        With several processes it is compiled where it is used, inside of DDP, which sends gradients while others are
-        still computed, or block by block, which FSDP2 puts together. What fails there is left as it is, with a warning.
+        With several processes it is not tried, and what does not compile runs as it is, with a warning. DDP wraps the
+        compiled model. FSDP2 wraps blocks, and each block is compiled.
         """
         say("compiling the model (a minute or so)...")
         torch._dynamo.config.suppress_errors = distributed.world > 1
@@ -325,6 +326,11 @@ class Run:
             return saved["best_val_loss"]
         say("resume: evaluation is over other windows, so the best validation loss starts anew")
         return math.inf
+
+    @property
+    def saves_in_background(self) -> bool:
+        asked = self.config["save_in_background"]
+        return self.device_type == "cuda" if asked is None else asked
 
     @property
     def intact_step(self) -> int | None:
@@ -425,7 +431,7 @@ class Agreement:
     def __init__(self, log: Log, keeper: checkpoint.Keeper, scaler: torch.amp.GradScaler, lag: int, listen: bool):
         self.log, self.keeper, self.scaler, self.lag = log, keeper, scaler, lag
         self.waiting = collections.deque()  # outcomes on their way from the device
-        self.last: Outcome | None = None  # that was read
+        self.outcome: Outcome | None = None  # the newest that was read
         self.problem = ""  # why this process cannot go on, which the others do not know yet
         self.stop = self.failed = False  # agreed: a process was asked to stop; a process cannot go on
         self.signal, self.asked_at = 0, 0.0
@@ -473,20 +479,20 @@ class Agreement:
             if arrived is not None:
                 arrived.synchronize()
             loss, norm, stopping, failing = status.tolist()
-            self.last = Outcome(step, lr, loss, norm, stopping > 0, failing > 0, largest)
-            self.stop = self.stop or self.last.stop
-            if self.last.failed:
+            self.outcome = Outcome(step, lr, loss, norm, stopping > 0, failing > 0, largest)
+            self.stop = self.stop or self.outcome.stop
+            if self.outcome.failed:
                 self.failed = True
                 self.waiting.clear()
                 return
             smaller_scale_may_help = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
             if not math.isfinite(loss) or not (math.isfinite(norm) or smaller_scale_may_help):
                 diverged(step, f"the loss is {loss} and the gradient norm {norm}", self.keeper)
-            self.log.step(self.last)
+            self.log.step(self.outcome)
 
     def makes_step(self) -> bool:
-        """Whether the optimizers step: on no process after a failure, or where float16's gradients overflowed."""
-        return not self.failed and not (self.scaler.is_enabled() and not math.isfinite(self.last.norm))
+        """Whether the optimizers step, on all processes: not after a failure, nor if float16's gradients overflowed."""
+        return not self.failed and not (self.scaler.is_enabled() and not math.isfinite(self.outcome.norm))
 
 
 def diverged(step: int, what: object, keeper: checkpoint.Keeper) -> NoReturn:

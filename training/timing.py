@@ -24,7 +24,7 @@ AHEAD = 5_000_000  # clock cycles for which a GPU is kept busy with nothing, whi
 # The LS paper's, section 5.1; it does not say which GELU: this one is PyTorch's default, and the faster on a CPU
 LS_MODEL = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 10000, "mlp": "gelu_exact"}
 GPT_10M = {"n_layer": 6, "n_head": 6, "n_embd": 384, "vocab_size": 65}  # nanoGPT's Shakespeare model
-# In what is said by an error of memory, CUDA, Triton or a compiler, which is no bug of the code that ran
+# One of these is in an error of memory, CUDA, Triton or a compiler, which is no bug in the code that ran
 OF_THE_MACHINE = ("OutOfMemoryError", "MemoryError", "allocate memory", "CUDA", "triton.", "torch._dynamo", "_inductor")
 Rounds = dict[str, dict[str, list[float]]]  # {task: {measure: its number in each round}}
 
@@ -124,26 +124,22 @@ def free_memory(dev: str) -> int:
 
 
 def tried(name: str, f: Callable, dev: str, foreign: bool = False) -> object:
-    """f(), or None where it fails. A line says why; a bug of this repository is shown with its traceback, too.
+    """f(), or None where it fails: then a line says why, after the traceback where it is a bug.
 
-    foreign: f is the code of another library, which may just not run here. Raises UserError where the device can no
-    longer be used, as after a kernel that wrote where it should not.
+    foreign: f is the code of another library: no traceback. Raises UserError where the device can no longer be used, as
+    after a kernel that wrote where it should not.
     """
     try:
         return f()
     except Exception as error:
-        said = f"{type(error).__module__}.{type(error).__name__}: {error}"
-        if not foreign and not any(sign in said for sign in OF_THE_MACHINE):
+        why = f"{type(error).__name__}: {first_line(error)[:90]}"
+        if not foreign and not any(sign in f"{type(error).__module__}.{why}" for sign in OF_THE_MACHINE):
             traceback.print_exc()
-        print(f"{name} left out ({why(error)})", flush=True)
+        print(f"{name} left out ({why})", flush=True)
     try:
         clock(dev)
     except Exception as error:
-        raise UserError(f"{name} broke {dev} ({why(error)}): leave it out with --only=") from None
-
-
-def why(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)[:90]}"
+        raise UserError(f"{name} broke {dev} ({first_line(error)[:90]}): leave it out with --only=") from None
 
 
 def interleaved(tasks: dict[str, Callable], dev: str, repeats: int) -> Rounds:
@@ -176,12 +172,12 @@ def ratios(rounds: Rounds, name: str, base: str) -> dict[str, float]:
 # -----------------------------------------------------------------------------
 # models
 
-# amp: mixed precision. heads: the pattern of those that have short ones
+# amp: the context of mixed precision. heads: the pattern of those models that have short heads
 Setting = collections.namedtuple("Setting", ("dev", "amp", "heads", "repeats", "seed"))
 
 
 def models(at: Setting, T: int, sizes: dict) -> dict[str, GPT]:
-    """A model for each attention, with long heads and with the pattern; those that cannot be built are left out."""
+    """A model for each attention, with long heads and with at.heads; those that cannot be built are left out."""
     gpts = {}
     for core, pattern in itertools.product(ATTENTION, dict.fromkeys(("L", at.heads))):
         config = GPTConfig(block_size=T, attention=core, heads=pattern, **sizes)
