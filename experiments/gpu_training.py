@@ -11,7 +11,9 @@ median step; MFU is of the rate of a large matrix product on this device. Rows a
 """
 
 import contextlib
+import functools
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -28,10 +30,11 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, check_writable, configure, first_line, pick_device, user_errors
+from configurator import UserError, check_writable, configure, pick_device, user_errors
 from model import ATTENTION, GPT, GPTConfig
 from training.estimate import flops, matmul_rate
 from training.optimizers import OPTIMIZER, Settings
+from training.timing import tried
 
 only = ""  # rows, separated by commas; empty: all
 n_layer = 12  # of GPT-2 (124M), as the others
@@ -58,7 +61,8 @@ def in_chunks(model: GPT, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     def part(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model.lm_head(h).float(), y, reduction="sum")
 
-    h, y = model.hidden(x).flatten(0, 1), y.flatten()
+    h = model.hidden(x).flatten(0, 1)
+    y = y.flatten()
     parts = zip(h.chunk(chunks), y.chunk(chunks), strict=True)
     return sum(checkpoint(part, *few, use_reentrant=False) for few in parts) / len(y)
 
@@ -73,7 +77,8 @@ if hasattr(F, "linear_cross_entropy"):
         model.hidden(x).flatten(0, 1), model.lm_head.weight, y.flatten()
     )
 
-# what is unlike plain: backend, loss, mode, batch (times batch_size), wait, triton; the rest are fields of GPTConfig
+# What each row changes: backend, loss, mode (of torch.compile), batch (times batch_size), wait, triton; the rest are
+# fields of GPTConfig.
 ROWS: dict[str, dict] = {
     "plain": {},
     "no wait": {"wait": False},
@@ -96,17 +101,13 @@ ROWS: dict[str, dict] = {
     "reduce-overhead": {"mode": "reduce-overhead"},
 }
 
-
 PLAIN = {"batch": 1, "wait": True, "loss": "model", "backend": None, "mode": None, "triton": False}
 
 
-def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, rate: float) -> dict:
-    """Trains a model for a few steps; tokens/s, memory, the last loss."""
-    row = PLAIN | changes
-    if row["loss"] not in LOSS:
-        raise RuntimeError(f"this PyTorch has no F.{row['loss']}_cross_entropy")
+def new_model(row: dict, dev: str) -> GPT:
+    """The model of a row, with the same first weights wherever the sizes are the same."""
     if row["triton"] and not dev.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("Triton's kernels are for CUDA")
+        raise UserError("Triton's kernels are for CUDA")
     torch.manual_seed(seed)
     sizes = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size, "vocab_size": vocab_size}
     sizes |= {k: v for k, v in row.items() if k not in PLAIN}
@@ -115,6 +116,15 @@ def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, ra
         from attention import kernels  # Triton is not everywhere
 
         kernels.use(model, ATTENTION[model.config.attention])
+    return model
+
+
+def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, rate: float) -> dict:
+    """Trains a model for a few steps; tokens/s, memory, the last loss."""
+    row = PLAIN | changes
+    if row["loss"] not in LOSS:
+        raise UserError(f"this PyTorch has no F.{row['loss']}_cross_entropy")
+    model = new_model(row, dev)
     adamw = OPTIMIZER["adamw"](model, Settings(6e-4, (0.9, 0.95), 0.1))[0]
     B = batch_size * row["batch"]
     tokens = [torch.randint(min(vocab_size, 50257), (B, block_size + 1)).to(dev) for _ in range(batches)]
@@ -142,26 +152,34 @@ def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, ra
     cuda = dev.startswith("cuda")
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    began, ticks, first = time.perf_counter(), [], steps // 3
-    for i in range(steps):
-        last = step(i)
-        if i == 0:
-            last.item()
-            compiling = time.perf_counter() - began
-        if cuda and i >= first - 1:
-            ticks.append(torch.cuda.Event(enable_timing=True))
-            ticks[-1].record()
-        elif i >= first - 1:
-            ticks.append(time.perf_counter())
-    last = last.item()  # waits for it
-    pairs = zip(ticks, ticks[1:], strict=False)
-    ms = statistics.median(a.elapsed_time(b) if cuda else (b - a) * 1e3 for a, b in pairs)
-    speed = B * block_size / ms * 1e3
-    result = {"ms": ms, "tokens_per_s": speed, "mfu": flops(model) * speed / rate, "loss": last, "first": compiling}
+    result = timed(step, cuda)
+    result["tokens_per_s"] = B * block_size / result["ms"] * 1e3
+    result["mfu"] = flops(model) * result["tokens_per_s"] / rate
     result["peak_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
     if profile and changes == {}:
         result["kernels"] = longest(step)
     return result
+
+
+def timed(step: Callable, cuda: bool) -> dict[str, float]:
+    """Calls step(i) for each step. Its median milliseconds, the last loss, and the seconds of the first step."""
+    began = time.perf_counter()
+    ticks = []
+    for i in range(steps):
+        loss = step(i)
+        if i == 0:
+            loss.item()  # waits for the device
+            first = time.perf_counter() - began
+        if i < steps // 3 - 1:
+            continue
+        if cuda:
+            ticks.append(torch.cuda.Event(enable_timing=True))
+            ticks[-1].record()
+        else:
+            ticks.append(time.perf_counter())
+    last = loss.item()
+    ms = statistics.median(a.elapsed_time(b) if cuda else (b - a) * 1e3 for a, b in itertools.pairwise(ticks))
+    return {"ms": ms, "loss": last, "first": first}
 
 
 def longest(step: Callable) -> list[dict]:
@@ -193,11 +211,10 @@ def main() -> None:
         raise UserError("--profile is of the row plain, on a GPU")
     if ":" in dev:
         torch.cuda.set_device(dev)
-    torch._functorch.config.enable_autograd_cache = (
-        False  # which would not notice that another SDPA kernel is asked for
-    )
+    torch._functorch.config.enable_autograd_cache = False  # it would not notice that another SDPA kernel is asked for
     torch.set_float32_matmul_precision("high")
-    rate, began = matmul_rate(dev, name), time.monotonic()
+    began = time.monotonic()
+    rate = matmul_rate(dev, name)
     chip = torch.cuda.get_device_name() if dev.startswith("cuda") else "CPU"
     print(f"{chip}, torch {torch.__version__}, {name}: a matrix product reaches {rate / 1e12:.3g} TFLOP/s")
     columns = "ms", "tokens/s", "x plain", "MFU", "GiB", "first step", "loss"
@@ -208,12 +225,11 @@ def main() -> None:
             print(f"{key:24}left out (--budget)")
             continue
         torch._dynamo.reset()
-        gc.collect()  # a model that is held by a cycle would count as the next one's memory
-        try:
-            row = results[key] = measured(ROWS[key], dev, amp, rate)
-        except Exception as error:  # a kernel that does not run here, or memory
-            print(f"{key:24}{type(error).__name__}: {first_line(error)[:150]}")
+        gc.collect()  # a model that a cycle keeps alive would count as the next one's memory
+        row = tried(key, functools.partial(measured, ROWS[key], dev, amp, rate), dev, foreign="backend" in ROWS[key])
+        if row is None:
             continue
+        results[key] = row
         times = row["tokens_per_s"] / results.get("plain", row)["tokens_per_s"]
         print(
             f"{key:24}{row['ms']:12.2f}{row['tokens_per_s']:12,.0f}{times:12.2f}{row['mfu']:12.1%}"

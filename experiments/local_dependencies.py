@@ -3,12 +3,12 @@
     python experiments/local_dependencies.py --steps=10000                   # 25 minutes on one CPU core
     python experiments/local_dependencies.py --device=cuda                   # the paper's 100,000 steps
 
-A target (n, n) gives each row about half of the `band` tokens before it, with equal weights (section 3.1). The rows of
-softmax(q k^T), over all earlier tokens or over the last `span`, are fitted to it by Adam on q and k (n, d). It prints,
-and writes to --out, the share of the target that is missed, ||P - P'||^2 / ||P||^2, and the largest |q k^T|. The paper
-does not name its loss, its learning rate or how q and k begin: here it is that share, and normal numbers (--init).
-Row 0 has nothing before it, and is left out. (Its section 3 lets a row see itself, its task does not; both attentions
-may, and have to learn not to.)
+A target P (n, n) gives each row about half of the `band` tokens before it, with equal weights (section 3.1). The rows
+of P' = softmax(q k^T), over all earlier tokens or over the last `span`, are fitted to it by Adam on q and k (n, d). It
+prints, and writes to --out, the share of the target that is missed, ||P - P'||^2 / ||P||^2, and the largest |q k^T|.
+The paper does not name its loss, its learning rate or how q and k begin: here the loss is that share, and q and k begin
+with normal numbers (--init). Row 0 has nothing before it, and is left out. (The paper's section 3 lets a row see
+itself, its task does not. Here both attentions may, and have to learn not to.)
 """
 
 import json
@@ -67,12 +67,16 @@ def long_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def fit(name: str, p: torch.Tensor, rate: float, dev: str) -> list[dict]:
     """Fits q and k; a row of results now and then."""
     torch.manual_seed(seed)
-    q, k = ((init * torch.randn(n, d)).to(dev).requires_grad_() for _ in "qk")
+    q = (init * torch.randn(n, d)).to(dev).requires_grad_()
+    k = (init * torch.randn(n, d)).to(dev).requires_grad_()
     short = name == "short"
     if short:  # of p what short attention can see
         p = torch.stack([F.pad(p, (span, 0))[i : i + span, i : i + 2 * span] for i in range(0, n, span)])
-    p, found, began = p.to(dev), [], time.perf_counter()
-    some, size = p.sum(-1, keepdim=True) > 0, p.square().sum()
+    p = p.to(dev)
+    some = p.sum(-1, keepdim=True) > 0
+    size = p.square().sum()
+    found = []
+    began = time.perf_counter()
     adam = torch.optim.Adam((q, k), lr=rate, fused=dev != "mps")
     for step in range(steps + 1):
         s = short_scores(q, k, span) if short else long_scores(q, k)

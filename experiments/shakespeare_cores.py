@@ -3,9 +3,9 @@
     python experiments/shakespeare_cores.py
     python experiments/shakespeare_cores.py --table=laser   # the LASER paper's variants of both (its tables 4, 5 and 7)
 
-Runs train.py for each attention and seed (seeds in the outer loop, so that a slow hour of the machine
-falls on all of them) and prints the mean and the range of the best validation loss, the mean of the last
-one, and the median time per step. A run that is there already, of the same command and config, is not repeated.
+It runs train.py for each attention and seed; seeds are the outer loop, so that a slow hour of the machine falls on all
+attentions. It prints the mean and the range of the best validation loss, the mean of the last one, and the median time
+per step. Runs that finished with the same command and config are skipped.
 """
 
 import os
@@ -57,7 +57,8 @@ def main() -> None:
     print("\n| attention | flags | best val loss, mean (range) | last val loss | ms per step |\n|---|---|---|---|---|")
     for name, runs in logs.items():
         curves = [[row["val_loss"] for row in rows if "val_loss" in row] for rows in runs]
-        best, last = [min(c) for c in curves], statistics.mean(c[-1] for c in curves)
+        best = [min(curve) for curve in curves]
+        last = statistics.mean(curve[-1] for curve in curves)
         ms = statistics.median(row["ms"] for rows in runs for row in rows if "ms" in row)
         flags = " ".join(RUNS[table][name])
         print(

@@ -5,8 +5,11 @@ import os
 
 import pytest
 import torch
+from reference import fast
 
 from attention import fast as forms
+from attention.documents import Documents
+from attention.heads import HeadGroup
 from attention.probe import largest_logits
 from attention.scores import ByDistance, scores, visible
 from choices import POSITION
@@ -60,6 +63,30 @@ def test_packed_documents_are_each_alone(core, position, kind):
         torch.testing.assert_close(grad, p.grad, rtol=1e-5, atol=1e-7)
     whole = gpt(idx, targets)[0]
     assert (whole - logits)[0, 20:].abs().max() > 1e-6  # otherwise they do see each other
+
+
+@pytest.mark.parametrize("shape", [(T, T), (4, T, T), (len(CUTS), 1, T, T), (1, 4, 1, T)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_bias_that_is_a_tensor_in_packed_documents(shape, window):
+    """Each document gets the numbers of its own tokens."""
+    q, k, v = (torch.randn(len(CUTS), 4, T, 8, dtype=torch.float64) for _ in "qkv")
+    bias, core = torch.randn(shape, dtype=torch.float64), fast("softmax")
+    y = Documents(places()).attend(core, HeadGroup([0, 1, 2, 3], 1, 1, window), q, k, v, window=window, bias=bias)
+    whole = bias.expand(len(CUTS), 4, T, T)
+    for row, a, b in spans():
+        few = (x[[row], :, a:b] for x in (q, k, v))
+        torch.testing.assert_close(y[[row], :, a:b], core(*few, window=window, bias=whole[[row], :, a:b, a:b]))
+
+
+def test_a_position_that_layers_share_is_made_once(monkeypatch):
+    made = []
+    for name in ("rope", "alibi", "t5", "relative"):
+        kind = POSITION[name][1]
+        init = kind.__init__
+        monkeypatch.setattr(kind, "__init__", lambda self, c, init=init: made.append(type(self)) or init(self, c))
+        gpt = GPT(config("softmax", name))
+        assert made == [kind] * (1 if kind.shared else len(gpt.transformer.h))
+        made.clear()
 
 
 @pytest.mark.parametrize("core", ATTENTION)

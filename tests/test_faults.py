@@ -202,12 +202,15 @@ def test_the_status_that_is_read_a_step_later(train, run, data, tmp_path, monkey
     assert results[0][0] == results[1][0] and same(results[0][1]["model"], results[1][1]["model"])
     before = state(tmp_path)["model"]
     again = (str(tmp_path / "later.py"), "--init_from=resume", *flags[:2], "--max_iters=30")
-    meanwhile(monkeypatch, 15, lambda: monkeypatch.setattr(dataset.Tokens, "_now", lambda self: None))
-    code, _, err = run(*again)
-    assert code == 2 and "step 15: " in err and state(tmp_path)["iter_num"] == 15
-    assert {s["step"].item() for s in state(tmp_path)["optimizer"][0]["state"].values()} == {15.0}
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    for interval in (4, 5):  # the failure is read before the evaluation after step 15, and during step 16
+        shutil.rmtree(tmp_path / "out")
+        shutil.copytree(tmp_path / "copy", tmp_path / "out")
+        with monkeypatch.context() as patch:
+            meanwhile(patch, 15, lambda patch=patch: patch.setattr(dataset.Tokens, "_now", lambda self: None))
+            code, _, err = run(*again, f"--eval_interval={interval}")
+        assert code == 2 and "step 15: " in err and state(tmp_path)["iter_num"] == 15
+        assert {s["step"].item() for s in state(tmp_path)["optimizer"][0]["state"].values()} == {15.0}
     clip, steps = torch.nn.utils.clip_grad_norm_, []
 
     def planted(parameters, largest):

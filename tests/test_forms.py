@@ -184,7 +184,7 @@ def test_an_attention_that_needs_all_at_once(monkeypatch):
 
 
 def test_an_attention_that_breaks_the_rule_is_called_as_a_whole(monkeypatch, capfd):
-    """Its output depends on the number of tokens: blocks would give other numbers, and a line says why they are not used."""
+    """Its output depends on the number of tokens: blocks would compute something else, and a line says so."""
 
     def by_length(q, k, v, *, window=None, scale=None, bias=None):
         return model.softmax_attention(q, k, v, window=window, scale=scale, bias=bias) / k.shape[-2]

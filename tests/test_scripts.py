@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT, SMALL, Workers
 from reference import ONE_QUERY
 
+from attention import fast as forms
 from attention.scores import visible
 from model import ATTENTION, GPT, GPTConfig
 from text import dataset
@@ -573,26 +574,27 @@ def test_bench_attention(run, tmp_path, monkeypatch):
 
 
 def test_bench_times_a_new_attention(run, tmp_path, monkeypatch):
-    """Held against its own definition: one that is not row-local is wrong in blocks, and a bug shows its traceback."""
+    """It is held against its own definition, and a bug in it shows its traceback."""
 
     def broken(q, k, v, *, window=None, scale=None, bias=None):
         raise ValueError("a bug of mine")
 
-    def counted(q, k, v, **settings):
-        return ATTENTION["softmax"](q, k, v, **settings) / k.shape[-2]
+    def doubled(definition):
+        return lambda q, k, v, **settings: 2 * definition(q, k, v, **settings)
 
-    for name, definition in {"mine": lambda *x, **y: ATTENTION["beta"](*x, **y), "broken": broken}.items():
-        monkeypatch.setitem(ATTENTION, name, definition)
-    monkeypatch.setitem(ATTENTION, "counted", counted)
-    names = "sdpa,mine,mine SL,broken,counted,counted SL"
+    monkeypatch.setitem(ATTENTION, "mine", lambda q, k, v, **settings: ATTENTION["beta"](q, k, v, **settings))
+    monkeypatch.setitem(ATTENTION, "wrong", ATTENTION["beta"])
+    monkeypatch.setitem(forms.FAST, "wrong", doubled)
+    monkeypatch.setattr(forms, "unchanged", lambda name, definition: True)
+    monkeypatch.setitem(ATTENTION, "broken", broken)
     small = (*TINY, "--window=5", f"--out={tmp_path / 'b.json'}")
-    code, out, err = run("bench.py", *small, "--what=attention", "--lengths=16", f"--only={names}")
+    flags = ("--what=attention", "--lengths=16", "--only=sdpa,mine,mine SL,broken,wrong,wrong SL")
+    code, out, err = run("bench.py", *small, *flags)
     timed = [row["subject"] for row in json.loads((tmp_path / "b.json").read_text())["attention"]]
-    assert code == 0 and timed == ["sdpa", "mine", "mine SL", "counted"]
-    assert out.count("WRONG") == 1 and "counted SL is WRONG: it differs from the definition by y " in out
+    assert code == 0 and timed == ["sdpa", "mine", "mine SL"]
+    assert out.count("WRONG") == 2 and "wrong SL is WRONG: it differs from the definition by y 1, dq 1, " in out
     assert "broken left out (ValueError: a bug of mine)" in out
     assert err.count("Traceback (most recent call last)") == 1 and "in broken\n" in err
-    monkeypatch.delitem(ATTENTION, "counted")
     code, out, err = run("bench.py", *small, "--what=model,decode", "--model_lengths=16", "--decode_length=4")
     assert code == 0 and "broken L left out" in out and "mine SL   " in out and "ValueError: a bug of mine" in err
 

@@ -133,7 +133,8 @@ def tried(name: str, f: Callable, dev: str, foreign: bool = False) -> object:
         return f()
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)[:90]}"
-        if not foreign and not any(sign in f"{type(error).__module__}.{why}" for sign in OF_THE_MACHINE):
+        of_the_machine = any(sign in f"{type(error).__module__}.{why}" for sign in OF_THE_MACHINE)
+        if not (foreign or of_the_machine or isinstance(error, UserError)):
             traceback.print_exc()
         print(f"{name} left out ({why})", flush=True)
     try:
