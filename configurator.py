@@ -275,7 +275,9 @@ def _parsed(text: str, hint: object) -> object:
         return text.lower() in ("true", "1", "yes")
     if int in legal or float in legal:
         with contextlib.suppress(ValueError):
-            return _checked(int(text) if text.lstrip("+-").isdigit() else float(text), hint)
+            text = int(text) if text.lstrip("+-").isdigit() else float(text)
+        if not isinstance(text, str):
+            return _checked(text, hint)
     if text in legal or str in legal:
         return text
     raise UserError(f"needs {_legal(hint)}")
@@ -286,6 +288,8 @@ def _checked(value: object, hint: object) -> object:
     legal = _types(hint)
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"needs {_legal(hint)}")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise UserError("is too large: integers have 64 bits")
     if type(value) in legal or (isinstance(value, str) and value in legal):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and float in legal:

@@ -274,7 +274,7 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
         (["--vocab_size=5"], "less than the"),
         (["--batch_size=0"], "at least 1"),
         (["--seed=-1"], "must not be negative"),
-        (["--seed=99999999999999999999999"], "Overflow"),
+        (["--seed=99999999999999999999999"], "is too large: integers have 64 bits"),
         (["--beta1=1.5"], "must be in [0, 1)"),
         (["--learning_rate=nan"], "needs a number"),
         (["--learning_rate=-1"], "must be positive"),
