@@ -134,11 +134,7 @@ class Subject:
 
 def as_in_a_model(core: str) -> Callable:
     """ATTENTION[core] in the form that a model runs. It is found at each call, where a bug in it can be reported."""
-
-    def attend(q, k, v, **settings):
-        return fast_form(core, ATTENTION[core], whole=core in WHOLE)(q, k, v, **settings)
-
-    return attend
+    return lambda *qkv, **settings: fast_form(core, ATTENTION[core], whole=core in WHOLE)(*qkv, **settings)
 
 
 @functools.cache
@@ -394,9 +390,8 @@ def draw(rows: list[dict], path: str) -> None:
         ax.minorticks_off()
         ax.grid(alpha=0.3)
     ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.suptitle(
-        f"attention, {tokens or batch_size} {'tokens' if tokens else 'sequences'}, H {n_head}, D {rows[0]['d']}"
-    )
+    batch = f"{tokens} tokens" if tokens else f"{batch_size} sequences"
+    figure.suptitle(f"attention, {batch}, H {n_head}, D {rows[0]['d']}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     print(f"drew {path}")

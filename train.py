@@ -6,9 +6,9 @@
 
 Writes ckpt.pt (the latest state), best.pt (the lowest validation loss) and log.jsonl to out_dir.
 
-Read it from top to bottom: flags, set-up, one batch, one loss, one evaluation, and the loop. What a run needs around
-its loop is in training/run.py: resuming, checks of flags, signals, the end. Where a loss or a gradient is NaN or
-infinite the run ends, with exit code 1 and no new checkpoint. Ctrl-C and SIGTERM end it after the step, with one.
+This file is read from top to bottom: flags, set-up, one batch, one loss, one evaluation, the loop. What a run needs
+around its loop is in training/run.py: resuming, checks of flags, signals, the end. Where a loss or a gradient is NaN
+or infinite the run ends, with exit code 1 and no new checkpoint. Ctrl-C and SIGTERM end it after the step, with one.
 """
 
 import contextlib

@@ -27,7 +27,7 @@ out = "curves.png"  # the picture
 KEYS = {"loss": "loss", "norm": "norm", "logit": "max_logit", "speed": "tokens_per_s", "lr": "lr"}  # of the log
 LABELS = {"loss": "loss (nats per token)", "norm": "gradient norm", "logit": "largest |attention score|"}
 LABELS |= {"speed": "tokens per second", "lr": "learning rate"}
-NUMBERS = {"iter", "val_loss", "ms", *KEYS.values()}  # the columns of a log; max_logit may be a list, of all layers
+NUMBERS = {"iter", "val_loss", "ms", *KEYS.values()}  # the columns of a log
 
 
 def read(folder: str) -> list[dict]:
@@ -58,18 +58,15 @@ def read(folder: str) -> list[dict]:
 
 
 def parsed(line: str) -> dict | None:
-    """The row of a log that a line holds; None if it holds none."""
+    """The row of a log that a line holds, of all layers' largest scores the largest; None if it holds none."""
     try:
         row = json.loads(line)
-    except ValueError:
+        if isinstance(row.get("max_logit"), list):
+            row["max_logit"] = max(row["max_logit"])
+    except (ValueError, AttributeError, TypeError):  # no JSON, no row, no numbers
         return None
-    if not isinstance(row, dict) or "iter" not in row or ("ms" in row and "tokens_per_s" not in row):
-        return None
-    for key in NUMBERS & row.keys():
-        values = row[key] if key == "max_logit" and isinstance(row[key], list) else [row[key]]
-        if not values or not all(isinstance(value, (int, float)) for value in values):
-            return None
-    return row
+    sound = all(isinstance(row[key], (int, float)) for key in NUMBERS & row.keys())
+    return row if sound and "iter" in row and ("ms" not in row or "tokens_per_s" in row) else None
 
 
 def between(known: list[tuple], steps: float) -> tuple[float, float]:
@@ -84,8 +81,7 @@ def between(known: list[tuple], steps: float) -> tuple[float, float]:
 def running_mean(values: list[float], smooth: float | None) -> list[float]:
     """The exponentially weighted mean of the values up to each. Division by the weights' sum removes the early bias."""
     means = []
-    total = 0.0
-    weight = 0.0
+    total = weight = 0.0
     keep = max(0.0, 1 - 50 / max(1, len(values))) if smooth is None else smooth
     for value in values:
         if math.isfinite(value):  # in float16 the first norms are infinite
@@ -102,7 +98,6 @@ def draw(ax, name: str, logs: dict[str, list[dict]]) -> None:
         rows_with = [row for row in rows if KEYS[name] in row]
         at = [row[x] for row in rows_with]
         values = [row[KEYS[name]] for row in rows_with]
-        values = [max(value) if isinstance(value, list) else value for value in values]
         label = os.path.basename(run) if ends.count(os.path.basename(run)) == 1 else run
         if name in ("loss", "norm", "speed"):
             ax.plot(at, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
@@ -127,24 +122,22 @@ def main() -> None:
     if not logs:
         raise UserError("--runs= names no folder")
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise NotInstalled("plots need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     logged = {key for rows in logs.values() for row in rows for key in row}
     shown = [name for name in what if KEYS[name] in logged or (name == "loss" and "val_loss" in logged)]
     if not shown:
         raise UserError(f"none of these runs has logged {' or '.join(what)} (logit needs train.py --log_logits)")
     for name in set(what) - set(shown):
         print(f"no run has logged {name}: left out{' (it needs train.py --log_logits)' if name == 'logit' else ''}")
-    figure, axes = pyplot.subplots(1, len(shown), figsize=(5 * len(shown), 4), squeeze=False, layout="constrained")
-    for ax, name in zip(axes[0], shown, strict=True):
+    figure = Figure(figsize=(5 * len(shown), 4), layout="constrained")
+    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    for ax, name in zip(axes, shown, strict=True):
         draw(ax, name, logs)
     if "loss" in shown:
-        axes[0][shown.index("loss")].plot([], [], "o", color="grey", markersize=4, label="validation")
-    axes[0][0].legend()
+        axes[shown.index("loss")].plot([], [], "o", color="grey", markersize=4, label="validation")
+    axes[0].legend()
     figure.savefig(out, dpi=120)
     for run, rows in logs.items():
         last = max(rows, key=lambda row: row["steps"])

@@ -177,7 +177,7 @@ def test_training_does_not_change_what_is_being_saved(train, tmp_path, monkeypat
     """In the background it is a snapshot that is written, however long that takes."""
     train("--max_iters=5")
     straight, save = state(tmp_path)["model"], checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda path, x: time.sleep(1.0) or save(path, x))
+    monkeypatch.setattr(checkpoint, "save", lambda *args: time.sleep(1.0) or save(*args))
     code, _, _ = train("--max_iters=9", "--save_in_background", "--lr_decay_iters=20")
     assert code == 0 and state(tmp_path)["iter_num"] == 9
     assert same(state(tmp_path, "ckpt-00000005.pt")["model"], straight)
@@ -207,7 +207,7 @@ def test_the_status_that_is_read_a_step_later(train, run, data, tmp_path, monkey
         shutil.rmtree(tmp_path / "out")
         shutil.copytree(tmp_path / "copy", tmp_path / "out")
         with monkeypatch.context() as patch:
-            meanwhile(patch, 15, lambda patch=patch: patch.setattr(dataset.Tokens, "_now", lambda self: None))
+            meanwhile(patch, 15, lambda patch=patch: patch.setattr(dataset, "version", lambda file: None))
             code, _, err = run(*again, f"--eval_interval={interval}")
         assert code == 2 and "step 15: " in err and state(tmp_path)["iter_num"] == 15
         assert {s["step"].item() for s in state(tmp_path)["optimizer"][0]["state"].values()} == {15.0}
@@ -262,9 +262,9 @@ def test_a_log_that_cannot_be_written_ends_no_run(train, tmp_path, monkeypatch):
     save = checkpoint.save
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def unlimited(path: str, x: dict) -> None:
+    def unlimited(*args: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        save(path, x)
+        save(*args)
 
     monkeypatch.setattr(checkpoint, "save", unlimited)
     meanwhile(monkeypatch, 6, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (240_100, limits[1])))

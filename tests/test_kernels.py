@@ -182,6 +182,7 @@ def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
         ({"dropout": 0.2}, "of which 0.2 are to be dropped: --attn_dropout=0"),
         ({"position": "t5"}, "no bias by distance, as of position='t5'"),
         ({"head_dim": 20}, "queries and values are 20 and 20 wide"),
+        ({"position": "alibi"}, r"queries and values are 22 and 16 wide \(6 of them are alibi's\)"),
         ({"head_dim": 128, "differential": True}, "128 and 256 wide"),
     ],
 )

@@ -184,7 +184,7 @@ read, calls = dataset.Tokens.{where}, [0]
 def changed(self, *args, **kwargs):
     calls[0] += 1
     if os.environ["RANK"] == "1" and calls[0] == {call}:
-        self._state = None
+        self._version = None
     return read(self, *args, **kwargs)
 dataset.Tokens.{where} = changed
 def after():

@@ -207,7 +207,7 @@ def test_a_run_that_died_early_does_not_push_out_the_last_good_one(train, tmp_pa
 def test_when_ckpt_is_saved(train, tmp_path, monkeypatch, flags, saves):
     saved = []
     save = checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda path, state: saved.append(path) or save(path, state))
+    monkeypatch.setattr(checkpoint, "save", lambda path, *args: saved.append(path) or save(path, *args))
     train("--max_iters=10", "--eval_interval=5", *flags)
     assert sum(path.endswith(checkpoint.LATEST) for path in saved) == saves
 

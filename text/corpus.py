@@ -141,7 +141,6 @@ def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
     If reading the items ends with a UserError or an OSError, the results of those before come first.
     """
     pool = ThreadPoolExecutor(workers)
-    ahead = collections.deque()
 
     def submitted() -> Iterator[tuple]:
         try:
@@ -152,13 +151,11 @@ def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
             failed.set_exception(error)
             yield None, failed
 
+    stream = submitted()
     try:
-        for pair in submitted():
-            ahead.append(pair)
-            if len(ahead) > max(8, 2 * workers):
-                item, result = ahead.popleft()
-                yield item, result.result()
+        ahead = collections.deque(itertools.islice(stream, max(8, 2 * workers)))
         while ahead:
+            ahead.extend(itertools.islice(stream, 1))
             item, result = ahead.popleft()
             yield item, result.result()
     finally:
@@ -448,10 +445,9 @@ def new_tokenizer(kind: str, vocab_size: int | None, splits: dict, val_share: fl
         return train_sentencepiece(_sample(splits["train"], val_share), vocab_size)
     if kind == "char":
         found = set()
-        for shard in [shard for split in splits.values() for shard in split.shards]:
-            for document in shard():
-                for block in document:
-                    found.update(block)
+        shards = [shard for split in splits.values() for shard in split.shards]
+        for block in (block for shard in shards for document in shard() for block in document):
+            found.update(block)
         return tokenizers.CharTokenizer("".join(sorted(found)), eot=several)
     return tokenizers.tokenizer({"kind": kind})
 

@@ -1,7 +1,7 @@
 """Tokens on disk, and batches of them.
 
-A prepared data set is a folder with train.bin, val.bin (token ids, nothing else) and meta.json
-(tokenizer, dtype, counts, checksums). A batch is a pure function of (seed, step, rank, world size).
+A prepared data set is a folder with train.bin, val.bin (token ids, nothing else) and meta.json (tokenizer, dtype,
+counts, checksums). A batch is a pure function of (seed, step, rank, world size).
 """
 
 import json
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from configurator import UserError
-from text.files import sha256
+from text.files import sha256, version
 from text.tokenizers import tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -34,9 +34,8 @@ def folder_of(dataset: str) -> str:
 def _again(folder: str) -> str:
     """The command that prepares a folder: its own script or, for a user's own text, the general one."""
     own = os.path.relpath(os.path.join(folder, "prepare.py"))
-    if os.path.exists(own):
-        return f"Run: python {own}"
-    return f"Run: python data/text/prepare.py --source=TEXT --out_dir={os.path.relpath(folder)}"
+    general = f"data/text/prepare.py --source=TEXT --out_dir={os.path.relpath(folder)}"
+    return f"Run: python {own if os.path.exists(own) else general}"
 
 
 def read_meta(folder: str) -> dict:
@@ -82,19 +81,16 @@ class Tokens:
             raise UserError(f"{path} is missing. {again}")
         dtype = np.dtype(self.meta["dtype"])
         size = os.path.getsize(path)
-        if size != entry["tokens"] * dtype.itemsize:
-            raise UserError(
-                f"{path} has {size:,} bytes, but meta.json promises {entry['tokens']:,} tokens of {dtype} "
-                f"({entry['tokens'] * dtype.itemsize:,} bytes): truncated, or from another run. {again}"
-            )
-        if entry["tokens"] < block_size + 1:
-            raise UserError(
-                f"{path} has {entry['tokens']:,} tokens, but block_size {block_size} needs at least "
-                f"{block_size + 1}. Use --block_size={max(1, entry['tokens'] - 1)} or less, or more text"
-            )
+        n = entry["tokens"]
+        if size != n * dtype.itemsize:
+            promised = f"meta.json promises {n:,} tokens of {dtype} ({n * dtype.itemsize:,} bytes)"
+            raise UserError(f"{path} has {size:,} bytes, but {promised}: truncated, or from another run. {again}")
+        if n < block_size + 1:
+            few = f"{path} has {n:,} tokens, but block_size {block_size} needs at least {block_size + 1}"
+            raise UserError(f"{few}. Use --block_size={max(1, n - 1)} or less, or more text")
         self._file = open(path, "rb")  # this file stays, even where another one takes its name later
         self.ids = np.memmap(self._file, dtype=dtype, mode="r")
-        self._state = self._now()
+        self._version = version(self._file.fileno())
         if size <= VERIFY_BYTES and sha256(path) != entry["sha256"]:
             raise UserError(f"{path} does not have the checksum that meta.json promises. {again}")
         stride = 1 + size // VERIFY_BYTES  # of a larger file, one of so many blocks of 2^20 ids is checked
@@ -104,10 +100,6 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def _now(self) -> tuple[int, int]:
-        stat = os.fstat(self._file.fileno())
-        return stat.st_size, stat.st_mtime_ns
 
     def batch(self, step: int, size: int, *, seed: int = 0, rank: int = 0, world: int = 1) -> tuple:
         """(x, y), int64 (size / world, T) each: this rank's rows of a step's global batch of `size` windows.
@@ -125,8 +117,7 @@ class Tokens:
         Every call, in every run, gives the same windows: at most as many as fit without overlap. Every rank gets the
         same number of batches. A rank that has no rows left for its last one gets a row whose y is -1 (ignored).
         """
-        room = (len(self) - 1) // self.block_size
-        count = min(n * size, room)
+        count = min(n * size, (len(self) - 1) // self.block_size)
         all_offsets = np.linspace(0, len(self) - 1 - self.block_size, count).astype(np.int64)
         offsets = all_offsets[rank::world]
         for i in range(0, len(all_offsets[::world]), size):
@@ -155,19 +146,14 @@ class Tokens:
 
     def _windows(self, offsets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, y) of the windows that begin at the offsets."""
-        if self._now() != self._state:  # to read past the end of a truncated file would kill the process (SIGBUS)
+        if version(self._file.fileno()) != self._version:  # a read past a truncated file's end kills (SIGBUS)
             raise UserError(f"{self._file.name} has been changed while it was in use")
-        vocab_size = self.meta["vocab_size"]
-        ids = np.asarray(self.ids)
-        rows = torch.empty(len(offsets), self.block_size + 1, dtype=torch.int64)
-        for row, offset in zip(rows.numpy(), offsets, strict=True):
-            window = ids[offset : offset + self.block_size + 1]
-            if (largest := int(window.max())) >= vocab_size:
-                raise UserError(
-                    f"{self._file.name} holds the id {largest} after {offset:,} tokens, but the vocabulary ends at "
-                    f"{vocab_size - 1}"
-                )
-            row[:] = window
+        windows = np.lib.stride_tricks.sliding_window_view(self.ids, self.block_size + 1)[offsets]
+        largest = windows.max(axis=1, initial=0)
+        for i in np.flatnonzero(largest >= self.meta["vocab_size"]):
+            bad = f"{self._file.name} holds the id {largest[i]} after {offsets[i]:,} tokens"
+            raise UserError(f"{bad}, but the vocabulary ends at {self.meta['vocab_size'] - 1}")
+        rows = torch.from_numpy(windows.astype(np.int64))
         return rows[:, :-1], rows[:, 1:]
 
 

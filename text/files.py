@@ -30,6 +30,12 @@ def sha256(path: str) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def version(file: str | int) -> list[int]:
+    """The size in bytes and the time of change in nanoseconds of a file, given by its path or its open number."""
+    stat = os.stat(file)
+    return [stat.st_size, stat.st_mtime_ns]
+
+
 @contextlib.contextmanager
 def written_aside(path: str) -> Iterator[BinaryIO]:
     """A file to write to. At the end it is flushed and renamed to path; after an error or a crash path is as it was."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from configurator import UserError, first_line
-from text.files import optional
+from text.files import optional, version
 
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # read when pyarrow is imported: its own keep freed memory
 
@@ -61,15 +61,14 @@ def _folder(folder: str, column: str) -> dict[str, Split]:
     parquet = [path for path in files if path.endswith(".parquet")]
     paths = parquet or [path for path in files if path.endswith(".txt")]
     if not paths:
-        return _through_datasets(folder, "", column, [[path, *_version(path)] for path in files])
+        return _through_datasets(folder, "", column, [[path, *version(path)] for path in files])
     if others := len(files) - len(paths):
         print(f"{folder}: {len(paths)} {os.path.splitext(paths[0])[1]} files are read, {others} others are not")
     by_split = {}
     for path in paths:
         by_split.setdefault(_split_of(os.path.relpath(path, folder)), []).append(path)
-    if parquet:
-        return {split: _parquet(found, column) for split, found in by_split.items()}
-    return {split: _text_files(found, folder) for split, found in by_split.items()}
+    read = partial(_parquet, column=column) if parquet else partial(_text_files, folder=folder)
+    return {split: read(found) for split, found in by_split.items()}
 
 
 def _files(folder: str) -> list[str]:
@@ -87,12 +86,6 @@ def _files(folder: str) -> list[str]:
     return sorted(found)
 
 
-def _version(path: str) -> list[int]:
-    """A file's size in bytes and its time of change in nanoseconds."""
-    stat = os.stat(path)
-    return [stat.st_size, stat.st_mtime_ns]
-
-
 def _split_of(path: str) -> str:
     names = (re.match(r"[a-z]*", part.lower())[0] for part in path.split(os.sep))
     return next((SPLITS[name] for name in names if name in SPLITS), "train")
@@ -105,30 +98,29 @@ def _text_files(paths: list[str], folder: str) -> Split:
         characters = sum(map(len, blocks_of_file(path)))
         if not characters:
             raise TextError(f"{path} is empty")
-        version = _version(path)
-        split.shards.append(lambda path=path, version=version: iter([_unchanged(path, version)]))
-        split.about.append([os.path.relpath(path, folder), *version])
-        split.size += version[0]
+        first = version(path)
+        split.shards.append(lambda path=path, first=first: iter([_unchanged(path, first)]))
+        split.about.append([os.path.relpath(path, folder), *first])
+        split.size += first[0]
         split.characters += characters
     return split
 
 
-def _unchanged(path: str, version: list[int]) -> Document:
-    """The blocks of a file. Raises TextError at its end if it no longer is the version that was read at first."""
+def _unchanged(path: str, first: list[int]) -> Document:
+    """The blocks of a file. Raises TextError at its end if its version is not the `first` any more."""
     yield from blocks_of_file(path)
-    if version != _version(path):
+    if first != version(path):
         raise TextError(f"{path} has changed while it was read")
 
 
 def blocks_of_file(path: str) -> Iterator[str]:
     """A file's text without a BOM, in blocks of about a million characters up to line ends. TextError if not UTF-8."""
-    with open(path, "rb") as f:
-        start = f.read(2)
-    if start in (b"\xff\xfe", b"\xfe\xff"):
-        raise TextError(f"{path} is UTF-16, not UTF-8: iconv -f UTF-16 -t UTF-8 {path} converts it")
     decoder = codecs.getincrementaldecoder("utf-8-sig")()  # open() in text mode takes four times as long
     try:
         with open(path, "rb") as f:
+            if f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise TextError(f"{path} is UTF-16, not UTF-8: iconv -f UTF-16 -t UTF-8 {path} converts it")
+            f.seek(0)
             rest = ""
             while data := f.read(2**20) + f.readline(2**16):
                 block = rest + decoder.decode(data)
@@ -139,10 +131,9 @@ def blocks_of_file(path: str) -> Iterator[str]:
                 yield block
             yield decoder.decode(b"", final=True) + _line_ends(rest)
     except UnicodeDecodeError as error:
-        raise TextError(
-            f"{path} is not UTF-8 text ({error.reason}, byte {error.object[error.start]:#x}); if it is text in "
-            f"another encoding, as latin-1: iconv -f LATIN1 -t UTF-8 {path} converts it"
-        ) from None
+        what = f"{error.reason}, byte {error.object[error.start]:#x}"
+        other = f"if it is text in another encoding, as latin-1: iconv -f LATIN1 -t UTF-8 {path} converts it"
+        raise TextError(f"{path} is not UTF-8 text ({what}); {other}") from None
 
 
 def _line_ends(text: str) -> str:
@@ -197,7 +188,7 @@ def _parquet(paths: list[str], column: str, revision: str | None = None) -> Spli
             split.size += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
             split.documents += file.metadata.num_rows
         split.shards.append(partial(_rows, path, column))
-        split.about.append([os.path.basename(path), *([] if revision else _version(path))])
+        split.about.append([os.path.basename(path), *([] if revision else version(path))])
     if not split.documents:
         raise UserError(f"{' and '.join(paths)} holds no rows")
     return split
@@ -314,20 +305,13 @@ def _excerpt(document: Document, start: int, end: int) -> Document:
         before += len(block)
 
 
-# the last line of Project Gutenberg's header, and the first of its licence
-GUTENBERG_START = re.compile(r"^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG EBOOK[^*]*\*\*\*[^\n]*\n+", re.M | re.I)
-GUTENBERG_END = re.compile(
-    r"^(?:\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG EBOOK|End of (?:the )?Project Gutenberg)", re.M | re.I
-)
+# the last line of Project Gutenberg's header, in the first million characters, and the first line of its licence
+GUTENBERG_START = re.compile(r"(?im)^\*\*\* ?START OF TH(E|IS) PROJECT GUTENBERG EBOOK[^*]*\*\*\*[^\n]*\n+")
+GUTENBERG_END = re.compile(r"(?im)^(\*\*\* ?END OF TH(E|IS) PROJECT GUTENBERG EBOOK|End of (the )?Project Gutenberg)")
 
 
 def without_gutenberg(document: Document) -> Document:
-    """A document without Project Gutenberg's header and licence.
-
-    The text begins after the line "*** START OF THE (or THIS) PROJECT GUTENBERG EBOOK ... ***", if its first million
-    characters have one. It ends before the first line that begins with "*** END OF THE (or THIS) PROJECT GUTENBERG
-    EBOOK" or "End of (the) Project Gutenberg".
-    """
+    """A document without the text up to GUTENBERG_START and from GUTENBERG_END on, where it has these lines."""
     for i, block in enumerate(document):
         start = GUTENBERG_START.search(block, 0, 2**20) if i == 0 else None
         block = block[start.end() :] if start else block

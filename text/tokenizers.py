@@ -35,11 +35,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of text; END becomes eot. Raises UserError for characters that the vocabulary lacks."""
-        documents = text.split(END) if self.eot is not None else [text]
-        ids = self.ids(documents[0]).tolist()
-        for document in documents[1:]:
-            ids.append(self.eot)
-            ids.extend(self.ids(document).tolist())
+        first, *others = text.split(END) if self.eot is not None else [text]
+        ids = self.ids(first).tolist()
+        for document in others:
+            ids += [self.eot, *self.ids(document).tolist()]
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -71,11 +70,9 @@ class CharTokenizer(Tokenizer):
     def ids(self, text: str) -> np.ndarray:
         ids = self._id[np.minimum(self._codes(text), len(self._id) - 1)]
         if ids.min(initial=0) < 0:
-            unknown = sorted(set(text) - set(self.vocab))
-            raise UserError(
-                f"the text holds {', '.join(map(repr, unknown[:10]))}, which the {len(self.vocab)} "
-                f"characters of this vocabulary lack: {self.vocab[:500]!r}"
-            )
+            unknown = ", ".join(map(repr, sorted(set(text) - set(self.vocab))[:10]))
+            which = f"which the {len(self.vocab)} characters of this vocabulary lack: {self.vocab[:500]!r}"
+            raise UserError(f"the text holds {unknown}, {which}")
         return ids
 
     def text(self, ids: list[int]) -> str:
@@ -178,9 +175,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._sp.decode(ids)
 
 
-TOKENIZER = {
-    "char": CharTokenizer, "bytes": ByteTokenizer, "gpt2": GPT2Tokenizer, "sentencepiece": SentencePieceTokenizer,
-}  # fmt: skip
+TOKENIZER = dict(char=CharTokenizer, bytes=ByteTokenizer, gpt2=GPT2Tokenizer, sentencepiece=SentencePieceTokenizer)
 
 
 def tokenizer(meta: dict) -> Tokenizer:

@@ -1,13 +1,14 @@
 """Saves a run's state and loads it again, and decides which of a run's checkpoints are kept.
 
 A checkpoint is a dict of tensors and plain Python values under nanoGPT's keys (model, optimizer, model_args, iter_num,
-best_val_loss, config) and some more. It is a file in torch.save's format, ckpt.pt, or for an FSDP run a folder, ckpt
-(see sharded.py). nanoGPT's own ckpt.pt can be loaded as well.
+best_val_loss, config) and some more: a file in torch.save's format, ckpt.pt, or for an FSDP run a folder, ckpt (see
+sharded.py). nanoGPT's own ckpt.pt can be loaded as well.
 """
 
 import os
 import re
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO
@@ -25,18 +26,18 @@ SHARDED = {LATEST: "ckpt", BEST: "best"}  # the folders of an FSDP run
 KEYS = ("model", "model_args", "iter_num", "best_val_loss", "config")
 VERSION = 1  # of the format; nanoGPT's files have none
 
-# -----------------------------------------------------------------------------
-# one checkpoint
 
-
-def save(path: str, state: dict) -> None:
+def save(path: str, state: dict, before: Callable = lambda: None) -> None:
     """Writes the state beside path, flushes it to the disk and renames it to path: a crash leaves the old file whole.
 
+    before() is called when all is written, before the renaming.
     Raises UserError for weights that are not finite and OSError if the disk fails; then nothing is left behind.
     """
     check_finite(path, state)
     with writing(path, state), written_aside(path) as f:
         torch.save(state, f)
+        f.flush()  # a full disk is noticed here
+        before()
 
 
 def load(path: str, verify: bool = True, lazily: bool = False) -> dict:
@@ -175,14 +176,11 @@ class Keeper:
         return os.path.join(self.folder, SHARDED[name] if self.sharded else name)
 
     def _write(self, state: dict, latest: bool, best: bool) -> None:
-        self.error = older = None
+        self.error = None
         path = self._path(LATEST if latest else BEST)
+        write = save_sharded if self.sharded else save
         try:
-            if self.sharded:
-                save_sharded(path, state, lambda: latest and self._step_aside(path))
-            else:
-                older = self._step_aside(path) if latest else None
-                save(path, state)
+            write(path, state, lambda: latest and self._step_aside(path))
             if latest:
                 self.step = state["iter_num"]
             if best and latest and distributed.master:
@@ -191,13 +189,11 @@ class Keeper:
                 self._prune(latest, best)
         except (UserError, OSError) as error:
             self.error = error
-            if older is not None:  # a second name of the file at path, which is still the latest
-                remove(older)
 
-    def _step_aside(self, path: str) -> str | None:
-        """Names the latest checkpoint after its step, before the next one takes its place. Returns a new link."""
+    def _step_aside(self, path: str) -> None:
+        """Names the latest checkpoint after its step, before the next one takes its place."""
         if self.step is None or not os.path.exists(path) or (self.keep == 1 and not os.path.isdir(path)):
-            return None
+            return
         stem, suffix = os.path.splitext(path)
         older = f"{stem}-{self.step:08d}{suffix}"
         if os.path.isdir(path):
@@ -205,8 +201,6 @@ class Keeper:
             os.rename(path, older)
         elif not os.path.exists(older):
             _link(path, older)
-            return older
-        return None
 
     def _prune(self, latest: bool, best: bool) -> None:
         """Deletes the other form (file or folder) of what was written, and all but the keep - 1 before the latest.
@@ -261,8 +255,8 @@ def _link(path: str, other: str) -> None:
 def path_of(out_dir: str, which: str) -> str:
     """The path of a run's "latest" or "best" checkpoint; if there is no best one, the latest."""
     order = (BEST, "best", LATEST, "ckpt") if which == "best" else (LATEST, "ckpt")
-    found = [name for name in order if os.path.exists(os.path.join(out_dir, name))]
-    return os.path.join(out_dir, found[0] if found else LATEST)
+    paths = [os.path.join(out_dir, name) for name in order]
+    return next(filter(os.path.exists, paths), os.path.join(out_dir, LATEST))
 
 
 def set_aside(out_dir: str) -> None:

@@ -20,6 +20,15 @@ from text.tokenizers import GPT2_VOCAB_SIZE, hub_args
 GPT2 = {  # layers, heads, width
     "gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600),
 }  # fmt: skip
+GPT2_FIELDS = {  # ours: theirs
+    "block_size": "n_positions", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
+    "n_embd": "n_embd", "n_hidden": "n_inner", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings",
+}  # fmt: skip
+LLAMA_FIELDS = {
+    "block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads", "n_embd": "hidden_size",
+    "head_dim": "head_dim", "n_hidden": "intermediate_size", "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings",
+}  # fmt: skip
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs: ours
 # fields that may differ from what the weights were trained with
 FREE = ("dropout", "attn_dropout", "z_loss", "attention", "heads", "window", "temperature", "logit_softcap",
@@ -43,21 +52,15 @@ def gpt2_ours(c) -> dict:
         raise UserError(f"activation_function={c.activation_function!r} is none of {', '.join(ACTIVATIONS)}")
     if not c.scale_attn_weights or c.scale_attn_by_inverse_layer_idx:
         raise UserError("its scores are scaled in a way that GPT-2's are not")
-    return {
-        "block_size": c.n_positions, "vocab_size": c.vocab_size, "n_layer": c.n_layer, "n_head": c.n_head,
-        "n_embd": c.n_embd, "n_hidden": c.n_inner, "norm_eps": c.layer_norm_epsilon,
-        "mlp": ACTIVATIONS[c.activation_function], "tied": c.tie_word_embeddings,
-    }  # fmt: skip
+    args = {ours: getattr(c, theirs) for ours, theirs in GPT2_FIELDS.items()}
+    return args | {"mlp": ACTIVATIONS[c.activation_function]}
 
 
 def gpt2_theirs(c: GPTConfig) -> dict:
     activation = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == c.mlp), "gelu_new")
-    return (SPECIAL if c.vocab_size < GPT2_VOCAB_SIZE else {}) | {
-        "n_positions": c.block_size, "vocab_size": c.vocab_size, "n_layer": c.n_layer, "n_head": c.n_head,
-        "n_embd": c.n_embd, "n_inner": c.n_hidden, "layer_norm_epsilon": c.norm_eps,
-        "resid_pdrop": c.dropout, "embd_pdrop": c.dropout, "attn_pdrop": c.attn_dropout,
-        "activation_function": activation, "tie_word_embeddings": c.tied,
-    }  # fmt: skip
+    args = {theirs: getattr(c, ours) for ours, theirs in GPT2_FIELDS.items()}
+    args |= {"resid_pdrop": c.dropout, "embd_pdrop": c.dropout, "attn_pdrop": c.attn_dropout}
+    return args | {"activation_function": activation} | (SPECIAL if c.vocab_size < GPT2_VOCAB_SIZE else {})
 
 
 def llama_ours(c) -> dict:
@@ -72,24 +75,16 @@ def llama_ours(c) -> dict:
     if others := set(kinds) - {"full_attention", "sliding_attention"}:
         raise UserError(f"layers of the types {', '.join(sorted(others))}")
     heads = "/".join("S" if kind == "sliding_attention" else "L" for kind in kinds) if window else "L"
-    return ({"window": window - 1} if "S" in heads else {}) | {
-        "block_size": c.max_position_embeddings, "vocab_size": c.vocab_size, "n_layer": c.num_hidden_layers,
-        "n_head": c.num_attention_heads, "n_kv_head": c.num_key_value_heads, "n_embd": c.hidden_size,
-        "head_dim": c.head_dim, "n_hidden": c.intermediate_size, "norm_eps": c.rms_norm_eps,
-        "position": "rope", "rope_base": c.rope_parameters["rope_theta"], "norm": "rmsnorm", "mlp": "swiglu",
-        "bias": bias.pop(), "tied": c.tie_word_embeddings, "heads": heads,
-        "qk_norm": "rmsnorm" if c.model_type.startswith("qwen3") else "none",
-    }  # fmt: skip
+    args = {ours: getattr(c, theirs) for ours, theirs in LLAMA_FIELDS.items()}
+    args |= {"position": "rope", "rope_base": c.rope_parameters["rope_theta"], "norm": "rmsnorm", "mlp": "swiglu"}
+    args |= {"bias": bias.pop(), "qk_norm": "rmsnorm" if c.model_type.startswith("qwen3") else "none"}
+    return args | {"heads": heads} | ({"window": window - 1} if "S" in heads else {})
 
 
 def llama_theirs(c: GPTConfig) -> dict:
-    return SPECIAL | {
-        "max_position_embeddings": c.block_size, "vocab_size": c.vocab_size, "num_hidden_layers": c.n_layer,
-        "num_attention_heads": c.n_head, "num_key_value_heads": c.n_kv_head, "hidden_size": c.n_embd,
-        "head_dim": c.head_dim, "intermediate_size": c.n_hidden, "rms_norm_eps": c.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base}, "tie_word_embeddings": c.tied,
-        "use_cache": True,
-    }  # fmt: skip
+    args = {theirs: getattr(c, ours) for ours, theirs in LLAMA_FIELDS.items()}
+    rope = {"rope_type": "default", "rope_theta": c.rope_base}
+    return SPECIAL | args | {"rope_parameters": rope, "use_cache": True}
 
 
 def biased_llama_theirs(c: GPTConfig) -> dict:

@@ -121,10 +121,7 @@ class Run:
         config, given = self.config, self.given
         theirs = {k: v for k, v in saved["config"].items() if k in config and k not in PASSING}
         model_args = {field.name: field.default for field in fields(GPTConfig)} | saved["model_args"]
-        free = (
-            *RESHAPABLE,
-            *(("block_size",) if model_args["position"] != "learned" else ()),
-        )  # a longer text than it was trained on
+        free = RESHAPABLE if model_args["position"] == "learned" else (*RESHAPABLE, "block_size")
         theirs |= {k: v for k, v in model_args.items() if k not in free}
         for key, value in theirs.items():
             mine = config[key]
@@ -203,11 +200,9 @@ class Run:
 
     def check_data(self, model: GPT, meta: dict) -> int | None:
         """The token between documents, with --pack=document, else None. Raises UserError where the data do not fit."""
-        dataset = self.config["dataset"]
-        if model.config.vocab_size < meta["vocab_size"]:
-            raise UserError(
-                f"vocab_size={model.config.vocab_size} is less than the {meta['vocab_size']} ids of {dataset}"
-            )
+        dataset, n_vocab = self.config["dataset"], model.config.vocab_size
+        if n_vocab < meta["vocab_size"]:
+            raise UserError(f"vocab_size={n_vocab} is less than the {meta['vocab_size']} ids of {dataset}")
         if self.config["pack"] != "document":
             return None
         eot = tokenizer(meta["tokenizer"]).eot
@@ -239,14 +234,13 @@ class Run:
         choices = ", ".join(f"{k}={v}" for k, v in choices.items() if v != getattr(GPTConfig, k))
         rate = f"{c.schedule if c.decay_lr else 'constant'} learning rate of {c.learning_rate}"
         rate += f" (Muon's {c.muon_lr}, momentum {c.muon_beta})" if c.optimizer == "muon" else ""
-        rate += (
-            f", down to {c.min_lr} from step {math.ceil(self.decay_from)} to {c.lr_decay_iters}" if self.decays else ""
-        )
+        down = f", down to {c.min_lr} from step {math.ceil(self.decay_from)} to {c.lr_decay_iters}"
+        rate += down if self.decays else ""
+        source = meta["source"].get("from")
         slow_beta = m.attn_dropout and linear(replace(asked, attn_dropout=0.0))
         world, full = distributed.world, self.rows == c.batch_size * self.micro_steps * distributed.world
         say(
-            f"{c.dataset}: {len(data['train']):,} train, {len(data['val']):,} val tokens; source: "
-            f"{meta['source'].get('from')}\n"
+            f"{c.dataset}: {len(data['train']):,} train, {len(data['val']):,} val tokens; source: {source}\n"
             f"{num_params(model) / 1e6:.2f}M parameters: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} wide, "
             f"block {m.block_size}, vocabulary {m.vocab_size}\n"
             f"{m.attention} attention, heads {m.heads}{f' (span {m.window})' if m.window is not None else ''}, "
@@ -256,8 +250,7 @@ class Run:
             f"unlike GPT-2: {choices or 'nothing'}; {c.optimizer}, {rate}\n"
             f"{self.rows * m.block_size:,} tokens per step = {self.rows} sequences x {m.block_size}: {world} processes "
             f"x {self.micro_steps} micro-batches of {'' if full else 'up to '}{c.batch_size}; "
-            f"{self.device}, {self.dtype}"
-            f"{', ' + c.parallel if world > 1 else ''}"
+            f"{self.device}, {self.dtype}{', ' + c.parallel if world > 1 else ''}"
         )
 
     # -------------------------------------------------------------------------
@@ -309,10 +302,9 @@ class Run:
             )
         if "optimizer" not in saved:
             raise UserError(f"the checkpoint in {config['out_dir']} has no optimizer state to go on with")
-        if saved["config"].get("optimizer", "adamw") != config["optimizer"]:
-            raise UserError(
-                f"--optimizer={config['optimizer']} cannot go on from the state of the saved run's other one"
-            )
+        optimizer = config["optimizer"]
+        if saved["config"].get("optimizer", "adamw") != optimizer:
+            raise UserError(f"--optimizer={optimizer} cannot go on from the state of the saved run's other one")
         states = checkpoint.optimizer_states(self.saved_path, saved, optimizers)
         for o, state in zip(optimizers, states, strict=True):
             fresh = [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]

@@ -42,16 +42,15 @@ def save_sharded(path: str, state: dict, before: Callable = lambda: None) -> Non
 
 def _write_shards(path: str, aside: str, state: dict) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
     """Writes the tensors to the folder aside. Returns ({file: (bytes, crc32)} of all processes, aliases)."""
-    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
-    from torch.distributed.checkpoint import save as dcp_save
+    import torch.distributed.checkpoint as dcp
 
     found, aliases = tensors({key: state[key] for key in ("model", "optimizer")})
     aliases = distributed.gathered(aliases)[0]  # other processes may hold empty shards, which lie nowhere in memory
     found = {name: x for name, x in found.items() if name not in aliases}
     with writing(path, state):
         try:
-            dcp_save(found, storage_writer=HuggingFaceStorageWriter(aside, save_distributed=True))
-        except CheckpointException as error:  # raised on every process, with the errors of those that failed
+            dcp.save(found, storage_writer=dcp.HuggingFaceStorageWriter(aside, save_distributed=True))
+        except dcp.CheckpointException as error:  # raised on every process, with the errors of those that failed
             first, _ = next(iter(error.failures.values()))
             raise first from error
     mine = glob.glob(os.path.join(glob.escape(aside), f"shard-{distributed.rank + 1:05d}-*"))
@@ -70,7 +69,6 @@ def put(aside: str, path: str) -> None:
 
 
 def crc32(path: str) -> int:
-    """The CRC-32 of a file's bytes."""
     value = 0
     with open(path, "rb") as f:
         while block := f.read(2**22):
@@ -91,14 +89,13 @@ def check_shards(path: str, shards: dict[str, tuple[int, int]], verify: bool) ->
 def read_tensors(path: str, prefix: str, parameters: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """{name: tensor} of the tensors whose names begin with prefix, whole and on the CPU.
 
-    parameters: {"optimizer/0/state/3": the parameter that this is the state of}. A tensor of the parameter's shape
-    lies on the parameter's device and is sharded as the parameter is.
+    parameters: {"optimizer/0/state/3": the parameter that this is the state of}, as for checkpoint.optimizer_states.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-    from torch.distributed.checkpoint import load as dcp_load
+    import torch.distributed.checkpoint as dcp
 
     found = {}
-    for name, entry in HuggingFaceStorageReader(path).read_metadata().state_dict_metadata.items():
+    reader = dcp.HuggingFaceStorageReader(path)
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
         if not name.startswith(prefix):
             continue
         p = (parameters or {}).get(os.path.dirname(name))
@@ -108,5 +105,5 @@ def read_tensors(path: str, prefix: str, parameters: dict[str, torch.Tensor] | N
             found[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that no process group takes part
-        dcp_load(found, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
+        dcp.load(found, storage_reader=reader, no_dist=True)
     return found

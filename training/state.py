@@ -82,8 +82,7 @@ def writing(path: str, state: dict) -> Iterator[None]:
 def read(path: str, name: str, verify: bool, lazily: bool) -> object:
     """What torch.save wrote to path, on the CPU. Raises UserError if the file is damaged; name: what to call it then.
 
-    verify: compare the checksums. lazily: read each tensor from the disk when it is used; until then the file must
-    not change. Only what `weights_only=True` allows is unpickled.
+    verify and lazily: as for checkpoint.load. Only what `weights_only=True` allows is unpickled.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -29,10 +29,6 @@ OF_THE_MACHINE = ("OutOfMemoryError", "MemoryError", "allocate memory", "CUDA", 
 Rounds = dict[str, dict[str, list[float]]]  # {task: {measure: its number in each round}}
 
 
-# -----------------------------------------------------------------------------
-# how it is measured
-
-
 def clock(dev: str) -> float:
     """Seconds, read when the device has done all of its work."""
     getattr(torch, dev.partition(":")[0]).synchronize()
@@ -60,8 +56,7 @@ def stopwatch(dev: str, *steps: Callable) -> list[float]:
 
 def inputs(B: int, H: int, T: int, D: int, dev: str, dt: torch.dtype) -> list[torch.Tensor]:
     """Random q, k, v and dy of an attention, (B, H, T, D)."""
-    x = [torch.randn(B, H, T, D, device=dev, dtype=dt) for _ in range(4)]
-    return [*(t.requires_grad_() for t in x[:3]), x[3]]
+    return [torch.randn(B, H, T, D, device=dev, dtype=dt, requires_grad=grad) for grad in (True, True, True, False)]
 
 
 def passes(run: Callable, x: list[torch.Tensor], dev: str, backward: bool) -> dict[str, float]:
@@ -69,14 +64,11 @@ def passes(run: Callable, x: list[torch.Tensor], dev: str, backward: bool) -> di
     *qkv, dy = x
     y = []
 
-    @torch.no_grad()
-    def inference() -> None:
-        run(*(t.detach() for t in qkv))
-
     def gradients() -> None:  # backward() would copy what is laid out in another way than q, k and v
         torch.autograd.grad(y[0], qkv, dy)
 
-    row = {"forward": stopwatch(dev, inference)[0]}
+    with torch.no_grad():
+        row = {"forward": stopwatch(dev, lambda: run(*(t.detach() for t in qkv)))[0]}
     if backward:
         both = stopwatch(dev, lambda: y.append(run(*qkv)), gradients)
         row |= {"backward": both[1], "both": sum(both)}
