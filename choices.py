@@ -309,7 +309,8 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
     for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "n_hidden"):
         value = getattr(c, name)
         yield value is not None and value < 1, f"{name}={value} must be at least 1"
-    near = sorted(sorted(divisors(c.n_embd), key=lambda n: abs(n - c.n_head))[:3])
+        yield value is not None and value > 2**31, f"{name}={value} is too large"
+    near = sorted(sorted(divisors(min(c.n_embd, 2**16)), key=lambda n: abs(n - c.n_head))[:3])
     yield (c.head_dim is None and c.n_embd % c.n_head != 0,
            f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}, but of {near} it is; or set head_dim")
     tables = {"attention": ATTENTION, "qk_norm": QK_NORM, "position": POSITION, "norm": NORM, "where": WHERE}

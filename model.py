@@ -6,7 +6,7 @@
 
 A new attention is one function and one line in ATTENTION. Nothing else is needed to train it with short and long
 heads, to decode it with a cache, to test it and to time it. To save time and memory a GPT runs fast forms of these
-functions (attention/fast.py). It uses a fast form only if that computes the same as the definition here, which is
+functions (attention/fast.py). It uses a fast form only as long as its definition here stays what it is, which is
 checked when the GPT is built. Otherwise the definition runs: what you edit here is what is trained.
 
 Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary. Attention is
@@ -41,9 +41,9 @@ from text.sampling import Sampler
 #   bias: added to the scaled scores by `scores`; a tensor that broadcasts to (B, H, Tq, T), or a ByDistance, which
 #     has a number for each distance i - j (attention/scores.py)
 # An attention that can drop its weights takes `dropout` as well: the probability, 0.0 by default, in training alone.
-# y_i may use q_i and the keys and values that query i sees, but neither T nor a key's index. Then short heads can be
-# computed in blocks. (To count the keys that a query sees, use seen.sum(-1).) An attention that needs more than that
-# goes into WHOLE.
+# y_i may use q_i and the keys and values that query i sees, but neither T nor a key's index, nor other heads or rows.
+# Then short heads can be computed in blocks, of which dimension 1 has many. (To count the keys that a query sees, use
+# seen.sum(-1).) An attention that needs more than that goes into WHOLE.
 
 
 def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):

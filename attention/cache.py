@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from attention.fast import alike, beta_linear, fixed_inputs, scaled
+from attention.fast import alike, beta_linear, fixed_inputs, scaled, unchanged
 from attention.heads import HeadGroup
 from attention.scores import at_least_float32
 from configurator import note
@@ -92,11 +92,11 @@ CACHE: dict[str, Callable] = {"beta": BetaSums}
 @functools.cache
 def cache_form(name: str, definition: Callable) -> Callable:
     """The kind of cache for long heads without a bias: CACHE[name], if it computes what the definition computes."""
-    if name not in CACHE:
+    if name not in CACHE or not unchanged(name, definition):
         return KeyValues
 
     def decoded(q, k, v, **settings):
-        group, kept = HeadGroup([0], 1, 1, None), CACHE[name](None, q.shape[-2])
+        group, kept = HeadGroup([0, 1], 1, 1, None), CACHE[name](None, q.shape[-2])
         sizes = (5, 1, 1, q.shape[-2] - 7)
         parts = zip(q.split(sizes, dim=-2), k.split(sizes, dim=-2), v.split(sizes, dim=-2), strict=True)
         return torch.cat([kept.attend(definition, group, *part, **settings) for part in parts], dim=-2)

@@ -7,9 +7,12 @@ form with the definition before the form is used, so an edited definition is wha
 Shapes are those of scores.py. Every form takes and returns what a definition does (model.py, ATTENTION).
 """
 
+import ast
 import functools
+import hashlib
 import inspect
 import math
+import textwrap
 import warnings
 from collections.abc import Callable
 
@@ -17,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention.scores import ByDistance, at_least_float32, spelled_out, visible
+from attention.scores import ByDistance, at_least_float32, scores, spelled_out, visible
 from configurator import note
 
 CHUNK = 64  # tokens that are worked on together; with fewer, the number of chunks costs more than they save
@@ -396,6 +399,8 @@ FAST: dict[str, Callable] = {
     "laser": laser_by_exp,
     "beta": beta_by_sums,
 }
+# A fingerprint of the definition that each of them was written for. tests/test_forms.py says how to make it anew.
+WRITTEN_FOR = {"softmax": "15acaefcf836f259", "laser": "4a58817178a72575", "beta": "61cbe997ad752e79"}
 
 
 @functools.cache
@@ -407,22 +412,64 @@ def fast_form(name: str, definition: Callable, whole: bool = False, short: bool 
     """
     if name in FAST and unchanged(name, definition):
         return FAST[name](definition)
+    if whole:
+        return spelled_out(definition)
     general = windowed(definition)
-    if not whole and short and not same(general, definition):
-        note(
-            f"attention={name!r}: a query's output depends on more than the keys that it sees, so short heads cost T^2"
-        )
-        whole = True
-    return spelled_out(definition) if whole else general
+    try:
+        if not causal(definition):
+            note(f"attention={name!r}: a query's output changes with the tokens after it, or with their number")
+    except Exception:  # a bug, or an attention for one number of heads: it raises where the model calls it
+        return general
+    if not short or alike_in_blocks(general, definition):
+        return general
+    note(f"attention={name!r}: in blocks it computes something else than as a whole, so its short heads cost T^2")
+    return spelled_out(definition)
+
+
+def alike_in_blocks(general: Callable, definition: Callable) -> bool:
+    try:
+        return same(general, definition)
+    except Exception:  # it does so in blocks alone, since `causal` has called the definition
+        return False
 
 
 @functools.cache
 def unchanged(name: str, definition: Callable) -> bool:
-    """Whether FAST[name] computes what the definition computes. If not, somebody has edited it, and a line says so."""
-    if same(FAST[name](definition), definition):
+    """Whether FAST[name] computes what the definition computes. If not, somebody has edited it, and a line says so.
+
+    No numbers can show that two functions are equal, so the code of the definition must be the one that the fast form
+    was written for, comments and docstrings aside. Then they are compared as well.
+    """
+    if fingerprint(definition) == WRITTEN_FOR[name] and same(FAST[name](definition), definition):
         return True
-    note(f"attention={name!r}: the fast form computes something else than the definition in model.py, which runs now")
+    note(f"attention={name!r}: its definition was edited. The definition runs, and not the fast form, which is another")
     return False
+
+
+def fingerprint(definition: Callable) -> str:
+    """A checksum of the code of a definition and of what it is made of, without comments, docstrings and its name."""
+    codes = []
+    for function in (definition, scores, visible, at_least_float32):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        except (OSError, TypeError, SyntaxError):  # typed into an interpreter, or no function at all
+            return ""
+        tree.name = ""
+        codes += [ast.unparse(part) for part in (tree.args, *tree.body) if not is_docstring(part)]
+    return hashlib.sha256("\n".join(codes).encode()).hexdigest()[:16]
+
+
+def is_docstring(part: ast.AST) -> bool:
+    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+
+
+def causal(definition: Callable) -> bool:
+    """Whether a query's output stays the same without the tokens after it, and as one of the last queries alone."""
+    T, n = 40, 25
+    q, k, v, _ = (x.detach() for x in fixed_inputs(T))
+    y = definition(q, k, v)
+    first = definition(q[..., :n, :], k[..., :n, :], v[..., :n, :])
+    return alike(first, y[..., :n, :]) and alike(definition(q[..., n:, :], k, v), y[..., n:, :])
 
 
 def same(fast: Callable, definition: Callable) -> bool:
@@ -449,9 +496,10 @@ def same(fast: Callable, definition: Callable) -> bool:
 
 
 def fixed_inputs(T: int) -> list[torch.Tensor]:
-    """q, k (1, 1, T, 2), v and dy (1, 1, T, 3), as good as random, to compare attentions with."""
-    x = torch.arange(1, 10 * T + 1, dtype=torch.float64, device="cpu").square().mul(0.37).sin()
-    return [part.view(1, 1, T, -1).requires_grad_() for part in x.split((2 * T, 2 * T, 3 * T, 3 * T))]
+    """q, k (1, 2, T, 4), v and dy (1, 2, T, 3), as good as random, to compare attentions with. Scores go up to 50."""
+    x = torch.arange(1, 28 * T + 1, dtype=torch.float64, device="cpu").square().mul(0.37).sin()
+    q, k, v, dy = (part.view(1, 2, T, -1) for part in x.split((8 * T, 8 * T, 6 * T, 6 * T)))
+    return [part.detach().requires_grad_() for part in (10 * q, 3 * k, v, dy)]
 
 
 def alike(a: torch.Tensor, b: torch.Tensor) -> bool:

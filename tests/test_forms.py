@@ -50,11 +50,20 @@ def edited_dropout(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
     return s.softmax(-1).to(v.dtype) @ v
 
 
+def edited_scores(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+    """softmax whose scores have a largest value, which few models reach: on most numbers it computes the same."""
+    s = scores(q, k, scale, bias).clamp(max=1000.0).masked_fill(~visible(q, k, window), -math.inf)
+    return F.dropout(s.softmax(-1), dropout).to(v.dtype) @ v
+
+
 EDITS = [("beta", edited_beta), ("softmax", edited_softmax), ("laser", edited_laser), ("softmax", edited_dropout)]
+EDITS += [("softmax", edited_scores)]
 
 
-@cores
+@pytest.mark.parametrize("core", FAST)
 def test_the_fast_forms_are_used(core, capfd):
+    """If this fails after a change of a definition here: WRITTEN_FOR[core] becomes fingerprint(ATTENTION[core])."""
+    assert forms.WRITTEN_FOR[core] == forms.fingerprint(ATTENTION[core])
     form, general = fast_form(core, ATTENTION[core]), forms.windowed(ATTENTION[core])
     assert form.__qualname__ == FAST[core](ATTENTION[core]).__qualname__ != general.__qualname__
     assert cache_form(core, ATTENTION[core]) is (BetaSums if core == "beta" else KeyValues)
@@ -68,7 +77,7 @@ def test_an_edited_definition_is_what_runs(core, edited, monkeypatch, capfd):
     monkeypatch.setitem(ATTENTION, core, edited)
     sizes = {"block_size": 280, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16, "attention": core}
     gpt = GPT(GPTConfig(**sizes, heads="SL", window=20)).double()
-    assert capfd.readouterr().err.count("computes something else than the definition in model.py") == 1
+    assert capfd.readouterr().err.count("its definition was edited") == 1
     attn, x = gpt.transformer.h[0].attn, torch.randn(1, 280, 16, dtype=torch.float64)
     q, k, v = (t.view(1, 280, 2, 8).transpose(1, 2) for t in attn.c_attn(x).split(16, dim=2))
     y = torch.cat([edited(q[:, [h]], k[:, [h]], v[:, [h]], window=w) for h, w in enumerate((20, None))], dim=1)
@@ -192,7 +201,8 @@ def test_an_attention_that_breaks_the_rule_is_called_as_a_whole(monkeypatch, cap
     monkeypatch.setitem(ATTENTION, "length", by_length)
     q, k, v = (torch.randn(1, 2, 300, 8) for _ in "qkv")
     form = fast_form("length", by_length)
-    assert "a query's output depends on more than the keys that it sees" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "a query's output changes with the tokens after it, or with their number" in err and "cost T^2" in err
     assert torch.equal(form(q, k, v, window=9), by_length(q, k, v, window=9))
 
 
@@ -204,9 +214,10 @@ def test_a_bug_in_an_attention_is_its_own(monkeypatch):
     gpt = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16, attention="wrong"))
     with pytest.raises(ValueError, match="too many values to unpack"):
         gpt(torch.zeros(1, 8, dtype=torch.long))
-    monkeypatch.setitem(ATTENTION, "softmax", wrong)  # where a fast form is compared with it
+    monkeypatch.setitem(ATTENTION, "softmax", wrong)
+    gpt = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16))
     with pytest.raises(ValueError, match="too many values to unpack"):
-        GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16))
+        gpt(torch.zeros(1, 8, dtype=torch.long))
 
 
 def test_an_output_of_another_shape_is_seen(monkeypatch):
@@ -229,7 +240,7 @@ def test_comparing_draws_no_random_number_and_needs_no_device(monkeypatch):
 
     state = torch.get_rng_state()
     with torch.device("meta"):
-        assert forms.unchanged("softmax", other)
+        assert forms.same(FAST["softmax"](other), other)
     with torch.inference_mode():
-        assert forms.unchanged("softmax", another)
+        assert forms.same(FAST["softmax"](another), another)
     assert torch.equal(state, torch.get_rng_state())

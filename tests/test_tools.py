@@ -14,9 +14,10 @@ import pytest
 import torch
 from conftest import ROOT, write
 
+from attention.fast import FAST
 from attention.scores import visible
 from configurator import constants
-from model import ATTENTION, GPT, GPTConfig
+from model import GPT, GPTConfig
 from text import dataset, tokenizers
 from text.dataset import Tokens
 from training import checkpoint, estimate, opening
@@ -253,7 +254,7 @@ def test_durations(seconds, says):
     assert estimate.duration(seconds) == says
 
 
-@pytest.mark.parametrize("core", ATTENTION)
+@pytest.mark.parametrize("core", FAST)
 @pytest.mark.parametrize(
     "kwargs",
     [

@@ -78,8 +78,9 @@ def activation_bytes(config: GPTConfig, dtype: str) -> float:
     """Bytes per token of a micro-batch that a training step needs beside weights, gradients and optimizer.
 
     That is what autograd keeps of the layers and the head, and two gradients of the logits in float32. The first is
-    measured on small models, with one layer and two of each kind and two vocabularies, so it holds for any attention.
-    But dropped attention weights take more for longer texts, and on a GPU they, and biases by distance, take less.
+    measured on small models, with one layer and two of each kind and two vocabularies, so it holds for any attention
+    whose memory grows with the tokens. Dropped weights, and long heads of an attention without a fast form, take more
+    for longer texts. On a GPU dropped weights and biases by distance take less.
     """
     window = config.resolved().window
     most = MEASURED * (4 if config.position == "t5" else 1)  # t5 keeps a bias that grows up to some length

@@ -363,6 +363,7 @@ def wrong_flags(c: SimpleNamespace, given: dict, world: int) -> Iterator[tuple[b
     positive = ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "eval_iters")
     for name in (*positive, "keep_checkpoints"):
         yield getattr(c, name) < 1, f"--{name}={getattr(c, name)} must be at least 1"
+        yield getattr(c, name) > 2**31, f"--{name}={getattr(c, name)} is too large"
     counts = ("seed", "max_iters", "save_interval", "sample_tokens", "warmup_iters")
     for name in (*counts, "min_lr", "weight_decay", "grad_clip", "loss_spike"):
         yield getattr(c, name) < 0, f"--{name}={getattr(c, name)} must not be negative"
