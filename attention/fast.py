@@ -447,15 +447,23 @@ def unchanged(name: str, definition: Callable) -> bool:
 
 
 def fingerprint(definition: Callable) -> str:
-    """A checksum of the code of a definition and of what it is made of, without comments, docstrings and its name."""
-    codes = []
-    for function in (definition, scores, visible, at_least_float32):
+    """A checksum of the code of a definition and of what it is made of, without comments, docstrings and its name.
+
+    Empty for what has no code to read, is wrapped in another function, or uses functions of its own under these names.
+    """
+    codes, made_of = [], (scores, visible, at_least_float32)
+    names = getattr(definition, "__globals__", {})
+    if hasattr(definition, "__wrapped__") or any(names.get(f.__name__, f) is not f for f in made_of):
+        return ""
+    for function in (definition, *made_of):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         except (OSError, TypeError, SyntaxError):  # typed into an interpreter, or no function at all
             return ""
-        tree.name = ""
-        codes += [ast.unparse(part) for part in (tree.args, *tree.body) if not is_docstring(part)]
+        if not isinstance(tree, ast.FunctionDef):  # a lambda
+            return ""
+        parts = (*tree.decorator_list, tree.args, *tree.body)
+        codes += [ast.unparse(part) for part in parts if not is_docstring(part)]
     return hashlib.sha256("\n".join(codes).encode()).hexdigest()[:16]
 
 

@@ -1,5 +1,6 @@
 """Which form of an attention runs: the fast one while it computes the definition, and nobody's edit is ignored."""
 
+import functools
 import json
 import math
 
@@ -96,6 +97,21 @@ def test_an_edited_definition_is_what_runs(core, edited, monkeypatch, capfd):
         for part in idx.split([20, *20 * [1]], dim=1):
             cached.append(gpt(part, part, cache=cache)[0])
     torch.testing.assert_close(torch.cat(cached, 1), full, rtol=0, atol=1e-9)
+
+
+def test_what_is_no_shipped_definition(monkeypatch):
+    """A lambda, a wrapper of one, one with a decorator, one whose scores are another function: all are edits."""
+    definition = model.softmax_attention
+
+    @functools.wraps(definition)
+    def wrapped(*args, **kwargs):
+        return definition(*args, **kwargs)
+
+    for other in (lambda q, k, v, **settings: definition(q, k, v, **settings), wrapped, functools.partial(definition)):
+        assert not forms.unchanged("softmax", other)
+    assert forms.unchanged("softmax", definition)
+    monkeypatch.setattr(model, "scores", lambda *args: scores(*args).clamp(max=1000.0))
+    assert forms.fingerprint(definition) == ""
 
 
 def test_an_edited_definition_is_trained(train, tmp_path, monkeypatch):
