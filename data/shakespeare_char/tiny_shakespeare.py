@@ -99,7 +99,8 @@ def run(tokenizer: str, out_dir: str, input: str | None, url: str, url_sha256: s
         text, source = find_text(input, out_dir, url, url_sha256, timeout)
         n = len(text)
         if n < 20:
-            raise UserError(f"{source} holds {n} characters: too little to train on (delete it to fetch it anew)")
+            hint = "" if input else " (delete it to fetch it anew)"
+            raise UserError(f"{source} holds {n} character(s): too little to train on{hint}")
         print(f"length of dataset in characters: {n:,}")
         about = {"from": source, "sha256": files.sha256(local), "tokenizer": tokenizer}
         make = functools.partial(corpus.new_tokenizer, tokenizer, None)
