@@ -416,21 +416,22 @@ def fast_form(name: str, definition: Callable, whole: bool = False, short: bool 
         return spelled_out(definition)
     general = windowed(definition)
     try:
-        if not causal(definition):
-            note(f"attention={name!r}: a query's output changes with the tokens after it, or with their number")
+        check_causal(name, definition)
     except Exception:  # a bug, or an attention for one number of heads: it raises where the model calls it
         return general
-    if not short or alike_in_blocks(general, definition):
-        return general
-    note(f"attention={name!r}: in blocks it computes something else than as a whole, so its short heads cost T^2")
-    return spelled_out(definition)
+    return general if not short or alike_in_blocks(name, definition) else spelled_out(definition)
 
 
-def alike_in_blocks(general: Callable, definition: Callable) -> bool:
+@functools.cache
+def alike_in_blocks(name: str, definition: Callable) -> bool:
+    """Whether `windowed` may cut this attention into blocks. If not, a line says so."""
     try:
-        return same(general, definition)
-    except Exception:  # it does so in blocks alone, since `causal` has called the definition
-        return False
+        alike_there = same(windowed(definition), definition)
+    except Exception:  # the blocks raise it: `check_causal` has called the definition as a whole
+        alike_there = False
+    if not alike_there:
+        note(f"attention={name!r}: in blocks it computes something else than as a whole, so its short heads cost T^2")
+    return alike_there
 
 
 @functools.cache
@@ -442,7 +443,7 @@ def unchanged(name: str, definition: Callable) -> bool:
     """
     if fingerprint(definition) == WRITTEN_FOR[name] and same(FAST[name](definition), definition):
         return True
-    note(f"attention={name!r}: its definition was edited. The definition runs, and not the fast form, which is another")
+    note(f"attention={name!r}: its definition was edited. It runs in the place of its fast form, more slowly")
     return False
 
 
@@ -471,13 +472,16 @@ def is_docstring(part: ast.AST) -> bool:
     return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
 
 
-def causal(definition: Callable) -> bool:
-    """Whether a query's output stays the same without the tokens after it, and as one of the last queries alone."""
+@functools.cache
+def check_causal(name: str, definition: Callable) -> None:
+    """Prints a line, once, if a query's output is another one without the later tokens or the earlier queries."""
     T, n = 40, 25
     q, k, v, _ = (x.detach() for x in fixed_inputs(T))
     y = definition(q, k, v)
     first = definition(q[..., :n, :], k[..., :n, :], v[..., :n, :])
-    return alike(first, y[..., :n, :]) and alike(definition(q[..., n:, :], k, v), y[..., n:, :])
+    last = definition(q[..., n:, :], k, v)
+    if not alike(first, y[..., :n, :]) or not alike(last, y[..., n:, :]):
+        note(f"attention={name!r}: a query's output changes with the tokens after it, or with their number")
 
 
 def same(fast: Callable, definition: Callable) -> bool:

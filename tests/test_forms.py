@@ -220,6 +220,9 @@ def test_an_attention_that_breaks_the_rule_is_called_as_a_whole(monkeypatch, cap
     err = capfd.readouterr().err
     assert "a query's output changes with the tokens after it, or with their number" in err and "cost T^2" in err
     assert torch.equal(form(q, k, v, window=9), by_length(q, k, v, window=9))
+    sizes = {"block_size": 8, "vocab_size": 5, "n_layer": 2, "n_head": 2, "n_embd": 16, "attention": "length"}
+    GPT(GPTConfig(**sizes, heads="S/L", window=3))
+    assert capfd.readouterr().err == ""  # each is said once
 
 
 def test_a_bug_in_an_attention_is_its_own(monkeypatch):
