@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from attention.heads import HeadGroup
-from attention.scores import ByDistance
+from attention.scores import part_of
 
 
 class Documents:
@@ -25,11 +25,14 @@ class Documents:
     def attend(self, core: Callable, group: HeadGroup, q, k, v, *, bias=None, **settings) -> torch.Tensor:
         """y (B, H, T, Dv) of a group of heads."""
         k, v = group.share(k, v)
+        if isinstance(bias, torch.Tensor):
+            bias = bias.expand(torch.broadcast_shapes(bias.shape, (1, 1, q.shape[-2], q.shape[-2])))
         found = [{} for _ in q]  # for each row: start -> y of the document that begins there
         for (start, end), rows in self.rows_at.items():
             few = slice(None) if len(rows) == len(q) else rows
-            parts = (x[few, :, start:end] for x in (q, k, v))
-            y = core(*parts, bias=bias_between(bias, few, start, end, q.shape[-2]), **settings)
+            own = slice(start, end)
+            parts = (x[few, :, own] for x in (q, k, v))
+            y = core(*parts, bias=part_of(bias, own, own, few), **settings)
             for row, part in zip(rows, y, strict=True):
                 found[row][start] = part
         return torch.stack([torch.cat([parts[start] for start in sorted(parts)], dim=-2) for parts in found])
@@ -46,15 +49,3 @@ def rows_at(pos: torch.Tensor) -> dict[tuple[int, int], list[int]]:
         for span in zip(begins, [*begins[1:], pos.shape[1]], strict=True):
             found.setdefault(span, []).append(row)
     return found
-
-
-def bias_between(bias: torch.Tensor | ByDistance | None, rows: slice | list[int], start: int, end: int, T: int):
-    """The part of a bias for these rows of the batch, from token start to token end of T."""
-    if bias is None:
-        return None
-    if isinstance(bias, ByDistance):
-        values = bias.values if len(bias.values) == 1 else bias.values[rows]
-        return ByDistance(values, bias.v).per_query(lambda x: x[..., start:end, :])
-    bias = bias.expand(torch.broadcast_shapes(bias.shape, (1, 1, T, T)))
-    bias = bias if len(bias) == 1 else bias[rows]
-    return bias[..., start:end, start:end]

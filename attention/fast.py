@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention.scores import ByDistance, at_least_float32, scores, spelled_out, visible
+from attention.scores import ByDistance, at_least_float32, part_of, scores, spelled_out, visible
 from configurator import note
 
 CHUNK = 64  # tokens that are worked on together; with fewer, the number of chunks costs more than they save
@@ -61,13 +61,14 @@ def in_blocks(core: Callable) -> Callable:
         if window is None or min(T, 2 * Tq) <= first + c:
             return core(q, k, v, window=window, scale=scale, bias=bias, **dropout)
         if Tq < T:  # many new tokens after a cache
-            before = (0, 0, T - Tq, 0)
-            q, bias = F.pad(q, before), change_rows(bias, lambda x: F.pad(x, before))
-            return attend(q, k, v, window=window, scale=scale, bias=bias, **dropout)[..., -Tq:, :]
+            pad = functools.partial(F.pad, pad=(0, 0, T - Tq, 0))
+            if bias is not None:
+                bias = bias.per_query(pad) if isinstance(bias, ByDistance) else pad(bias)
+            return attend(pad(q), k, v, window=window, scale=scale, bias=bias, **dropout)[..., -Tq:, :]
         settings = {"window": window, "scale": scale, **dropout}
         y = []
         if first:
-            few = rows_of(bias, 0, first, first)
+            few = part_of(bias, slice(first), slice(first))
             y.append(core(q[..., :first, :], k[..., :first, :], v[..., :first, :], bias=few, **settings))
         pad = -T % c  # rows after the last token, which are cut off in the end
         q_blocks = pad_rows(q, pad)[..., first:, :].reshape(B * H, -1, c, D)
@@ -107,20 +108,6 @@ def pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     return F.pad(x, (0, 0, 0, rows)) if rows else x
 
 
-def change_rows(bias, change: Callable):
-    """A bias with change(x) in the place of its rows x, one for each query."""
-    if isinstance(bias, ByDistance):
-        return bias.per_query(change)
-    return None if bias is None else change(bias)
-
-
-def rows_of(bias, start: int, end: int, T: int):
-    """The part of a bias for the queries from start to end, over the first T keys."""
-    if isinstance(bias, ByDistance):
-        return bias.per_query(lambda x: x[..., start:end, :])
-    return None if bias is None else bias[..., start:end, :T]
-
-
 def bias_blocks(bias, batch_and_heads: tuple[int, int], pad: int, first: int, window: int, c: int):
     """The bias of each block of `in_blocks`: a tensor (B H or 1, blocks, c, window + c), or by distance."""
     if bias is None:
@@ -156,7 +143,7 @@ def in_rows(core: Callable, numbers: Callable) -> Callable:
         for start in range(0, Tq, rows):
             end = min(start + rows, Tq)
             few = q[..., start:end, :], k[..., : past + end, :], v[..., : past + end, :]
-            part = functools.partial(core, bias=rows_of(bias, start, end, past + end), **settings)
+            part = functools.partial(core, bias=part_of(bias, slice(start, end), slice(past + end)), **settings)
             y.append(checkpoint(part, *few, use_reentrant=False))
         return torch.cat(y, dim=-2)
 
@@ -463,13 +450,9 @@ def fingerprint(definition: Callable) -> str:
             return ""
         if not isinstance(tree, ast.FunctionDef):  # a lambda
             return ""
-        parts = (*tree.decorator_list, tree.args, *tree.body)
-        codes += [ast.unparse(part) for part in parts if not is_docstring(part)]
+        body = tree.body[1:] if ast.get_docstring(tree) else tree.body
+        codes += [ast.unparse(part) for part in (*tree.decorator_list, tree.args, *body)]
     return hashlib.sha256("\n".join(codes).encode()).hexdigest()[:16]
-
-
-def is_docstring(part: ast.AST) -> bool:
-    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
 
 
 @functools.cache

@@ -97,8 +97,8 @@ def span_of(h, n_short, window, T):
 
 @triton.jit
 def keys_of(start, span, T, M: tl.constexpr, N: tl.constexpr, SHORT: tl.constexpr):
-    """(a, b, c, d) for the M queries from start: keys in blocks of N, all of which are seen by all from b to c alone,
-    and some by some from a to b and from c to d. All but d are multiples of N, or d."""
+    """Edges (a, b, c, d) of blocks of N keys for the M queries from start. Every query sees every key from b to c, and
+    some see some from a to b and from c to d. All but d are multiples of N, or d."""
     d = tl.minimum(start + M, T)
     if SHORT:
         a = tl.maximum(start - span, 0) // N * N
@@ -120,40 +120,16 @@ def queries_of(start, span, T, M: tl.constexpr, N: tl.constexpr):
 # flash: c is scale log2(e), so that exp2 is enough; lse the base-2 logarithm of a row's sum of exp2(c s)
 
 
-@triton.jit
-def add_keys(
-    acc, total, top, Q, k, v, lo, first, end, rows, span, c, T, k_t, v_t,
-    D: tl.constexpr, E: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, LASER: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Online softmax: the sums of the queries Q, acc (M, E), total and top, the largest score (M), with more keys."""
-    for j in range(first, end, N):
-        cols = j + tl.arange(0, N)
-        s = dot(Q, tl.trans(tile(k, k_t, cols, T, D))) * c
-        if MASKED:
-            s = tl.where(seen(rows[:, None], cols[None, :], span, T), s, -float("inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        base = new
-        if MASKED:  # a row that has not seen a key yet
-            base = tl.where(new == -float("inf"), 0.0, new)
-        shrink = tl.exp2(top - base)
-        V = tile(v, v_t, cols, T, E)
-        p = tl.exp2(s - base[:, None])
-        P = rounded(p, V.dtype)
-        total = total * shrink + tl.sum(P.to(tl.float32) if LASER else p, 1)
-        acc = acc * shrink[:, None] + dot(P, V)
-        if SPLIT:
-            acc += dot(P, tile(lo, v_t, cols, T, E))
-        top = new
-    return acc, total, top
-
-
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q, k, v, lo, shift, y, x, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, window, n_short, c, H, T,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SHORT: tl.constexpr, LASER: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """M queries of a head: y, lse and, of LASER, x, the sum of weighted exponentials."""
+    """M queries of a head by online softmax: y, lse and, of LASER, x, the sum of weighted exponentials.
+
+    acc (M, E) and total (M) are sums over the keys so far, relative to top (M), their largest score.
+    """
     start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)  # the longest rows first
     b, h = head_of(bh, H)
     span = span_of(h, n_short, window, T)
@@ -163,17 +139,24 @@ def forward_kernel(
     Q = tile(q, q_t, rows, T, D)
     acc, total = tl.zeros((M, E), tl.float32), tl.zeros((M,), tl.float32)
     top = tl.full((M,), -float("inf"), tl.float32)
-    a1, a2, a3, a4 = keys_of(start, span, T, M, N, SHORT)
-    if SHORT:
-        acc, total, top = add_keys(
-            acc, total, top, Q, k, v, lo, a1, a2, rows, span, c, T, k_t, v_t, D, E, N, True, LASER, SPLIT
-        )
-    acc, total, top = add_keys(
-        acc, total, top, Q, k, v, lo, a2, a3, rows, span, c, T, k_t, v_t, D, E, N, False, LASER, SPLIT
-    )
-    acc, total, top = add_keys(
-        acc, total, top, Q, k, v, lo, a3, a4, rows, span, c, T, k_t, v_t, D, E, N, True, LASER, SPLIT
-    )
+    edges = keys_of(start, span, T, M, N, SHORT)
+    for part in tl.static_range(0 if SHORT else 1, 3):
+        for j in range(edges[part], edges[part + 1], N):
+            cols = j + tl.arange(0, N)
+            s = dot(Q, tl.trans(tile(k, k_t, cols, T, D))) * c
+            if part != 1:
+                s = tl.where(seen(rows[:, None], cols[None, :], span, T), s, -float("inf"))
+            new = tl.maximum(top, tl.max(s, 1))
+            base = tl.where(new == -float("inf"), 0.0, new) if part != 1 else new  # a row may not have seen a key yet
+            shrink = tl.exp2(top - base)
+            V = tile(v, v_t, cols, T, E)
+            p = tl.exp2(s - base[:, None])
+            P = rounded(p, V.dtype)
+            total = total * shrink + tl.sum(P.to(tl.float32) if LASER else p, 1)
+            acc = acc * shrink[:, None] + dot(P, V)
+            if SPLIT:
+                acc += dot(P, tile(lo, v_t, cols, T, E))
+            top = new
     acc = acc / total[:, None]
     if LASER:
         put(x + mine, H * E, rows, T, acc, E)
@@ -214,28 +197,6 @@ def delta_kernel(
     tl.store(delta + bh.to(tl.int64) * T + rows, tl.sum(G * X, 1), mask=rows < T)
 
 
-@triton.jit
-def add_queries(
-    dK, dV, K, V, LO, q, g, lse, delta, first, end, cols, span, c, T, q_t, g_t,
-    D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """The gradients of keys and values, dK (N, D) and dV (N, E), with what more queries add to them."""
-    for i in range(first, end, M):
-        rows = i + tl.arange(0, M)
-        Q, G = tile(q, q_t, rows, T, D), tile(g, g_t, rows, T, E)
-        p = dot(K, tl.trans(Q)) * c - tl.load(lse + rows, mask=rows < T, other=0.0)[None, :]  # (N, M)
-        if MASKED:
-            p = tl.where(seen(rows[None, :], cols[:, None], span, T), p, -float("inf"))
-        p = tl.exp2(p)
-        dV += dot(rounded(p, G.dtype), G)
-        dp = dot(V, tl.trans(G))
-        if SPLIT:
-            dp += dot(LO, tl.trans(G))
-        ds = p * (dp - tl.load(delta + rows, mask=rows < T, other=0.0)[None, :])
-        dK += dot(rounded(ds, Q.dtype), Q)
-    return dK, dV
-
-
 @triton.jit(do_not_specialize=VARYING)
 def dk_dv_kernel(
     q, k, v, lo, g, lse, delta, dk, dv, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
@@ -250,35 +211,25 @@ def dk_dv_kernel(
     K, V = tile(k + b * k_b + h * k_h, k_t, cols, T, D), tile(v + b * v_b + h * v_h, v_t, cols, T, E)
     LO = tile(lo + b * v_b + h * v_h, v_t, cols, T, E) if SPLIT else V
     q, g = q + b * q_b + h * q_h, g + b * g_b + h * g_h
-    lse, delta = lse + bh.to(tl.int64) * T, delta + bh.to(tl.int64) * T
     dK, dV = tl.zeros((N, D), tl.float32), tl.zeros((N, E), tl.float32)
-    a1, a2, a3, a4 = queries_of(start, span, T, M, N)
-    dK, dV = add_queries(dK, dV, K, V, LO, q, g, lse, delta, a1, a2, cols, span, c, T, q_t, g_t, D, E, M, True, SPLIT)
-    dK, dV = add_queries(dK, dV, K, V, LO, q, g, lse, delta, a2, a3, cols, span, c, T, q_t, g_t, D, E, M, False, SPLIT)
-    dK, dV = add_queries(dK, dV, K, V, LO, q, g, lse, delta, a3, a4, cols, span, c, T, q_t, g_t, D, E, M, True, SPLIT)
+    edges = queries_of(start, span, T, M, N)
+    for part in tl.static_range(3):
+        for i in range(edges[part], edges[part + 1], M):
+            rows = i + tl.arange(0, M)
+            Q, G = tile(q, q_t, rows, T, D), tile(g, g_t, rows, T, E)
+            p = dot(K, tl.trans(Q)) * c - of_rows(lse, bh, rows, T)[None, :]  # (N, M)
+            if part != 1:
+                p = tl.where(seen(rows[None, :], cols[:, None], span, T), p, -float("inf"))
+            p = tl.exp2(p)
+            dV += dot(rounded(p, G.dtype), G)
+            dp = dot(V, tl.trans(G))
+            if SPLIT:
+                dp += dot(LO, tl.trans(G))
+            dK += dot(rounded(p * (dp - of_rows(delta, bh, rows, T)[None, :]), Q.dtype), Q)
     if LASER:
         dV *= V.to(tl.float32) + (LO.to(tl.float32) if SPLIT else 0.0)
     put(dk + (b * T * H + h) * D, H * D, cols, T, dK * scale, D)
     put(dv + (b * T * H + h) * E, H * E, cols, T, dV, E)
-
-
-@triton.jit
-def add_keys_to_dq(
-    dQ, Q, G, LSE, DELTA, k, v, lo, first, end, rows, span, c, T, k_t, v_t,
-    D: tl.constexpr, E: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """The gradient of queries, dQ (M, D), with what the keys from first to end add to it."""
-    for j in range(first, end, N):
-        cols = j + tl.arange(0, N)
-        K = tile(k, k_t, cols, T, D)
-        p = dot(Q, tl.trans(K)) * c - LSE[:, None]
-        if MASKED:
-            p = tl.where(seen(rows[:, None], cols[None, :], span, T), p, -float("inf"))
-        dp = dot(G, tl.trans(tile(v, v_t, cols, T, E)))
-        if SPLIT:
-            dp += dot(G, tl.trans(tile(lo, v_t, cols, T, E)))
-        dQ += dot(rounded(tl.exp2(p) * (dp - DELTA[:, None]), K.dtype), K)
-    return dQ
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -297,11 +248,18 @@ def dq_kernel(
     LSE = of_rows(lse, bh, rows, T)
     DELTA = of_rows(delta, bh, rows, T)
     dQ = tl.zeros((M, D), tl.float32)
-    a1, a2, a3, a4 = keys_of(start, span, T, M, N, SHORT)
-    if SHORT:
-        dQ = add_keys_to_dq(dQ, Q, G, LSE, DELTA, k, v, lo, a1, a2, rows, span, c, T, k_t, v_t, D, E, N, True, SPLIT)
-    dQ = add_keys_to_dq(dQ, Q, G, LSE, DELTA, k, v, lo, a2, a3, rows, span, c, T, k_t, v_t, D, E, N, False, SPLIT)
-    dQ = add_keys_to_dq(dQ, Q, G, LSE, DELTA, k, v, lo, a3, a4, rows, span, c, T, k_t, v_t, D, E, N, True, SPLIT)
+    edges = keys_of(start, span, T, M, N, SHORT)
+    for part in tl.static_range(0 if SHORT else 1, 3):
+        for j in range(edges[part], edges[part + 1], N):
+            cols = j + tl.arange(0, N)
+            K = tile(k, k_t, cols, T, D)
+            p = dot(Q, tl.trans(K)) * c - LSE[:, None]
+            if part != 1:
+                p = tl.where(seen(rows[:, None], cols[None, :], span, T), p, -float("inf"))
+            dp = dot(G, tl.trans(tile(v, v_t, cols, T, E)))
+            if SPLIT:
+                dp += dot(G, tl.trans(tile(lo, v_t, cols, T, E)))
+            dQ += dot(rounded(tl.exp2(p) * (dp - DELTA[:, None]), K.dtype), K)
     put(dq + (b * T * H + h) * D, H * D, rows, T, dQ * scale, D)
 
 
@@ -318,10 +276,10 @@ def log_weights(Q, k, k_t, LSE, EXTRA, rows, cols, span, c, T, D: tl.constexpr):
 
 
 @triton.jit
-def exponents(Q, k, k_t, v, v_t, LSE, EXTRA, rows, cols, channels, span, c, T, D: tl.constexpr):
-    """(t, s): s = log2 of the weights (queries, keys), t = s + v log2(e) (queries, keys, channels)."""
+def exponents(Q, k, k_t, v, v_t, LSE, EXTRA, rows, cols, span, c, T, D: tl.constexpr):
+    """(t, s): s = log2 of the weights (queries, keys), t = s + v log2(e) (queries, keys, EXACT channels)."""
     s = log_weights(Q, k, k_t, LSE, EXTRA, rows, cols, span, c, T, D)
-    V = tl.load(v + cols[:, None] * v_t + channels[None, :], mask=cols[:, None] < T, other=0.0).to(tl.float32)
+    V = tile(v, v_t, cols, T, EXACT).to(tl.float32)
     return s[:, :, None] + V[None, :, :] * LOG2_E, s
 
 
@@ -347,24 +305,20 @@ def exact_forward_kernel(
     EXTRA = tl.where(rows < T, tl.log2(all_weights), 0.0)
     tl.store(extra + bh.to(tl.int64) * T + rows, EXTRA, mask=rows < T)
     for e in range(0, E, EXACT):
-        channels = e + tl.arange(0, EXACT)
         top, total = tl.full((EXACT, EXACT), -float("inf"), tl.float32), tl.zeros((EXACT, EXACT), tl.float32)
         for j in range(first, end, EXACT):
-            t, _ = exponents(Q, k, k_t, v, v_t, LSE, EXTRA, rows, j + tl.arange(0, EXACT), channels, span, c, T, D)
+            t, _ = exponents(Q, k, k_t, v + e, v_t, LSE, EXTRA, rows, j + tl.arange(0, EXACT), span, c, T, D)
             new = tl.maximum(top, tl.max(t, 1))
             base = tl.where(new == -float("inf"), 0.0, new)
             total = total * tl.exp2(top - base) + tl.sum(tl.exp2(t - base[:, None, :]), 1)
             top = new
-        where = y + (b * T * H + h) * E + rows[:, None] * (H * E) + channels[None, :]
-        tl.store(where, rounded((top + tl.log2(total)) / LOG2_E, y.dtype.element_ty), mask=rows[:, None] < T)
+        put(y + (b * T * H + h) * E + e, H * E, rows, T, (top + tl.log2(total)) / LOG2_E, EXACT)
 
 
 @triton.jit
-def shares(t, y, dy, dy_t, rows, channels, T, step):
-    """g = exp(log w + v - y), what each key has of each sum, and dy (queries, 1, channels)."""
-    inside = rows[:, None] < T
-    Y = tl.load(y + rows[:, None] * step + channels[None, :], mask=inside, other=0.0)
-    G = tl.load(dy + rows[:, None] * dy_t + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+def shares(t, y, dy, dy_t, rows, T, step):
+    """g = exp(log w + v - y), what each key has of each sum, and dy (queries, 1, EXACT channels)."""
+    Y, G = tile(y, step, rows, T, EXACT), tile(dy, dy_t, rows, T, EXACT).to(tl.float32)
     return tl.exp2(t - Y[:, None, :] * LOG2_E), G[:, None, :]
 
 
@@ -375,9 +329,8 @@ def dscores(
     """(queries, keys): ds_ij = sum_d dy_id (g_ijd - w_ij)."""
     ds = tl.zeros((EXACT, EXACT), tl.float32)
     for e in range(0, E, EXACT):
-        channels = e + tl.arange(0, EXACT)
-        t, s = exponents(Q, k, k_t, v, v_t, LSE, EXTRA, rows, cols, channels, span, c, T, D)
-        g, G = shares(t, y, dy, dy_t, rows, channels, T, step)
+        t, s = exponents(Q, k, k_t, v + e, v_t, LSE, EXTRA, rows, cols, span, c, T, D)
+        g, G = shares(t, y + e, dy + e, dy_t, rows, T, step)
         ds += tl.sum(G * (g - tl.exp2(s)[:, :, None]), 2)
     return ds
 
@@ -430,17 +383,15 @@ def exact_dk_dv_kernel(
         dK += dot(tl.trans(ds), Q.to(tl.float32))
     put(dk + (b * T * H + h) * D, H * D, cols, T, dK * scale, D)
     for e in range(0, E, EXACT):
-        channels = e + tl.arange(0, EXACT)
         dV = tl.zeros((EXACT, EXACT), tl.float32)
         for i in range(start, end, EXACT):
             rows = i + tl.arange(0, EXACT)
             Q = tile(q, q_t, rows, T, D)
             LSE, EXTRA = of_rows(lse, bh, rows, T), of_rows(extra, bh, rows, T)
-            t, _ = exponents(Q, k, k_t, v, v_t, LSE, EXTRA, rows, cols, channels, span, c, T, D)
-            g, G = shares(t, y, dy, dy_t, rows, channels, T, H * E)
+            t, _ = exponents(Q, k, k_t, v + e, v_t, LSE, EXTRA, rows, cols, span, c, T, D)
+            g, G = shares(t, y + e, dy + e, dy_t, rows, T, H * E)
             dV += tl.sum(G * g, 0)
-        where = dv + (b * T * H + h) * E + cols[:, None] * (H * E) + channels[None, :]
-        tl.store(where, rounded(dV, dv.dtype.element_ty), mask=cols[:, None] < T)
+        put(dv + (b * T * H + h) * E + e, H * E, cols, T, dV, EXACT)
 
 
 # -----------------------------------------------------------------------------

@@ -84,6 +84,17 @@ class ByDistance:
         return y + torch.cat((weights, far), dim=-1) @ self.v[: n + 1].to(v.dtype)
 
 
+def part_of(bias: torch.Tensor | ByDistance | None, queries: slice, keys: slice, rows: slice | list = slice(None)):
+    """The part of a bias for these queries and keys and these rows of the batch. A tensor has all queries and keys."""
+    if bias is None:
+        return None
+    if isinstance(bias, ByDistance):
+        values = bias.values if len(bias.values) == 1 else bias.values[rows]
+        return ByDistance(values, bias.v).per_query(lambda x: x[..., queries, :])
+    bias = bias if len(bias) == 1 else bias[rows]
+    return bias[..., queries, keys]
+
+
 def spelled_out(definition: Callable) -> Callable:
     """The definition, made to take a ByDistance too, also one with values."""
 
