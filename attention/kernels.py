@@ -90,9 +90,12 @@ def head_of(bh, H):
 
 
 @triton.jit
-def span_of(h, n_short, window, T):
-    """How far back a head sees: the first n_short ones `window` tokens, the others all."""
-    return tl.where(h < n_short, window, T)
+def begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T):
+    """(b, h, span, q, k, v) of a program: its sequence, its head, how far back that sees (the first n_short heads see
+    `window` tokens back, the others all), and where its queries, keys and values begin."""
+    b, h = head_of(bh, H)
+    span = tl.where(h < n_short, window, T)
+    return b, h, span, q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
 
 
 @triton.jit
@@ -131,9 +134,8 @@ def forward_kernel(
     acc (M, E) and total (M) are sums over the keys so far, relative to top (M), their largest score.
     """
     start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)  # the longest rows first
-    b, h = head_of(bh, H)
-    span = span_of(h, n_short, window, T)
-    q, k, v, lo = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, lo + b * v_b + h * v_h
+    b, h, span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    lo += b * v_b + h * v_h
     mine = (b * T * H + h) * E
     rows = start + tl.arange(0, M)
     Q = tile(q, q_t, rows, T, D)
@@ -205,12 +207,11 @@ def dk_dv_kernel(
 ):  # fmt: skip
     """The gradients of N keys and values of a head."""
     start, bh = tl.program_id(0) * N, tl.program_id(1)
-    b, h = head_of(bh, H)
-    span = span_of(h, n_short, window, T)
+    b, h, span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    lo, g = lo + b * v_b + h * v_h, g + b * g_b + h * g_h
     cols = start + tl.arange(0, N)
-    K, V = tile(k + b * k_b + h * k_h, k_t, cols, T, D), tile(v + b * v_b + h * v_h, v_t, cols, T, E)
-    LO = tile(lo + b * v_b + h * v_h, v_t, cols, T, E) if SPLIT else V
-    q, g = q + b * q_b + h * q_h, g + b * g_b + h * g_h
+    K, V = tile(k, k_t, cols, T, D), tile(v, v_t, cols, T, E)
+    LO = tile(lo, v_t, cols, T, E) if SPLIT else V
     dK, dV = tl.zeros((N, D), tl.float32), tl.zeros((N, E), tl.float32)
     edges = queries_of(start, span, T, M, N)
     for part in tl.static_range(3):
@@ -240,11 +241,10 @@ def dq_kernel(
 ):  # fmt: skip
     """The gradient of M queries of a head."""
     start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)
-    b, h = head_of(bh, H)
-    span = span_of(h, n_short, window, T)
-    k, v, lo = k + b * k_b + h * k_h, v + b * v_b + h * v_h, lo + b * v_b + h * v_h
+    b, h, span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    lo, g = lo + b * v_b + h * v_h, g + b * g_b + h * g_h
     rows = start + tl.arange(0, M)
-    Q, G = tile(q + b * q_b + h * q_h, q_t, rows, T, D), tile(g + b * g_b + h * g_h, g_t, rows, T, E)
+    Q, G = tile(q, q_t, rows, T, D), tile(g, g_t, rows, T, E)
     LSE = of_rows(lse, bh, rows, T)
     DELTA = of_rows(delta, bh, rows, T)
     dQ = tl.zeros((M, D), tl.float32)
@@ -292,11 +292,9 @@ def exact_forward_kernel(
     start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
-    b, h = head_of(bh, H)
-    span = span_of(h, n_short, window, T)
-    k, v = k + b * k_b + h * k_h, v + b * v_b + h * v_h
+    b, h, span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
     rows = start + tl.arange(0, EXACT)
-    Q = tile(q + b * q_b + h * q_h, q_t, rows, T, D)
+    Q = tile(q, q_t, rows, T, D)
     LSE, all_weights = of_rows(lse, bh, rows, T), tl.zeros((EXACT,), tl.float32)
     first, end = tl.maximum(start - span, 0) // EXACT * EXACT, tl.minimum(start + EXACT, T)
     for j in range(first, end, EXACT):
@@ -336,62 +334,43 @@ def dscores(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def exact_dq_kernel(
-    q, k, v, lse, extra, y, dy, dq, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
+def exact_backward_kernel(
+    q, k, v, lse, extra, y, dy, dq, dk, dv, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
     window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of EXACT queries of a head."""
+    """The gradients of EXACT queries of a head, of the keys there and of their values."""
     start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
-    b, h = head_of(bh, H)
-    span = span_of(h, n_short, window, T)
-    k, v = k + b * k_b + h * k_h, v + b * v_b + h * v_h
+    b, h, span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
     y, dy = y + (b * T * H + h) * E, dy + b * dy_b + h * dy_h
-    rows = start + tl.arange(0, EXACT)
-    Q = tile(q + b * q_b + h * q_h, q_t, rows, T, D)
-    LSE, EXTRA = of_rows(lse, bh, rows, T), of_rows(extra, bh, rows, T)
-    dQ = tl.zeros((EXACT, D), tl.float32)
+    mine = start + tl.arange(0, EXACT)
+    Q = tile(q, q_t, mine, T, D)
+    LSE, EXTRA = of_rows(lse, bh, mine, T), of_rows(extra, bh, mine, T)
+    dQ, dK = tl.zeros((EXACT, D), tl.float32), tl.zeros((EXACT, D), tl.float32)
     for j in range(tl.maximum(start - span, 0) // EXACT * EXACT, tl.minimum(start + EXACT, T), EXACT):
         cols = j + tl.arange(0, EXACT)
-        ds = dscores(Q, k, v, LSE, EXTRA, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, H * E, D, E)
+        ds = dscores(Q, k, v, LSE, EXTRA, y, dy, mine, cols, span, c, T, k_t, v_t, dy_t, H * E, D, E)
         dQ += dot(ds, tile(k, k_t, cols, T, D).to(tl.float32))
-    put(dq + (b * T * H + h) * D, H * D, rows, T, dQ * scale, D)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def exact_dk_dv_kernel(
-    q, k, v, lse, extra, y, dy, dk, dv, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
-    window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
-    """The gradients of EXACT keys of a head and of their values, EXACT channels after the other."""
-    start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
-    if tl.load(wide + bh) == 0:
-        return
-    b, h = head_of(bh, H)
-    span = span_of(h, n_short, window, T)
-    q, k, v = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
-    y, dy = y + (b * T * H + h) * E, dy + b * dy_b + h * dy_h
-    cols = start + tl.arange(0, EXACT)
+    put(dq + (b * T * H + h) * D, H * D, mine, T, dQ * scale, D)
     end = tl.minimum(start + EXACT + span, T)
-    dK = tl.zeros((EXACT, D), tl.float32)
     for i in range(start, end, EXACT):
         rows = i + tl.arange(0, EXACT)
         Q = tile(q, q_t, rows, T, D)
         LSE, EXTRA = of_rows(lse, bh, rows, T), of_rows(extra, bh, rows, T)
-        ds = dscores(Q, k, v, LSE, EXTRA, y, dy, rows, cols, span, c, T, k_t, v_t, dy_t, H * E, D, E)
+        ds = dscores(Q, k, v, LSE, EXTRA, y, dy, rows, mine, span, c, T, k_t, v_t, dy_t, H * E, D, E)
         dK += dot(tl.trans(ds), Q.to(tl.float32))
-    put(dk + (b * T * H + h) * D, H * D, cols, T, dK * scale, D)
+    put(dk + (b * T * H + h) * D, H * D, mine, T, dK * scale, D)
     for e in range(0, E, EXACT):
         dV = tl.zeros((EXACT, EXACT), tl.float32)
         for i in range(start, end, EXACT):
             rows = i + tl.arange(0, EXACT)
             Q = tile(q, q_t, rows, T, D)
             LSE, EXTRA = of_rows(lse, bh, rows, T), of_rows(extra, bh, rows, T)
-            t, _ = exponents(Q, k, k_t, v + e, v_t, LSE, EXTRA, rows, cols, span, c, T, D)
+            t, _ = exponents(Q, k, k_t, v + e, v_t, LSE, EXTRA, rows, mine, span, c, T, D)
             g, G = shares(t, y + e, dy + e, dy_t, rows, T, H * E)
             dV += tl.sum(G * g, 0)
-        put(dv + (b * T * H + h) * E + e, H * E, cols, T, dV, EXACT)
+        put(dv + (b * T * H + h) * E + e, H * E, mine, T, dV, EXACT)
 
 
 # -----------------------------------------------------------------------------
@@ -504,8 +483,7 @@ class Flash(torch.autograd.Function):
             mine = (*strides, *v.stride()[:3])
             exact_forward_kernel[grid](q, k, v, *logs, exact, wide, *mine, *heads[:3], *heads[4:])
             mine = (*mine, *dy.stride()[:3], *heads)
-            exact_dq_kernel[grid](q, k, v, *logs, exact, dy, dq, wide, *mine)
-            exact_dk_dv_kernel[grid](q, k, v, *logs, exact, dy, dk, dv, wide, *mine)
+            exact_backward_kernel[grid](q, k, v, *logs, exact, dy, dq, dk, dv, wide, *mine)
         return dq, dk, dv, None, None, None, None
 
 

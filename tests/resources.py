@@ -85,8 +85,7 @@ def main() -> None:
             line(kernels.dq_kernel, D, laser, of_backward, backward, float32)
         line(kernels.exp_kernel, D, True, {"N": 64, "SPLIT": split}, {})
         line(kernels.exact_forward_kernel, D, True, {}, {})
-        line(kernels.exact_dq_kernel, D, True, {}, {}, ("y",))
-        line(kernels.exact_dk_dv_kernel, D, True, {}, {}, ("y",))
+        line(kernels.exact_backward_kernel, D, True, {}, {}, ("y",))
         N, options = kernels.chunk(D, D, of)
         for weighted in (False, True):
             line(kernels.sums_kernel, D, "-", {"N": N, "WEIGHTED": weighted}, options)
