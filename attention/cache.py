@@ -20,8 +20,7 @@ class KeyValues:
     """Keys and values: of every token or, where there is a window, of the last window + 1. For any attention."""
 
     def __init__(self, window: int | None, capacity: int):
-        self.window = window
-        self.capacity = capacity
+        self.window, self.capacity = window, capacity
         self.n, self.k, self.v = 0, None, None
 
     def attend(self, core: Callable, group: HeadGroup, q, k, v, **settings) -> torch.Tensor:
@@ -53,10 +52,6 @@ class KeyValues:
             self.k, self.v = self.k.clone(), self.v.clone()
         return k, v
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.k is None else self.k.nbytes + self.v.nbytes
-
 
 class BetaSums:
     """[S | G], the running sums of beta (fast.beta_by_sums): all that its long heads need of the past, however long."""
@@ -79,10 +74,6 @@ class BetaSums:
             self.state = self.state + k.mT * torch.cat((v, k), dim=-1)
             y, qG = (q @ self.state).split((v.shape[-1], k.shape[-1]), dim=-1)
             return (y / (1 + (q * qG).sum(-1, keepdim=True).clamp(min=0).sqrt())).to(v.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.state is None else self.state.nbytes
 
 
 # The attentions whose long heads need less than all keys and values.
@@ -147,4 +138,5 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return sum(part.nbytes for part in self.parts.values())
+        kept = (x for part in self.parts.values() for x in vars(part).values())
+        return sum(x.nbytes for x in kept if isinstance(x, torch.Tensor))

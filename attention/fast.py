@@ -503,6 +503,16 @@ def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @functools.cache
+def linear_in_values(definition: Callable) -> bool:
+    """Whether y is linear in v, as an attention must be for values by distance (ByDistance.v)."""
+    q, k, v, other = (x.detach() for x in fixed_inputs(9))
+    try:
+        return alike(definition(q, k, v + other), definition(q, k, v) + definition(q, k, other))
+    except Exception:  # a bug, or an attention for one number of heads: it raises where the model calls it
+        return True
+
+
+@functools.cache
 def takes_dropout(definition: Callable) -> bool:
     """Whether an attention can drop weights: whether its function takes `dropout`."""
     return "dropout" in inspect.signature(definition).parameters
