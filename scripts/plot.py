@@ -6,17 +6,17 @@
 Training losses are drawn twice: faintly as they are, and as their running mean. Validation losses are points.
 """
 
-import bisect
 import json
 import math
 import os
 import sys
 from typing import Literal
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+import numpy as np
 
-from configurator import NotInstalled, UserError, configure, user_errors  # noqa: E402
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from configurator import NotInstalled, UserError, configure, refuse, user_errors
 
 runs = "out"  # folders of runs, with commas between them
 y = "loss,norm,logit,speed"  # loss, norm (of the gradient), logit (the largest, of --log_logits), speed (tokens/s), lr
@@ -36,24 +36,23 @@ def read(folder: str) -> list[dict]:
     if not os.path.exists(path):
         raise UserError(f"there is no {path}: --runs= are folders that train.py wrote, with commas between them")
     rows = []
-    known = [(0, 0.0, 0.0)]  # after each logged step: the steps, tokens and hours until then
     with open(path, encoding="utf-8", errors="replace") as f:
         for number, line in enumerate(f, 1):
-            row = parsed(line)
-            if row is None and not line.endswith("\n"):  # train.py is writing it
-                continue
-            if row is None:
+            if row := parsed(line):
+                rows.append(row | {"steps": row["iter"] + ("ms" in row)})  # an evaluation comes before its step
+            elif line.endswith("\n"):  # else train.py is writing it
                 raise UserError(f"{path}: line {number} is no row of a log")
-            done = row["iter"] + ("ms" in row)  # an evaluation comes before its step
-            if "ms" in row:
-                before, tokens, hours = known[-1]
-                new_hours = (done - before) * row["ms"] / 3.6e6
-                known.append((done, tokens + row["tokens_per_s"] * new_hours * 3600, hours + new_hours))
-            rows.append(row | {"steps": done})
     if not rows:
         raise UserError(f"{path} is empty: the run has logged nothing yet")
+    timed = [{"steps": 0, "ms": 0.0, "tokens_per_s": 0.0}, *(row for row in rows if "ms" in row)]
+    timed.append(timed[-1] | {"steps": max(row["steps"] for row in rows)})  # steps after the last timed one are as fast
+    steps = np.array([row["steps"] for row in timed])
+    seconds = np.diff(steps, prepend=0) * [row["ms"] / 1000 for row in timed]
+    hours = np.cumsum(seconds) / 3600
+    tokens = np.cumsum(seconds * [row["tokens_per_s"] for row in timed])
     for row in rows:
-        row["tokens"], row["time"] = between(known, row["steps"])
+        row["time"] = np.interp(row["steps"], steps, hours)
+        row["tokens"] = np.interp(row["steps"], steps, tokens)
     return rows
 
 
@@ -67,15 +66,6 @@ def parsed(line: str) -> dict | None:
         return None
     sound = all(isinstance(row[key], (int, float)) for key in NUMBERS & row.keys())
     return row if sound and "iter" in row and ("ms" not in row or "tokens_per_s" in row) else None
-
-
-def between(known: list[tuple], steps: float) -> tuple[float, float]:
-    """(tokens, hours) after so many steps: interpolated between the steps that are known, or extrapolated."""
-    after = min(max(1, bisect.bisect_left(known, (steps,))), len(known) - 1)
-    a, *start = known[max(0, after - 1)]
-    b, *end = known[after]
-    share = (steps - a) / (b - a) if b > a else 0.0
-    return tuple(x + share * (y - x) for x, y in zip(start, end, strict=True))
 
 
 def running_mean(values: list[float], smooth: float | None) -> list[float]:
@@ -95,30 +85,26 @@ def draw(ax, name: str, logs: dict[str, list[dict]]) -> None:
     """Draws the curves of one quantity, a colour for each run."""
     ends = [os.path.basename(run) for run in logs]
     for i, (run, rows) in enumerate(logs.items()):
-        rows_with = [row for row in rows if KEYS[name] in row]
-        at = [row[x] for row in rows_with]
-        values = [row[KEYS[name]] for row in rows_with]
+        at = [row[x] for row in rows if KEYS[name] in row]
+        values = [row[KEYS[name]] for row in rows if KEYS[name] in row]
         label = os.path.basename(run) if ends.count(os.path.basename(run)) == 1 else run
         if name in ("loss", "norm", "speed"):
             ax.plot(at, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
             values = running_mean(values, smooth)
         ax.plot(at, values, color=f"C{i}", label=label)
         if name == "loss":
-            evaluated = [row for row in rows if "val_loss" in row]
-            losses = [row["val_loss"] for row in evaluated]
-            ax.plot([row[x] for row in evaluated], losses, "o", color=f"C{i}", markersize=4)
+            at = [row[x] for row in rows if "val_loss" in row]
+            ax.plot(at, [row["val_loss"] for row in rows if "val_loss" in row], "o", color=f"C{i}", markersize=4)
     ax.set(xlabel="hours of steps" if x == "time" else x, ylabel=LABELS[name])
     ax.grid(alpha=0.3)
 
 
 def main() -> None:
-    names = [folder.rstrip("/") for folder in runs.split(",") if folder]
     what = y.split(",")
-    if unknown := [name for name in what if name not in KEYS]:
-        raise UserError(f"--y={unknown[0]} is none of {', '.join(KEYS)}")
+    refuse((name not in KEYS, f"--y={name} is none of {', '.join(KEYS)}") for name in what)
     if smooth is not None and not 0 <= smooth < 1:
         raise UserError(f"--smooth={smooth} must be in [0, 1)")
-    logs = {name: read(name) for name in names}
+    logs = {folder.rstrip("/"): read(folder) for folder in runs.split(",") if folder}
     if not logs:
         raise UserError("--runs= names no folder")
     try:

@@ -46,8 +46,8 @@ BUGS = {
     ),
     "in prepare.py": (
         "data/shakespeare_char/prepare.py",
-        "    with user_errors():\n",
-        "    with user_errors():\n        config['typo']\n",
+        "with user_errors():\n",
+        "with user_errors():\n    config['typo']\n",
         "KeyError: 'typo'",
     ),
 }

@@ -207,7 +207,7 @@ def test_the_tokenizers(bpe):
     """encode and decode are inverse. In a prompt END is the boundary of documents; in a corpus it is text."""
     made = {"char": {"vocab": "abc éñ\n", "eot": True}, "sentencepiece": {}}
     lines = [sentences(20, i) for i in range(200)] + ["a b c é ñ"] * 20
-    made["sentencepiece"] = {"model": corpus.train_sentencepiece(iter(lines), 300).meta["model"]}
+    made["sentencepiece"] = {"model": tokenizers.train_sentencepiece(iter(lines), 300).meta["model"]}
     for kind in tokenizers.TOKENIZER:
         tok = tokenizers.tokenizer({"kind": kind} | made.get(kind, {}))
         ids = tok.encode(f"a b{END}c é{END}")
@@ -429,7 +429,7 @@ def test_files_of_another_command(folder, tmp_path, few, monkeypatch, capsys):
     there = {name for name in os.listdir(tmp_path / "out") if name.endswith(".tmp")}
     assert {"train.bin.tmp", "val.bin.tmp", "test.bin.tmp", corpus.JOURNAL} <= there
     capsys.readouterr()
-    corpus.run(str(tmp_path / "out"), folder, "text", "bytes", 0.25, 2)
+    corpus.run(str(tmp_path / "out"), folder, "text", "bytes", val_share=0.25, num_workers=2)
     assert "nothing to do" in capsys.readouterr().out and there <= set(os.listdir(tmp_path / "out"))
     three = prepare(tmp_path / "out", str(tmp_path / "three"))  # goes on, and nothing else is left
     assert set(three) == {"train.bin", "val.bin", "test.bin"}
@@ -470,7 +470,7 @@ def test_what_a_vocabulary_is_made_of_breaks_off():
         raise ConnectionError("the hub is away")
 
     with pytest.raises(ConnectionError, match="the hub is away"):
-        corpus.train_sentencepiece(lines(), 300)
+        tokenizers.train_sentencepiece(lines(), 300)
 
 
 def test_one_document_is_cut_without_its_licence(tmp_path):

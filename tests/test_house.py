@@ -15,6 +15,7 @@ FLOORS = [
     ["text.sources"],
     ["text.dataset"],
     ["text.corpus"],
+    ["text.shakespeare"],
     ["attention.scores", "attention.heads"],
     ["attention.fast", "attention.documents"],
     ["attention.cache", "attention.probe", "attention.kernels"],

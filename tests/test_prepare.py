@@ -2,14 +2,12 @@
 
 import hashlib
 import http.server
-import importlib.util
 import os
 import threading
 
 import pytest
-from conftest import ROOT
 
-from text import dataset, tokenizers
+from text import dataset, shakespeare, tokenizers
 
 PREPARE = "data/shakespeare_char/prepare.py"
 
@@ -113,10 +111,6 @@ def test_truncated_output_is_prepared_anew(prepare, text, tmp_path):
 
 
 def test_markdown_of_a_play_becomes_tiny_shakespeares_format():
-    path = os.path.join(ROOT, "data", "shakespeare_char", "tiny_shakespeare.py")
-    spec = importlib.util.spec_from_file_location("tiny_shakespeare", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     play = """# The Play
 
 ## ACT I
@@ -143,7 +137,7 @@ Lost words.
 **All**  
 Come _\\[Drum.]_ away!
 """
-    assert module.tiny_format(play).splitlines() == [
+    assert shakespeare.tiny_format(play).splitlines() == [
         "First Citizen:",
         "Hear me--speak.",
         "Well.",

@@ -1,17 +1,14 @@
 """Text of any size to tokens on disk, for data/*/prepare.py.
 
-Documents come as a stream (sources.py) and are cut into pieces. Threads tokenise the pieces; the tokenizers' own code
-runs outside of Python's lock. The tokens are written in the order of the text, so the result does not depend on the
-number of threads. Files grow beside the data set, as *.tmp, together with a journal of how far they are: after an
-interruption the same command goes on. At the end the files are renamed.
+Documents come as a stream (sources.py) and are cut into pieces. Threads tokenise the pieces: the tokenizers' own code
+runs outside of Python's lock. The tokens are written in the order of the text, whatever the number of threads, to files
+beside the data set, *.tmp, with a journal of how far they are: after an interruption the same command goes on.
 """
 
-import base64
 import collections
 import contextlib
 import errno
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -26,11 +23,11 @@ from functools import partial
 
 import numpy as np
 
-from configurator import UserError, first_line
+from configurator import UserError
 from text import dataset, tokenizers
-from text.files import optional, replace, sha256, sync_folder
-from text.sources import MANY, Document, Split, TextError, in_two, mapped, open_source, without_gutenberg
-from text.tokenizers import SentencePieceTokenizer, Tokenizer
+from text.files import TextError, optional, replace, sha256, sync_folder
+from text.sources import MANY, Document, Split, in_two, mapped, open_source, without_gutenberg
+from text.tokenizers import Tokenizer
 
 PIECE = 2**14  # characters that are tokenised together, roughly
 BATCH = 2**20  # characters that a thread takes at once, roughly
@@ -38,7 +35,7 @@ JOURNAL = "prepare.tmp"  # the name of the journal's file
 SYNC_BYTES = 2**26  # bytes of text between two entries of the journal
 SAMPLE = 2 * 10**7  # characters that SentencePiece is trained on
 PER_DOCUMENT = 10**5  # of them, out of one document, unless an equal share of each document is more
-BEGINNING = {"shard": 0, "pieces": 0, "documents": 0}  # the place at which a split begins
+BEGINNING = {"shard": 0, "pieces": 0, "documents": 0}  # the place at which a corpus begins
 CUT = re.compile(rf".{{{PIECE},{8 * PIECE}}}?(?<!\s)(?=[ \n])", re.S)
 
 
@@ -68,21 +65,19 @@ class Piece:
     text: str
     last: bool  # whether it ends its document
     file: str  # train, val or test: where its tokens go
-    place: dict  # its split (of the source), its shard, its number there, and the split's documents before the shard
+    place: dict  # its shard's number, its own number in it, and the documents of train before the shard
 
 
 def located(splits: dict[str, Split], share: float, begin: dict) -> Iterator[Piece | None]:
     """The pieces of a corpus from a place's shard on, None after each shard. share: of train's documents, for val."""
-    names = list(splits)
-    names = names[names.index(begin["split"]) :]
-    shards = [(name, i) for name in names for i in range(len(splits[name].shards))]
+    shards = [(name, shard) for name, split in splits.items() for shard in split.shards]
     documents = begin["documents"]
-    for name, i in shards[begin["shard"] :]:
-        documents = documents if i else 0  # of each split on its own
-        place = {"split": name, "shard": i, "pieces": 0, "documents": documents}
-        for document in splits[name].shards[i]():
+    for i in range(begin["shard"], len(shards)):
+        name, shard = shards[i]
+        place = {"shard": i, "pieces": 0, "documents": documents}
+        for document in shard():
             is_val = name == "train" and int((documents + 1) * share) > int(documents * share)
-            documents += 1
+            documents += name == "train"
             for text, last in pieces(document):
                 place = place | {"pieces": place["pieces"] + 1}
                 yield Piece(text, last, "val" if is_val else name, place)
@@ -91,13 +86,11 @@ def located(splits: dict[str, Split], share: float, begin: dict) -> Iterator[Pie
 
 def batches(splits: dict[str, Split], share: float, begin: dict) -> Iterator[list[Piece]]:
     """The pieces of a corpus after a place, in batches of one shard and file and about BATCH characters."""
-    batch = []
-    size = 0
+    batch, size = [], 0
     for piece in itertools.islice(located(splits, share, begin), begin["pieces"], None):
         if batch and (piece is None or piece.file != batch[0].file or size > BATCH):
             yield batch
-            batch = []
-            size = 0
+            batch, size = [], 0
         if piece is not None:
             batch.append(piece)
             size += len(piece.text)
@@ -119,18 +112,13 @@ def n_words(text: str, data: bytes) -> int:
 def tokenised(tok: Tokenizer, eot: int | None, dtype: np.dtype, batch: list[Piece]) -> tuple[bytes, dict]:
     """A batch's tokens, with eot (if any) after each document, and their COUNTS. TextError for unknown characters."""
     ids = []
-    counts = dict.fromkeys(COUNTS, 0)
+    counts = collections.Counter()
     for piece in batch:
-        try:
-            ids.append(tok.ids(piece.text))
-        except UserError as error:
-            raise TextError(str(error)) from None
+        ids.append(tok.ids(piece.text))
         if piece.last and eot is not None:
             ids.append(np.array([eot]))
         data = piece.text.encode("utf-8", "surrogatepass")
-        counts["bytes"] += len(data)
-        counts["words"] += n_words(piece.text, data)
-        counts["documents"] += piece.last
+        counts.update(documents=piece.last, bytes=len(data), words=n_words(piece.text, data))
     counts["tokens"] = sum(map(len, ids))
     return np.concatenate(ids).astype(dtype).tobytes(), counts
 
@@ -172,10 +160,11 @@ def prepare(
     boundary then follows each of them). source: where the text came from and how it is tokenised, for meta.json.
     val_share: without a val split, this share of train's documents, or of the characters of its one document, is val.
     gutenberg: leaves Project Gutenberg's licences out. num_workers: threads; None: one per core.
-    A folder that is prepared from the same source is left as it is; what was interrupted goes on. Raises TextError for
-    content that is not text and OSError for a full disk, and leaves nothing behind. After another UserError or OSError
-    (of the network, say) the same call goes on with what has been done.
+    A folder that is prepared from the same source is left as it is. Raises TextError for content that is not text and
+    OSError for a full disk, and leaves nothing behind. After any other interruption the same call goes on.
     """
+    if num_workers is not None and num_workers < 1:
+        raise UserError(f"num_workers={num_workers} must be at least 1")
     several = sum(split.documents for split in splits.values()) > 1
     if gutenberg:
         splits = {name: mapped(split, without_gutenberg) for name, split in splits.items()}
@@ -185,20 +174,28 @@ def prepare(
     os.makedirs(folder, exist_ok=True)
     with locked(folder):
         journal = Journal(folder, source, digest)
-        if intact(folder, lambda meta: meta.get("id") == digest):
+        meta = intact(folder)
+        if meta.get("id") == digest:
             print(f"{folder} is already prepared and intact: nothing to do")
             if not journal.others:
                 journal.discard()
-            return dataset.read_meta(folder)
+            return meta
         with contextlib.suppress(UserError):
             old = dataset.read_meta(folder)
             print(f"{folder} has {old['tokenizer']['kind']} tokens of {old['source'].get('from')}: replacing them")
         try:
             if not journal.state["done"]:
-                _tokenise(journal, splits, make_tokenizer, several, val_share, num_workers or _cores())
+                _tokenise(journal, splits, make_tokenizer, several, val_share, num_workers)
             return journal.finish()
         except (UserError, OSError) as error:
-            raise _stopped(journal, error) from None
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            if full:
+                error = OSError(error.errno, f"{error.strerror}: {folder} (what was written is deleted)")
+            if full or isinstance(error, TextError) or not journal.n_tokens():  # there is nothing to go on with
+                journal.discard()
+                raise error from None
+            kind = OSError if isinstance(error, OSError) else UserError  # their subclasses may take other arguments
+            raise kind(f"{error}: stopped; the same command goes on from there") from None
 
 
 def _with_val(splits: dict[str, Split], share: float) -> tuple[dict[str, Split], float]:
@@ -217,18 +214,6 @@ def _with_val(splits: dict[str, Split], share: float) -> tuple[dict[str, Split],
     return splits, share
 
 
-def _stopped(journal: "Journal", error: UserError | OSError) -> UserError | OSError:
-    """The error that ends a call of prepare. What nothing can go on with is deleted."""
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    if full:
-        error = OSError(error.errno, f"{error.strerror}: {journal.folder} (what was written is deleted)")
-    if full or isinstance(error, TextError) or not journal.n_tokens():
-        journal.discard()
-        return error
-    kind = OSError if isinstance(error, OSError) else UserError  # their subclasses may take other arguments
-    return kind(f"{error}: stopped; the same command goes on from there")
-
-
 @contextlib.contextmanager
 def locked(folder: str, wait: bool = False) -> Iterator[None]:
     """Keeps other processes from preparing the folder. If one does now: waits until it is done, or raises OSError."""
@@ -245,15 +230,15 @@ def locked(folder: str, wait: bool = False) -> Iterator[None]:
         yield
 
 
-def _tokenise(journal, splits, make_tokenizer, several: bool, val_share: float, workers: int) -> None:
+def _tokenise(journal, splits, make_tokenizer, several: bool, val_share: float, workers: int | None) -> None:
     """Writes the tokens that the files lack. An interrupted call has made the tokenizer already."""
     state = journal.state
+    workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     tok = tokenizers.tokenizer(state["tokenizer"]) if state["tokenizer"] else make_tokenizer(splits, val_share, several)
     if several and tok.eot is None:
         print("these tokens have no boundary of documents: none will be between them")
     dtype = np.min_scalar_type(tok.n_vocab - 1)
     state |= {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name}
-    state["split"] = state["split"] or next(iter(splits))
     for name in [*splits, *(["val"] if val_share else [])]:
         state["files"].setdefault(f"{name}.bin", dict.fromkeys(COUNTS, 0))
     work = partial(tokenised, tok, tok.eot if several else None, dtype)
@@ -262,12 +247,14 @@ def _tokenise(journal, splits, make_tokenizer, several: bool, val_share: float, 
     before = sum(entry["bytes"] for entry in state["files"].values())
     done = 0  # bytes, by this call
     began = time.perf_counter()
-    with _bar(total, before) as bar, journal.open_files() as files:
+    wait = 0.2 if sys.stderr.isatty() else 30.0  # seconds: a file gets few lines
+    tqdm = optional("tqdm", "the progress bar").tqdm
+    about = {"initial": before, "unit": "B", "unit_scale": True, "mininterval": wait, "delay": 1.0}
+    with tqdm(None, "tokenising", total or None, **about) as bar, journal.writing():
         for batch, (tokens, counts) in stream:
             if not done:
-                _check_space(journal.folder, (total - before) * len(tokens) / max(1, counts["bytes"]))
-            files[f"{batch[0].file}.bin"].write(tokens)
-            journal.add(batch[-1], counts)
+                _check_space(journal.folder, (total - before) * len(tokens) / max(1, counts["bytes"]) / 1e6)
+            journal.add(batch[-1], tokens, counts)
             done += counts["bytes"]
             bar.update(counts["bytes"])
     seconds = time.perf_counter() - began
@@ -277,31 +264,20 @@ def _tokenise(journal, splits, make_tokenizer, several: bool, val_share: float, 
         print(f"{done / 1e6:,.1f} MB of text in {seconds:.1f} s: {done / 1e6 / seconds:.1f} MB/s, {workers} threads")
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _check_space(folder: str, mb: float) -> None:
+    free = shutil.disk_usage(folder).free / 1e6
+    if free < mb * 1.02 + 1:
+        raise UserError(f"{folder} needs about {mb:,.1f} MB for the tokens, but its disk has {free:,.1f} MB free")
 
 
-def _bar(total: int, done: int) -> object:
-    tqdm = optional("tqdm", "the progress bar").tqdm
-    wait = 0.2 if sys.stderr.isatty() else 30.0  # seconds: a file gets few lines
-    return tqdm(None, "tokenising", total or None, initial=done, unit="B", unit_scale=True, mininterval=wait, delay=1.0)
-
-
-def _check_space(folder: str, need: float) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < need * 1.02 + 2**20:
-        wanted = f"about {need / 1e6:,.1f} MB for the tokens"
-        raise UserError(f"{folder} needs {wanted}, but its disk has {free / 1e6:,.1f} MB free")
-
-
-def intact(folder: str, wanted: Callable[[dict], bool]) -> bool:
-    """Whether folder holds a whole data set whose meta.json is as wanted."""
+def intact(folder: str) -> dict:
+    """The meta.json of a folder that holds a whole data set, and {} of another."""
     try:
         meta = dataset.read_meta(folder)
         counted = all(set(COUNTS) <= entry.keys() for entry in meta["files"].values())  # earlier versions did not count
-        return counted and wanted(meta) and all(dataset.Tokens(folder, name[:-4], 0) for name in meta["files"])
+        return meta if counted and all(dataset.Tokens(folder, name[:-4], 0) for name in meta["files"]) else {}
     except UserError:
-        return False
+        return {}
 
 
 class Journal:
@@ -312,17 +288,18 @@ class Journal:
         self.path = os.path.join(folder, JOURNAL)
         self.unwritten = 0  # bytes of text since the last entry
         self.others = []  # files of another command that was interrupted
-        self.state = {"id": digest, "source": source, "tokenizer": None, "dtype": None, "files": {}, "done": False}
-        self.state |= {"split": None, **BEGINNING}
-        found = None
+        self.state = {"id": digest, "source": source, "tokenizer": None, "vocab_size": None, "dtype": None, "files": {}}
+        self.state |= {"done": False, **BEGINNING}
+        found = {}
         with contextlib.suppress(OSError, ValueError), open(self.path, encoding="utf-8") as f:
             found = json.load(f)
-        if found and found["id"] == digest and all(self._is_there(name, found) for name in found["files"]):
+        same = found.keys() == self.state.keys() and found["id"] == digest  # other keys: of an earlier version
+        if same and all(self._is_there(name, found) for name in found["files"]):
             self.state = found
             if self.n_tokens():
                 print(f"{folder}: going on after {self.n_tokens():,} tokens")
-        elif found:
-            self.others = list(found["files"])
+        else:
+            self.others = list(found.get("files", []))
 
     def n_tokens(self) -> int:
         return sum(entry["tokens"] for entry in self.state["files"].values())
@@ -337,26 +314,25 @@ class Journal:
         return any(os.path.exists(path) and os.path.getsize(path) >= size for path in paths)
 
     @contextlib.contextmanager
-    def open_files(self) -> Iterator[dict]:
-        """The open files by name, each at the end of what the journal says is in it."""
+    def writing(self) -> Iterator[None]:
+        """Within it tokens can be added, after those that the journal says are in the files."""
         self._remove(self._aside(name) for name in self.others if name not in self.state["files"])
         replace(self.path, json.dumps(self.state).encode())  # first: no journal may promise more than the files hold
-        with contextlib.ExitStack() as stack:
-            self.files = {}
-            for name, entry in self.state["files"].items():
-                self.files[name] = stack.enter_context(open(self._aside(name), "ab"))
-                self.files[name].truncate(entry["tokens"] * np.dtype(self.state["dtype"]).itemsize)
-            try:
-                yield self.files
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    self._sync()  # the next call goes on from here
-                raise
-            self._sync()
+        for name, entry in self.state["files"].items():
+            with open(self._aside(name), "ab") as f:
+                f.truncate(entry["tokens"] * np.dtype(self.state["dtype"]).itemsize)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._sync()  # the next call goes on from here
+            raise
 
-    def add(self, piece: Piece, counts: dict) -> None:
-        """Notes that the tokens up to this piece have been written, and what they add to their file."""
+    def add(self, piece: Piece, tokens: bytes, counts: dict) -> None:
+        """Writes the tokens up to this piece, and notes what they add to their file."""
         name = f"{piece.file}.bin"
+        with open(self._aside(name), "ab") as f:
+            f.write(tokens)
         entry = {key: self.state["files"][name][key] + counts[key] for key in COUNTS}
         self.state |= piece.place | {"files": self.state["files"] | {name: entry}}  # at once: Ctrl-C may come anywhere
         self.unwritten += counts["bytes"]
@@ -365,9 +341,9 @@ class Journal:
 
     def _sync(self) -> None:
         """Flushes the files to the disk, and then writes the journal."""
-        for file in self.files.values():
-            file.flush()
-            os.fsync(file.fileno())
+        for name in self.state["files"]:
+            with open(self._aside(name), "ab") as f:
+                os.fsync(f.fileno())
         replace(self.path, json.dumps(self.state).encode())
         self.unwritten = 0
 
@@ -377,14 +353,12 @@ class Journal:
             for name, entry in self.state["files"].items():
                 entry["sha256"] = sha256(self._aside(name))
             self.state["done"] = True
-            replace(self.path, json.dumps(self.state).encode())
+            self._sync()
         meta_path = os.path.join(self.folder, "meta.json")
-        old_files = []
-        with contextlib.suppress(UserError):
-            old_files = dataset.read_meta(self.folder)["files"]
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(meta_path)  # it would describe the old files
-        self._remove(os.path.join(self.folder, name) for name in old_files if name not in self.state["files"])
+        with contextlib.suppress(UserError):  # there is none, or a damaged one
+            old = dataset.read_meta(self.folder)["files"]
+            os.remove(meta_path)  # first, as it describes the others
+            self._remove(os.path.join(self.folder, name) for name in old)
         for name in self.state["files"]:
             if os.path.exists(self._aside(name)):
                 os.replace(self._aside(name), os.path.join(self.folder, name))
@@ -412,16 +386,12 @@ def report(meta: dict) -> None:
         print(f"{name[:-4]} has {entry['tokens']:,} tokens ({counts})")
 
 
-def run(
-    out_dir: str, source: str, column: str, tokenizer: str, val_share: float, num_workers: int | None,
-    gutenberg: bool = False, vocab_size: int | None = None,
-) -> None:  # fmt: skip
+def run(out_dir: str, source: str, column: str, tokenizer: str, vocab_size: int | None = None, **settings) -> None:
     """What a prepare.py does with its flags: opens the source, tokenises it into out_dir, prints a report.
 
     tokenizer: a kind of tokenizers.TOKENIZER, made of the text; or a prepared data set, whose tokenizer is taken.
+    settings: prepare's val_share, gutenberg and num_workers.
     """
-    if num_workers is not None and num_workers < 1:
-        raise UserError(f"num_workers={num_workers} must be at least 1")
     splits = open_source(source, column)
     if "train" not in splits:
         raise UserError(f"{source} has no train split, but {', '.join(splits)}")
@@ -435,20 +405,17 @@ def run(
             raise UserError(f"tokenizer={tokenizer} is none of {known}, nor a prepared data set: {error}") from None
         about["of"] = hashlib.sha256(json.dumps(theirs).encode()).hexdigest()
         make = lambda *_: tokenizers.tokenizer(theirs)  # noqa: E731
-    settings = {"val_share": val_share, "gutenberg": gutenberg, "num_workers": num_workers}
     report(prepare(out_dir, splits, make, about, **settings))
 
 
 def new_tokenizer(kind: str, vocab_size: int | None, splits: dict, val_share: float, several: bool) -> Tokenizer:
-    """A tokenizer of a kind of TOKENIZER for a corpus. several: whether char needs a boundary between documents."""
+    """A tokenizer of a kind of TOKENIZER for a corpus; several: with a boundary between documents (char)."""
     if kind == "sentencepiece":
-        return train_sentencepiece(_sample(splits["train"], val_share), vocab_size)
+        return tokenizers.train_sentencepiece(_sample(splits["train"], val_share), vocab_size)
     if kind == "char":
-        found = set()
-        shards = [shard for split in splits.values() for shard in split.shards]
-        for block in (block for shard in shards for document in shard() for block in document):
-            found.update(block)
-        return tokenizers.CharTokenizer("".join(sorted(found)), eot=several)
+        documents = (document for split in splits.values() for shard in split.shards for document in shard())
+        characters = itertools.chain.from_iterable(itertools.chain.from_iterable(documents))
+        return tokenizers.CharTokenizer("".join(sorted(set(characters))), eot=several)
     return tokenizers.tokenizer({"kind": kind})
 
 
@@ -457,7 +424,7 @@ def _sample(train: Split, val_share: float) -> Iterator[str]:
     share = max(PER_DOCUMENT, SAMPLE // train.documents)
     total = 0
     of_this = 0  # characters of the current document
-    for batch in batches({"train": train}, val_share, {"split": "train", **BEGINNING}):
+    for batch in batches({"train": train}, val_share, BEGINNING):
         if batch[0].file != "train":
             continue
         for piece in batch:
@@ -467,29 +434,3 @@ def _sample(train: Split, val_share: float) -> Iterator[str]:
             of_this = 0 if piece.last else of_this + len(piece.text)
         if total >= SAMPLE:
             return
-
-
-def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
-    """A unigram vocabulary with NMT_NFKC normalisation, as the long-short paper's for PG-19 (section 5.1).
-
-    Beyond what the paper says, characters that are too rare for the vocabulary become bytes, so that no text is
-    unknown, and </s> is the boundary of documents. The number of threads is fixed, since the result depends on it.
-    Raises UserError where the text is too short for so many tokens, NotInstalled without sentencepiece.
-    """
-    if not 259 <= vocab_size <= 10**6:
-        raise UserError(f"vocab_size={vocab_size} must be between 259, 256 of them bytes, and 1,000,000")
-    spm = tokenizers.sentencepiece()
-    model = io.BytesIO()
-    print(f"training a SentencePiece vocabulary of {vocab_size:,}...", flush=True)
-    lines = list(lines)  # while SentencePiece runs, it would hide an error in reading them
-    try:
-        spm.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type="unigram",
-            normalization_rule_name="nmt_nfkc", byte_fallback=True, unk_id=0, eos_id=1, bos_id=-1, pad_id=-1,
-            max_sentence_length=2**20, num_threads=16, minloglevel=2,
-        )  # fmt: skip
-    except (RuntimeError, OSError) as error:
-        why = f"{first_line(error)} ".rpartition("] ")[2].strip() or "it holds no words"
-        no = f"SentencePiece makes no vocabulary of {vocab_size:,} out of this text"
-        raise UserError(f"{no}: {why.removesuffix('.')} (--vocab_size=)") from None
-    return SentencePieceTokenizer(base64.b64encode(model.getvalue()).decode())

@@ -62,8 +62,7 @@ def read_meta(folder: str) -> dict:
 class Tokens:
     """One split of a prepared data set, memory-mapped and checked.
 
-    Raises UserError where the file is missing, truncated, not what meta.json says, holds ids past the vocabulary, or is
-    shorter than block_size + 1 tokens.
+    Raises UserError for a file that is missing, not what meta.json promises, or shorter than block_size + 1 tokens.
     """
 
     def __init__(self, folder: str, split: str, block_size: int):
@@ -104,9 +103,8 @@ class Tokens:
     def batch(self, step: int, size: int, *, seed: int = 0, rank: int = 0, world: int = 1) -> tuple:
         """(x, y), int64 (size / world, T) each: this rank's rows of a step's global batch of `size` windows.
 
-        y is x one token later. Windows are drawn uniformly, with replacement, and depend on (seed, step) alone. Ranks
-        take turns, so that any world size sees the same global batch.
-        Raises UserError where the file has been changed since it was opened, or holds an id past the vocabulary.
+        y is x one token later. Windows are drawn uniformly, with replacement, from (seed, step) alone. Ranks take
+        turns: any world size sees one batch. Raises UserError for a changed file or an id past the vocabulary.
         """
         offsets = np.random.default_rng([seed, step]).integers(0, len(self) - self.block_size, size)
         return self._windows(offsets[rank::world])
@@ -121,11 +119,9 @@ class Tokens:
         all_offsets = np.linspace(0, len(self) - 1 - self.block_size, count).astype(np.int64)
         offsets = all_offsets[rank::world]
         for i in range(0, len(all_offsets[::world]), size):
-            if i < len(offsets):
-                yield self._windows(offsets[i : i + size])
-            else:
-                x, y = self._windows(all_offsets[:1])
-                yield x, torch.full_like(y, -1)
+            has_rows = i < len(offsets)
+            x, y = self._windows(offsets[i : i + size] if has_rows else all_offsets[:1])
+            yield x, y if has_rows else torch.full_like(y, -1)
 
     def strided(self, stride: int, size: int, *, rank: int = 0, world: int = 1) -> Iterator[tuple]:
         """(x, y), int64 (up to `size`, T) each, in which every token but the first is a target once.
@@ -136,13 +132,11 @@ class Tokens:
         """
         last = len(self) - 1 - self.block_size
         offsets = np.array([*range(0, last, stride), last])
-        fresh = np.diff(offsets, prepend=-self.block_size)  # the number of targets, at the end of each window
-        for i in range(0, len(offsets[rank::world]), size):
-            x, y = self._windows(offsets[rank::world][i : i + size])
-            y = y.clone()  # y shares its memory with x
-            for row, n in zip(y, fresh[rank::world][i : i + size].tolist(), strict=True):
-                row[: self.block_size - n] = -1
-            yield x, y
+        seen = self.block_size - np.diff(offsets, prepend=-self.block_size)  # targets of the windows before, in each
+        offsets, seen = offsets[rank::world], torch.from_numpy(seen[rank::world, None])
+        for i in range(0, len(offsets), size):
+            x, y = self._windows(offsets[i : i + size])
+            yield x, y.masked_fill(torch.arange(self.block_size) < seen[i : i + size], -1)
 
     def _windows(self, offsets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, y) of the windows that begin at the offsets."""

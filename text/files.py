@@ -17,6 +17,10 @@ from typing import BinaryIO
 from configurator import NotInstalled, UserError
 
 
+class TextError(UserError):
+    """Content that is not text, that has changed while it was read, or that the vocabulary lacks: no use to go on."""
+
+
 def optional(package: str, what: str) -> types.ModuleType:
     """An optional package, imported. Raises NotInstalled where it is missing: `what` needs it."""
     try:

@@ -16,13 +16,10 @@ class Sampler:
     Raises UserError for an impossible argument, NotFinite for logits that are not finite.
     """
 
-    def __init__(
-        self, rows: int, device, temperature=1.0, top_k=None, top_p=None, *, stop=None, vocab_size=None, seed=None
-    ):
+    def __init__(self, rows, device, temperature=1.0, top_k=None, top_p=None, *, stop=None, vocab_size=None, seed=None):
         if not temperature >= 0 or not (top_k is None or top_k >= 1) or not (top_p is None or 0 < top_p <= 1):
-            raise UserError(
-                f"sampling needs temperature >= 0, top_k >= 1 and 0 < top_p <= 1; got {temperature}, {top_k}, {top_p}"
-            )
+            got = f"{temperature}, {top_k}, {top_p}"
+            raise UserError(f"sampling needs temperature >= 0, top_k >= 1 and 0 < top_p <= 1; got {got}")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.stop, self.vocab_size = stop, vocab_size
         self.generator = None if seed is None else torch.Generator(device).manual_seed(seed)

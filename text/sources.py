@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import hashlib
+import io
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -10,15 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from configurator import UserError, first_line
-from text.files import optional, version
+from text.files import TextError, optional, version
 
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # read when pyarrow is imported: its own keep freed memory
 
 Document = Iterable[str]  # its text, in blocks that end at line ends
-
-
-class TextError(UserError):
-    """Content that is not text, or that has changed while it was read: to go on with it would be of no use."""
 
 
 @dataclass
@@ -37,13 +34,12 @@ SPLITS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "
 
 
 def open_source(source: str, column: str = "text") -> dict[str, Split]:
-    """The splits (train, and maybe val and test) of a text file, a folder or a data set of the Hugging Face hub.
+    """The splits (train, and maybe val and test) of a source. Raises UserError and OSError naming what is wrong.
 
     source: a .txt file (one document) or a .parquet file (a document in each row); a folder of .parquet files or else
     of .txt files, or else of files that `datasets` reads (.jsonl, .csv, .json.gz); or owner/name or owner/name:config
     on the hub. In a folder, files whose names (or whose folders' names) begin with train, val, dev or test belong to
     that split, and all others to train. column: the one that holds the text.
-    Raises UserError and OSError naming what is wrong.
     """
     if os.path.isfile(source):
         if source.endswith((".jsonl", ".json", ".csv", ".gz", ".zst", ".zip")):
@@ -93,17 +89,16 @@ def _split_of(path: str) -> str:
 
 def _text_files(paths: list[str], folder: str) -> Split:
     """One document per file. Each is read here once: a file that is not text is found before anything is written."""
-    split = Split([], [], 0, len(paths), 0)
+    versions = {path: version(path) for path in paths}
+    characters = 0
     for path in paths:
-        characters = sum(map(len, blocks_of_file(path)))
-        if not characters:
+        found = sum(map(len, blocks_of_file(path)))
+        if not found:
             raise TextError(f"{path} is empty")
-        first = version(path)
-        split.shards.append(lambda path=path, first=first: iter([_unchanged(path, first)]))
-        split.about.append([os.path.relpath(path, folder), *first])
-        split.size += first[0]
-        split.characters += characters
-    return split
+        characters += found
+    shards = [lambda path=path, first=first: iter([_unchanged(path, first)]) for path, first in versions.items()]
+    about = [[os.path.relpath(path, folder), *first] for path, first in versions.items()]
+    return Split(shards, about, sum(size for size, _ in versions.values()), len(paths), characters)
 
 
 def _unchanged(path: str, first: list[int]) -> Document:
@@ -116,36 +111,27 @@ def _unchanged(path: str, first: list[int]) -> Document:
 def blocks_of_file(path: str) -> Iterator[str]:
     """A file's text without a BOM, in blocks of about a million characters up to line ends. TextError if not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()  # open() in text mode takes four times as long
+    decoder = io.IncrementalNewlineDecoder(decoder, translate=True)
     try:
         with open(path, "rb") as f:
             if f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 raise TextError(f"{path} is UTF-16, not UTF-8: iconv -f UTF-16 -t UTF-8 {path} converts it")
             f.seek(0)
-            rest = ""
             while data := f.read(2**20) + f.readline(2**16):
-                block = rest + decoder.decode(data)
-                rest = "\r" if block.endswith("\r") else ""  # its \n may come with the next block
-                block = _line_ends(block.removesuffix("\r"))
+                block = decoder.decode(data)
                 if "\0" in block:
                     raise TextError(f"{path} holds NUL characters: is it text?")
                 yield block
-            yield decoder.decode(b"", final=True) + _line_ends(rest)
+            yield decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         what = f"{error.reason}, byte {error.object[error.start]:#x}"
         other = f"if it is text in another encoding, as latin-1: iconv -f LATIN1 -t UTF-8 {path} converts it"
         raise TextError(f"{path} is not UTF-8 text ({what}); {other}") from None
 
 
-def _line_ends(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
-
-
 @contextlib.contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Makes sentences of the errors, of whatever class, of a library that reads `name`.
-
-    Only its calls may stand within: an error of our own code is a bug, which keeps its traceback.
-    """
+    """Makes sentences of a library's errors in reading `name`. Our own code must not stand within: its are bugs."""
     try:
         yield
     except MemoryError:
@@ -220,10 +206,9 @@ def _rows(path: str, column: str) -> Iterator[Document]:
 
 def _document(text: object, path: str, column: str) -> Document:
     """The document of a row with this text. A null is an empty document."""
-    text = "" if text is None else text
-    if not isinstance(text, str):
+    if not isinstance(text, str | None):
         raise TextError(f"{path}: the column {column!r} holds a {type(text).__name__}, not text")
-    return [_line_ends(text.removeprefix("\ufeff"))]
+    return [(text or "").removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")]
 
 
 def _through_datasets(name: str, config: str, column: str, about: list) -> dict[str, Split]:
@@ -285,9 +270,7 @@ def mapped(split: Split, f: Callable[[Document], Document]) -> Split:
 
 def in_two(split: Split, share: float) -> dict[str, Split]:
     """A split of one document as two: train, its first 1 - share characters, and val, the rest (as in nanoGPT)."""
-    n = split.characters
-    if n is None:
-        n = sum(len(block) for document in split.shards[0]() for block in document)
+    n = split.characters or sum(len(block) for document in split.shards[0]() for block in document)
     cut = int(n * (1 - share))
     parts = {}
     for name, start, end in (("train", 0, cut), ("val", cut, n)):

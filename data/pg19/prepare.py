@@ -13,23 +13,20 @@ import os
 import sys
 from typing import Literal
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from configurator import configure, user_errors  # noqa: E402  # first: from here on Ctrl-C prints a sentence
-from text import corpus  # noqa: E402
-from text.tokenizers import TOKENIZER  # noqa: E402
+from configurator import configure, user_errors  # first: from here on Ctrl-C prints a sentence
+from text import corpus, tokenizers
 
 source = "emozilla/pg19"  # owner/name of the Hugging Face hub, or a folder of .parquet or .txt files
 column = "text"  # the column that holds the text
-tokenizer: Literal[*TOKENIZER] = "sentencepiece"  # as in the paper
+tokenizer: Literal[*tokenizers.TOKENIZER] = "sentencepiece"  # as in the paper
 vocab_size = 10000  # of the sentencepiece tokenizer
 val_share = 0.1  # of the books go to val where the source has no validation split: every 10th
 gutenberg = True  # leave out Project Gutenberg's headers and licences
-out_dir = HERE  # where train.bin, val.bin, test.bin and meta.json go
+out_dir = os.path.dirname(os.path.abspath(__file__))  # where train.bin, val.bin, test.bin and meta.json go
 num_workers: int | None = None  # threads that tokenise; None: one per core
 
-if __name__ == "__main__":
-    config, _ = configure(globals())
-    with user_errors():
-        corpus.run(**config)
+config, _ = configure(globals())
+with user_errors():
+    corpus.run(**config)

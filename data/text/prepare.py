@@ -13,11 +13,10 @@ end of the text if there is only one document.
 import os
 import sys
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(os.path.dirname(HERE)))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from configurator import UserError, configure, user_errors  # noqa: E402  # first: from here on Ctrl-C prints a sentence
-from text import corpus  # noqa: E402
+from configurator import UserError, configure, user_errors  # first: from here on Ctrl-C prints a sentence
+from text import corpus
 
 source: str | None = None  # a .txt or .parquet file, a folder of them, or owner/name of the Hugging Face hub
 column = "text"  # of parquet files, the column that holds the text
@@ -25,15 +24,14 @@ tokenizer = "char"  # or bytes, gpt2, sentencepiece (trained on this text), or a
 vocab_size = 8000  # of the sentencepiece tokenizer
 val_share = 0.1  # of the documents, or of the one document's text
 gutenberg = False  # leave out Project Gutenberg's headers and licences
-out_dir = HERE  # where train.bin, val.bin and meta.json go
+out_dir = os.path.dirname(os.path.abspath(__file__))  # where train.bin, val.bin and meta.json go
 num_workers: int | None = None  # threads that tokenise; None: one per core
 
-if __name__ == "__main__":
-    config, _ = configure(globals())
-    with user_errors():
-        if config["source"] is None:
-            raise UserError("--source= says which text: a .txt or .parquet file, a folder of them, or owner/name")
-        if config["tokenizer"] != "sentencepiece":
-            config["vocab_size"] = None
-        corpus.run(**config)
-        print(f"to train on it: python train.py config/train_shakespeare_char_cpu.py --dataset={config['out_dir']}")
+config, _ = configure(globals())
+with user_errors():
+    if config["source"] is None:
+        raise UserError("--source= says which text: a .txt or .parquet file, a folder of them, or owner/name")
+    if config["tokenizer"] != "sentencepiece":
+        config["vocab_size"] = None
+    corpus.run(**config)
+    print(f"to train on it: python train.py config/train_shakespeare_char_cpu.py --dataset={config['out_dir']}")

