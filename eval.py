@@ -19,8 +19,8 @@ from configurator import NotFinite, UserError, configure, pick_device, user_erro
 import torch
 
 from text.dataset import Tokens, folder_of, positions
+from training.checkpoint import open_model
 from training.distributed import by_all, connect, local_rank, rank, say, world
-from training.opening import open_model
 
 init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one
 out_dir = "out"  # the folder that train.py wrote

@@ -411,7 +411,7 @@ class GPT(nn.Module):
         """The weights of a model of the hub, as GPT-2, or of a local folder: see training/pretrained.py, load."""
         from training.pretrained import load  # here, since that file imports this one
 
-        return load(name, override_args)
+        return load(name, override_args or {})
 
     @torch.no_grad()
     def stream(self, idx: Tensor, n: int, *sampling, use_cache: bool = True, **more) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from configurator import UserError, configure, pick_device, user_errors  # first
 import torch
 
 from text.tokenizers import Tokenizer
-from training.opening import open_model
+from training.checkpoint import open_model
 
 init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one
 out_dir = "out"  # the folder that train.py wrote

@@ -29,7 +29,6 @@ from text.dataset import Tokens, positions
 from training import checkpoint
 from training.distributed import rank, say, shared, summed, whole, world
 from training.log import Log
-from training.opening import from_checkpoint
 from training.optimizers import OPTIMIZER, Settings
 from training.run import MODEL_FIELDS, RESHAPABLE, Agreement, Run, diverged, leave, read_by_all, report_end
 
@@ -106,7 +105,7 @@ with user_errors():
     if init_from == "scratch":
         model = GPT(GPTConfig(**{name: config[name] for name in MODEL_FIELDS}))
     elif init_from == "resume":
-        model = from_checkpoint(run.saved, **{name: config[name] for name in (*RESHAPABLE, "block_size")})
+        model = checkpoint.model_of(run.saved, **{name: config[name] for name in (*RESHAPABLE, "block_size")})
     else:
         model = run.pretrained_model(meta)
     eot = run.check_data(model, meta)  # the token between documents, with --pack=document

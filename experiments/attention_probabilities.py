@@ -21,7 +21,7 @@ from attention.probe import probing
 from attention.scores import ByDistance, scores, visible
 from configurator import UserError, configure, pick_device, user_errors
 from text.dataset import Tokens, folder_of
-from training.opening import open_model
+from training.checkpoint import open_model
 
 out_dir = "out"  # the folder that train.py wrote
 batches = 10  # of validation windows

@@ -25,7 +25,7 @@ from configurator import UserError, configure, pick_device, user_errors
 from experiments.runs import finished
 from model import ATTENTION, GPT
 from text.dataset import ROOT, Tokens, folder_of
-from training import checkpoint, opening
+from training import checkpoint
 
 config_file = "config/train_shakespeare_char_cpu.py"  # of the run
 out_dir = "out-laser-precision"  # the run's folder
@@ -87,7 +87,7 @@ def main() -> None:
     finished("LASER", flags, out_dir)
     state = checkpoint.load(os.path.join(out_dir, checkpoint.LATEST))
     where, _, _ = pick_device(device, "float32")
-    model = opening.from_checkpoint(state).eval().to(where)
+    model = checkpoint.model_of(state).eval().to(where)
     tokens = Tokens(folder_of(state["config"]["dataset"]), "val", model.config.block_size)
     inputs = [layer for x, _ in tokens.eval_batches(batches, batch_size) for layer in recorded(model, x.to(where))]
     ranges = torch.stack([(v.amax(-2) - v.amin(-2)).amax().float() for _, _, v in inputs])

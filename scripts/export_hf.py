@@ -15,7 +15,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import UserError, configure, user_errors
 from training import checkpoint
-from training.opening import from_checkpoint
 from training.pretrained import export
 
 out_dir = "out"  # the run's folder
@@ -24,11 +23,10 @@ which: Literal["best", "latest"] = "best"  # best.pt, or ckpt.pt where there is 
 
 
 def main() -> None:
-    free = not os.path.exists(to) or (os.path.isdir(to) and not os.listdir(to))
-    if not to or not free:
+    if not to or (os.path.exists(to) and (not os.path.isdir(to) or os.listdir(to))):
         raise UserError(f"--to={to} must name a folder that is empty or not there yet")
     path = checkpoint.path_of(out_dir, which)
-    theirs = export(from_checkpoint(checkpoint.load(path)))
+    theirs = export(checkpoint.model_of(checkpoint.load(path)))
     theirs.save_pretrained(to)
     print(f"{path} is {to}: {type(theirs).__name__}, {theirs.num_parameters():,} parameters")
 

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from model import GPT, GPTConfig
 from text import tokenizers
-from training import checkpoint, opening
+from training import checkpoint
 
 FOLDER = os.path.join(ROOT, "tests", "before")
 BEFORE = json.load(open(os.path.join(FOLDER, "before.json"), encoding="utf-8"))
@@ -46,5 +46,5 @@ def test_a_run_goes_on(kind, run, data, tmp_path):
 @kinds
 def test_its_text(kind):
     saved = checkpoint.load(os.path.join(FOLDER, f"{kind}.pt"))
-    ids = opening.from_checkpoint(saved).eval().generate(torch.tensor([[1, 2, 3]]), 30, temperature=0)
+    ids = checkpoint.model_of(saved).eval().generate(torch.tensor([[1, 2, 3]]), 30, temperature=0)
     assert tokenizers.tokenizer(saved["tokenizer"]).decode(ids[0].tolist()) == BEFORE[kind]["text"]

@@ -15,7 +15,7 @@ from attention.cache import BetaSums
 from attention.scores import ByDistance
 from choices import ACTIVATION, POSITION, WHERE, alibi_slopes, t5_bucket
 from model import ATTENTION, GPT, GPTConfig
-from training import estimate, opening
+from training import checkpoint, estimate
 
 V, T, C, H, D = 65, 24, 32, 4, 8
 POSITIONS = [p for p in POSITION if POSITION[p][1]]
@@ -419,7 +419,7 @@ def test_cropping_keeps_what_is_within(position):
     before = gpt(x, x)[0]
     gpt.crop_block_size(8)
     torch.testing.assert_close(gpt(x, x)[0], before)
-    again = opening.from_checkpoint({"model_args": vars(gpt.config), "model": gpt.state_dict()}).eval()
+    again = checkpoint.model_of({"model_args": vars(gpt.config), "model": gpt.state_dict()}).eval()
     torch.testing.assert_close(again(x, x)[0], before)
     assert gpt.generate(x, 5).shape == (2, 13)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from attention.scores import scores, visible
 from choices import QK_NORM
 from model import ATTENTION, GPT, GPTConfig
-from training import estimate, opening
+from training import checkpoint, estimate
 
 V, T = 65, 24
 HEADS = [("L", None), ("S", 3), ("SSSL", 3), ("SLSL", 5), ("S/L", 0), ("LS/SSSL", 4)]
@@ -509,9 +509,9 @@ def test_checkpoint_of_other_sizes_or_fields_is_explained():
     gpt = GPT(config())
     args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": T, "vocab_size": V}
     with pytest.raises(ValueError, match="do not fit"):
-        opening.from_checkpoint({"model_args": args | {"n_embd": 16}, "model": gpt.state_dict()})
+        checkpoint.model_of({"model_args": args | {"n_embd": 16}, "model": gpt.state_dict()})
     with pytest.raises(ValueError, match="unknown here: n_kv"):
-        opening.from_checkpoint({"model_args": args | {"n_kv": 1}, "model": gpt.state_dict()})
+        checkpoint.model_of({"model_args": args | {"n_kv": 1}, "model": gpt.state_dict()})
 
 
 # -----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from attention import fast as forms
 from attention.scores import visible
 from model import ATTENTION, GPT, GPTConfig
 from text import dataset
-from training import checkpoint, opening, timing
+from training import checkpoint, timing
 
 
 def rows(tmp_path, key="loss") -> list:
@@ -466,7 +466,7 @@ def test_nanogpts_checkpoint_loads(tmp_path, run, data):
     theirs |= {"iter_num": 7, "best_val_loss": torch.tensor(3.5), "config": {"dataset": data}}
     torch.save(theirs, tmp_path / "ckpt.pt")
     loaded = checkpoint.load(str(tmp_path / "ckpt.pt"))
-    ours = opening.from_checkpoint(loaded).eval()
+    ours = checkpoint.model_of(loaded).eval()
     assert loaded["best_val_loss"] == 3.5 and ours.config.mlp == "gelu_exact"
     x = torch.randint(args["vocab_size"], (1, 16))
     assert torch.equal(ours(x)[0], gpt(x)[0])

@@ -20,7 +20,7 @@ from configurator import constants
 from model import GPT, GPTConfig
 from text import dataset, tokenizers
 from text.dataset import Tokens
-from training import checkpoint, estimate, opening
+from training import checkpoint, estimate
 
 # -----------------------------------------------------------------------------
 # eval.py
@@ -52,7 +52,7 @@ def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path):
     """Of each token's -log p given the block_size tokens before it, for stride 1; in every measure."""
     assert train("--max_iters=10")[0] == 0
     code, out, _ = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--stride=1", "--batch_size=64", "--device=cpu")
-    gpt = opening.from_checkpoint(checkpoint.load(str(tmp_path / "out" / "best.pt"))).eval()
+    gpt = checkpoint.model_of(checkpoint.load(str(tmp_path / "out" / "best.pt"))).eval()
     ids, T = torch.from_numpy(Tokens(data, "val", 32).ids.astype(int)), 32
     losses = []
     with torch.no_grad():

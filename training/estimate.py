@@ -1,6 +1,5 @@
 """What a run will need, for train.py --dry_run: parameters, FLOPs, memory, time."""
 
-import time
 from dataclasses import replace
 
 import torch
@@ -15,18 +14,13 @@ PEAK_FLOPS = {  # of the tensor cores in bfloat16 or float16, dense, from the da
     "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
     "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12,
 }  # fmt: skip
-MEASURED = 512  # tokens: activations are measured on one row of at most this length
-GIB = 2**30
 
 
 def num_params(model: GPT, non_embedding: bool = True) -> int:
     """How many parameters a model has; non_embedding: without those of embeddings that are not also the head."""
-    n = sum(p.numel() for p in model.parameters())
-    if non_embedding and not model.config.tied:
-        n -= model.transformer.wte.weight.numel()
-    if non_embedding and "wpe" in model.transformer:
-        n -= sum(p.numel() for p in model.transformer.wpe.parameters())
-    return n
+    embeddings = ("transformer.wpe.",) if model.config.tied else ("transformer.wpe.", "transformer.wte.")
+    left_out = embeddings if non_embedding else ()
+    return sum(p.numel() for name, p in model.named_parameters() if not name.startswith(left_out))
 
 
 def flops(model: GPT) -> int:
@@ -62,16 +56,13 @@ def kept_bytes(config: GPTConfig, dtype: str) -> int:
     kept = {}  # {address: bytes}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     idx = torch.randint(config.vocab_size, (1, config.block_size))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), pick_device("cpu", dtype)[2]:
-        _, loss = model(idx, idx)
-    del loss
-    return sum(kept.values()) - copies
+        model(idx, idx)
+    return sum(n for address, n in kept.items() if address not in weights) - copies
 
 
 def activation_bytes(config: GPTConfig, dtype: str) -> float:
@@ -83,7 +74,7 @@ def activation_bytes(config: GPTConfig, dtype: str) -> float:
     for longer texts. On a GPU dropped weights and biases by distance take less.
     """
     window = config.resolved().window
-    most = MEASURED * (4 if config.position == "t5" else 1)  # t5 keeps a bias that grows up to some length
+    most = 2048 if config.position == "t5" else 512  # tokens; t5 keeps a bias that grows up to some length
     T = min(config.block_size, most - 64 + config.block_size % 64)  # the same remainder of chunks of 64
     small = replace(config, block_size=T, nope_long=False, vocab_size=64, activation_checkpointing=False)
     per_layer = {}  # {the letters of its heads: bytes}
@@ -103,17 +94,12 @@ def activation_bytes(config: GPTConfig, dtype: str) -> float:
 
 def matmul_rate(device: str, dtype: str) -> float:
     """FLOP/s of a large matrix product of random numbers on this device, measured in a quarter of a second."""
-    size, at_once = (8192, 10) if device.startswith("cuda") else (1024, 1)
+    from torch.utils.benchmark import Timer  # here, since its import takes a tenth of a second
+
+    size = 8192 if device.startswith("cuda") else 1024
     x = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
-    (x @ x)[0, 0].item()
-    products = 0
-    began = time.perf_counter()
-    while time.perf_counter() - began < 0.25:
-        for _ in range(at_once):
-            y = x @ x
-        y[0, 0].item()  # waits for the device
-        products += at_once
-    return products * 2 * size**3 / (time.perf_counter() - began)
+    timer = Timer("x @ x", globals={"x": x}, num_threads=torch.get_num_threads())
+    return 2 * size**3 / timer.blocked_autorange(min_run_time=0.25).median
 
 
 def duration(seconds: float) -> str:
@@ -129,19 +115,18 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
     """The lines of a dry run. run: train.py's settings; n_tokens: of the train split, if it is there."""
     with torch.device("meta"):
         model = GPT(config)
-    n = num_params(model, non_embedding=False)
-    per_token = flops(model)
+    n, per_token = num_params(model, non_embedding=False), flops(model)
     rows = run["batch_size"] * run["gradient_accumulation_steps"]
     micro = min(run["batch_size"], rows // world) * config.block_size
     step = rows * config.block_size  # tokens, as micro and total
     total = step * run["max_iters"]
     epochs = f", {total / n_tokens:.2f} epochs of {n_tokens:,}" if n_tokens else ""
     matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
-    state = 2 * n - (matrices if run["optimizer"] == "muon" else 0)  # Muon has one number per weight, the others two
-    copies = 0 if dtype == "float32" else 2 * n  # bytes: autocast copies the weights
+    per_weight = 16 if dtype == "float32" else 18  # bytes: itself, its gradient, two of AdamW's; autocast's copy
+    saved = 4 * matrices if run["optimizer"] == "muon" else 0  # Muon has one number per weight, the others two
     shares = world if run["parallel"] == "fsdp" else 1
-    fixed = (4 * (2 * n + state) + copies) / shares
-    acts = activation_bytes(config, dtype) * micro
+    held = (per_weight * n - saved) / shares / 2**30  # GiB, as acts
+    acts = activation_bytes(config, dtype) * micro / 2**30
     peak = peak_flops(device, dtype)
     rate = peak or matmul_rate(device, dtype)
     here = f"x {torch.cuda.get_device_name()}" if peak else f"process(es) on this {device.split(':')[0]}"
@@ -151,9 +136,8 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
         f"FLOPs: {per_token:,} per token, forward and backward; {per_token * step:.3g} per step; "
         f"{per_token * total:.3g} in all",
         f"tokens: {step:,} per step ({rows} x {config.block_size}), {total:,} in {run['max_iters']:,} steps{epochs}",
-        f"memory of a process, about: {(fixed + acts) / GIB:.2f} GiB = {fixed / GIB:.2f} for weights, gradients and "
-        f"{run['optimizer']}{f', a share of {world},' if shares > 1 else ''} + {acts / GIB:.2f} for {micro:,} tokens "
-        f"at a time, in {dtype}",
+        f"memory of a process, about: {held + acts:.2f} GiB = {held:.2f} for weights, gradients and {run['optimizer']}"
+        f"{f', a share of {world},' if shares > 1 else ''} + {acts:.2f} for {micro:,} tokens at a time, in {dtype}",
         f"time, at {MFU:.0%} of the rate of matrix products: {duration(work / rate)} on {world} {here} "
         f"({rate / 1e12:.3g} TFLOP/s)",
         " " * 45 + ", ".join(f"{duration(work / PEAK_FLOPS[gpu])} on {world} x {gpu}" for gpu in ("A100", "H100")),

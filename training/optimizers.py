@@ -30,9 +30,8 @@ class Muon(torch.optim.Optimizer):
         m_t = mu m_t-1 + (1 - mu) g_t      u_t = orthogonal((1 - mu) g_t + mu m_t)
         w_t = (1 - lr weight_decay) w_t-1 - lr sqrt(max(1, rows / columns)) u_t
 
-    The same as torch.optim.Muon, but for one thing: that always orthogonalises in bfloat16, for which a CPU without
-    bfloat16 units takes four times as long as for float32. Here only a GPU uses bfloat16.
-    Raises UserError for a parameter that is not a matrix.
+    The same as torch.optim.Muon, but only a GPU orthogonalises in bfloat16: a CPU without bfloat16 units would take
+    four times as long as in float32. Raises UserError for a parameter that is not a matrix.
     """
 
     def __init__(self, params, lr: float, weight_decay: float = 0.1, momentum: float = 0.95, steps: int = 5):
@@ -48,8 +47,7 @@ class Muon(torch.optim.Optimizer):
             for p in (p for p in group["params"] if p.grad is not None):
                 if not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                m = self.state[p]["momentum_buffer"]
-                m.lerp_(p.grad, 1 - mu)
+                m = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - mu)
                 u = orthogonal(p.grad.lerp(m, mu), group["steps"])
                 p.mul_(1 - lr * group["weight_decay"])
                 p.add_(u, alpha=-lr * math.sqrt(max(1, p.shape[0] / p.shape[1])))
@@ -77,8 +75,7 @@ class Lamb(torch.optim.Optimizer):
         r_t = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t)) + eps)      u_t = r_t + weight_decay w_t-1
         w_t = w_t-1 - lr phi(||w_t-1||) / ||u_t|| u_t
 
-    The paper leaves phi open; here phi(z) = z. The ratio of the norms is 1 if one of them is 0. Each norm is taken
-    over a whole parameter.
+    The paper leaves phi open; here phi(z) = z. Each norm is of a whole parameter; if one is 0, their ratio is 1.
     """
 
     def __init__(self, params, lr: float, betas: tuple = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-6):

@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -81,55 +82,44 @@ def llama_ours(c) -> dict:
     return args | {"heads": heads} | ({"window": window - 1} if "S" in heads else {})
 
 
-def llama_theirs(c: GPTConfig) -> dict:
-    args = {theirs: getattr(c, ours) for ours, theirs in LLAMA_FIELDS.items()}
-    rope = {"rope_type": "default", "rope_theta": c.rope_base}
-    return SPECIAL | args | {"rope_parameters": rope, "use_cache": True}
-
-
-def biased_llama_theirs(c: GPTConfig) -> dict:
-    return llama_theirs(c) | {"attention_bias": c.bias, "mlp_bias": c.bias}
-
-
-def mistral_theirs(c: GPTConfig) -> dict:
-    return llama_theirs(c) | {"sliding_window": None if c.window is None else c.window + 1}
-
-
-def qwen3_theirs(c: GPTConfig) -> dict:
+def llama_theirs(c: GPTConfig, own: tuple[str, ...]) -> dict:
+    """own: the arguments that not all of these families have."""
+    args = {theirs: getattr(c, ours) for ours, theirs in LLAMA_FIELDS.items()} | SPECIAL | {"use_cache": True}
+    args |= {"rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base}}
     kinds = ["sliding_attention" if "S" in c.layer_heads(i) else "full_attention" for i in range(c.n_layer)]
-    return mistral_theirs(c) | {"layer_types": kinds, "use_sliding_window": c.window is not None}
+    more = {"sliding_window": None if c.window is None else c.window + 1, "use_sliding_window": c.window is not None}
+    more |= {"layer_types": kinds, "attention_bias": c.bias, "mlp_bias": c.bias}
+    return args | {name: more[name] for name in own}
+
+
+def like_llama(*own: str) -> Family:
+    return Family(llama_ours, partial(llama_theirs, own=own), LLAMA_MODULES, halves=True)
 
 
 GPT2_PARTS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")  # of a block
 GPT2_NAMES = ("transformer.wte", "transformer.wpe", *(f"transformer.h.*.{x}" for x in GPT2_PARTS), "transformer.ln_f")
 GPT2_MODULES = {name: [name] for name in (*GPT2_NAMES, "lm_head")}
-LLAMA_MODULES = {
-    "transformer.wte": ["model.embed_tokens"],
-    "transformer.h.*.ln_1": ["model.layers.*.input_layernorm"],
-    "transformer.h.*.attn.c_attn": [f"model.layers.*.self_attn.{x}_proj" for x in "qkv"],
-    "transformer.h.*.attn.q_norm": ["model.layers.*.self_attn.q_norm"],
-    "transformer.h.*.attn.k_norm": ["model.layers.*.self_attn.k_norm"],
-    "transformer.h.*.attn.c_proj": ["model.layers.*.self_attn.o_proj"],
-    "transformer.h.*.ln_2": ["model.layers.*.post_attention_layernorm"],
-    "transformer.h.*.mlp.c_fc": ["model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"],
-    "transformer.h.*.mlp.c_proj": ["model.layers.*.mlp.down_proj"],
-    "transformer.ln_f": ["model.norm"],
-    "lm_head": ["lm_head"],
-}
+LLAMA_PARTS = {
+    "ln_1": ["input_layernorm"], "ln_2": ["post_attention_layernorm"],
+    "attn.c_attn": [f"self_attn.{x}_proj" for x in "qkv"], "attn.c_proj": ["self_attn.o_proj"],
+    "attn.q_norm": ["self_attn.q_norm"], "attn.k_norm": ["self_attn.k_norm"],
+    "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"], "mlp.c_proj": ["mlp.down_proj"],
+}  # fmt: skip
+LLAMA_MODULES = {f"transformer.h.*.{k}": [f"model.layers.*.{x}" for x in parts] for k, parts in LLAMA_PARTS.items()}
+LLAMA_MODULES |= {"transformer.wte": ["model.embed_tokens"], "transformer.ln_f": ["model.norm"], "lm_head": ["lm_head"]}
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(gpt2_ours, gpt2_theirs, GPT2_MODULES, transposed=True),
-    "llama": Family(llama_ours, biased_llama_theirs, LLAMA_MODULES, halves=True),
-    "mistral": Family(llama_ours, mistral_theirs, LLAMA_MODULES, halves=True),
-    "qwen3": Family(llama_ours, qwen3_theirs, LLAMA_MODULES, halves=True),
+    "llama": like_llama("attention_bias", "mlp_bias"),
+    "mistral": like_llama("sliding_window"),
+    "qwen3": like_llama("sliding_window", "layer_types", "use_sliding_window"),
 }
 
 
 def sources(key: str, modules: dict[str, list[str]]) -> list[str]:
     """The names of their parameters that lie in our parameter `key`. Raises UserError if there are none."""
     module, _, kind = key.rpartition(".")
-    parts = module.split(".")
-    layer = next((part for part in parts if part.isdigit()), "")
-    pattern = ".".join("*" if part == layer else part for part in parts)
+    layer = next(filter(str.isdigit, module.split(".")), "")
+    pattern = module.replace(f".{layer}.", ".*.")
     if pattern not in modules:
         raise UserError(f"it has no weights for {key}")
     return [f"{name.replace('*', layer)}.{kind}" for name in modules[pattern]]
@@ -163,8 +153,8 @@ def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> Non
 
 
 @contextlib.contextmanager
-def loading(name: str) -> Iterator[None]:
-    """Within it, an error of transformers becomes an OSError or a UserError that names what is loaded."""
+def loading(name: str, errors: type[Exception] = Exception) -> Iterator[None]:
+    """Within it an error, by default any, becomes an OSError or a UserError that names what is loaded."""
     try:
         yield
     except MemoryError:
@@ -174,39 +164,35 @@ def loading(name: str) -> Iterator[None]:
     except OSError as error:
         other = "" if os.path.isdir(name) else " (a local folder can be loaded as well)"
         raise OSError(f"cannot load {name} through transformers: {first_line(error)}{other}") from None
-    except Exception as error:  # of several libraries
+    except errors as error:  # of several libraries
         raise UserError(f"cannot take over {name}: {first_line(error)}") from None
 
 
-def config_of(name: str, override_args: dict | None = None) -> tuple[object, dict]:
+def config_of(name: str, changes: dict) -> tuple[object, dict]:
     """(transformers' config, the fields of GPTConfig) of what load loads; GPT-2's needs no network."""
     if name not in GPT2 and not os.path.isdir(name) and (name.count("/") != 1 or name[0] in "./~"):
         raise UserError(f"{name!r} is none of {', '.join(GPT2)}, nor owner/model of the hub, nor a local folder")
     AutoConfig = optional("transformers", USER).AutoConfig
-    changes = override_args or {}
     if fixed := [key for key in changes if key not in FREE]:
         raise UserError(f"{fixed[0]} is what {name}'s weights were trained with; free are {', '.join(FREE)}")
     if name in GPT2 and not os.path.isdir(name):
         n_layer, n_head, n_embd = GPT2[name]
         c = AutoConfig.for_model("gpt2", n_layer=n_layer, n_head=n_head, n_embd=n_embd)
     else:
-        hub = hub_args(name)
         with loading(name):
-            c = AutoConfig.from_pretrained(name, **hub)
-    if c.model_type not in FAMILIES:
-        raise UserError(f"cannot take over {name}: the family {c.model_type} is none of {', '.join(FAMILIES)}")
-    try:
+            c = AutoConfig.from_pretrained(name, **hub_args(name))
+    with loading(name, UserError):
+        if c.model_type not in FAMILIES:
+            raise UserError(f"the family {c.model_type} is none of {', '.join(FAMILIES)}")
         args = FAMILIES[c.model_type].ours(c) | changes
-    except UserError as error:
-        raise UserError(f"cannot take over {name}: {error}") from None
     if "S" not in args.get("heads", "L") and "window" not in changes:
         args.pop("window", None)  # the heads are no longer short
     return c, args
 
 
-def load(name: str, override_args: dict | None = None) -> GPT:
-    """The GPT of pretrained weights. GPT.from_pretrained says what name and override_args may be."""
-    c, args = config_of(name, override_args)
+def load(name: str, changes: dict) -> GPT:
+    """The GPT of pretrained weights, of the hub or a local folder. changes: those of its fields that are to differ."""
+    c, args = config_of(name, changes)
     settings = {"dtype": torch.float32, "output_loading_info": True} | hub_args(name)
     with loading(name):
         theirs, found = optional("transformers", USER).AutoModelForCausalLM.from_pretrained(name, **settings)
@@ -215,10 +201,8 @@ def load(name: str, override_args: dict | None = None) -> GPT:
         raise UserError(f"cannot take over {name}: its file has no {missing[0]}")
     learned = "position" not in args  # then all of their positions are copied, before some may be cropped
     model = GPT(GPTConfig(**args | ({"block_size": c.n_positions} if learned else {})))
-    try:
+    with loading(name, UserError):
         copy_from(model, theirs.state_dict(), FAMILIES[c.model_type])
-    except UserError as error:
-        raise UserError(f"cannot take over {name}: {error}") from None
     if learned:
         model.crop_block_size(args["block_size"])
     return model
@@ -227,8 +211,7 @@ def load(name: str, override_args: dict | None = None) -> GPT:
 def export(model: GPT) -> object:
     """The model of transformers that is ours: a PreTrainedModel, whose save_pretrained writes safetensors.
 
-    GPT-2 has biases; if ours has none they are zeros, and it is the same model. Raises UserError if no family has all
-    of our model's choices, naming those that are in the way.
+    GPT-2's biases are zeros where ours has none. Raises UserError, naming the choices that no family has.
     """
     family, config = _fitting(model.config)
     D = model.config.resolved().head_dim
@@ -264,10 +247,9 @@ def _fitting(config: GPTConfig) -> tuple[Family, object]:
             return family, theirs
     if not misfits:
         raise UserError("transformers has no model of these sizes: n_head, head_dim and n_embd do not fit there")
-    nearest = min(misfits, key=lambda name: len(misfits[name]))
-    values = {key: getattr(config, key) for key in misfits[nearest]}
-    asked = [f"{key}={value!r}" for key, value in values.items() if value is not None]
-    raise UserError(f"transformers has no such model; the nearest, {nearest}, has no {', '.join(asked or values)}")
+    nearest, fields = min(misfits.items(), key=lambda entry: len(entry[1]))
+    asked = [f"{key}={getattr(config, key)!r}" for key in fields if getattr(config, key) is not None]
+    raise UserError(f"transformers has no such model; the nearest, {nearest}, has no {', '.join(asked or fields)}")
 
 
 def _choices(config: GPTConfig) -> dict:
