@@ -37,13 +37,10 @@ backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # of torch.distributed
 
 @torch.no_grad()
 def nats(model: torch.nn.Module, tokens: Tokens, stride: int, eot: int | None, device: str, amp: object) -> float:
-    """The sum of -log p over this process's share of the targets, which are all tokens of the split but the first.
-
-    eot: the token between documents if no token is to see another document, else None.
-    """
+    """The sum of -log p over this process's share of the targets, which are all tokens of the split but the first."""
     total = 0.0
     for x, y in tokens.strided(stride, batch_size, rank=rank, world=world):
-        pos = None if eot is None else positions(x, eot).to(device)
+        pos = None if eot is None else positions(x, eot).to(device)  # no token sees another document
         with amp:
             loss = model(x.to(device), y.to(device), pos=pos)[1]  # the mean over the targets that are not -1
         total += loss.item() * int((y >= 0).sum())

@@ -35,11 +35,8 @@ compile = False  # torch.compile the model
 
 
 def text_of(ids: Iterator[torch.Tensor], tok: Tokenizer, stop: str | None, prompt: list[int]) -> Iterator[str]:
-    """Yields the text of a stream of tokens in pieces, up to `stop`; half a character or half a `stop` is held back.
-
-    The tokens are decoded together with the prompt, since some tokenizers drop a text's first space.
-    """
-    seen = [*prompt]
+    """Yields the text of a stream of tokens in pieces, up to `stop`; half a character or half a `stop` is held back."""
+    seen = [*prompt]  # what is decoded together: some tokenizers drop a text's first space
     before = len(tok.decode(prompt))
     shown = 0  # characters that have been yielded
     for token in ids:
@@ -50,9 +47,8 @@ def text_of(ids: Iterator[torch.Tensor], tok: Tokenizer, stop: str | None, promp
             return
         held = next((n for n in range(len(stop or "") - 1, 0, -1) if text.endswith(stop[:n])), 0)
         ready = len(text) - held if held else len(text.rstrip("\ufffd"))
-        if ready > shown:
-            yield text[shown:ready]
-            shown = ready
+        yield text[shown:ready]  # nothing, if all of it is held back
+        shown = max(shown, ready)
     yield tok.decode(seen)[before + shown :]
 
 

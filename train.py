@@ -30,7 +30,7 @@ from training import checkpoint
 from training.distributed import rank, say, shared, summed, whole, world
 from training.log import Log
 from training.optimizers import OPTIMIZER, Settings
-from training.run import MODEL_FIELDS, RESHAPABLE, Agreement, Run, diverged, leave, read_by_all, report_end
+from training.run import MODEL_FIELDS, RESHAPABLE, Agreement, Run, diverged, finish, read_by_all
 
 _began = time.perf_counter()
 
@@ -193,7 +193,7 @@ def evaluate(it: int) -> bool:
     global best_val_loss
     try:
         losses = estimate_loss()
-    except UserError as error:
+    except (UserError, OSError) as error:
         agreement.fail(str(error))
         return False
     if losses is None:
@@ -243,7 +243,7 @@ def save(it: int, latest: bool, best: bool, last: bool) -> None:
 # -----------------------------------------------------------------------------
 # the model as it is trained, the optimizers, checkpoints and the log
 it = run.start
-keeper = checkpoint.Keeper(out_dir, keep_checkpoints, run.saves_in_background, run.sharded, step=run.intact_step)
+keeper = run.keeper()
 with user_errors():
     batch = get_batch(it)
 raw_model = model if run.sharded else model.to(run.device)  # without compilation and DDP around it
@@ -264,7 +264,7 @@ for group in (group for o in optimizers for group in o.param_groups):
 scaler = torch.amp.GradScaler(run.device_type, enabled=run.dtype == "float16")
 with user_errors():
     best_val_loss = run.restore(meta, optimizers, scaler)
-    log = Log(run, config, raw_model)
+    log = Log(run, raw_model)
 run.saved = None  # frees the memory of the checkpoint that was loaded
 # On CUDA the host reads a step's outcome during the next step, so that it never waits.
 lag = int(run.device_type == "cuda" and optimizer == "adamw" and not scaler.is_enabled())
@@ -330,7 +330,4 @@ while True:
 
 # -----------------------------------------------------------------------------
 # the end
-report_end(run, agreement, it, time.perf_counter() - _began)
-if not agreement.failed and not agreement.stop:
-    run.print_sample(raw_model, meta, data["val"].ids[:1].tolist(), log)
-leave(agreement)
+finish(run, agreement, it, time.perf_counter() - _began, lambda: run.print_sample(raw_model, meta, data["val"], log))

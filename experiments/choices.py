@@ -10,6 +10,7 @@ skipped, so it can be stopped and started again. Times are of training steps of 
 each row takes a step before any row takes another.
 """
 
+import ast
 import concurrent.futures
 import functools
 import json
@@ -24,7 +25,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, configure, constants, user_errors
+from configurator import UserError, configure, user_errors
 from experiments.runs import finished
 from model import GPT, GPTConfig
 from text.dataset import ROOT
@@ -125,6 +126,21 @@ def relinked(readme: str) -> str:
         cells = rf"(?m)^(\| {re.escape(name)} \|(?:[^|\n]*\|){{5}}) [^|\n]* (\|[^|\n]*\|)$"
         readme = re.sub(cells, lambda found, row=row: f"{found[1]} {link(row)} {found[2]}", readme)
     return readme
+
+
+def constants(path: str) -> dict:
+    """The constants that a script or a config file assigns at its top level, without running it.
+
+    Raises UserError for a file that is not Python, OSError for one that is not there.
+    """
+    with open(path, encoding="utf-8") as f:
+        source = f.read()
+    try:
+        nodes = [node for node in ast.parse(source).body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+    except SyntaxError as error:
+        raise UserError(f"{path} is no config file: {error}") from None
+    names = [ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) for node in nodes]
+    return {name: x.value.value for name, x in zip(names, nodes, strict=True) if isinstance(x.value, ast.Constant)}
 
 
 def step_times(names: list[str]) -> dict[str, tuple[float, float]]:

@@ -16,7 +16,7 @@ from conftest import ROOT, write
 
 from attention.fast import FAST
 from attention.scores import visible
-from configurator import constants
+from experiments.choices import constants
 from model import GPT, GPTConfig
 from text import dataset, tokenizers
 from text.dataset import Tokens

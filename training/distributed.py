@@ -23,12 +23,10 @@ master = rank == 0
 
 
 def launch() -> str | None:
-    """A name for the torchrun that has started this process, the same after a restart; None without torchrun.
-
-    --rdzv_id alone is not enough, since users may give it again; a process number neither, since containers repeat it.
-    """
+    """A name for the torchrun that has started this process, the same after a restart; None without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
+    # users may give one --rdzv_id again, and containers repeat the numbers of processes
     name = f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
     try:
         with open(f"/proc/{os.getppid()}/stat") as f:  # Linux also tells when torchrun was started
@@ -77,15 +75,12 @@ def gathered(value: object) -> list:
 
 
 def by_all(f: Callable) -> list:
-    """What f() returns to each process, on every process. A UserError or OSError of one is raised on all of them.
-
-    Any other error is a bug: it is raised where it happened, and the other processes end with a sentence.
-    """
+    """What f() returns to each process, on every process. A UserError or OSError of one is raised on all of them."""
     try:
         answer = f(), None
     except (UserError, OSError) as error:
         answer = None, error
-    except Exception:
+    except Exception:  # a bug: here it is raised, and the other processes end with a sentence
         gathered((None, dist.DistNetworkError(f"process {rank} has failed; its own error says why")))
         raise
     answers = gathered(answer)
@@ -100,7 +95,7 @@ def by_master(f: Callable) -> object:
 
 
 def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -> torch.nn.Module:
-    """The GPT as the processes train it together; its gradients are the mean of the gradients of their losses.
+    """The GPT as several processes train it together; its gradients are the mean of the gradients of their losses.
 
     ddp: each process has the whole model (Li et al. 2020). fsdp: each has its shard of every parameter, and gathers
     the whole of a block while it computes that block (Zhao et al. 2023, as fully_shard, in place). The gathered
@@ -108,15 +103,11 @@ def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -
     """
     if kind == "fsdp":
         return _sharded(model, device.split(":")[0], dtype)
-    if world == 1:
-        return model
-    from torch.nn.parallel import DistributedDataParallel
-
-    known = inspect.signature(DistributedDataParallel).parameters
+    ddp = torch.nn.parallel.DistributedDataParallel
+    known = inspect.signature(ddp).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before PyTorch 2.13
-    device_ids = [device] if device.startswith("cuda") else None
     settings = {buffers: False, "gradient_as_bucket_view": True}  # buffers are constants; gradients are kept once
-    return DistributedDataParallel(model, device_ids=device_ids, **settings)
+    return ddp(model, device_ids=[device] if device.startswith("cuda") else None, **settings)
 
 
 def _sharded(model: torch.nn.Module, device_type: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -144,8 +135,6 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 def like(x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A copy of x, which every process holds whole, on the parameter's device and sharded as the parameter is."""
     x = x.to(parameter.device, copy=True)
-    if not hasattr(parameter, "placements"):
-        return x
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(x, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    if hasattr(parameter, "placements"):
+        x = dist.tensor.distribute_tensor(x, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return x

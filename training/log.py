@@ -3,26 +3,24 @@
 import collections
 import contextlib
 import json
-import math
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
-from configurator import NotInstalled, UserError
-from text.files import replace
+from configurator import UserError
+from text.files import optional, replace
 from training import checkpoint, distributed
 from training.distributed import by_master, say
 from training.estimate import flops, peak_flops
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """What a step has been like, the same on every process."""
 
     step: int
@@ -35,34 +33,27 @@ class Outcome:
 
 
 class Log:
-    """log.jsonl, the terminal and wandb. Opening it claims out_dir for this run; an older run there is set aside.
+    """log.jsonl, the terminal and wandb. Opening it claims out_dir for this run; an older run there is set aside."""
 
-    When a run is resumed, the rows after its checkpoint are deleted: those steps are made again.
-    """
-
-    def __init__(self, run: object, config: dict, model: torch.nn.Module):
-        self.c = SimpleNamespace(**config)
+    def __init__(self, run: object, model: torch.nn.Module):
+        self.c = c = run.flags
         self.terminal = sys.stdout.isatty()
         self.peak = peak_flops(run.device, run.dtype)
         self.flops = flops(model)
         self.tokens_per_step = run.rows * model.config.block_size
-        self.path = os.path.join(self.c.out_dir, checkpoint.LOG)
+        self.path = os.path.join(c.out_dir, checkpoint.LOG)
         self.file, self.wandb = None, None
         self.wandb_id = run.saved.get("wandb_id") if run.saved else None  # a resumed run goes on in the same place
         self.recent = collections.deque(maxlen=100)  # losses
         self.high = 0  # losses in a row that were too high
-        if self.c.wandb_log and distributed.master and not self.c.eval_only:
-            self.open_wandb(config)
-        if not self.c.eval_only:
+        if c.wandb_log and distributed.master and not c.eval_only:
+            self.open_wandb(run.config)
+        if not c.eval_only:
             by_master(lambda: self.open(run.start))
         self.since, self.since_step = time.perf_counter(), run.start  # of the last step that was printed
 
     def open_wandb(self, config: dict) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise NotInstalled("--wandb_log needs wandb: pip install wandb") from None
-        c = self.c
+        wandb, c = optional("wandb", "--wandb_log"), self.c
         try:
             wandb.init(project=c.wandb_project, name=c.wandb_run_name, config=config, id=self.wandb_id, resume="allow")
         except wandb.Error as error:
@@ -74,9 +65,10 @@ class Log:
         self.file = open(self.path, "a+")
         checkpoint.claim(self.file)
         self.file.seek(0)
-        kept = [line for line in self.file if step_of(line) < start]
-        if self.c.init_from != "resume":
-            kept = []
+        # a resumed run makes the steps after its checkpoint again; the last line may have been cut off
+        steps = ((line, re.fullmatch(r'\{"iter": (\d+)[^{]*\}\n', line)) for line in self.file)
+        kept = [line for line, step in steps if step and int(step[1]) < start]
+        if self.c.init_from != "resume":  # then start is 0, and nothing is kept
             checkpoint.set_aside(self.c.out_dir)
         checkpoint.tidy(self.c.out_dir)
         replace(self.path, "".join(kept).encode())
@@ -91,9 +83,8 @@ class Log:
             except OSError as error:  # a full disk ends no run
                 say(f"\ncannot write {self.path} ({error}): going on without that line")
         if self.wandb:
-            lists = {f"{k}/{i}": x for k, xs in row.items() if isinstance(xs, list) for i, x in enumerate(xs)}
-            plain = {k: x for k, x in row.items() if not isinstance(x, list)}
-            self.wandb.log(plain | lists, step=row["iter"])
+            layers = {f"max_logit/{i}": x for i, x in enumerate(row.pop("max_logit", []))}
+            self.wandb.log(row | layers, step=row["iter"])
         if self.terminal:
             line = "\r" + line[: shutil.get_terminal_size().columns - 1] + "\x1b[K"
         say(line, end="" if self.terminal and passing else "\n")
@@ -104,33 +95,29 @@ class Log:
 
     def step(self, outcome: Outcome) -> None:
         """Logs a step every log_interval steps, and warns of losses that stay high (--loss_spike)."""
-        c, o = self.c, outcome
-        self.watch(o)
-        if o.step % c.log_interval or not distributed.master:
+        c, recent = self.c, self.recent
+        step, lr, loss, norm, _, _, largest = outcome
+        if c.loss_spike and len(recent) == recent.maxlen:
+            self.high = self.high + 1 if loss > c.loss_spike * sum(recent) / len(recent) else 0
+            if self.high == 4:
+                say(f"\nstep {step}: the loss, {loss:.4f}, has been above {c.loss_spike} times its mean for 4 steps")
+        recent.append(loss)
+        if step % c.log_interval or not distributed.master:
             return
-        seconds = (time.perf_counter() - self.since) / (o.step + 1 - self.since_step)
+        seconds = (time.perf_counter() - self.since) / (step + 1 - self.since_step)
         speed = self.tokens_per_step / seconds
-        row = {"iter": o.step, "loss": o.loss, "lr": o.lr, "norm": o.norm, "ms": seconds * 1e3, "tokens_per_s": speed}
-        line = f"iter {o.step}: loss {o.loss:.4f}, time {seconds * 1e3:.2f}ms, {speed:,.0f} tok/s, norm {o.norm:.3f}"
-        if o.largest:
-            row["max_logit"] = o.largest
-            line += f", largest logit {max(o.largest):.2f}"
+        row = {"iter": step, "loss": loss, "lr": lr, "norm": norm, "ms": seconds * 1e3, "tokens_per_s": speed}
+        line = f"iter {step}: loss {loss:.4f}, time {seconds * 1e3:.2f}ms, {speed:,.0f} tok/s, norm {norm:.3f}"
+        if largest:
+            row["max_logit"] = largest
+            line += f", largest logit {max(largest):.2f}"
         if self.peak:
             row["mfu"] = self.flops * speed / (self.peak * distributed.world)
             line += f", mfu {row['mfu'] * 100:.2f}%"
         if self.terminal:
-            line += f", {(c.max_iters - o.step) * seconds / 60:.1f} min left"
+            line += f", {(c.max_iters - step) * seconds / 60:.1f} min left"
         self.write(row, line, passing=True)
-        self.since, self.since_step = time.perf_counter(), o.step + 1
-
-    def watch(self, outcome: Outcome) -> None:
-        spike, recent = self.c.loss_spike, self.recent
-        if spike and len(recent) == recent.maxlen:
-            self.high = self.high + 1 if outcome.loss > spike * sum(recent) / len(recent) else 0
-            if self.high == 4:
-                above = f"has been above {spike} times its mean for 4 steps"
-                say(f"\nstep {outcome.step}: the loss, {outcome.loss:.4f}, {above}")
-        recent.append(outcome.loss)
+        self.since, self.since_step = time.perf_counter(), step + 1
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -138,11 +125,3 @@ class Log:
         began = time.perf_counter()
         yield
         self.since += time.perf_counter() - began
-
-
-def step_of(line: str) -> float:
-    """The step of a line of log.jsonl; infinity for a line that was cut off."""
-    try:
-        return json.loads(line)["iter"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf

@@ -6,6 +6,7 @@ the optimizers as they are trained. Agreement: what the processes agree on after
 
 import collections
 import html
+import importlib.util
 import math
 import os
 import signal
@@ -22,10 +23,10 @@ import torch
 from attention.fast import linear
 from configurator import NotInstalled, UserError, fail, first_line, pick_device, refuse
 from model import ATTENTION, GPT, GPTConfig
-from text.dataset import folder_of, read_meta
+from text.dataset import Tokens, folder_of, read_meta
 from text.tokenizers import GPT2_VOCAB_SIZE, tokenizer
 from training import checkpoint, distributed
-from training.distributed import by_master, connect, gathered, launch, say, summed
+from training.distributed import by_all, by_master, connect, gathered, launch, say, summed
 from training.estimate import VOCAB_SIZE, num_params, report
 from training.log import Log, Outcome
 from training.pretrained import FREE, TRAINING, config_of
@@ -33,9 +34,6 @@ from training.pretrained import FREE, TRAINING, config_of
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
 RESHAPABLE = ("dropout", "attn_dropout", "z_loss", "activation_checkpointing")  # what a resumed run may change
 PASSING = ("init_from", "out_dir", "eval_only", "dry_run", "allow_other_data", "plain")  # flags of one call alone
-
-# -----------------------------------------------------------------------------
-# begin: what to resume, checks, processes, device
 
 
 class Run:
@@ -56,17 +54,18 @@ class Run:
             config["init_from"] = "resume"
             self.take_over(self.saved)
         self.start = self.saved["iter_num"] if self.saved else 0  # the step that the run begins with
-        c, world = self.flags, distributed.world
+        self.free = {name: config[name] for name in FREE if name in given}  # what pretrained weights are to differ in
+        self.flags = c = SimpleNamespace(**config)
+        world = distributed.world
         refuse(wrong_flags(c, given, world))
         self.rows = c.batch_size * c.gradient_accumulation_steps  # sequences of the global batch
         self.micro_steps = math.ceil(self.rows / world / c.batch_size)  # micro-batches of this process, per step
         self.decays = c.decay_lr and c.schedule != "constant"  # whether the learning rate goes down in the end
         wsd_from = max(c.warmup_iters, c.lr_decay_iters * (1 - c.decay_share))
         self.decay_from = c.warmup_iters if c.schedule == "cosine" else wsd_from  # the step from which it does
-        self.device, self.dtype, self.amp = pick_device(c.device, c.dtype)
-        self.device_type = self.device.split(":")[0]
-        if self.device == "cuda":
-            self.device = f"cuda:{distributed.local_rank}"
+        device, self.dtype, self.amp = pick_device(c.device, c.dtype)
+        self.device = f"cuda:{distributed.local_rank}" if device == "cuda" else device
+        self.device_type = device.split(":")[0]
         if self.device_type == "cuda":
             torch.cuda.set_device(self.device)
         self.sharded = c.parallel == "fsdp" and world > 1  # whether each process has a share of the model
@@ -77,27 +76,21 @@ class Run:
             say(self.dry_run())
             sys.exit()
         if self.sharded and c.save_in_background:
-            together = "with --parallel=fsdp all processes write together, and training waits"
-            raise UserError(f"--save_in_background: {together}")
+            fsdp = "with --parallel=fsdp all processes write together, and training waits"
+            raise UserError(f"--save_in_background: {fsdp}")
         connect(c.backend)
         torch.manual_seed(c.seed)  # the same weights everywhere
         torch.set_flush_denormal(True)  # on a CPU the tiniest attention weights, as ALiBi's, cost several times a zero
 
-    @property
-    def flags(self) -> SimpleNamespace:
-        """config as c.learning_rate and the like."""
-        return SimpleNamespace(**self.config)
-
     def found_to_resume(self) -> tuple[str | None, list]:
         """(path of the checkpoint to go on from, names of the torchruns of all machines).
 
-        --init_from=resume asks for the newest checkpoint. When torchrun starts this process again after a crash, the
-        run goes on from the newest checkpoint of the same torchrun.
+        That is the newest one, with --init_from=resume; or the newest one of the same torchrun, when torchrun starts
+        this process again after a crash.
         """
-        launches = [launch()]
         resume = self.config["init_from"] == "resume"
         if not resume and (not launch() or self.config["eval_only"]):
-            return None, launches
+            return None, [launch()]
         connect(self.config["backend"])
         launches = sorted({name for name in gathered(launch()) if name})  # a machine may have been replaced
 
@@ -149,30 +142,23 @@ class Run:
         if config["init_from"] in ("scratch", "resume"):
             shape = GPTConfig(**{k: config[k] for k in MODEL_FIELDS})
         else:
-            shape = GPTConfig(**config_of(config["init_from"], self.free_fields())[1])
+            shape = GPTConfig(**config_of(config["init_from"], self.free)[1])
             self.check_weights(shape)
         n_tokens = meta["files"]["train.bin"]["tokens"] if meta else None
         return report(shape, config, n_tokens, self.device, self.dtype, distributed.world)
 
-    # -------------------------------------------------------------------------
-    # data, model and the first lines
-
     def prepared(self) -> tuple[str, dict]:
         """(folder, meta) of the data set. The Shakespeares are prepared here if they are not yet; others take long."""
-        dataset = self.config["dataset"]
+        dataset = self.flags.dataset
         folder = folder_of(dataset)
         prepare = os.path.join(folder, "prepare.py")
-        missing = not os.path.exists(os.path.join(folder, "meta.json"))
-        if distributed.master and missing and dataset.startswith("shakespeare") and os.path.exists(prepare):
+        missing = os.path.exists(prepare) and not os.path.exists(os.path.join(folder, "meta.json"))
+        if distributed.master and missing and dataset.startswith("shakespeare"):
             say(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}")
             if subprocess.run([sys.executable, prepare]).returncode:
                 raise UserError(f"{prepare} failed, see above")
         summed(torch.zeros(1))  # the others wait
         return folder, read_meta(folder)
-
-    def free_fields(self) -> dict:
-        """The fields of pretrained weights' model that were asked for."""
-        return {name: self.config[name] for name in FREE if name in self.given}
 
     def check_weights(self, theirs: GPTConfig) -> None:
         """Says which fields the weights do not allow to change. Raises UserError for one on the command line."""
@@ -186,13 +172,11 @@ class Run:
 
     def pretrained_model(self, meta: dict) -> GPT:
         """The model of --init_from's weights, with the fields that were asked for; says what that means."""
-        config = self.config
-        name = config["init_from"]
-        model = GPT.from_pretrained(name, self.free_fields())
+        name, dataset = self.flags.init_from, self.flags.dataset
+        model = GPT.from_pretrained(name, self.free)
         if (meta["tokenizer"]["kind"], model.config.vocab_size) != ("gpt2", GPT2_VOCAB_SIZE):
-            other = f"{name} may know other tokens than those of {config['dataset']}"
-            say(f"{other}, whose numbers mean something else to it")
-        swapped = [f"{k}={config[k]}" for k in FREE if k in self.given and k not in (*TRAINING, "block_size")]
+            say(f"{name} may know other tokens than those of {dataset}, whose numbers mean something else to it")
+        swapped = [f"{k}={v}" for k, v in self.free.items() if k not in (*TRAINING, "block_size")]
         new = f"; new to them: {', '.join(swapped)}, so the loss begins higher" if swapped else ""
         say(f"{name}: all of its weights carry over, the optimizer starts anew{new}")
         self.check_weights(model.config)
@@ -200,10 +184,10 @@ class Run:
 
     def check_data(self, model: GPT, meta: dict) -> int | None:
         """The token between documents, with --pack=document, else None. Raises UserError where the data do not fit."""
-        dataset, n_vocab = self.config["dataset"], model.config.vocab_size
+        dataset, n_vocab = self.flags.dataset, model.config.vocab_size
         if n_vocab < meta["vocab_size"]:
             raise UserError(f"vocab_size={n_vocab} is less than the {meta['vocab_size']} ids of {dataset}")
-        if self.config["pack"] != "document":
+        if self.flags.pack != "document":
             return None
         eot = tokenizer(meta["tokenizer"]).eot
         if eot is None:
@@ -213,29 +197,24 @@ class Run:
     def use_triton(self, model: GPT) -> None:
         """Runs a model's attention by the Triton kernels. Raises UserError if they cannot run here."""
         if self.device_type != "cuda" or self.dtype == "float16":
-            raise UserError(
-                f"--triton: its kernels are for CUDA, in bfloat16 and float32, and this runs on {self.device_type} in "
-                f"{self.dtype}; --no-triton works"
-            )
-        try:
-            from attention import kernels
-        except ModuleNotFoundError as error:
-            if error.name != "triton":
-                raise
-            raise NotInstalled("Triton's kernels need Triton: pip install triton") from None
+            here = f"this runs on {self.device_type} in {self.dtype}; --no-triton works"
+            raise UserError(f"--triton: its kernels are for CUDA, in bfloat16 and float32, and {here}")
+        if importlib.util.find_spec("triton") is None:
+            raise NotInstalled("Triton's kernels need Triton: pip install triton")
+        from attention import kernels
+
         kernels.use(model, ATTENTION[model.config.attention])
 
     def describe(self, model: GPT, data: dict, meta: dict) -> None:
         """Prints what is trained on what and how, before the first step."""
         c, asked = self.flags, model.config
         m = asked.resolved()
-        shown = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "attention", "heads", "window", "dropout")
-        choices = {name: getattr(asked, name) for name in MODEL_FIELDS if name not in (*shown, "attn_dropout")}
-        choices = ", ".join(f"{k}={v}" for k, v in choices.items() if v != getattr(GPTConfig, k))
+        shown = "block_size vocab_size n_layer n_head n_embd attention heads window dropout attn_dropout".split()
+        choices = {k: v for k, v in vars(asked).items() if k not in shown and v != getattr(GPTConfig, k)}
         rate = f"{c.schedule if c.decay_lr else 'constant'} learning rate of {c.learning_rate}"
         rate += f" (Muon's {c.muon_lr}, momentum {c.muon_beta})" if c.optimizer == "muon" else ""
-        down = f", down to {c.min_lr} from step {math.ceil(self.decay_from)} to {c.lr_decay_iters}"
-        rate += down if self.decays else ""
+        if self.decays:
+            rate += f", down to {c.min_lr} from step {math.ceil(self.decay_from)} to {c.lr_decay_iters}"
         source = meta["source"].get("from")
         slow_beta = m.attn_dropout and linear(replace(asked, attn_dropout=0.0))
         world, full = distributed.world, self.rows == c.batch_size * self.micro_steps * distributed.world
@@ -247,29 +226,22 @@ class Run:
             f"dropout {m.dropout} (on attention weights {m.attn_dropout}"
             f"{', which makes it quadratic in time: --attn_dropout=0' if slow_beta else ''})"
             f"{', documents apart' if c.pack == 'document' else ''}{', by its definition' if c.plain else ''}\n"
-            f"unlike GPT-2: {choices or 'nothing'}; {c.optimizer}, {rate}\n"
+            f"unlike GPT-2: {', '.join(f'{k}={v}' for k, v in choices.items()) or 'nothing'}; {c.optimizer}, {rate}\n"
             f"{self.rows * m.block_size:,} tokens per step = {self.rows} sequences x {m.block_size}: {world} processes "
             f"x {self.micro_steps} micro-batches of {'' if full else 'up to '}{c.batch_size}; "
             f"{self.device}, {self.dtype}{', ' + c.parallel if world > 1 else ''}"
         )
 
-    # -------------------------------------------------------------------------
-    # the model and the optimizers as they are trained
-
     def compiled(self, model: torch.nn.Module, try_it: Callable) -> torch.nn.Module:
-        """torch.compile(model), after try_it(it), a forward and backward pass; where that fails the model itself.
-
-        With several processes it is not tried, and what does not compile runs as it is, with a warning. DDP wraps the
-        compiled model. FSDP2 wraps blocks, and each block is compiled.
-        """
+        """torch.compile(model), after try_it(it), a forward and backward pass; where that fails the model itself."""
         say("compiling the model (a minute or so)...")
         torch._dynamo.config.suppress_errors = distributed.world > 1
-        if self.sharded:
+        if self.sharded:  # FSDP2 wraps blocks, DDP the compiled model
             for block in model.transformer.h:
                 block.compile()
             return model
         fast = torch.compile(model)
-        if distributed.world > 1:
+        if distributed.world > 1:  # it is not tried: what does not compile runs as it is, with a warning
             return fast
         try:
             try_it(fast)
@@ -280,31 +252,24 @@ class Run:
         return fast
 
     def restore(self, meta: dict, optimizers: list, scaler: torch.amp.GradScaler) -> float:
-        """Puts the saved run's state, if there is one, into the optimizers and the scaler. Returns its best loss.
-
-        Raises UserError where the data, the optimizer or the checkpoint are others than the saved run's.
-        """
-        saved, config = self.saved, self.config
-        dataset = config["dataset"]
+        """Puts a saved run's state into optimizers and scaler; its best loss. Raises UserError if it does not fit."""
+        saved, c = self.saved, self.flags
         if saved is None:
             return math.inf
-        if self.start >= config["max_iters"] and not config["eval_only"]:
-            reached = f"the run is at step {self.start} already, max_iters={config['max_iters']}"
+        if self.start >= c.max_iters and not c.eval_only:
+            reached = f"the run is at step {self.start} already, max_iters={c.max_iters}"
             say(f"resume: {reached}: a larger --max_iters goes on")
         if saved.get("tokenizer", meta["tokenizer"]) != meta["tokenizer"]:
-            raise UserError(f"{dataset} has been prepared anew, with another vocabulary than the saved run's")
+            raise UserError(f"{c.dataset} has been prepared anew, with another vocabulary than the saved run's")
         checksums = {name: entry["sha256"] for name, entry in meta["files"].items()}
         other = [name for name, checksum in saved.get("data", {}).items() if checksums.get(name) != checksum]
-        if other and not config["allow_other_data"]:
-            raise UserError(
-                f"the saved run was trained on other data than {' and '.join(other)} of {dataset}: "
-                f"--allow_other_data goes on all the same"
-            )
+        if other and not c.allow_other_data:
+            change = f"other data than {' and '.join(other)} of {c.dataset}"
+            raise UserError(f"the saved run was trained on {change}: --allow_other_data goes on all the same")
         if "optimizer" not in saved:
-            raise UserError(f"the checkpoint in {config['out_dir']} has no optimizer state to go on with")
-        optimizer = config["optimizer"]
-        if saved["config"].get("optimizer", "adamw") != optimizer:
-            raise UserError(f"--optimizer={optimizer} cannot go on from the state of the saved run's other one")
+            raise UserError(f"the checkpoint in {c.out_dir} has no optimizer state to go on with")
+        if saved["config"].get("optimizer", "adamw") != c.optimizer:
+            raise UserError(f"--optimizer={c.optimizer} cannot go on from the state of the saved run's other one")
         states = checkpoint.optimizer_states(self.saved_path, saved, optimizers)
         for o, state in zip(optimizers, states, strict=True):
             fresh = [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
@@ -314,45 +279,40 @@ class Run:
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # it is empty in other precisions
         theirs = {"pack": "none"} | saved["config"]
         windows = ("dataset", "eval_iters", "batch_size", "block_size", "pack")
-        if saved.get("data") and not other and all(config[name] == theirs.get(name) for name in windows):
+        if saved.get("data") and not other and all(self.config[name] == theirs.get(name) for name in windows):
             return saved["best_val_loss"]
         say("resume: evaluation is over other windows, so the best validation loss starts anew")
         return math.inf
 
-    @property
-    def saves_in_background(self) -> bool:
-        asked = self.config["save_in_background"]
-        return self.device_type == "cuda" if asked is None else asked
-
-    @property
-    def intact_step(self) -> int | None:
-        """The step of the latest checkpoint, if it is the one that the run goes on from."""
+    def keeper(self) -> checkpoint.Keeper:
+        """What writes this run's checkpoints. A latest one is intact if it is the one that the run goes on from."""
+        c = self.flags
+        background = self.device_type == "cuda" if c.save_in_background is None else c.save_in_background
         latest = self.saved_path and os.path.basename(self.saved_path) in (checkpoint.LATEST, "ckpt")
-        return self.start if latest else None
+        step = self.start if latest else None
+        return checkpoint.Keeper(c.out_dir, c.keep_checkpoints, background, self.sharded, step=step)
 
-    def print_sample(self, model: GPT, meta: dict, first: list[int], log: Log) -> None:
-        """Prints a text of the trained model, begun with a line end or, where its vocabulary has none, with first."""
-        config = self.config
-        if not config["sample_tokens"] or config["eval_only"] or not (distributed.master or self.sharded):
+    def print_sample(self, model: GPT, meta: dict, val: Tokens, log: Log) -> None:
+        """Prints a text of the trained model, begun with a line end or, if it has none, with the first token of val."""
+        c = self.flags
+        if not c.sample_tokens or c.eval_only or not (distributed.master or self.sharded):
             return
 
         def begin_with() -> tuple[list[int], int]:
             tok = tokenizer(meta["tokenizer"])
             newline = "\n" in meta["tokenizer"].get("vocab", "\n")
-            return tok.start("\n") if newline else first, tok.n_vocab
+            return tok.start("\n") if newline else val.ids[:1].tolist(), tok.n_vocab
 
         try:
             ids, n_vocab = by_master(begin_with) if self.sharded else begin_with()
             with self.amp, torch.compiler.set_stance("force_eager"):
                 prompt = torch.tensor([ids], device=self.device)
-                ids = model.eval().generate(
-                    prompt, config["sample_tokens"], 0.8, vocab_size=n_vocab, seed=config["seed"]
-                )
+                ids = model.eval().generate(prompt, c.sample_tokens, 0.8, vocab_size=n_vocab, seed=c.seed)
             if distributed.master:
                 text = tokenizer(meta["tokenizer"]).decode(ids[0].tolist())
                 if log.wandb:
                     log.wandb.log({"sample": log.wandb.Html(f"<pre>{html.escape(text)}</pre>")})
-                say(f"\na sample (more of them: python sample.py --out_dir={config['out_dir']}):\n{text}")
+                say(f"\na sample (more of them: python sample.py --out_dir={c.out_dir}):\n{text}")
         except (UserError, OSError) as error:  # the run itself is done and saved
             say(f"\nno sample: {error}")
 
@@ -360,12 +320,11 @@ class Run:
 # fmt: off
 def wrong_flags(c: SimpleNamespace, given: dict, world: int) -> Iterator[tuple[bool, str]]:
     """(what is wrong, the sentence for it), in an order in which each rule may rely on those before it."""
-    positive = ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "eval_iters")
-    for name in (*positive, "keep_checkpoints"):
+    for name in "batch_size gradient_accumulation_steps eval_interval log_interval eval_iters keep_checkpoints".split():
         yield getattr(c, name) < 1, f"--{name}={getattr(c, name)} must be at least 1"
         yield getattr(c, name) > 2**31, f"--{name}={getattr(c, name)} is too large"
-    counts = ("seed", "max_iters", "save_interval", "sample_tokens", "warmup_iters")
-    for name in (*counts, "min_lr", "weight_decay", "grad_clip", "loss_spike"):
+    numbers = "min_lr weight_decay grad_clip loss_spike"
+    for name in f"seed max_iters save_interval sample_tokens warmup_iters {numbers}".split():
         yield getattr(c, name) < 0, f"--{name}={getattr(c, name)} must not be negative"
     decays = c.decay_lr and c.schedule != "constant"
     yield (decays and c.lr_decay_iters <= c.warmup_iters,
@@ -398,27 +357,21 @@ def wrong_flags(c: SimpleNamespace, given: dict, world: int) -> Iterator[tuple[b
 
 
 def read_by_all(batches: Iterator) -> list:
-    """The batches of an evaluation. Raises UserError on every process, before one computes, where one cannot read."""
-    wrong, read = "", []
-    try:
-        read = list(batches)
-    except (UserError, OSError) as error:
-        wrong = str(error)
-    if summed(torch.tensor(float(wrong != ""))):
-        raise UserError(wrong or "another process could not read its data")
+    """The batches of an evaluation. An error of reading is raised on every process, before one computes."""
+    read = []
+    by_all(lambda: read.extend(batches))
     return read
 
 
 # -----------------------------------------------------------------------------
-# after each step
+# after each step, and at the end
 
 
 class Agreement:
     """What the processes agree on after each step: its outcome, and whether one was asked to stop or cannot go on.
 
     lag: the outcome of a step is read so many steps later; with 1 the host does not wait for a GPU. listen: to SIGINT
-    and SIGTERM, which ask for a stop at the end of the step. A second signal, but not torchrun's copy of the first,
-    stops at once.
+    and SIGTERM, which ask for a stop at the end of the step.
     """
 
     def __init__(self, log: Log, keeper: checkpoint.Keeper, scaler: torch.amp.GradScaler, lag: int, listen: bool):
@@ -433,7 +386,7 @@ class Agreement:
             signal.signal(signal.SIGTERM, self.ask)
 
     def ask(self, number: int, frame: object) -> None:
-        """Takes a signal."""
+        """Takes a signal. A second one, but not torchrun's copy of the first, stops at once."""
         if self.signal and time.monotonic() - self.asked_at > 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -448,14 +401,11 @@ class Agreement:
         return self.stop
 
     def fail(self, problem: str) -> None:
-        """Takes a problem that every process has been told of."""
-        self.failed, self.problem = True, problem
+        """Takes a problem that every process has been told of: the first one says it."""
+        self.failed, self.problem = True, problem if distributed.master else ""
 
     def put(self, step: int, lr: float, loss, norm, largest: list | None) -> torch.Tensor:
-        """Sends a step's outcome on its way: [loss, gradient norm, stop, failed], which it returns, on the device.
-
-        loss and norm are this process's numbers; on a GPU they need not be there yet.
-        """
+        """Sends [loss, gradient norm, stop, failed] of all processes on its way, and returns it, on the device."""
         flags = [torch.full((), float(flag), device=loss.device) for flag in (self.signal != 0, self.problem != "")]
         status = summed(torch.stack((loss / distributed.world, norm / distributed.world, *flags)))
         here, arrived = status, None
@@ -490,45 +440,36 @@ class Agreement:
 
 def diverged(step: int, what: object, keeper: checkpoint.Keeper) -> NoReturn:
     """Ends the run at a loss or at values that are not finite."""
-    if distributed.master:
-        print(
-            f"\nstep {step}: {what}: stopped before the optimizer used that. No checkpoint was changed; a smaller "
-            f"--learning_rate, --grad_clip or --dtype=float32 may help",
-            file=sys.stderr,
-        )
+    advice = "No checkpoint was changed; a smaller --learning_rate, --grad_clip or --dtype=float32 may help"
+    say(f"\nstep {step}: {what}: stopped before the optimizer used that. {advice}", file=sys.stderr)
     keeper.wait()
     sys.exit(1)
 
 
-# -----------------------------------------------------------------------------
-# the end
-
-
-def report_end(run: Run, agreement: Agreement, it: int, seconds: float) -> None:
-    """Waits for the last checkpoint and says how the run has ended after `it` steps. Exits where it was not written."""
+def finish(run: Run, agreement: Agreement, it: int, seconds: float, print_sample: Callable) -> NoReturn:
+    """Says how the run has ended after `it` steps, and exits: 0, 2 after a failure, 128 + the signal after a stop."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    keeper, config = agreement.keeper, run.config
-    out_dir = config["out_dir"]
+    c, keeper = run.flags, agreement.keeper
+    code = 0
     keeper.wait()
-    if not config["eval_only"]:
+    if not c.eval_only:
         say(f"{it - run.start} steps; {seconds:.1f} s with everything after the imports")
     if keeper.error:
         fail(keeper.error)
-    if agreement.failed and (agreement.problem or distributed.master):
-        kept = f"; {out_dir} is saved" if it > run.start and not config["eval_only"] else ""
-        print(f"\nstep {it}: {agreement.problem or 'another process cannot go on'}{kept}", file=sys.stderr)
-    elif agreement.stop and not agreement.failed:
-        say(f"\nstopped by signal after {it} steps; {out_dir} is saved: --init_from=resume --out_dir={out_dir} goes on")
-
-
-def leave(agreement: Agreement) -> None:
-    """Closes wandb and the group of processes, and exits: 0, 2 after a failure, 128 + the signal after a stop."""
+    if agreement.failed:
+        code = 2
+        if agreement.problem or distributed.master:
+            kept = f"; {c.out_dir} is saved" if it > run.start and not c.eval_only else ""
+            print(f"\nstep {it}: {agreement.problem or 'another process cannot go on'}{kept}", file=sys.stderr)
+    elif agreement.stop:
+        code = 128 + (agreement.signal or signal.SIGTERM)  # the signal may have been another process's
+        resume = f"--init_from=resume --out_dir={c.out_dir} goes on"
+        say(f"\nstopped by signal after {it} steps; {c.out_dir} is saved: {resume}")
+    else:
+        print_sample()
     if agreement.log.wandb:
         agreement.log.wandb.finish()
     if distributed.world > 1:
         torch.distributed.destroy_process_group()
-    if agreement.failed:
-        sys.exit(2)
-    if agreement.stop:
-        sys.exit(128 + (agreement.signal or signal.SIGTERM))  # the signal may have been another process's
+    sys.exit(code)
