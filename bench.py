@@ -11,11 +11,10 @@ paper's model, its Table 1), `step` (its training step), `decode` (tokens/s and 
 part; training/timing.py has the others, and measures for all of them.
 
 First the outputs and gradients of each attention are compared with its definition in float64, on fresh random inputs;
-one that is wrong is reported, not timed. Repeats are interleaved: every subject runs once before any runs again.
-Numbers are medians with half their interquartile range; ratios are to the first subject in the same round. A share is
-the least time that the computation could take, by the device's measured rates of a matrix product and of a copy,
-divided by the time that it took. On a GPU, times are taken between two events on the device, and the host begins to
-queue the work 2 or 3 ms before the first one. Everything is written to --out.
+one that is wrong is reported, not timed. Every subject runs once before any runs again. Numbers are medians with half
+their interquartile range; ratios are to the first subject in the same round. A share is the least time that the
+computation could take, by the device's measured rates of a matrix product and of a copy, divided by the time taken. On
+a GPU this is the time between two events, and the host begins to queue the work 2 or 3 ms before the first one.
 """
 
 import functools
@@ -26,22 +25,20 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attention.fast import CHUNK, fast_form
 from attention.scores import spelled_out
 from choices import POSITION
-from configurator import NotInstalled, UserError, check_writable, configure, pick_device, user_errors
+from configurator import UserError, check_writable, configure, pick_device, refuse, user_errors
 from model import ATTENTION, WHOLE, GPTConfig
 from training import timing
-from training.timing import inputs, interleaved, medians, passes, ratios, tried
 
 suite: Literal["all", "quick", "gpu"] = "all"  # settings for a purpose: quick, as --quick; gpu, all tables of a GPU
 what = "attention,model,step,decode"  # the parts to run
@@ -71,9 +68,9 @@ SUITE = {  # name: values for the flags that are not given
     "quick": {"lengths": "256,1024", "model_lengths": "1024", "step_length": 256, "decode_length": 128, "repeats": 3},
     "gpu": {
         "what": "model,step,decode,attention", "device": "cuda", "dtype": "bfloat16", "out": "bench-gpu.json",
-        "head_dim": "64,128,32", "lengths": "2048,8192,32768", "decode_length": 512,
+        "head_dim": "64,128,32", "lengths": "2048,8192,32768", "decode_length": 512, "repeats": 7,
+        "patience": 1.0, "budget": 430.0,
         "tokens": 32768,  # fills the device; with heads of 64 and more its caches, too, more than once
-        "repeats": 7, "patience": 1.0, "budget": 430.0,
     },
 }  # fmt: skip
 BACKENDS = {
@@ -89,10 +86,11 @@ MEASURES = {"forward": (1, 1), "backward": (2.5, 2), "both": (3.5, 3)}
 _began = time.monotonic()
 
 # -----------------------------------------------------------------------------
-# what is timed
+# what is timed, and whether it is right
 
-sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-optional = functools.cache(tried)  # it says only once what is left out
+sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+optional = functools.cache(timing.tried)  # it says only once what is left out
+kernels = functools.partial(importlib.import_module, "attention.kernels")  # they need Triton
 
 
 @dataclass
@@ -109,27 +107,23 @@ class Subject:
     error: float = math.nan  # the largest that the check has found
 
     def __post_init__(self):
-        self.run = self.run or self.layer(as_in_a_model(self.core))
+        self.run = self.run or functools.partial(self.layer, as_in_a_model(self.core))
 
-    def layer(self, core: Callable) -> Callable:
-        """(q, k, v) -> y, all (B, H, T, D), of these heads with this core."""
+    def layer(self, core: Callable, q, k, v):
+        """y of these heads with this core, (B, H, T, D)."""
+        if self.differential:  # heads in pairs, whose values are joined: A1 V - 0.5 A2 V (Ye et al. 2024)
+            joined = torch.cat((v[:, ::2], v[:, 1::2]), dim=-1)  # (B, H / 2, T, 2 D)
+            y = core(q, k, joined.repeat_interleave(2, dim=1))
+            y = y[:, ::2] - 0.5 * y[:, 1::2]
+            return torch.stack(y.chunk(2, dim=-1), dim=2).flatten(1, 2)
+        if self.position:
+            q, k, bias = scheme(self.position, *q.shape[-2:]).to(q.device)(q, k, slice(0, n_head), 0)
+            return core(q.to(v.dtype), k.to(v.dtype), v, bias=bias)
         n = n_short(self.pattern)
-
-        def run(q, k, v):
-            if self.differential:  # heads in pairs, whose values are joined: A1 V - 0.5 A2 V (Ye et al. 2024)
-                joined = torch.cat((v[:, ::2], v[:, 1::2]), dim=-1)  # (B, H / 2, T, 2 D)
-                y = core(q, k, joined.repeat_interleave(2, dim=1))
-                y = y[:, ::2] - 0.5 * y[:, 1::2]
-                return torch.stack(y.chunk(2, dim=-1), dim=2).flatten(1, 2)
-            if self.position:
-                q, k, bias = scheme(self.position, *q.shape[-2:]).to(q.device)(q, k, slice(0, n_head), 0)
-                return core(q.to(v.dtype), k.to(v.dtype), v, bias=bias)
-            if n == 0:
-                return core(q, k, v)
-            short = core(q[:, :n], k[:, :n], v[:, :n], window=window)
-            return torch.cat((short, core(q[:, n:], k[:, n:], v[:, n:])), dim=1) if n < n_head else short
-
-        return run
+        if n == 0:
+            return core(q, k, v)
+        short = core(q[:, :n], k[:, :n], v[:, :n], window=window)
+        return torch.cat((short, core(q[:, n:], k[:, n:], v[:, n:])), dim=1) if n < n_head else short
 
 
 def as_in_a_model(core: str) -> Callable:
@@ -150,11 +144,9 @@ def n_short(pattern: str) -> int:
 
 
 def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
-    """(FLOPs, numbers read or written) of a head's forward pass over n tokens, the least that its result needs.
-
-    Two products for each query and key that it sees; for beta no more than half a chunk and the running sums need
-    (training.estimate.flops). q, k, v and y are read or written once.
-    """
+    """(FLOPs, numbers read or written) of a head's forward pass over n tokens, the least that its result needs: two
+    products for each query and key that it sees, for beta no more than half a chunk and the running sums need
+    (training.estimate.flops). q, k, v and y are read or written once."""
     long = (n + 1) / 2
     if subject.core == "beta":
         long = min(long, (CHUNK + 1) / 2 + 2 * D)
@@ -173,17 +165,11 @@ def flex(pattern: str, dynamic: bool) -> Callable:
     attend = torch.compile(flex_attention, dynamic=dynamic)
     n = n_short(pattern)
 
-    def causal(b, h, i, j):
-        return i >= j
+    def seen(b, h, i, j):
+        return (i >= j) & ((i - j <= window) | (h >= n)) if n else i >= j
 
-    def mixed(b, h, i, j):
-        return (i >= j) & ((i - j <= window) | (h >= n))
-
-    @functools.cache
-    def mask(T: int, dev: torch.device) -> object:
-        return create_block_mask(mixed if n else causal, None, n_head, T, T, device=dev)
-
-    return lambda q, k, v: attend(q, k, v, block_mask=mask(q.shape[-2], q.device))
+    mask = functools.cache(functools.partial(create_block_mask, seen, None, n_head))
+    return lambda q, k, v: attend(q, k, v, block_mask=mask(q.shape[-2], q.shape[-2], device=q.device))
 
 
 def x_transformers() -> Callable:
@@ -207,13 +193,6 @@ def fla_beta() -> Callable:
     return run
 
 
-def triton_kernels() -> dict[str, Callable]:
-    """The attentions that have kernels in attention/kernels.py."""
-    from attention.kernels import KERNEL
-
-    return {core: KERNEL[core](as_in_a_model(core)) for core in KERNEL if core in ATTENTION}
-
-
 def subjects(dev: str, D: int) -> dict[str, Subject]:
     """Everything there is to time here, SDPA first."""
     on_gpu = dev.startswith("cuda")
@@ -231,21 +210,18 @@ def subjects(dev: str, D: int) -> dict[str, Subject]:
         flexes = {pattern: flex(pattern, not on_gpu or D != numbers("head_dim")[0]) for pattern in patterns}
         table |= {f"flex {p}": Subject("softmax", p, run=f, foreign=True, backward=on_gpu) for p, f in flexes.items()}
     if on_gpu or "triton" in only:  # on a CPU in the interpreter, minutes for each
-        kernels = optional("Triton's kernels", triton_kernels, dev, foreign=True) or {}
-        for pattern, core in itertools.product(patterns, kernels):
-            few = {"window": window, "n_short": n_short(pattern)} if pattern != "L" else {}
+        triton = optional("Triton's kernels", kernels, dev, foreign=True)
+        cores = [core for core in triton.KERNEL if core in ATTENTION] if triton else []
+        for pattern, core in itertools.product(patterns, cores):
             name = f"{core} {pattern}".removesuffix(" L") + " triton"
-            table[name] = Subject(core, pattern, run=functools.partial(kernels[core], **few))
+            few = {"window": window, "n_short": n_short(pattern)} if pattern != "L" else {}
+            table[name] = Subject(core, pattern, run=functools.partial(triton.KERNEL[core](as_in_a_model(core)), **few))
     for name, core, make in (("x-transformers", "softmax", x_transformers), ("fla beta", "beta", fla_beta)):
         if run := optional(name, make, dev, foreign=True):
             table[name] = Subject(core, run=run, foreign=True)
     if unknown := set(filter(None, only.split(","))) - set(table):
         raise UserError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(table)}")
     return {name: subject for name, subject in table.items() if not only or name in only.split(",")}
-
-
-# -----------------------------------------------------------------------------
-# whether it is right
 
 
 def derivatives(f: Callable, x: list[torch.Tensor], backward: bool = True) -> list[torch.Tensor]:
@@ -257,7 +233,7 @@ def derivatives(f: Callable, x: list[torch.Tensor], backward: bool = True) -> li
 
 def right_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
     """The subjects whose outputs and gradients are those of the definition in float64, up to rounding."""
-    x = inputs(2, n_head, CHECKED_AT, D, dev, dt)
+    x = timing.inputs(2, n_head, CHECKED_AT, D, dev, dt)
     double = [t.detach().cpu().double().requires_grad_(t.requires_grad) for t in x]
     rows = list(zip(*(t.split(1) for t in double), strict=True))  # sequence by sequence: LASER holds T x T x D numbers
     tolerance = TF32 if dt == torch.float32 and dev.startswith("cuda") else TOLERANCE[dt]
@@ -268,24 +244,21 @@ def right_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
         found = derivatives(subject.run, x, subject.backward)
         meaning = subject.core, subject.pattern, subject.differential, subject.position
         if meaning not in exact:
-            definition = subject.layer(spelled_out(ATTENTION[subject.core]))
+            definition = functools.partial(subject.layer, spelled_out(ATTENTION[subject.core]))
             parts = [derivatives(definition, row) for row in rows]
             exact[meaning] = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
         return [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact[meaning], strict=False)]
 
     for name, subject in subjects(dev, D).items():
-        if name.endswith("triton") and not importlib.import_module("attention.kernels").fits(subject.core, *x[:3]):
+        if name.endswith("triton") and not kernels().fits(subject.core, *x[:3]):
             print(f"{name} left out (its kernel takes no head dim {D} in {dt} on {dev})")
-            continue
-        errors = tried(name, functools.partial(errors_of, subject), dev, subject.foreign)
-        if errors is None:
-            continue
-        subject.error = max(errors, key=lambda e: math.inf if math.isnan(e) else e)
-        if subject.error <= tolerance:
-            right[name] = subject
-        else:
-            found = ", ".join(f"{which} {e:.2g}" for which, e in zip(("y", "dq", "dk", "dv"), errors, strict=False))
-            print(f"{name} is WRONG: it differs from the definition by {found}; not timed")
+        elif errors := timing.tried(name, functools.partial(errors_of, subject), dev, subject.foreign):
+            subject.error = max(errors, key=lambda e: math.inf if math.isnan(e) else e)
+            if subject.error <= tolerance:
+                right[name] = subject
+            else:
+                found = ", ".join(f"{which} {e:.2g}" for which, e in zip(("y", "dq", "dk", "dv"), errors, strict=False))
+                print(f"{name} is WRONG: it differs from the definition by {found}; not timed")
     return right
 
 
@@ -296,14 +269,14 @@ def right_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
 def attention(dev: str, dt: torch.dtype, top: dict) -> Iterator[list[dict]]:
     """Prints a table for each head dim and length, and yields its rows. top: timing.ceilings."""
     for D in numbers("head_dim"):
-        if late():
+        if 0 < budget < time.monotonic() - _began:
             print(f"\nhead dim {D}: out of time (--budget)")
             continue
         print(f"\nattention, head dim {D}")
         table = right_subjects(dev, dt, D)
         pace = {}  # {subject: seconds of a pass for each pair of tokens}
         for n in numbers("lengths"):
-            x = inputs(sequences(n), n_head, n, D, dev, dt)
+            x = timing.inputs(sequences(n), n_head, n, D, dev, dt)
             tasks = {name: warmed_up(name, subject, x, dev, pace) for name, subject in table.items()}
             yield attention_table({name: task for name, task in tasks.items() if task}, table, x, dev, top)
 
@@ -311,23 +284,23 @@ def attention(dev: str, dt: torch.dtype, top: dict) -> Iterator[list[dict]]:
 def warmed_up(name: str, subject: Subject, x: list[torch.Tensor], dev: str, pace: dict) -> Callable | None:
     """What times the passes of a subject, after the first ones; None where they fail or would take too much."""
     B, _, n, _ = x[0].shape
-    task = functools.partial(passes, subject.run, x, dev, subject.backward)
+    task = functools.partial(timing.passes, subject.run, x, dev, subject.backward)
     seconds = pace.get(name, 0.0) * B * n * n
     need = 32 * B * n_head * n * n if name == "sdpa math" else 0  # it holds all scores at once
-    if late():
+    if 0 < budget < time.monotonic() - _began:
         print(f"n = {n}: {name} skipped, out of time (--budget)")
     elif seconds > patience:
         print(f"n = {n}: {name} skipped, would take up to {seconds:.1f} s a pass")
     elif need > timing.free_memory(dev) / 2:
         print(f"n = {n}: {name} skipped, would need {need / 2**30:.1f} GiB")
-    elif row := tried(f"n = {n}: {name}", lambda: task() and task(), dev, subject.foreign):  # the first compiles
+    elif row := timing.tried(f"n = {n}: {name}", lambda: task() and task(), dev, subject.foreign):  # the first compiles
         pace[name] = (row["forward"] + row.get("both", 0.0)) / 1e3 / (B * n * n)
         return task
 
 
 def attention_table(tasks: dict, table: dict, x: list[torch.Tensor], dev: str, top: dict) -> list[dict]:
     """Times the tasks, prints their table and returns its rows."""
-    rounds = interleaved(tasks, dev, repeats)
+    rounds = timing.interleaved(tasks, dev, repeats)
     B, _, n, D = x[0].shape
     columns = "".join(f"{c:>22}{'share':>6}" for c in ("forward", "backward", "forward + backward"))
     print(f"\n{f'n = {n}, d = {D}, B = {B}':24}{columns}{'memory':>12}{'error':>9}")
@@ -336,19 +309,18 @@ def attention_table(tasks: dict, table: dict, x: list[torch.Tensor], dev: str, t
         print(f"(ratios to {first})")
     rows = []
     for name in rounds:
-        ms, spread = medians(rounds[name])
-        ratio = ratios(rounds, name, first)
+        ms, spread = timing.medians(rounds[name])
+        ratio = timing.ratios(rounds, name, first)
         flops, moved = work(table[name], n, D)
         least = B * n_head * flops / top["flops"], B * n_head * moved * x[0].itemsize / top["bytes_per_s"]  # seconds
         share = {k: 1e3 * max(MEASURES[k][0] * least[0], MEASURES[k][1] * least[1]) / ms[k] for k in ms}
-        memory = tried(f"memory of {name}", functools.partial(timing.peak_memory, tasks[name], dev), dev) or 0
+        memory = timing.tried(f"memory of {name}", functools.partial(timing.peak_memory, tasks[name], dev), dev) or 0
         cell = {k: f"{ms[k]:8.2f} ms ±{spread[k]:3.0%}{ratio.get(k, math.nan):5.2f}x{share[k]:6.0%}" for k in ms}
         print(f"{name:24}" + "".join(f"{cell.get(k, '-'):>28}" for k in MEASURES), end="")
         print(f"{memory / 2**20:8.1f} MiB{table[name].error:9.1e}", flush=True)
         row = {"subject": name, "n": n, "d": D, "batch": B, "error": table[name].error}
         row |= {"ms": ms, "spread": spread, "ratio": ratio, "share": share, "peak_bytes": memory}
-        row["against"] = {base: ratios(rounds, name, base) for base in BACKENDS if base in rounds}
-        rows.append(row)
+        rows.append(row | {"against": {base: timing.ratios(rounds, name, base) for base in BACKENDS if base in rounds}})
     return rows
 
 
@@ -357,17 +329,17 @@ def summary(rows: list[dict]) -> None:
     bases = [base for base in ("sdpa flash", "sdpa cudnn") if any(row["subject"] == base for row in rows)]
     sizes = sorted({row["n"] for row in rows})
 
-    def times(against: dict, k: str) -> str:
-        return " / ".join(f"{1 / against[base][k]:.2f}" if k in against.get(base, ()) else "-" for base in bases)
+    def cell(row: dict) -> str:
+        against = [row["against"].get(base, {}) for base in bases]
+        both, forward = (" / ".join(f"{1 / a[k]:.2f}" if k in a else "-" for a in against) for k in ("both", "forward"))
+        return f"{both} ({forward})" if row["against"] else "-"
 
     for D in sorted({row["d"] for row in rows}) if bases else ():
-        against = {(row["subject"], row["n"]): row["against"] for row in rows if row["d"] == D}
+        cells = {(row["subject"], row["n"]): cell(row) for row in rows if row["d"] == D}
         print(f"\nd = {D}: how many times as fast as {' / '.join(bases)}, forward + backward (forward alone)")
         print(f"{'':24}" + "".join(f"{f'n = {n}':>28}" for n in sizes))
-        for name in dict.fromkeys(name for name, _ in against):
-            found = [against.get((name, n)) for n in sizes]
-            cells = [f"{times(a, 'both')} ({times(a, 'forward')})" if a else "-" for a in found]
-            print(f"{name:24}" + "".join(f"{cell:>28}" for cell in cells))
+        for name in dict.fromkeys(name for name, _ in cells):
+            print(f"{name:24}" + "".join(f"{cells.get((name, n), '-'):>28}" for n in sizes))
 
 
 def draw(rows: list[dict], path: str) -> None:
@@ -377,14 +349,13 @@ def draw(rows: list[dict], path: str) -> None:
     if not rows:
         print("nothing was timed: there is nothing to draw")
         return
-    figure = Figure(figsize=(13, 6))
+    figure = Figure(figsize=(13, 6), layout="tight")
     shown = [row for row in rows if row["d"] == rows[0]["d"] and "both" in row["ms"]]
     for ax, label in zip(figure.subplots(1, 2), ("forward + backward, ms", "peak memory, MiB"), strict=True):
         for i, name in enumerate(dict.fromkeys(row["subject"] for row in shown)):
             mine = [row for row in shown if row["subject"] == name]
             y = [row["ms"]["both"] if "ms" in label else row["peak_bytes"] / 2**20 for row in mine]
-            style = {"marker": "o", "markersize": 4, "linestyle": ("-", "--", ":")[i // 10 % 3]}
-            ax.plot([row["n"] for row in mine], y, label=name, **style)
+            ax.plot([row["n"] for row in mine], y, ("o-", "o--", "o:")[i // 10 % 3], markersize=4, label=name)
         ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
         ax.set_xticks(numbers("lengths"), [str(n) for n in numbers("lengths")])
         ax.minorticks_off()
@@ -392,7 +363,6 @@ def draw(rows: list[dict], path: str) -> None:
     ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     batch = f"{tokens} tokens" if tokens else f"{batch_size} sequences"
     figure.suptitle(f"attention, {batch}, H {n_head}, D {rows[0]['d']}")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
     print(f"drew {path}")
 
@@ -401,65 +371,55 @@ def draw(rows: list[dict], path: str) -> None:
 # flags
 
 
-def late() -> bool:
-    """Whether the time of --budget is over."""
-    return 0 < budget < time.monotonic() - _began
-
-
 def sequences(length: int) -> int:
     """How many sequences of this length a pass has."""
     return max(1, tokens // length) if tokens else batch_size
 
 
 def numbers(flag: str) -> list[int]:
-    """The integers of a flag. Raises UserError where they are none, or below 1."""
+    """The integers of a flag. Raises UserError where they are none, below 1 or too large."""
     words = globals()[flag].split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise UserError(f"--{flag} must be positive integers, separated by commas; got {globals()[flag]}")
+    if not all(word.strip().isdecimal() and 0 < int(word) < 2**31 for word in words):
+        raise UserError(f"--{flag} must be positive integers below 2^31, separated by commas; got {globals()[flag]}")
     return [int(word) for word in words] if flag == "head_dim" else sorted(int(word) for word in words)
 
 
-def check_flags(all_parts: list[str]) -> None:
-    """Gives flags that were not given the values of their suite. Raises UserError for flags that do not fit."""
-    if quick and "suite" in given:
-        raise UserError("--quick and --suite are two choices of settings: leave one out")
-    if quick:
-        globals()["suite"] = "quick"
-    if suite == "gpu" and "device" not in given and not torch.cuda.is_available():
-        raise UserError("--suite=gpu needs a CUDA GPU, and there is none here (or this PyTorch is built without CUDA)")
-    globals().update({name: value for name, value in SUITE[suite].items() if name not in given})
-    parts = what.split(",")
-    if unknown := set(parts) - set(all_parts):
-        raise UserError(f"--what={what}: {', '.join(sorted(unknown))} is none of {', '.join(all_parts)}")
-    if min(repeats, batch_size, n_head, step_length, decode_length - 1) < 1 or not patience > 0:
-        raise UserError("sizes, repeats and patience must be positive, decode_length at least 2")
-    if tokens < 0 or budget < 0:
-        raise UserError(f"--tokens={tokens} and --budget={budget} must not be negative")
+# fmt: off
+def wrong_flags(parts: list[str], all_parts: Iterable[str]) -> Iterator[tuple[bool, str]]:
+    """(what is wrong, the sentence for it), in an order in which each rule may rely on those before it."""
+    yield quick and "suite" in given, "--quick and --suite are two choices of settings: leave one out"
+    yield (suite == "gpu" and "device" not in given and not torch.cuda.is_available(),
+           "--suite=gpu needs a CUDA GPU, and there is none here (or this PyTorch is built without CUDA)")
+    unknown = sorted(set(parts) - set(all_parts))
+    yield bool(unknown), f"--what={what}: {', '.join(unknown)} is none of {', '.join(all_parts)}"
+    yield (min(repeats, batch_size, n_head, step_length, decode_length - 1) < 1 or not patience > 0,
+           "sizes, repeats and patience must be positive, decode_length at least 2")
+    yield tokens < 0 or budget < 0, f"--tokens={tokens} and --budget={budget} must not be negative"
     for sizes in ({"n_head": n_head, "n_embd": n_head}, timing.LS_MODEL, timing.GPT_10M):  # or they say why not
         GPTConfig(**sizes, heads=heads, window=window if "S" in heads else None)
-    if "/" in heads:
-        raise UserError(f"--heads={heads}: here it is the pattern of one layer, without a /")
-    if (plot or only) and "attention" not in parts:
-        raise UserError("--plot and --only are for --what=attention")
+    yield "/" in heads, f"--heads={heads}: here it is the pattern of one layer, without a /"
+    yield bool(plot or only) and "attention" not in parts, "--plot and --only are for --what=attention"
     check_writable(out)
     for flag in ("head_dim", "lengths", "model_lengths"):
         numbers(flag)
-    if plot and importlib.util.find_spec("matplotlib") is None:
-        raise NotInstalled("--plot draws with matplotlib: pip install matplotlib")
+    yield plot and not importlib.util.find_spec("matplotlib"), "--plot draws with matplotlib: pip install matplotlib"
+# fmt: on
 
 
 def main() -> None:
     run: dict[str, Callable] = {  # each gives the rows of one table after the other
-        "attention": lambda: attention(dev, dt, top),
+        "attention": lambda: attention(dev, getattr(torch, dt_name), top),
         "model": lambda: (timing.forward_or_step(at, n, sequences(n), train=False) for n in numbers("model_lengths")),
         "step": lambda: [timing.forward_or_step(at, step_length, sequences(step_length), train=True)],
         "decode": lambda: [timing.decoding(at, decode_length)],
     }
-    check_flags(list(run))
+    chosen = "quick" if quick else suite
+    globals().update({"suite": chosen} | {name: value for name, value in SUITE[chosen].items() if name not in given})
+    parts = what.split(",")
+    refuse(wrong_flags(parts, run))
     dev, dt_name, amp = pick_device(device, dtype)
-    dt = getattr(torch, dt_name)
     at = timing.Setting(dev, amp, heads, repeats, seed)
-    if ":" in dev:
+    if dev.startswith("cuda:"):
         torch.cuda.set_device(dev)
     torch.set_float32_matmul_precision("high")  # as train.py: TF32 on a GPU, nothing on a CPU
     torch.set_flush_denormal(True)  # as train.py: on a CPU the tiniest weights are zeros
@@ -471,8 +431,8 @@ def main() -> None:
     torch.manual_seed(seed)
     top = timing.ceilings(dev, dt_name)
     print(f"ceilings: {top['flops'] / 1e12:.3g} TFLOP/s (matrix product), {top['bytes_per_s'] / 1e9:,.0f} GB/s (copy)")
-    results: dict = {"about": about, "ceilings": top} | {part: [] for part in what.split(",")}
-    for part in what.split(","):
+    results = {"about": about, "ceilings": top} | {part: [] for part in parts}
+    for part in parts:
         for rows in run[part]():
             results[part] += rows
             with open(out, "w", encoding="utf-8") as f:

@@ -8,30 +8,18 @@ defaults are spelled out (GPTConfig.resolved) except in check(). Shapes: B batch
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from attention.fast import takes_dropout
+from attention.fast import linear_in_values, takes_dropout
 from attention.scores import ByDistance, at_least_float32
 from configurator import refuse
 
 # -----------------------------------------------------------------------------
 # Norms
-
-
-class LayerNorm(nn.Module):
-    """LayerNorm (Ba et al. 2016) with an optional bias."""
-
-    def __init__(self, width: int, bias: bool, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
-        self.eps = eps
-
-    def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -46,12 +34,12 @@ class RMSNorm(nn.RMSNorm):
         return y if self.bias is None else y + self.bias
 
 
-NORM: dict[str, Callable] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+NORM: dict[str, Callable] = {"layernorm": nn.LayerNorm, "rmsnorm": RMSNorm}  # LayerNorm: Ba et al. 2016
 
 
 def new_norm(c, norm: str, width: int) -> nn.Module:
     """A norm of this name with the configuration's bias and epsilon."""
-    return NORM[norm](width, norm_has_bias(c, norm), c.norm_eps)
+    return NORM[norm](width, bias=norm_has_bias(c, norm), eps=c.norm_eps)
 
 
 def norm_has_bias(c, norm: str) -> bool:
@@ -83,17 +71,13 @@ class L2Norm(nn.Module):
         return x if self.scale is None else self.scale * x
 
 
-def l2_scale(T: int) -> float:
-    """g at the start of training, log2(T^2 - T) (Henry et al. 2020, section 3.1)."""
-    return math.log2(max(T, 2) ** 2 - max(T, 2))
-
-
 # f(c, D) -> the module for the queries of a layer, and the one for its keys
 QK_NORM: dict[str, Callable] = {
     "none": lambda c, D: (nn.Identity(), nn.Identity()),
     "layernorm": lambda c, D: (new_norm(c, "layernorm", D), new_norm(c, "layernorm", D)),  # LASER, section 4
     "rmsnorm": lambda c, D: (new_norm(c, "rmsnorm", D), new_norm(c, "rmsnorm", D)),
-    "l2": lambda c, D: (L2Norm(D**0.5 * l2_scale(c.block_size)), L2Norm()),  # D**0.5: s is g q k, unscaled
+    # s = g q k, unscaled (hence D**0.5); g starts at log2(T^2 - T) (Henry et al. 2020, section 3.1)
+    "l2": lambda c, D: (L2Norm(D**0.5 * math.log2(max(2, c.block_size**2 - c.block_size))), L2Norm()),
 }
 
 # -----------------------------------------------------------------------------
@@ -115,10 +99,8 @@ class Sinusoids(nn.Module):
 
 
 class Scheme(nn.Module):
-    """A position that acts inside attention: forward(q, k, heads, past) -> (q, k, bias).
-
-    heads: which of the layer's heads q has. past: the number of tokens before q and k.
-    """
+    """A position that acts inside attention: forward(q, k, heads, past) -> (q, k, bias), where q has these of the
+    layer's heads, and past is the number of tokens before q and k."""
 
     scores = True  # whether it gives a bias; running sums cannot hold one, so with a bias beta keeps all keys
     shared = False  # whether all layers have the same one
@@ -167,9 +149,10 @@ class ALiBi(Scheme):
 
     def __init__(self, c):
         super().__init__()
-        n_map, pos = 2 if c.differential else 1, torch.arange(c.block_size, dtype=torch.float)
+        n_map = 2 if c.differential else 1
         slopes = torch.tensor(alibi_slopes(c.n_head // n_map)).repeat_interleave(n_map)[:, None]
-        a, j = (slopes / c.scale).expand(-1, len(pos)), pos - len(pos) // 2  # halves the largest number
+        j = torch.arange(c.block_size, dtype=torch.float) - c.block_size // 2  # halves the largest number
+        a = (slopes / c.scale).expand(-1, c.block_size)
         a1, a2 = in_two(a)
         ai1, ai2 = in_two(-a * j / 256)
         j1, j2 = in_two(j)
@@ -218,8 +201,7 @@ class Relative(Scheme):
 
 
 class T5(Scheme):
-    """A learned number per head and bucket of distances is added to the scores; all layers share the table
-    (Raffel et al. 2019, section 2.1)."""
+    """A learned number per head and bucket of distances is added to the scores (Raffel et al. 2019, section 2.1)."""
 
     shared, buckets = True, 32
 
@@ -253,11 +235,7 @@ POSITION: dict[str, tuple[Callable | None, Callable | None]] = {
 # -----------------------------------------------------------------------------
 # Activations of the MLP
 
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
+gelu_tanh = partial(F.gelu, approximate="tanh")
 # (f, gated): the MLP is W2 f(W1 x) or, gated, W2 (f(W1 x) * (W3 x)) (Shazeer 2020)
 ACTIVATION: dict[str, tuple[Callable, bool]] = {
     "gelu": (gelu_tanh, False),  # GPT-2's own
@@ -283,7 +261,6 @@ ACTIVATION: dict[str, tuple[Callable, bool]] = {
 def with_defaults(c, ATTENTION: dict[str, Callable]):
     """GPTConfig.resolved(): c with a number in the place of each None that stands for one."""
     span = 50 if c.block_size <= 2048 else 100  # LS paper, section 5.1
-    hidden = 8 * max(1, round(c.n_embd / 3)) if ACTIVATION[c.mlp][1] else 4 * c.n_embd
     reach = {"relative": 16, "t5": 128}  # of their papers
     attn_dropout = c.dropout if takes_dropout(ATTENTION[c.attention]) else 0.0
     return replace(
@@ -294,7 +271,7 @@ def with_defaults(c, ATTENTION: dict[str, Callable]):
         window=span if c.window is None and "S" in c.heads else c.window,
         rope_base=c.rope_base or (10000.0 if c.position == "rope" else None),
         max_distance=c.max_distance or reach.get(c.position),
-        n_hidden=c.n_hidden or hidden,
+        n_hidden=c.n_hidden or (8 * max(1, round(c.n_embd / 3)) if ACTIVATION[c.mlp][1] else 4 * c.n_embd),
     )
 
 
@@ -309,7 +286,7 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
     for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "n_hidden"):
         value = getattr(c, name)
         yield value is not None and value < 1, f"{name}={value} must be at least 1"
-        yield value is not None and value > 2**31, f"{name}={value} is too large"
+        yield value is not None and value > (10**5 if name == "n_layer" else 2**31), f"{name}={value} is too large"
     near = sorted(sorted(divisors(min(c.n_embd, 2**16)), key=lambda n: abs(n - c.n_head))[:3])
     yield (c.head_dim is None and c.n_embd % c.n_head != 0,
            f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}, but of {near} it is; or set head_dim")
@@ -323,22 +300,21 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
     yield (bool(c.attn_dropout) and not takes_dropout(ATTENTION[c.attention]),
            f"attention={c.attention!r} allows no dropout on attention weights (its function takes no `dropout`; in "
            f"LASER a dropped weight can be log(0)): leave attn_dropout out, or set it to 0")
-    yield (not 0 < c.temperature < math.inf,
-           f"temperature={c.temperature} must be a positive number; 1.0 leaves the scores alone")
+    positive = {"temperature": "; 1.0 leaves the scores alone", "logit_softcap": "; Gemma 2's is 30", "rope_base": ""}
+    for name, hint in positive.items():
+        value = getattr(c, name)
+        yield value is not None and not 0 < value < math.inf, f"{name}={value} must be a positive number{hint}"
     yield (c.block == "parallel" and c.where == "post",
            "where='post' normalises after each sum, but a parallel block has one sum: where='pre'")
     yield not 0 < c.norm_eps < 1, f"norm_eps={c.norm_eps} must be between 0 and 1"
     yield not 0 <= c.z_loss < math.inf, f"z_loss={c.z_loss} must not be negative; PaLM's is 1e-4"
-    yield (c.logit_softcap is not None and not 0 < c.logit_softcap < math.inf,
-           f"logit_softcap={c.logit_softcap} must be a positive number; Gemma 2's is 30")
     yield from rules_of_heads(c)
-    yield from rules_of_position(c)
+    yield from rules_of_position(c, ATTENTION)
 
 
 def rules_of_heads(c) -> Iterator[tuple[bool, str]]:
     G = c.n_kv_head or c.n_head
-    yield (c.n_head % G != 0,
-           f"n_head={c.n_head} is not a multiple of n_kv_head={G}; one of {divisors(c.n_head)} fits")
+    yield c.n_head % G != 0, f"n_head={c.n_head} is not a multiple of n_kv_head={G}; one of {divisors(c.n_head)} fits"
     layers = c.heads.split("/")
     yield (not all(layers) or bool(set(c.heads) - set("SL/")),
            f"heads={c.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, S/S/L")
@@ -348,8 +324,7 @@ def rules_of_heads(c) -> Iterator[tuple[bool, str]]:
            f"n_head={c.n_head} hold: the end of the pattern would be lost")
     yield ("S" not in c.heads and c.window is not None,
            f"window={c.window} needs a short head, but heads={c.heads!r} has no S: --heads=SSSL")
-    yield (c.window is not None and c.window < 0,
-           f"window={c.window} must be 0 (a token sees itself alone) or more")
+    yield c.window is not None and c.window < 0, f"window={c.window} must be 0 (a token sees itself alone) or more"
     if not c.differential:
         return
     yield c.n_head % 2 == 1, f"differential attention pairs the heads, but n_head={c.n_head} is odd"
@@ -360,7 +335,7 @@ def rules_of_heads(c) -> Iterator[tuple[bool, str]]:
                f"but the letters of a layer are {letters}; write each letter twice: SSLL")
 
 
-def rules_of_position(c) -> Iterator[tuple[bool, str]]:
+def rules_of_position(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
     D = c.head_dim or c.n_embd // c.n_head
     yield (c.position == "rope" and D % 2 == 1,
            f"position='rope' turns dimensions in pairs, but a head has {D}: head_dim must be even")
@@ -369,24 +344,20 @@ def rules_of_position(c) -> Iterator[tuple[bool, str]]:
     yield (c.position in ("alibi", "t5") and c.attention == "beta",
            f"position={c.position!r} lowers the scores of far keys, but a score of beta is a weight, and a low one a "
            f"large negative weight: rope, relative, learned, sinusoidal or none go with beta")
-    yield (c.position == "relative" and c.attention == "laser",
-           "position='relative' gives each pair of tokens a value of its own, but LASER takes exp of one value per "
-           "token: rope, alibi, t5, learned, sinusoidal or none go with laser")
+    yield (c.position == "relative" and not linear_in_values(ATTENTION[c.attention]),
+           f"position='relative' adds a vector to the values by distance, for which an attention must be linear in its "
+           f"values, and {c.attention} is not: rope, alibi, t5, learned, sinusoidal or none go with it")
     for name, positions in (("rope_base", ("rope",)), ("max_distance", ("relative", "t5"))):
         value = getattr(c, name)
         yield (value is not None and c.position not in positions,
                f"{name}={value} is of position={' or '.join(positions)}, not of {c.position!r}: leave it None")
-    yield (c.rope_base is not None and not 0 < c.rope_base < math.inf,
-           f"rope_base={c.rope_base} must be a positive number")
     least = T5.buckets // 2 + 1 if c.position == "t5" else 1
     yield (c.max_distance is not None and c.max_distance < least,
            f"max_distance={c.max_distance} must be at least {least} for {c.position!r}")
-    if not c.nope_long:
-        return
-    inside = ", ".join(name for name, (_, scheme) in POSITION.items() if scheme)
-    yield (POSITION[c.position][1] is None,
-           f"nope_long leaves out a position inside attention, {inside}; not {c.position!r}")
-    yield (not {"S", "L"} <= set(c.heads),
+    inside = [name for name, (_, scheme) in POSITION.items() if scheme]
+    yield (c.nope_long and c.position not in inside,
+           f"nope_long leaves out a position inside attention, {', '.join(inside)}; not {c.position!r}")
+    yield (c.nope_long and not {"S", "L"} <= set(c.heads),
            f"nope_long tells long heads from short ones, but heads={c.heads!r} has one kind: --heads=S/S/S/L, or "
            f"--position=none")
 # fmt: on

@@ -1,7 +1,4 @@
-"""How bench.py measures times and memory; and the times of whole models: forward passes, training steps, decoding.
-
-Repeats are interleaved: every task runs once before any task runs again. A task that fails is left out, and says why.
-"""
+"""How bench.py measures times and memory; and the times of whole models: forward passes, training steps, decoding."""
 
 import collections
 import functools
@@ -63,14 +60,10 @@ def passes(run: Callable, x: list[torch.Tensor], dev: str, backward: bool) -> di
     """Milliseconds of y = run(q, k, v) without gradients, of its backward pass, and of both; x: q, k, v and dy."""
     *qkv, dy = x
     y = []
-
-    def gradients() -> None:  # backward() would copy what is laid out in another way than q, k and v
-        torch.autograd.grad(y[0], qkv, dy)
-
     with torch.no_grad():
         row = {"forward": stopwatch(dev, lambda: run(*(t.detach() for t in qkv)))[0]}
-    if backward:
-        both = stopwatch(dev, lambda: y.append(run(*qkv)), gradients)
+    if backward:  # by grad(): y.backward() would copy what is laid out in another way than q, k and v
+        both = stopwatch(dev, lambda: y.append(run(*qkv)), lambda: torch.autograd.grad(y[0], qkv, dy))
         row |= {"backward": both[1], "both": sum(both)}
     return row
 
@@ -99,28 +92,24 @@ def peak_memory(f: Callable, dev: str) -> int:
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-    events = [event for event in p.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
+    events = sorted(p.kineto_results.events(), key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events if event.name() == "[memory]"), initial=0))
 
 
 def free_memory(dev: str) -> int:
     """Bytes that are free on the device; where nobody says, as if there were 8 GiB."""
     if dev.startswith("cuda"):
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    try:
-        with open("/proc/meminfo", encoding="ascii") as f:
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
-    except OSError:
+    if not os.path.exists("/proc/meminfo"):
         return 8 * 2**30
+    with open("/proc/meminfo", encoding="ascii") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
 
 
 def tried(name: str, f: Callable, dev: str, foreign: bool = False) -> object:
-    """f(), or None where it fails: then a line says why, after the traceback where it is a bug.
-
-    foreign: f is the code of another library: no traceback. Raises UserError where the device can no longer be used, as
-    after a kernel that wrote where it should not.
-    """
+    """f(), or None where it fails: then a line says why, after the traceback where it is a bug of ours (foreign: f is
+    another library's). Raises UserError where the device can no longer be used, as after a kernel that wrote where
+    it should not."""
     try:
         return f()
     except Exception as error:
@@ -136,15 +125,15 @@ def tried(name: str, f: Callable, dev: str, foreign: bool = False) -> object:
 
 
 def interleaved(tasks: dict[str, Callable], dev: str, repeats: int) -> Rounds:
-    """The numbers of tasks, each of which returns a dict of them. Those that fail are left out."""
+    """The numbers of tasks, each of which returns a dict of them. Every task runs once before any task runs again. A
+    task that fails is left out, and says why."""
     got = {name: [] for name in tasks}
     for _ in range(repeats):
         for name in list(got):
-            row = tried(name, tasks[name], dev)
-            if row is None:
-                del got[name]
-            else:
+            if row := tried(name, tasks[name], dev):
                 got[name].append(row)
+            else:
+                del got[name]
     return {name: {key: [row[key] for row in rows] for key in rows[0]} for name, rows in got.items()}
 
 
@@ -185,18 +174,15 @@ def forward_or_step(at: Setting, length: int, B: int, train: bool) -> list[dict]
     settings = Settings(1e-4, (0.9, 0.95), 0.1, fused=not at.dev.startswith("mps"))
     adamw = {name: OPTIMIZER["adamw"](gpt, settings)[0] for name, gpt in gpts.items() if train}
 
-    def timed(name: str) -> dict:
-        def once() -> None:
-            with at.amp, torch.set_grad_enabled(train):
-                loss = gpts[name](x, x if train else None)[1]
-            if train:
-                loss.backward()
-                adamw[name].step()
-                adamw[name].zero_grad()
+    def once(name: str) -> None:
+        with at.amp, torch.set_grad_enabled(train):
+            loss = gpts[name](x, x if train else None)[1]
+        if train:
+            loss.backward()
+            adamw[name].step()
+            adamw[name].zero_grad()
 
-        return {"ms": stopwatch(at.dev, once)[0]}
-
-    tasks = {name: functools.partial(timed, name) for name in gpts}
+    tasks = {name: lambda name=name: {"ms": stopwatch(at.dev, functools.partial(once, name))[0]} for name in gpts}
     tasks = {name: task for name, task in tasks.items() if tried(name, task, at.dev)}  # warm-up
     title = "training step" if train else "forward pass"
     print(f"\n{title} of the LS paper's model (6 layers, 192 wide, 6 heads), n = {length}, batch {B}")
@@ -205,47 +191,43 @@ def forward_or_step(at: Setting, length: int, B: int, train: bool) -> list[dict]
     for name, columns in rounds.items():
         ms, spread = (measure["ms"] for measure in medians(columns))
         change = ratios(rounds, name, next(iter(rounds)))["ms"] - 1
+        speed = B * length / ms * 1e3
         row = {"subject": name, "n": length, "batch": B, "ms": ms, "ms_per_sequence": ms / B, "spread": spread}
-        row |= {"change": change, "tokens_per_s": B * length / ms * 1e3}
-        speed = f"{row['tokens_per_s']:12,.0f} tokens/s"
-        print(f"{name:24}{ms:10.1f} ms ±{spread:3.0%}{change:+9.1%}{ms / B:10.2f} ms a sequence{speed}", flush=True)
-        rows.append(row)
+        rows.append(row | {"change": change, "tokens_per_s": speed})
+        print(f"{name:24}{ms:10.1f} ms ±{spread:3.0%}{change:+9.1%}{ms / B:10.2f} ms a sequence", end="")
+        print(f"{speed:12,.0f} tokens/s", flush=True)
     return rows
 
 
 def decoding(at: Setting, n: int) -> list[dict]:
     """Tokens/s of one sequence from one token to n, and the size of the cache; prints both tables."""
-    print(f"\ndecoding, 6 layers, 384 wide, 6 heads\n{f'one sequence to {n} tokens':30}", end="")
-    print("".join(f"{column:>16}" for column in ("tokens/s", "first tenth", "last tenth")))
+    print("\ndecoding, 6 layers, 384 wide, 6 heads")
+    print(f"{f'one sequence to {n} tokens':30}{'tokens/s':>16}{'first tenth':>16}{'last tenth':>16}")
     rows = []
     for name, gpt in models(at, n, GPT_10M).items():
         for cached in (True, False) if name == "softmax L" else (True,):
             subject = name if cached else f"{name}, no cache"
-            row = tried(subject, functools.partial(speeds, at, gpt.eval(), n, cached), at.dev)
-            if row is not None:
+            if row := tried(subject, functools.partial(speeds, at, gpt.eval(), n, cached), at.dev):
                 rows.append({"subject": subject, "n": n, **row})
                 print(f"{subject:30}" + "".join(f"{x:16.1f}" for x in row.values()), flush=True)
     gpts = {T: models(at, T, GPT_10M) for T in (1024, 8192)}
     print(f"\n{'bytes of its cache':30}" + "".join(f"{f'n = {T}':>16}" for T in gpts))
     most = None
     for name in gpts[8192]:
-        size = tried(name, lambda name=name: {T: cache_bytes(at, gpts[T][name]) for T in gpts}, at.dev)
-        if size is None:
-            continue
-        most = most or size[8192]  # softmax's, all long, which comes first
-        rows += [{"subject": name, "n": T, "cache_bytes": size[T]} for T in size]
-        print(f"{name:30}" + "".join(f"{x:16,}" for x in size.values()) + f"{most / size[8192]:10.2f}x less at 8192")
+        if size := tried(name, lambda name=name: {T: cache_bytes(at, gpts[T][name]) for T in gpts}, at.dev):
+            most = most or size[8192]  # softmax's, all long, which comes first
+            rows += [{"subject": name, "n": T, "cache_bytes": size[T]} for T in size]
+            print(f"{name:30}{size[1024]:16,}{size[8192]:16,}{most / size[8192]:10.2f}x less at 8192")
     return rows
 
 
 def speeds(at: Setting, gpt: GPT, n: int, cached: bool) -> dict[str, float]:
     """Tokens/s of all of a sequence, of its first tenth and of its last."""
     start = torch.zeros(1, 1, dtype=torch.long, device=at.dev)
-    sampling = {"seed": at.seed, "use_cache": cached}
     with at.amp:
-        gpt.generate(start, min(8, n - 1), **sampling)  # warm-up
+        gpt.generate(start, min(8, n - 1), seed=at.seed, use_cache=cached)  # warm-up
         ticks = [clock(at.dev)]
-        ticks += [clock(at.dev) for _ in gpt.stream(start, n - 1, temperature=0.8, **sampling)]
+        ticks += [clock(at.dev) for _ in gpt.stream(start, n - 1, temperature=0.8, seed=at.seed, use_cache=cached)]
     tenth = max(1, (n - 1) // 10)
     row = {"tokens_per_s": (n - 1) / (ticks[-1] - ticks[0]), "first": tenth / (ticks[tenth] - ticks[0])}
     return row | {"last": tenth / (ticks[-1] - ticks[-1 - tenth])}
