@@ -644,7 +644,7 @@ def test_zero_init_starts_from_the_embedding(where):
         ({"where": "post", "block": "parallel"}, "a parallel block has one sum"),
         ({"position": "alibi", "attention": "beta"}, "a score of beta is a weight"),
         ({"position": "t5", "attention": "beta"}, "a score of beta is a weight"),
-        ({"position": "relative", "attention": "laser"}, "a value of its own"),
+        ({"position": "relative", "attention": "laser"}, "must be linear in its values, and laser is not"),
         ({"rope_base": 100.0}, "is of position=rope, not of 'learned'"),
         ({"rope_base": 0.0, "position": "rope"}, "must be a positive number"),
         ({"max_distance": 9}, "is of position=relative or t5, not of 'learned'"),

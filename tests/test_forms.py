@@ -239,6 +239,21 @@ def test_a_bug_in_an_attention_is_its_own(monkeypatch):
         gpt(torch.zeros(1, 8, dtype=torch.long))
 
 
+def test_values_by_distance_need_a_linear_attention(monkeypatch):
+    """By what an attention computes, not by its name: Shaw's positions add to the values of each pair of tokens."""
+    sizes = {"block_size": 8, "vocab_size": 5, "n_layer": 1, "n_head": 2, "n_embd": 16, "position": "relative"}
+    monkeypatch.setitem(ATTENTION, "mine", sigmoid_attention)
+    GPTConfig(**sizes, attention="mine")
+
+    def squared(q, k, v, **settings):
+        return model.softmax_attention(q, k, v * v, **settings)
+
+    for not_linear in (squared, lambda *x, **settings: model.laser_attention(*x, **settings)):
+        monkeypatch.setitem(ATTENTION, "mine", not_linear)
+        with pytest.raises(ValueError, match="must be linear in its values, and mine is not"):
+            GPTConfig(**sizes, attention="mine")
+
+
 def test_an_output_of_another_shape_is_seen(monkeypatch):
     monkeypatch.setitem(
         ATTENTION, "flat", lambda q, k, v, *, window=None, scale=None, bias=None: v.sum(1, keepdim=True)
