@@ -29,7 +29,6 @@ LASER_RANGE = 60.0  # exp(-60) = 9e-27, and its inverse, are far from float32's 
 BETA_LINEAR_FROM = 256  # tokens; with fewer, the quadratic form of beta is as fast
 BETA_ROWS = 8192  # queries of all heads that a CPU works on at once: their tensors stay in its cache
 
-
 # -----------------------------------------------------------------------------
 # Any attention: short heads in blocks, long heads a few queries at a time
 

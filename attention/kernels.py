@@ -376,7 +376,6 @@ def exact_backward_kernel(
 # -----------------------------------------------------------------------------
 # from PyTorch
 
-
 SMALL = BEFORE_HOPPER = False
 if torch.cuda.is_available():  # of GeForce a block has 99 KiB of shared memory, of an A100 163, of an H100 227
     SMALL = torch.cuda.get_device_properties().shared_memory_per_block_optin < 2**17
