@@ -13,8 +13,7 @@ part; training/timing.py has the others, and measures for all of them.
 First the outputs and gradients of each attention are compared with its definition in float64, on fresh random inputs;
 one that is wrong is reported, not timed. Every subject runs once before any runs again. Numbers are medians with half
 their interquartile range; ratios are to the first subject in the same round. A share is the least time that the
-computation could take, by the device's measured rates of a matrix product and of a copy, divided by the time taken. On
-a GPU this is the time between two events, and the host begins to queue the work 2 or 3 ms before the first one.
+computation could take, by the device's measured rates of a matrix product and of a copy, divided by the time taken.
 """
 
 import functools
@@ -69,8 +68,7 @@ SUITE = {  # name: values for the flags that are not given
     "gpu": {
         "what": "model,step,decode,attention", "device": "cuda", "dtype": "bfloat16", "out": "bench-gpu.json",
         "head_dim": "64,128,32", "lengths": "2048,8192,32768", "decode_length": 512, "repeats": 7,
-        "patience": 1.0, "budget": 430.0,
-        "tokens": 32768,  # fills the device; with heads of 64 and more its caches, too, more than once
+        "patience": 1.0, "budget": 430.0, "tokens": 32768,  # so many fill a GPU and, in heads of 64 or more, its caches
     },
 }  # fmt: skip
 BACKENDS = {
@@ -144,25 +142,22 @@ def n_short(pattern: str) -> int:
 
 
 def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
-    """(FLOPs, numbers read or written) of a head's forward pass over n tokens, the least that its result needs: two
-    products for each query and key that it sees, for beta no more than half a chunk and the running sums need
-    (training.estimate.flops). q, k, v and y are read or written once."""
-    long = (n + 1) / 2
-    if subject.core == "beta":
+    """(FLOPs, numbers read or written) of a head's forward pass over n tokens, the least that its result needs."""
+    long = (n + 1) / 2  # keys that a query sees, in the mean
+    if subject.core == "beta":  # half a chunk and the running sums, as in training.estimate.flops
         long = min(long, (CHUNK + 1) / 2 + 2 * D)
     w = min(window, n - 1)
     short = (w + 1) * (1 - w / (2 * n))
     keys = long + (short - long) * n_short(subject.pattern) / n_head
     widths = 3 * D if subject.differential else 2 * D  # of a key and its value
-    return 2 * widths * keys * n, 4 * D * n
+    return 2 * widths * keys * n, 4 * D * n  # two products; q, k, v and y are read or written once
 
 
 @functools.cache
 def flex(pattern: str, dynamic: bool) -> Callable:
-    """FlexAttention, which skips the blocks that its mask leaves out. dynamic: compiled once for all lengths, with
-    checks of bounds that a multiple of 128 tokens would not need; else compiled for each length."""
+    """FlexAttention, which skips the blocks that its mask leaves out; compiled once (dynamic) or for each length."""
     torch._dynamo.config.recompile_limit = 64  # for each length, head dim, pattern, and with gradients
-    attend = torch.compile(flex_attention, dynamic=dynamic)
+    attend = torch.compile(flex_attention, dynamic=dynamic)  # dynamic: checks bounds, as for n = 100
     n = n_short(pattern)
 
     def seen(b, h, i, j):
@@ -329,16 +324,16 @@ def summary(rows: list[dict]) -> None:
     bases = [base for base in ("sdpa flash", "sdpa cudnn") if any(row["subject"] == base for row in rows)]
     sizes = sorted({row["n"] for row in rows})
 
-    def cell(row: dict) -> str:
+    def times(row: dict, k: str) -> str:
         against = [row["against"].get(base, {}) for base in bases]
-        both, forward = (" / ".join(f"{1 / a[k]:.2f}" if k in a else "-" for a in against) for k in ("both", "forward"))
-        return f"{both} ({forward})" if row["against"] else "-"
+        return " / ".join(f"{1 / a[k]:.2f}" if k in a else "-" for a in against)
 
     for D in sorted({row["d"] for row in rows}) if bases else ():
-        cells = {(row["subject"], row["n"]): cell(row) for row in rows if row["d"] == D}
+        mine = [row for row in rows if row["d"] == D and row["against"]]
+        cells = {(row["subject"], row["n"]): f"{times(row, 'both')} ({times(row, 'forward')})" for row in mine}
         print(f"\nd = {D}: how many times as fast as {' / '.join(bases)}, forward + backward (forward alone)")
         print(f"{'':24}" + "".join(f"{f'n = {n}':>28}" for n in sizes))
-        for name in dict.fromkeys(name for name, _ in cells):
+        for name in dict.fromkeys(row["subject"] for row in rows if row["d"] == D):
             print(f"{name:24}" + "".join(f"{cells.get((name, n), '-'):>28}" for n in sizes))
 
 
@@ -365,10 +360,6 @@ def draw(rows: list[dict], path: str) -> None:
     figure.suptitle(f"attention, {batch}, H {n_head}, D {rows[0]['d']}")
     figure.savefig(path, dpi=110)
     print(f"drew {path}")
-
-
-# -----------------------------------------------------------------------------
-# flags
 
 
 def sequences(length: int) -> int:

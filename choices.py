@@ -99,8 +99,10 @@ class Sinusoids(nn.Module):
 
 
 class Scheme(nn.Module):
-    """A position that acts inside attention: forward(q, k, heads, past) -> (q, k, bias), where q has these of the
-    layer's heads, and past is the number of tokens before q and k."""
+    """A position that acts inside attention: forward(q, k, heads, past) -> (q, k, bias).
+
+    heads: which of the layer's heads q has. past: the number of tokens before q and k.
+    """
 
     scores = True  # whether it gives a bias; running sums cannot hold one, so with a bias beta keeps all keys
     shared = False  # whether all layers have the same one
@@ -261,7 +263,6 @@ ACTIVATION: dict[str, tuple[Callable, bool]] = {
 def with_defaults(c, ATTENTION: dict[str, Callable]):
     """GPTConfig.resolved(): c with a number in the place of each None that stands for one."""
     span = 50 if c.block_size <= 2048 else 100  # LS paper, section 5.1
-    reach = {"relative": 16, "t5": 128}  # of their papers
     attn_dropout = c.dropout if takes_dropout(ATTENTION[c.attention]) else 0.0
     return replace(
         c,
@@ -270,7 +271,7 @@ def with_defaults(c, ATTENTION: dict[str, Callable]):
         attn_dropout=attn_dropout if c.attn_dropout is None else c.attn_dropout,
         window=span if c.window is None and "S" in c.heads else c.window,
         rope_base=c.rope_base or (10000.0 if c.position == "rope" else None),
-        max_distance=c.max_distance or reach.get(c.position),
+        max_distance=c.max_distance or {"relative": 16, "t5": 128}.get(c.position),  # of their papers
         n_hidden=c.n_hidden or (8 * max(1, round(c.n_embd / 3)) if ACTIVATION[c.mlp][1] else 4 * c.n_embd),
     )
 
@@ -292,11 +293,9 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
            f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}, but of {near} it is; or set head_dim")
     tables = {"attention": ATTENTION, "qk_norm": QK_NORM, "position": POSITION, "norm": NORM, "where": WHERE}
     for name, table in (tables | {"block": ("serial", "parallel"), "mlp": ACTIVATION}).items():
-        value = getattr(c, name)
-        yield value not in table, f"{name}={value!r} is none of {', '.join(table)}"
+        yield getattr(c, name) not in table, f"{name}={getattr(c, name)!r} is none of {', '.join(table)}"
     for name in ("dropout", "attn_dropout"):
-        value = getattr(c, name)
-        yield not 0 <= (value or 0.0) < 1, f"{name}={value} must be in [0, 1)"
+        yield not 0 <= (getattr(c, name) or 0.0) < 1, f"{name}={getattr(c, name)} must be in [0, 1)"
     yield (bool(c.attn_dropout) and not takes_dropout(ATTENTION[c.attention]),
            f"attention={c.attention!r} allows no dropout on attention weights (its function takes no `dropout`; in "
            f"LASER a dropped weight can be log(0)): leave attn_dropout out, or set it to 0")

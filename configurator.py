@@ -67,7 +67,7 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Within it a UserError or an OSError becomes a sentence and exit code 2; any other error is a bug."""
+    """A UserError or OSError becomes a sentence and exit code 2; any other error is a bug and keeps its traceback."""
     try:
         yield
     except BrokenPipeError:  # `| head` has closed the pipe: _excepthook knows
@@ -124,10 +124,6 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
     return config, given
 
 
-# -----------------------------------------------------------------------------
-# what the flags are
-
-
 def _flags(script: dict, dataclasses: tuple) -> dict[str, Flag]:
     flags = {}
     source = pathlib.Path(script["__file__"]).read_text(encoding="utf-8")
@@ -182,10 +178,6 @@ def _print_help(script: dict, flags: dict[str, Flag]) -> None:
                 print(f"  --{key}={flag.default!r}".ljust(40) + f"  {flag.comment}{choices}")
 
 
-# -----------------------------------------------------------------------------
-# where their values come from
-
-
 def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
     """The assignments of a config file, run in a namespace of its own."""
     beside = os.path.join(os.path.dirname(os.path.abspath(script["__file__"])), path)
@@ -207,10 +199,7 @@ def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
             continue
         if name not in flags:
             fail(f"{path} sets `{name}`, {_unknown(name, flags)} (names that begin with _ are your own)")
-        try:
-            values[name] = _checked(value, flags[name].legal)
-        except UserError as error:
-            fail(f"{path}: {name} = {value!r}: {error}")
+        values[name] = _checked(value, flags[name].legal, f"{path}: {name} = {value!r}")
     return values
 
 
@@ -232,10 +221,7 @@ def _read_flag(arg: str, flags: dict[str, Flag]) -> tuple[str, object]:
     if value is text and (int in legal or float in legal):
         with contextlib.suppress(ValueError):
             value = int(text) if text.lstrip("+-").isdigit() else float(text)
-    try:
-        return name, _checked(value, legal)
-    except UserError as error:
-        fail(f"--{name}={text}: {error}")
+    return name, _checked(value, legal, f"--{name}={text}")
 
 
 def _unknown(name: str, flags: dict[str, Flag]) -> str:
@@ -243,23 +229,19 @@ def _unknown(name: str, flags: dict[str, Flag]) -> str:
     return "an unknown flag" + (f"; did you mean `{near[0]}`?" if near else "")
 
 
-def _checked(value: object, legal: list) -> object:
+def _checked(value: object, legal: list, given: str) -> object:
     """A value, as a legal type: an int is taken for a float, 1e3 for an int; nan and inf for nothing."""
     if isinstance(value, int) and abs(value) >= 2**63:
-        raise UserError("is too large: integers have 64 bits")
+        fail(f"{given}: is too large: integers have 64 bits")
     if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"needs {_words(legal)}")
+        fail(f"{given}: needs {_words(legal)}")
     if type(value) in legal or (isinstance(value, str) and value in legal):
         return value
     if type(value) is int and float in legal:
         return float(value)
     if isinstance(value, float) and int in legal and value.is_integer():
         return int(value)
-    raise UserError(f"needs {_words(legal)}")
-
-
-# -----------------------------------------------------------------------------
-# what the flags --out, --device and --dtype mean, to every script that has them
+    fail(f"{given}: needs {_words(legal)}")
 
 
 def check_writable(out: str) -> None:
@@ -282,9 +264,8 @@ def pick_device(device: str, dtype: str) -> tuple[str, str, contextlib.AbstractC
     if int(index or 0) >= count:
         here = f"this PyTorch ({torch.__version__}) sees {count} {kind} devices"
         raise UserError(f"--device={device}: {here}; --device=cpu works")
-    if dtype == "auto" and kind == "cuda":
-        dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    elif dtype == "auto":
-        dtype = "float32"
+    if dtype == "auto":
+        bfloat16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if bfloat16 else "float16" if kind == "cuda" else "float32"
     amp = contextlib.nullcontext() if dtype == "float32" else torch.autocast(kind, dtype=getattr(torch, dtype))
     return device, dtype, amp

@@ -5,6 +5,7 @@ python sample.py --out_dir=out-shakespeare-char --start="ROMEO:" --num_samples=2
 python sample.py --init_from=gpt2-xl --start=FILE:prompt.txt
 """
 
+import pathlib
 from collections.abc import Iterator
 from typing import Literal
 
@@ -65,13 +66,10 @@ def main() -> None:
     if compile:
         torch._dynamo.config.suppress_errors = True  # if compiling fails, go on without it and say why
         model.compile()
-    text = start
-    if start.startswith("FILE:"):
-        try:
-            with open(start[5:], encoding="utf-8-sig") as f:
-                text = f.read()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{start[5:]} is not UTF-8 text: {error}") from None
+    try:
+        text = pathlib.Path(start[5:]).read_text(encoding="utf-8-sig") if start.startswith("FILE:") else start
+    except UnicodeDecodeError as error:
+        raise UserError(f"{start[5:]} is not UTF-8 text: {error}") from None
     try:
         prompt = tok.start(text)
     except UserError as error:

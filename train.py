@@ -115,8 +115,8 @@ with user_errors():
     if plain:
         model.run_definitions()
 
-model_args = {name: getattr(model.config, name) for name in MODEL_FIELDS}
-model_args["window"] = model.config.resolved().window  # a number, which block_size cannot change later
+# window: a number, which block_size cannot change later
+model_args = vars(model.config) | {"window": model.config.resolved().window}
 config |= model_args
 run.describe(model, data, meta)
 
@@ -155,11 +155,9 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, pos: torch
 
 def get_lr(it: int) -> float:
     """Linear warm-up, then a cosine, or stable and a linear decay, to min_lr, then min_lr; or constant."""
-    if not decay_lr:
-        return learning_rate
-    if it < warmup_iters:
+    if decay_lr and it < warmup_iters:
         return learning_rate * (it + 1) / (warmup_iters + 1)
-    if schedule == "constant":
+    if not run.decays:
         return learning_rate
     progress = min(1.0, max(0.0, it - run.decay_from) / max(1, lr_decay_iters - run.decay_from))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
@@ -243,26 +241,21 @@ def save(it: int, latest: bool, best: bool, last: bool) -> None:
 # -----------------------------------------------------------------------------
 # the model as it is trained, the optimizers, checkpoints and the log
 it = run.start
-keeper = run.keeper()
 with user_errors():
+    keeper = run.keeper()
     batch = get_batch(it)
-raw_model = model if run.sharded else model.to(run.device)  # without compilation and DDP around it
-compiles = run.device_type == "cuda" if compile is None else compile
-if compiles:  # and tried on the first micro-batch
-    model = run.compiled(model, lambda fast: loss_of(fast, *(t[:batch_size] for t in batch)).backward())
-eval_model = model  # without DDP, whose processes would need equal numbers of batches
-if world > 1:
-    with user_errors():
+    raw_model = model if run.sharded else model.to(run.device)  # without compilation and DDP around it
+    if compile or (compile is None and run.device_type == "cuda"):  # it is tried on the first micro-batch
+        model = run.compiled(model, lambda fast: loss_of(fast, *(t[:batch_size] for t in batch)).backward())
+    eval_model = model  # without DDP, whose processes would need equal numbers of batches; FSDP2 shards it in place
+    if world > 1:
         model = shared(model, parallel, run.device, getattr(torch, run.dtype))
-    eval_model = model if run.sharded else eval_model
-fused = run.device_type in ("cuda", "cpu")
-optimizers = OPTIMIZER[optimizer](
-    raw_model, Settings(learning_rate, (beta1, beta2), weight_decay, fused, muon_lr, muon_beta)
-)
-for group in (group for o in optimizers for group in o.param_groups):
-    group["scale"] = group["lr"] / learning_rate  # a factor of the schedule's learning rate
-scaler = torch.amp.GradScaler(run.device_type, enabled=run.dtype == "float16")
-with user_errors():
+    fused = run.device_type in ("cuda", "cpu")
+    settings = Settings(learning_rate, (beta1, beta2), weight_decay, fused, muon_lr, muon_beta)
+    optimizers = OPTIMIZER[optimizer](raw_model, settings)
+    for group in (group for o in optimizers for group in o.param_groups):
+        group["scale"] = group["lr"] / learning_rate  # a factor of the schedule's learning rate
+    scaler = torch.amp.GradScaler(run.device_type, enabled=run.dtype == "float16")
     best_val_loss = run.restore(meta, optimizers, scaler)
     log = Log(run, raw_model)
 run.saved = None  # frees the memory of the checkpoint that was loaded
@@ -328,6 +321,5 @@ while True:
         agreement.problem = str(error)
     it += 1
 
-# -----------------------------------------------------------------------------
-# the end
-finish(run, agreement, it, time.perf_counter() - _began, lambda: run.print_sample(raw_model, meta, data["val"], log))
+# the end: a sample of the model's text, unless the run was stopped
+finish(run, agreement, it, time.perf_counter() - _began, raw_model, meta, data["val"])

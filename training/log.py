@@ -47,18 +47,16 @@ class Log:
         self.recent = collections.deque(maxlen=100)  # losses
         self.high = 0  # losses in a row that were too high
         if c.wandb_log and distributed.master and not c.eval_only:
-            self.open_wandb(run.config)
+            self.wandb = optional("wandb", "--wandb_log")
+            project, name = c.wandb_project, c.wandb_run_name
+            try:
+                self.wandb.init(project=project, name=name, config=run.config, id=self.wandb_id, resume="allow")
+            except self.wandb.Error as error:
+                raise UserError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from None
+            self.wandb_id = self.wandb.run.id
         if not c.eval_only:
             by_master(lambda: self.open(run.start))
         self.since, self.since_step = time.perf_counter(), run.start  # of the last step that was printed
-
-    def open_wandb(self, config: dict) -> None:
-        wandb, c = optional("wandb", "--wandb_log"), self.c
-        try:
-            wandb.init(project=c.wandb_project, name=c.wandb_run_name, config=config, id=self.wandb_id, resume="allow")
-        except wandb.Error as error:
-            raise UserError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from None
-        self.wandb, self.wandb_id = wandb, wandb.run.id
 
     def open(self, start: int) -> None:
         os.makedirs(self.c.out_dir, exist_ok=True)

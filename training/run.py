@@ -56,11 +56,11 @@ class Run:
         self.start = self.saved["iter_num"] if self.saved else 0  # the step that the run begins with
         self.free = {name: config[name] for name in FREE if name in given}  # what pretrained weights are to differ in
         self.flags = c = SimpleNamespace(**config)
-        world = distributed.world
-        refuse(wrong_flags(c, given, world))
         self.rows = c.batch_size * c.gradient_accumulation_steps  # sequences of the global batch
-        self.micro_steps = math.ceil(self.rows / world / c.batch_size)  # micro-batches of this process, per step
         self.decays = c.decay_lr and c.schedule != "constant"  # whether the learning rate goes down in the end
+        refuse(wrong_flags(self))
+        world = distributed.world
+        self.micro_steps = math.ceil(self.rows / world / c.batch_size)  # micro-batches of this process, per step
         wsd_from = max(c.warmup_iters, c.lr_decay_iters * (1 - c.decay_share))
         self.decay_from = c.warmup_iters if c.schedule == "cosine" else wsd_from  # the step from which it does
         device, self.dtype, self.amp = pick_device(c.device, c.dtype)
@@ -75,21 +75,14 @@ class Run:
         if c.dry_run:
             say(self.dry_run())
             sys.exit()
-        if self.sharded and c.save_in_background:
-            fsdp = "with --parallel=fsdp all processes write together, and training waits"
-            raise UserError(f"--save_in_background: {fsdp}")
         connect(c.backend)
         torch.manual_seed(c.seed)  # the same weights everywhere
         torch.set_flush_denormal(True)  # on a CPU the tiniest attention weights, as ALiBi's, cost several times a zero
 
     def found_to_resume(self) -> tuple[str | None, list]:
-        """(path of the checkpoint to go on from, names of the torchruns of all machines).
-
-        That is the newest one, with --init_from=resume; or the newest one of the same torchrun, when torchrun starts
-        this process again after a crash.
-        """
+        """(path of the newest checkpoint, if the run goes on from it; names of the torchruns of all machines)."""
         resume = self.config["init_from"] == "resume"
-        if not resume and (not launch() or self.config["eval_only"]):
+        if not resume and (not launch() or self.config["eval_only"]):  # torchrun starts a process again after a crash
             return None, [launch()]
         connect(self.config["backend"])
         launches = sorted({name for name in gathered(launch()) if name})  # a machine may have been replaced
@@ -102,7 +95,7 @@ class Run:
                     raise
                 return None
             if not resume and not set(launches) & set(theirs or []):
-                return None  # of an older run
+                return None  # it is of another torchrun
             for why in skipped:
                 say(f"resume: skipping a checkpoint: {why}")
             return path
@@ -184,14 +177,12 @@ class Run:
 
     def check_data(self, model: GPT, meta: dict) -> int | None:
         """The token between documents, with --pack=document, else None. Raises UserError where the data do not fit."""
-        dataset, n_vocab = self.flags.dataset, model.config.vocab_size
+        c, n_vocab = self.flags, model.config.vocab_size
         if n_vocab < meta["vocab_size"]:
-            raise UserError(f"vocab_size={n_vocab} is less than the {meta['vocab_size']} ids of {dataset}")
-        if self.flags.pack != "document":
-            return None
-        eot = tokenizer(meta["tokenizer"]).eot
-        if eot is None:
-            raise UserError(f"--pack=document: {dataset} has no boundaries of documents, as of one alone")
+            raise UserError(f"vocab_size={n_vocab} is less than the {meta['vocab_size']} ids of {c.dataset}")
+        eot = tokenizer(meta["tokenizer"]).eot if c.pack == "document" else None
+        if c.pack == "document" and eot is None:
+            raise UserError(f"--pack=document: {c.dataset} has no boundaries of documents, as of one alone")
         return eot
 
     def use_triton(self, model: GPT) -> None:
@@ -217,7 +208,7 @@ class Run:
             rate += f", down to {c.min_lr} from step {math.ceil(self.decay_from)} to {c.lr_decay_iters}"
         source = meta["source"].get("from")
         slow_beta = m.attn_dropout and linear(replace(asked, attn_dropout=0.0))
-        world, full = distributed.world, self.rows == c.batch_size * self.micro_steps * distributed.world
+        up_to = "" if self.rows == c.batch_size * self.micro_steps * distributed.world else "up to "
         say(
             f"{c.dataset}: {len(data['train']):,} train, {len(data['val']):,} val tokens; source: {source}\n"
             f"{num_params(model) / 1e6:.2f}M parameters: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} wide, "
@@ -227,9 +218,9 @@ class Run:
             f"{', which makes it quadratic in time: --attn_dropout=0' if slow_beta else ''})"
             f"{', documents apart' if c.pack == 'document' else ''}{', by its definition' if c.plain else ''}\n"
             f"unlike GPT-2: {', '.join(f'{k}={v}' for k, v in choices.items()) or 'nothing'}; {c.optimizer}, {rate}\n"
-            f"{self.rows * m.block_size:,} tokens per step = {self.rows} sequences x {m.block_size}: {world} processes "
-            f"x {self.micro_steps} micro-batches of {'' if full else 'up to '}{c.batch_size}; "
-            f"{self.device}, {self.dtype}{', ' + c.parallel if world > 1 else ''}"
+            f"{self.rows * m.block_size:,} tokens per step = {self.rows} sequences x {m.block_size}: "
+            f"{distributed.world} processes x {self.micro_steps} micro-batches of {up_to}{c.batch_size}; "
+            f"{self.device}, {self.dtype}{', ' + c.parallel if distributed.world > 1 else ''}"
         )
 
     def compiled(self, model: torch.nn.Module, try_it: Callable) -> torch.nn.Module:
@@ -272,14 +263,13 @@ class Run:
             raise UserError(f"--optimizer={c.optimizer} cannot go on from the state of the saved run's other one")
         states = checkpoint.optimizer_states(self.saved_path, saved, optimizers)
         for o, state in zip(optimizers, states, strict=True):
-            fresh = [{k: v for k, v in group.items() if k != "params"} for group in o.param_groups]
+            for theirs, mine in zip(state["param_groups"], o.param_groups, strict=True):
+                theirs |= {k: v for k, v in mine.items() if k != "params"}  # a flag wins over what was saved
             o.load_state_dict(state)
-            for group, wanted in zip(o.param_groups, fresh, strict=True):
-                group |= wanted  # a flag wins over what was saved
         scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # it is empty in other precisions
-        theirs = {"pack": "none"} | saved["config"]
+        config = {"pack": "none"} | saved["config"]
         windows = ("dataset", "eval_iters", "batch_size", "block_size", "pack")
-        if saved.get("data") and not other and all(self.config[name] == theirs.get(name) for name in windows):
+        if saved.get("data") and not other and all(self.config[name] == config.get(name) for name in windows):
             return saved["best_val_loss"]
         say("resume: evaluation is over other windows, so the best validation loss starts anew")
         return math.inf
@@ -318,16 +308,16 @@ class Run:
 
 
 # fmt: off
-def wrong_flags(c: SimpleNamespace, given: dict, world: int) -> Iterator[tuple[bool, str]]:
+def wrong_flags(run: Run) -> Iterator[tuple[bool, str]]:
     """(what is wrong, the sentence for it), in an order in which each rule may rely on those before it."""
+    c, world = run.flags, distributed.world
     for name in "batch_size gradient_accumulation_steps eval_interval log_interval eval_iters keep_checkpoints".split():
         yield getattr(c, name) < 1, f"--{name}={getattr(c, name)} must be at least 1"
         yield getattr(c, name) > 2**31, f"--{name}={getattr(c, name)} is too large"
-    numbers = "min_lr weight_decay grad_clip loss_spike"
-    for name in f"seed max_iters save_interval sample_tokens warmup_iters {numbers}".split():
+    or_zero = "seed max_iters save_interval sample_tokens warmup_iters min_lr weight_decay grad_clip loss_spike"
+    for name in or_zero.split():
         yield getattr(c, name) < 0, f"--{name}={getattr(c, name)} must not be negative"
-    decays = c.decay_lr and c.schedule != "constant"
-    yield (decays and c.lr_decay_iters <= c.warmup_iters,
+    yield (run.decays and c.lr_decay_iters <= c.warmup_iters,
            f"lr_decay_iters={c.lr_decay_iters} must be greater than warmup_iters={c.warmup_iters}: the decay "
            f"lies between the two (--schedule=constant has none)")
     for name in ("learning_rate", "muon_lr"):
@@ -340,19 +330,20 @@ def wrong_flags(c: SimpleNamespace, given: dict, world: int) -> Iterator[tuple[b
         ("muon_beta", c.optimizer == "muon", "--optimizer=muon"),
         ("decay_share", c.decay_lr and c.schedule == "wsd", "--schedule=wsd"),
         ("schedule", c.decay_lr, "--decay_lr=True"),
-        ("min_lr", decays, "a schedule that decays"),
+        ("min_lr", run.decays, "a schedule that decays"),
     ):
-        yield given.get(name) == "command line" and not used, f"--{name} is used only with {by}"
-    yield (decays and c.min_lr > c.learning_rate,
+        yield run.given.get(name) == "command line" and not used, f"--{name} is used only with {by}"
+    yield (run.decays and c.min_lr > c.learning_rate,
            f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}: the decay would go up")
+    yield (bool(c.save_in_background) and c.parallel == "fsdp" and world > 1,
+           "--save_in_background: with --parallel=fsdp all processes write together, and training waits")
     yield c.plain and c.triton, "--plain runs the definitions of model.py, --triton kernels: leave one out"
-    rows, steps = c.batch_size * c.gradient_accumulation_steps, c.gradient_accumulation_steps
-    if rows % world:
-        more = next(n for n in range(steps, 10**9) if n * c.batch_size % world == 0)
-        yield (True,
-               f"the {rows} sequences, gradient_accumulation_steps={steps} times {c.batch_size}, "
-               f"cannot be shared by {world} processes; {more} can (--gradient_accumulation_steps={more}); "
-               f"or start {' or '.join(str(n) for n in range(1, 129) if rows % n == 0)} processes")
+    steps = c.gradient_accumulation_steps
+    more = next(n for n in range(steps, steps + world) if n * c.batch_size % world == 0)
+    yield (run.rows % world != 0,
+           f"the {run.rows} sequences, gradient_accumulation_steps={steps} times {c.batch_size}, cannot be shared by "
+           f"{world} processes; {more} can (--gradient_accumulation_steps={more}); "
+           f"or start {' or '.join(str(n) for n in range(1, 129) if run.rows % n == 0)} processes")
 # fmt: on
 
 
@@ -361,10 +352,6 @@ def read_by_all(batches: Iterator) -> list:
     read = []
     by_all(lambda: read.extend(batches))
     return read
-
-
-# -----------------------------------------------------------------------------
-# after each step, and at the end
 
 
 class Agreement:
@@ -446,30 +433,28 @@ def diverged(step: int, what: object, keeper: checkpoint.Keeper) -> NoReturn:
     sys.exit(1)
 
 
-def finish(run: Run, agreement: Agreement, it: int, seconds: float, print_sample: Callable) -> NoReturn:
-    """Says how the run has ended after `it` steps, and exits: 0, 2 after a failure, 128 + the signal after a stop."""
+def finish(run: Run, agreement: Agreement, it: int, seconds: float, model: GPT, meta: dict, val: Tokens) -> NoReturn:
+    """Says how the run has ended, with a sample; and exits: 0, 2 after a failure, 128 + the signal after a stop."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     c, keeper = run.flags, agreement.keeper
-    code = 0
     keeper.wait()
     if not c.eval_only:
         say(f"{it - run.start} steps; {seconds:.1f} s with everything after the imports")
     if keeper.error:
         fail(keeper.error)
     if agreement.failed:
-        code = 2
         if agreement.problem or distributed.master:
             kept = f"; {c.out_dir} is saved" if it > run.start and not c.eval_only else ""
             print(f"\nstep {it}: {agreement.problem or 'another process cannot go on'}{kept}", file=sys.stderr)
     elif agreement.stop:
-        code = 128 + (agreement.signal or signal.SIGTERM)  # the signal may have been another process's
         resume = f"--init_from=resume --out_dir={c.out_dir} goes on"
         say(f"\nstopped by signal after {it} steps; {c.out_dir} is saved: {resume}")
     else:
-        print_sample()
+        run.print_sample(model, meta, val, agreement.log)
     if agreement.log.wandb:
         agreement.log.wandb.finish()
     if distributed.world > 1:
         torch.distributed.destroy_process_group()
-    sys.exit(code)
+    stopped = 128 + (agreement.signal or signal.SIGTERM)  # the signal may have been another process's
+    sys.exit(2 if agreement.failed else stopped if agreement.stop else 0)

@@ -4,11 +4,11 @@ import collections
 import functools
 import itertools
 import os
-import statistics
 import time
 import traceback
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch.autograd.profiler import profile
 
@@ -107,28 +107,25 @@ def free_memory(dev: str) -> int:
 
 
 def tried(name: str, f: Callable, dev: str, foreign: bool = False) -> object:
-    """f(), or None where it fails: then a line says why, after the traceback where it is a bug of ours (foreign: f is
-    another library's). Raises UserError where the device can no longer be used, as after a kernel that wrote where
-    it should not."""
+    """f(), or None where it fails: then a line says why. Raises UserError where the device can no longer be used."""
     try:
         return f()
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)[:90]}"
         of_the_machine = any(sign in f"{type(error).__module__}.{why}" for sign in OF_THE_MACHINE)
-        if not (foreign or of_the_machine or isinstance(error, UserError)):
+        if not (foreign or of_the_machine or isinstance(error, UserError)):  # foreign: f is another library's
             traceback.print_exc()
         print(f"{name} left out ({why})", flush=True)
     try:
         clock(dev)
-    except Exception as error:
+    except Exception as error:  # as after a kernel that wrote where it should not
         raise UserError(f"{name} broke {dev} ({first_line(error)[:90]}): leave it out with --only=") from None
 
 
 def interleaved(tasks: dict[str, Callable], dev: str, repeats: int) -> Rounds:
-    """The numbers of tasks, each of which returns a dict of them. Every task runs once before any task runs again. A
-    task that fails is left out, and says why."""
+    """The numbers of tasks, each of which returns a dict of them. A task that fails is left out, and says why."""
     got = {name: [] for name in tasks}
-    for _ in range(repeats):
+    for _ in range(repeats):  # every task runs once before any task runs again
         for name in list(got):
             if row := tried(name, tasks[name], dev):
                 got[name].append(row)
@@ -139,16 +136,15 @@ def interleaved(tasks: dict[str, Callable], dev: str, repeats: int) -> Rounds:
 
 def medians(columns: dict[str, list[float]]) -> tuple[dict, dict]:
     """(median, half the interquartile range as a share of it) of each measure."""
-    shares = torch.tensor((0.25, 0.5, 0.75), dtype=torch.float64)
-    quartiles = {key: torch.tensor(c, dtype=torch.float64).quantile(shares).tolist() for key, c in columns.items()}
+    quartiles = {key: np.quantile(c, (0.25, 0.5, 0.75)).tolist() for key, c in columns.items()}
     median = {key: middle for key, (_, middle, _) in quartiles.items()}
     return median, {key: (high - low) / 2 / middle for key, (low, middle, high) in quartiles.items()}
 
 
 def ratios(rounds: Rounds, name: str, base: str) -> dict[str, float]:
     """Of each measure the median of its ratios to base's in the same round: what slows a round down cancels."""
-    pairs = {key: zip(rounds[name][key], rounds[base][key], strict=True) for key in rounds[name] if key in rounds[base]}
-    return {key: statistics.median(mine / other for mine, other in pair) for key, pair in pairs.items()}
+    mine, theirs = rounds[name], rounds[base]
+    return {key: float(np.median(np.divide(mine[key], theirs[key]))) for key in mine if key in theirs}
 
 
 # -----------------------------------------------------------------------------
@@ -174,15 +170,18 @@ def forward_or_step(at: Setting, length: int, B: int, train: bool) -> list[dict]
     settings = Settings(1e-4, (0.9, 0.95), 0.1, fused=not at.dev.startswith("mps"))
     adamw = {name: OPTIMIZER["adamw"](gpt, settings)[0] for name, gpt in gpts.items() if train}
 
-    def once(name: str) -> None:
-        with at.amp, torch.set_grad_enabled(train):
-            loss = gpts[name](x, x if train else None)[1]
-        if train:
-            loss.backward()
-            adamw[name].step()
-            adamw[name].zero_grad()
+    def timed(name: str) -> dict[str, float]:
+        def once() -> None:
+            with at.amp, torch.set_grad_enabled(train):
+                loss = gpts[name](x, x if train else None)[1]
+            if train:
+                loss.backward()
+                adamw[name].step()
+                adamw[name].zero_grad()
 
-    tasks = {name: lambda name=name: {"ms": stopwatch(at.dev, functools.partial(once, name))[0]} for name in gpts}
+        return {"ms": stopwatch(at.dev, once)[0]}
+
+    tasks = {name: functools.partial(timed, name) for name in gpts}
     tasks = {name: task for name, task in tasks.items() if tried(name, task, at.dev)}  # warm-up
     title = "training step" if train else "forward pass"
     print(f"\n{title} of the LS paper's model (6 layers, 192 wide, 6 heads), n = {length}, batch {B}")
