@@ -42,7 +42,7 @@ def prepare(train: sources.Split, tok: tokenizers.Tokenizer) -> None:
         sources.open_source(source)
     share = max(0.1, 1.1 / train.documents)  # at least one document for val
     with tempfile.TemporaryDirectory() as folder:
-        corpus.prepare(folder, {"train": train}, lambda *_: tok, {}, val_share=share, num_workers=num_workers)
+        corpus.prepare(folder, {"train": train}, tok.meta, {}, val_share=share, num_workers=num_workers)
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     train = sources.Split(split.shards * copies, split.about, split.size * copies, split.documents * copies)
     mb = train.size / 1e6
     gpt2 = tokenizers.GPT2Tokenizer()
-    sp = corpus.new_tokenizer("sentencepiece", vocab_size, {"train": split}, 0.0, True)
+    sp = corpus.new_tokenizer({"kind": "sentencepiece", "vocab_size": vocab_size}, {"train": split}, 0.0, True)
     toks = {"gpt2": gpt2, "sentencepiece": sp, "bytes": tokenizers.ByteTokenizer()}
     library = {
         "gpt2": lambda: gpt2._bpe.encode_ordinary_batch(texts, num_threads=num_workers),

@@ -70,7 +70,7 @@ def write(folder: object, tok: object, texts: dict[str, str], source: dict) -> d
     from text import corpus, sources
 
     splits = {name: sources.of_text(text) for name, text in texts.items()}
-    return corpus.prepare(str(folder), splits, lambda *_: tok, source)
+    return corpus.prepare(str(folder), splits, tok.meta, source)
 
 
 @pytest.fixture

@@ -63,7 +63,8 @@ def write_parquet(path: str, texts: list[str], **kwargs) -> None:
 def few(monkeypatch):
     """Small pieces and batches, so that small texts have many."""
     monkeypatch.setattr(corpus, "PIECE", 64)
-    monkeypatch.setattr(corpus, "CUT", corpus.re.compile(corpus.CUT.pattern.replace("16384,131072", "64,512"), 16))
+    pattern = corpus.CUT.pattern.replace("16384", "64").replace("131072", "512")
+    monkeypatch.setattr(corpus, "CUT", corpus.re.compile(pattern, 16))
     monkeypatch.setattr(corpus, "BATCH", 1000)
     monkeypatch.setattr(corpus, "SYNC_BYTES", 5000)
 
@@ -650,7 +651,7 @@ def test_a_users_own_prepare(tmp_path):
 import sys
 sys.path.insert(0, {conftest.ROOT!r})
 from configurator import UserError, configure, user_errors
-from text import corpus, sources, tokenizers
+from text import corpus, sources
 
 mistake = False  # a flag
 
@@ -662,8 +663,7 @@ def upper(document):
 config, _ = configure(globals())
 with user_errors():
     split = sources.mapped(sources.of_text("some text " * 100), upper)
-    make = lambda *_: tokenizers.ByteTokenizer()
-    corpus.prepare({str(tmp_path / "out")!r}, {{"train": split}}, make, {{}}, val_share=0.1)
+    corpus.prepare({str(tmp_path / "out")!r}, {{"train": split}}, {{"kind": "bytes"}}, {{}}, val_share=0.1)
 """)
     for flags, code, last in (([], 1, "TypeError: string indices"), (["--mistake"], 2, "prepare.py: no upper case")):
         done = subprocess.run([sys.executable, tmp_path / "prepare.py", *flags], capture_output=True, text=True)

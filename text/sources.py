@@ -69,17 +69,14 @@ def _folder(folder: str, column: str) -> dict[str, Split]:
 
 def _files(folder: str) -> list[str]:
     """The paths of all files below folder, sorted, without hidden ones. Links are followed, but no folder twice."""
-    found = []
+    paths = []
     seen = set()
     for root, folders, names in os.walk(folder, followlinks=True):
-        if os.path.realpath(root) in seen:
-            folders.clear()
-            continue
+        is_new = os.path.realpath(root) not in seen
         seen.add(os.path.realpath(root))
-        folders[:] = [name for name in folders if name[0] != "."]
-        paths = (os.path.join(root, name) for name in names if name[0] != ".")
-        found += [path for path in paths if os.path.isfile(path)]
-    return sorted(found)
+        folders[:] = [name for name in folders if is_new and name[0] != "."]
+        paths += [os.path.join(root, name) for name in names if is_new and name[0] != "."]
+    return sorted(filter(os.path.isfile, paths))
 
 
 def _split_of(path: str) -> str:
@@ -90,15 +87,12 @@ def _split_of(path: str) -> str:
 def _text_files(paths: list[str], folder: str) -> Split:
     """One document per file. Each is read here once: a file that is not text is found before anything is written."""
     versions = {path: version(path) for path in paths}
-    characters = 0
-    for path in paths:
-        found = sum(map(len, blocks_of_file(path)))
-        if not found:
-            raise TextError(f"{path} is empty")
-        characters += found
+    lengths = {path: sum(map(len, blocks_of_file(path))) for path in paths}
+    if empty := [path for path in paths if not lengths[path]]:
+        raise TextError(f"{empty[0]} is empty")
     shards = [lambda path=path, first=first: iter([_unchanged(path, first)]) for path, first in versions.items()]
     about = [[os.path.relpath(path, folder), *first] for path, first in versions.items()]
-    return Split(shards, about, sum(size for size, _ in versions.values()), len(paths), characters)
+    return Split(shards, about, sum(size for size, _ in versions.values()), len(paths), sum(lengths.values()))
 
 
 def _unchanged(path: str, first: list[int]) -> Document:
@@ -231,8 +225,7 @@ def _through_datasets(name: str, config: str, column: str, about: list) -> dict[
     for split, stream in found.items():
         shards = [partial(rows, stream, i) for i in range(stream.num_shards)]
         known = (stream.info.splits or {}).get(split)  # its sizes, if the hub has them
-        size = known.num_bytes if known else 0
-        documents = known.num_examples if known else MANY
+        size, documents = (known.num_bytes, known.num_examples) if known else (0, MANY)
         splits[SPLITS.get(str(split), str(split))] = Split(shards, [*about, column], size or 0, documents or MANY)
     return splits
 
@@ -275,8 +268,7 @@ def in_two(split: Split, share: float) -> dict[str, Split]:
     parts = {}
     for name, start, end in (("train", 0, cut), ("val", cut, n)):
         shards = mapped(split, partial(_excerpt, start=start, end=end)).shards
-        size = int((end - start) * (split.size / max(1, n)))
-        parts[name] = Split(shards, [*split.about, start], size, 1, end - start)
+        parts[name] = Split(shards, [*split.about, start], (end - start) * split.size // max(1, n), 1, end - start)
     return parts
 
 

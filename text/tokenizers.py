@@ -32,11 +32,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of text; END becomes eot. Raises TextError for characters that the vocabulary lacks."""
-        first, *others = text.split(END) if self.eot is not None else [text]
-        ids = self.ids(first).tolist()
-        for document in others:
-            ids += [self.eot, *self.ids(document).tolist()]
-        return ids
+        ids = []
+        for document in text.split(END) if self.eot is not None else [text]:
+            ids += [*self.ids(document).tolist(), self.eot]
+        return ids[:-1]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; eot becomes END."""
@@ -172,9 +171,8 @@ class SentencePieceTokenizer(Tokenizer):
 def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
     """A unigram vocabulary with NMT_NFKC normalisation, as the long-short paper's for PG-19 (section 5.1).
 
-    Beyond what the paper says, characters that are too rare for the vocabulary become bytes, so that no text is
-    unknown, and </s> is the boundary of documents. The number of threads is fixed, since the result depends on it.
-    Raises UserError where the text is too short for so many tokens, NotInstalled without sentencepiece.
+    Beyond the paper, characters that are too rare for the vocabulary become bytes, and </s> is the boundary of
+    documents. The result depends on the number of threads: it is fixed. Raises UserError for too short a text.
     """
     if not 259 <= vocab_size <= 10**6:
         raise UserError(f"vocab_size={vocab_size} must be between 259, 256 of them bytes, and 1,000,000")
@@ -209,16 +207,13 @@ def tokenizer(meta: dict) -> Tokenizer:
 @functools.cache
 def hub_args(name: str) -> dict:
     """Arguments for transformers' from_pretrained: where no hub answers, its cache alone (it would try for 23 s)."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import HfApi, errors
 
     try:
         if not os.path.isdir(name):
             HfApi().model_info(name, timeout=3)
-    except HfHubHTTPError:  # the hub has answered: transformers will say more about it
-        pass
-    except Exception:  # the classes of several libraries
-        return {"local_files_only": True}
+    except Exception as error:  # the classes of several libraries; transformers says more about a hub's answer
+        return {} if isinstance(error, errors.HfHubHTTPError) else {"local_files_only": True}
     return {}
 
 
@@ -230,9 +225,8 @@ class HubTokenizer(Tokenizer):
     def __init__(self, name: str):
         from transformers import AutoTokenizer
 
-        args = hub_args(name)
         try:
-            self._tok = AutoTokenizer.from_pretrained(name, **args)
+            self._tok = AutoTokenizer.from_pretrained(name, **hub_args(name))
         except Exception as error:  # the classes of several libraries
             raise UserError(f"{name} has no tokenizer that loads: {first_line(error)}") from None
         self.n_vocab = len(self._tok)
