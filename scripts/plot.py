@@ -51,8 +51,7 @@ def read(folder: str) -> list[dict]:
     hours = np.cumsum(seconds) / 3600
     tokens = np.cumsum(seconds * [row["tokens_per_s"] for row in timed])
     for row in rows:
-        row["time"] = np.interp(row["steps"], steps, hours)
-        row["tokens"] = np.interp(row["steps"], steps, tokens)
+        row |= {"time": np.interp(row["steps"], steps, hours), "tokens": np.interp(row["steps"], steps, tokens)}
     return rows
 
 
@@ -115,7 +114,7 @@ def main() -> None:
     shown = [name for name in what if KEYS[name] in logged or (name == "loss" and "val_loss" in logged)]
     if not shown:
         raise UserError(f"none of these runs has logged {' or '.join(what)} (logit needs train.py --log_logits)")
-    for name in set(what) - set(shown):
+    for name in (name for name in what if name not in shown):
         print(f"no run has logged {name}: left out{' (it needs train.py --log_logits)' if name == 'logit' else ''}")
     figure = Figure(figsize=(5 * len(shown), 4), layout="constrained")
     axes = figure.subplots(1, len(shown), squeeze=False)[0]

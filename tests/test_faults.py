@@ -19,7 +19,8 @@ from conftest import ROOT, SMALL, write
 from model import GPT, GPTConfig
 from text import dataset, tokenizers
 from training import checkpoint
-from training.checkpoint import save_sharded, snapshot, tensors
+from training.sharded import save_sharded
+from training.state import snapshot, tensors
 
 
 def state(tmp_path, name=checkpoint.LATEST) -> dict:

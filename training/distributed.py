@@ -1,8 +1,6 @@
-"""One process or many: which one this is, what they tell each other, and a model that they share (DDP, FSDP2).
+"""One process or many: which one this is, what they tell each other, and a model that they share (DDP, FSDP2)."""
 
-torchrun starts the processes, and tells each its RANK, its LOCAL_RANK on this machine and the WORLD_SIZE.
-"""
-
+import contextlib
 import importlib.util
 import inspect
 import os
@@ -16,6 +14,7 @@ import torch.distributed as dist
 
 from configurator import NotInstalled, UserError, first_line
 
+# torchrun starts the processes, and tells each its RANK, its LOCAL_RANK on this machine and the WORLD_SIZE
 rank = int(os.environ.get("RANK", 0))
 local_rank = int(os.environ.get("LOCAL_RANK", 0))
 world = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
@@ -28,11 +27,9 @@ def launch() -> str | None:
         return None
     # users may give one --rdzv_id again, and containers repeat the numbers of processes
     name = f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
-    try:
-        with open(f"/proc/{os.getppid()}/stat") as f:  # Linux also tells when torchrun was started
-            return f"{name} {f.read().rpartition(')')[2].split()[19]}"
-    except OSError:
-        return name
+    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/stat") as f:  # Linux tells when torchrun was started
+        name += f" {f.read().rpartition(')')[2].split()[19]}"
+    return name
 
 
 def say(*args: object, **kwargs: object) -> None:
@@ -101,23 +98,18 @@ def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -
     the whole of a block while it computes that block (Zhao et al. 2023, as fully_shard, in place). The gathered
     parameters are in dtype; gradients are summed in float32 after every micro-batch, so no process holds all of them.
     """
-    if kind == "fsdp":
-        return _sharded(model, device.split(":")[0], dtype)
-    ddp = torch.nn.parallel.DistributedDataParallel
-    known = inspect.signature(ddp).parameters
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # before PyTorch 2.13
-    settings = {buffers: False, "gradient_as_bucket_view": True}  # buffers are constants; gradients are kept once
-    return ddp(model, device_ids=[device] if device.startswith("cuda") else None, **settings)
-
-
-def _sharded(model: torch.nn.Module, device_type: str, dtype: torch.dtype) -> torch.nn.Module:
+    if kind == "ddp":
+        ddp = torch.nn.parallel.DistributedDataParallel
+        new = "forward_sync_buffers" in inspect.signature(ddp).parameters  # since PyTorch 2.13
+        buffers = "forward_sync_buffers" if new else "broadcast_buffers"
+        settings = {buffers: False, "gradient_as_bucket_view": True}  # buffers are constants; gradients are kept once
+        return ddp(model, device_ids=[device] if device.startswith("cuda") else None, **settings)
     if importlib.util.find_spec("safetensors") is None:
         raise NotInstalled("--parallel=fsdp saves through safetensors: pip install safetensors")
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, torch.float32)
-    settings = {"mesh": init_device_mesh(device_type, (world,)), "mp_policy": policy}
+    settings = {"mesh": dist.init_device_mesh(device.split(":")[0], (world,)), "mp_policy": policy}
     positions = dict.fromkeys(block.attn.position for block in model.transformer.h)
     for position in (p for p in positions if p is not None and p.shared):
         for child in position.children():  # it serves all blocks, so it is no part of one

@@ -73,14 +73,13 @@ def activation_bytes(config: GPTConfig, dtype: str) -> float:
     whose memory grows with the tokens. Dropped weights, and long heads of an attention without a fast form, take more
     for longer texts. On a GPU dropped weights and biases by distance take less.
     """
-    window = config.resolved().window
     most = 2048 if config.position == "t5" else 512  # tokens; t5 keeps a bias that grows up to some length
     T = min(config.block_size, most - 64 + config.block_size % 64)  # the same remainder of chunks of 64
     small = replace(config, block_size=T, nope_long=False, vocab_size=64, activation_checkpointing=False)
     per_layer = {}  # {the letters of its heads: bytes}
     layers = [config.layer_heads(layer) for layer in range(config.n_layer)]
     for letters in dict.fromkeys(layers):
-        alike = replace(small, n_layer=1, heads=letters, window=window if "S" in letters else None)
+        alike = replace(small, n_layer=1, heads=letters, window=config.resolved().window if "S" in letters else None)
         one = kept_bytes(alike, dtype)
         two = kept_bytes(replace(alike, n_layer=2), dtype)
         wider = kept_bytes(replace(alike, vocab_size=128), dtype)
@@ -115,7 +114,8 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
     """The lines of a dry run. run: train.py's settings; n_tokens: of the train split, if it is there."""
     with torch.device("meta"):
         model = GPT(config)
-    n, per_token = num_params(model, non_embedding=False), flops(model)
+    n = num_params(model, non_embedding=False)
+    per_token = flops(model)
     rows = run["batch_size"] * run["gradient_accumulation_steps"]
     micro = min(run["batch_size"], rows // world) * config.block_size
     step = rows * config.block_size  # tokens, as micro and total

@@ -1,7 +1,4 @@
-"""The optimizers: AdamW for everything; Muon for the matrices of the blocks, beside AdamW for the rest; LAMB.
-
-OPTIMIZER[name](model, settings) returns a list of them. Every parameter that is trained is in exactly one.
-"""
+"""The optimizers: AdamW for everything; Muon for the matrices of the blocks, beside AdamW for the rest; LAMB."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configurator import UserError
+from configurator import refuse
 
 
 @dataclass
@@ -36,9 +33,8 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params, lr: float, weight_decay: float = 0.1, momentum: float = 0.95, steps: int = 5):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "steps": steps})
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if p.dim() != 2:
-                raise UserError(f"Muon is for matrices; got a parameter of shape {tuple(p.shape)}")
+        shapes = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
+        refuse((len(shape) != 2, f"Muon is for matrices; got a parameter of shape {shape}") for shape in shapes)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -102,10 +98,8 @@ class Lamb(torch.optim.Optimizer):
 def by_decay(params: list, settings: Settings) -> list[dict]:
     """Two groups of the parameters that are trained: matrices and embeddings are decayed, biases and norms are not."""
     params = [p for p in params if p.requires_grad]
-    return [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    decayed = {"params": [p for p in params if p.dim() >= 2], "weight_decay": settings.weight_decay}
+    return [decayed, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
 
 
 def adamw(params: list, s: Settings) -> torch.optim.AdamW:
@@ -115,11 +109,11 @@ def adamw(params: list, s: Settings) -> torch.optim.AdamW:
 def muon(model: torch.nn.Module, s: Settings) -> list[torch.optim.Optimizer]:
     """Muon for the Linears' matrices inside the blocks; AdamW for embeddings, head, norms, biases and scalars."""
     linears = [m.weight for m in model.transformer.h.modules() if isinstance(m, torch.nn.Linear)]
-    matrices = [p for p in linears if p.requires_grad]
     rest = [p for p in model.parameters() if all(p is not m for m in linears)]
-    return [Muon(matrices, s.muon_lr, s.weight_decay, s.muon_beta), adamw(rest, s)]
+    return [Muon([p for p in linears if p.requires_grad], s.muon_lr, s.weight_decay, s.muon_beta), adamw(rest, s)]
 
 
+# {name: (model, settings) -> its optimizers}: every parameter that is trained is in exactly one of them
 OPTIMIZER: dict[str, Callable] = {
     "adamw": lambda model, s: [adamw(list(model.parameters()), s)],
     "muon": muon,

@@ -1,26 +1,23 @@
 """Weights from and for the models of Hugging Face's transformers: which of our choices they are, and their names.
 
-A model of ours belongs to a family if both functions of the family, ours and theirs, agree about its config. A new
-family is one entry of FAMILIES. Its modules are named once, for both directions.
+A model belongs to a family whose two functions, ours and theirs, agree about it. A new family: an entry of FAMILIES.
 """
 
 import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from choices import norm_has_bias
-from configurator import NotInstalled, UserError, first_line
+from configurator import NotInstalled, UserError, first_line, refuse
 from model import GPT, GPTConfig
 from text.files import optional
 from text.tokenizers import GPT2_VOCAB_SIZE, hub_args
 
-GPT2 = {  # layers, heads, width
-    "gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600),
-}  # fmt: skip
+# layers, heads, width
+GPT2 = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
 GPT2_FIELDS = {  # ours: theirs
     "block_size": "n_positions", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
     "n_embd": "n_embd", "n_hidden": "n_inner", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings",
@@ -32,8 +29,7 @@ LLAMA_FIELDS = {
 }  # fmt: skip
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs: ours
 # fields that may differ from what the weights were trained with
-FREE = ("dropout", "attn_dropout", "z_loss", "attention", "heads", "window", "temperature", "logit_softcap",
-        "block_size")  # fmt: skip
+FREE = "dropout attn_dropout z_loss attention heads window temperature logit_softcap block_size".split()
 TRAINING = ("dropout", "attn_dropout", "zero_init", "z_loss")  # fields that say nothing about a trained model
 USER = "a model of other people"  # of the package transformers
 SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # a vocabulary without such tokens
@@ -93,12 +89,11 @@ def llama_theirs(c: GPTConfig, own: tuple[str, ...]) -> dict:
 
 
 def like_llama(*own: str) -> Family:
-    return Family(llama_ours, partial(llama_theirs, own=own), LLAMA_MODULES, halves=True)
+    return Family(llama_ours, lambda c: llama_theirs(c, own), LLAMA_MODULES, halves=True)
 
 
-GPT2_PARTS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")  # of a block
-GPT2_NAMES = ("transformer.wte", "transformer.wpe", *(f"transformer.h.*.{x}" for x in GPT2_PARTS), "transformer.ln_f")
-GPT2_MODULES = {name: [name] for name in (*GPT2_NAMES, "lm_head")}
+GPT2_PARTS = "wte wpe h.*.ln_1 h.*.attn.c_attn h.*.attn.c_proj h.*.ln_2 h.*.mlp.c_fc h.*.mlp.c_proj ln_f".split()
+GPT2_MODULES = {name: [name] for name in (*(f"transformer.{x}" for x in GPT2_PARTS), "lm_head")}
 LLAMA_PARTS = {
     "ln_1": ["input_layernorm"], "ln_2": ["post_attention_layernorm"],
     "attn.c_attn": [f"self_attn.{x}_proj" for x in "qkv"], "attn.c_proj": ["self_attn.o_proj"],
@@ -141,8 +136,7 @@ def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> Non
     used = {"lm_head.weight"}  # a tied model has it twice
     for key, ours in model.state_dict().items():
         names = sources(key, family.modules)
-        if missing := [name for name in names if name not in state]:
-            raise UserError(f"it has no {missing[0]}, for {key}")
+        refuse((name not in state, f"it has no {name}, for {key}") for name in names)
         theirs = torch.cat([converted(name, state[name], D, family) for name in names])
         if theirs.shape != ours.shape:
             raise UserError(f"its {names[0]} gives {tuple(theirs.shape)}, not {tuple(ours.shape)}, for {key}")
@@ -209,13 +203,11 @@ def load(name: str, changes: dict) -> GPT:
 
 
 def export(model: GPT) -> object:
-    """The model of transformers that is ours: a PreTrainedModel, whose save_pretrained writes safetensors.
-
-    GPT-2's biases are zeros where ours has none. Raises UserError, naming the choices that no family has.
-    """
+    """The model of transformers that is ours, a PreTrainedModel. Raises UserError, naming what no family has."""
     family, config = _fitting(model.config)
     D = model.config.resolved().head_dim
     theirs = optional("transformers", USER).AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # GPT-2's biases are zeros where ours has none
     state = {key: torch.zeros_like(p) if key.endswith("bias") else p for key, p in theirs.state_dict().items()}
     for key, p in model.state_dict().items():
         names = sources(key, family.modules)
@@ -234,12 +226,10 @@ def _fitting(config: GPTConfig) -> tuple[Family, object]:
     for name, family in FAMILIES.items():
         arguments = family.theirs(config.resolved())
         try:
-            theirs = AutoConfig.for_model(name, **arguments)
-        except Exception:  # of several libraries, for sizes that the family cannot have
-            continue
-        try:
+            with loading(name):
+                theirs = AutoConfig.for_model(name, **arguments)
             back = _choices(GPTConfig(**family.ours(theirs)))
-        except UserError:  # also for such sizes
+        except UserError:  # for sizes that the family cannot have
             continue
         free = ("bias", "norm_bias") if name == "gpt2" else ()
         misfits[name] = [key for key in ours if ours[key] != back[key] and key not in free]
