@@ -190,7 +190,7 @@ def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
     if not found.endswith(".py"):  # and it would be run
         fail(f"{path} is no config file, whose names end in .py; flags are written --key=value")
     try:
-        namespace = runpy.run_path(found, run_name="config")
+        namespace = runpy.run_path(found, run_name="config_file")
     except (Exception, SystemExit) as error:
         fail(f"{path} does not run: {type(error).__name__}: {error}")
     values = {}

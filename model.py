@@ -344,10 +344,9 @@ class GPT(nn.Module):
         another document. Raises ValueError for more than block_size tokens.
         """
         end = idx.shape[1] + (0 if cache is None else cache.length)
-        if idx.shape[1] < 1 or end > self.config.block_size:
-            raise ValueError(
-                f"{end} tokens do not fit into block_size={self.config.block_size}: 1 or more, and at most that"
-            )
+        most = self.config.block_size
+        if idx.shape[1] < 1 or end > most:
+            raise ValueError(f"{end} tokens do not fit into block_size={most}: 1 or more, and at most that")
         if cache is None:
             return self.predict(self.hidden(idx, None if pos is None else Documents(pos), pos), targets)
         if pos is not None:

@@ -115,8 +115,7 @@ with user_errors():
     if plain:
         model.run_definitions()
 
-# window: a number, which block_size cannot change later
-model_args = vars(model.config) | {"window": model.config.resolved().window}
+model_args = vars(model.config) | {"window": model.config.resolved().window}  # block_size changes it no more
 config |= model_args
 run.describe(model, data, meta)
 
@@ -244,18 +243,20 @@ it = run.start
 with user_errors():
     keeper = run.keeper()
     batch = get_batch(it)
-    raw_model = model if run.sharded else model.to(run.device)  # without compilation and DDP around it
-    if compile or (compile is None and run.device_type == "cuda"):  # it is tried on the first micro-batch
-        model = run.compiled(model, lambda fast: loss_of(fast, *(t[:batch_size] for t in batch)).backward())
-    eval_model = model  # without DDP, whose processes would need equal numbers of batches; FSDP2 shards it in place
-    if world > 1:
+raw_model = model if run.sharded else model.to(run.device)  # without compilation and DDP around it
+if compile or (compile is None and run.device_type == "cuda"):  # it is tried on the first micro-batch
+    model = run.compiled(model, lambda fast: loss_of(fast, *(t[:batch_size] for t in batch)).backward())
+eval_model = model  # without DDP, whose processes would need equal numbers of batches; FSDP2 shards it in place
+if world > 1:
+    with user_errors():
         model = shared(model, parallel, run.device, getattr(torch, run.dtype))
-    fused = run.device_type in ("cuda", "cpu")
-    settings = Settings(learning_rate, (beta1, beta2), weight_decay, fused, muon_lr, muon_beta)
-    optimizers = OPTIMIZER[optimizer](raw_model, settings)
-    for group in (group for o in optimizers for group in o.param_groups):
-        group["scale"] = group["lr"] / learning_rate  # a factor of the schedule's learning rate
-    scaler = torch.amp.GradScaler(run.device_type, enabled=run.dtype == "float16")
+fused = run.device_type in ("cuda", "cpu")
+settings = Settings(learning_rate, (beta1, beta2), weight_decay, fused, muon_lr, muon_beta)
+optimizers = OPTIMIZER[optimizer](raw_model, settings)
+for group in (group for o in optimizers for group in o.param_groups):
+    group["scale"] = group["lr"] / learning_rate  # a factor of the schedule's learning rate
+scaler = torch.amp.GradScaler(run.device_type, enabled=run.dtype == "float16")
+with user_errors():
     best_val_loss = run.restore(meta, optimizers, scaler)
     log = Log(run, raw_model)
 run.saved = None  # frees the memory of the checkpoint that was loaded

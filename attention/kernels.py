@@ -1,8 +1,8 @@
 """Triton kernels of attention, for CUDA GPUs. Nothing else imports Triton.
 
 KERNEL[name](fast) has the signature of fast, the fast form of ATTENTION[name], and computes the same. What a kernel
-cannot take (a bias, dropped weights, fewer queries than keys, other widths, precisions or devices) goes to fast. The
-kernels run on the current GPU or, under TRITON_INTERPRET=1, on a CPU, slowly, for their tests.
+cannot take (a bias, dropped weights, fewer queries than keys, other widths, precisions or devices) goes to fast. Under
+TRITON_INTERPRET=1 they run on a CPU, slowly, for their tests.
 
 flash, softmax and LASER, is FlashAttention-2 (Dao 2023): scores are never written, but computed again in the
 backward pass from the logarithm of a row's sum. The first heads may be short and the others long in one launch;
@@ -422,8 +422,7 @@ def as_planned(dy: torch.Tensor) -> torch.Tensor:
 
 
 class Flash(torch.autograd.Function):
-    """(q, k, v, window, n_short, scale, laser) -> y; q, k (B, H, T, D), v (B, H, T, E). n_short heads, the first, are
-    short, and see `window` tokens back."""
+    """(q, k, v, window, n_short, scale, laser) -> y; the first n_short heads see `window` tokens back, others all."""
 
     @staticmethod
     def forward(ctx, q, k, v, window, n_short, scale, laser):
@@ -652,10 +651,6 @@ class Beta(torch.autograd.Function):
         return out
 
 
-# -----------------------------------------------------------------------------
-# in the place of the fast forms
-
-
 def fits(core: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> bool:
     """Whether the kernels of a core take these."""
     here = q.is_cuda or INTERPRETED.value
@@ -727,9 +722,7 @@ def by_kernel(core: str, run: Callable) -> Callable:
             if n_short is None:
                 return fast(q, k, v, window=window, scale=scale, bias=bias, **dropout)
             if bias is not None:
-                raise ValueError(
-                    "n_short and a bias do not go together: call the short heads and the long ones by themselves"
-                )
+                raise ValueError("n_short and a bias do not go together: call short heads and long ones separately")
             parts = (slice(0, n_short), window), (slice(n_short, q.shape[1]), None)
             parts = ((h, w) for h, w in parts if h.start < h.stop)
             y = [attend(q[:, h], k[:, h], v[:, h], window=w, scale=scale, **dropout) for h, w in parts]

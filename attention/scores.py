@@ -123,8 +123,6 @@ def check_shapes(q: torch.Tensor, v: torch.Tensor, y: torch.Tensor) -> None:
     """Raises ValueError where y is not what a core owes for these queries and values: (B, H, Tq, Dv)."""
     owed = (*q.shape[:-1], v.shape[-1])
     if y.shape != owed:
-        raise ValueError(
-            f"this attention gave {tuple(y.shape)} for q {tuple(q.shape)} and v {tuple(v.shape)}: it owes {owed}, an "
-            f"output for each query (an attention that needs all queries at once cannot decode with a cache: "
-            f"use_cache=False)"
-        )
+        gave = f"this attention gave {tuple(y.shape)} for q {tuple(q.shape)} and v {tuple(v.shape)}: it owes {owed}"
+        whole = "an attention that needs all queries at once cannot decode with a cache: use_cache=False"
+        raise ValueError(f"{gave}, an output for each query ({whole})")

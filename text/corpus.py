@@ -135,13 +135,15 @@ def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
             failed.set_exception(error)
             yield None, failed
 
-    stream = submitted()
-    with ThreadPoolExecutor(workers) as pool:
+    pool, stream = ThreadPoolExecutor(workers), submitted()
+    try:
         ahead = collections.deque(itertools.islice(stream, max(8, 2 * workers)))
         while ahead:
             ahead.extend(itertools.islice(stream, 1))
             item, result = ahead.popleft()
             yield item, result.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def prepare(
@@ -170,7 +172,7 @@ def prepare(
         meta = intact(folder)
         if meta.get("id") == digest:
             print(f"{folder} is already prepared and intact: nothing to do")
-            if journal.state["tokenizer"]:  # the journal is this command's
+            if not journal.others:
                 journal.discard()
             return meta
         with contextlib.suppress(UserError):
@@ -277,9 +279,10 @@ class Journal:
         self.state = {"id": digest, "source": source, "tokenizer": None, "vocab_size": None, "dtype": None}
         self.state |= {"files": {f"{name}.bin": dict.fromkeys(COUNTS, 0) for name in names}, "done": False, **BEGINNING}
         found = {}
-        with contextlib.suppress(OSError, ValueError), open(self.path, encoding="utf-8") as f:
-            found = json.load(f)
-        self.left = list(found.get("files", []))  # by an interrupted command, maybe another one
+        with contextlib.suppress(OSError, ValueError, TypeError), open(self.path, encoding="utf-8") as f:
+            found = dict(json.load(f))
+        self.left = list(found.get("files", []))  # by an interrupted command
+        self.others = found.get("id", digest) != digest  # whether that was another one
         same = found.keys() == self.state.keys() and found["id"] == digest  # other keys: of an earlier version
         if same and all(self._is_there(name, found) for name in found["files"]):
             self.state = found
@@ -300,15 +303,17 @@ class Journal:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Within it tokens can be added. However it ends, the journal is up to date then."""
+        """Within it tokens can be added."""
         if not self.n_tokens():
             self._remove(map(self._aside, self.left))
         self._sync()  # first: no journal may promise more than the files hold
         try:
             yield
-        finally:
+        except BaseException:
             with contextlib.suppress(OSError):
-                self._sync()  # after an interruption the next call goes on from here
+                self._sync()  # the next call goes on from here
+            raise
+        self._sync()
 
     def add(self, piece: Piece, tokens: bytes, counts: dict) -> None:
         """Writes the tokens up to this piece after those that the journal says are in their file, and notes them."""
@@ -342,7 +347,7 @@ class Journal:
         with contextlib.suppress(UserError):  # there is none, or a damaged one
             old = dataset.read_meta(self.folder)["files"]
             os.remove(meta_path)  # first, as it describes the others
-            self._remove(os.path.join(self.folder, name) for name in old)
+            self._remove(os.path.join(self.folder, name) for name in old if name not in self.state["files"])
         for name in self.state["files"]:
             if os.path.exists(self._aside(name)):
                 os.replace(self._aside(name), os.path.join(self.folder, name))
@@ -370,7 +375,10 @@ def report(meta: dict) -> None:
         print(f"{name[:-4]} has {entry['tokens']:,} tokens ({counts})")
 
 
-def run(out_dir, source, column, tokenizer, *, val_share, num_workers, gutenberg=False, vocab_size=None) -> None:
+def run(
+    out_dir: str, source: str, column: str, tokenizer: str, *, val_share: float, num_workers: int | None,
+    gutenberg: bool = False, vocab_size: int | None = None,
+) -> None:  # fmt: skip
     """What a prepare.py does with its flags: opens the source, tokenises it into out_dir, prints a report.
 
     tokenizer: a kind of TOKENIZER, for this text (sentencepiece with vocab_size tokens); or a prepared data set's name.

@@ -23,7 +23,7 @@ LAST_LINE = "Whiles thou art waking.\n"  # Tiny Shakespeare stops here, 36% into
 
 
 @dataclass
-class Flags:  # of a prepare.py of this text
+class Source:  # flags of a prepare.py of this text
     input: str | None = None  # prepare this text file (UTF-8) instead of Tiny Shakespeare
     url: str = URL  # Tiny Shakespeare
     url_sha256: str = SHA256  # of the file at url

@@ -49,7 +49,7 @@ def load(path: str, verify: bool = True, lazily: bool = False) -> dict:
     state = _opened(path, verify, lazily)
     if os.path.isdir(path):
         weights = read_tensors(path, "model/", {})  # optimizer_states reads the optimizers' tensors
-        state |= mapped(lambda name, _: weights[state["aliases"].get(name, name)], {"model": state["model"]})
+        state |= mapped(lambda name, _: weights.get(state["aliases"].get(name, name)), {"model": state["model"]})
     if "tokenizer" not in state:  # nanoGPT's own: names of a compiled model, buffers for masks, the exact GELU
         weights = {name.removeprefix("_orig_mod."): x for name, x in state["model"].items()}
         state["model"] = {name: x for name, x in weights.items() if not name.endswith(".attn.bias")}
@@ -290,7 +290,7 @@ def set_aside(out_dir: str) -> None:
     """Moves a run that is already in out_dir to out_dir/previous, and says so. What was in previous is deleted."""
     if not names(out_dir):  # then it is no run: the log of one that died before its first checkpoint is overwritten
         return
-    files = [*names(out_dir), LOG]
+    files = [name for name in (*names(out_dir), LOG) if os.path.exists(os.path.join(out_dir, name))]
     previous = os.path.join(out_dir, "previous")
     replaced = ", in the place of the run before it" if os.path.exists(previous) else ""
     shutil.rmtree(previous, ignore_errors=True)

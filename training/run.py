@@ -4,6 +4,7 @@ Run: what to resume, checks of the flags, processes, device; then data, model an
 the optimizers as they are trained. Agreement: what the processes agree on after each step. The end.
 """
 
+import atexit
 import collections
 import html
 import importlib.util
@@ -335,7 +336,7 @@ def wrong_flags(run: Run) -> Iterator[tuple[bool, str]]:
         yield run.given.get(name) == "command line" and not used, f"--{name} is used only with {by}"
     yield (run.decays and c.min_lr > c.learning_rate,
            f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}: the decay would go up")
-    yield (bool(c.save_in_background) and c.parallel == "fsdp" and world > 1,
+    yield (bool(c.save_in_background) and not c.dry_run and c.parallel == "fsdp" and world > 1,
            "--save_in_background: with --parallel=fsdp all processes write together, and training waits")
     yield c.plain and c.triton, "--plain runs the definitions of model.py, --triton kernels: leave one out"
     steps = c.gradient_accumulation_steps
@@ -454,7 +455,10 @@ def finish(run: Run, agreement: Agreement, it: int, seconds: float, model: GPT, 
         run.print_sample(model, meta, val, agreement.log)
     if agreement.log.wandb:
         agreement.log.wandb.finish()
+    stopped = 128 + (agreement.signal or signal.SIGTERM)  # the signal may have been another process's
+    code = 2 if agreement.failed else stopped if agreement.stop else 0
     if distributed.world > 1:
         torch.distributed.destroy_process_group()
-    stopped = 128 + (agreement.signal or signal.SIGTERM)  # the signal may have been another process's
-    sys.exit(2 if agreement.failed else stopped if agreement.stop else 0)
+        sys.stdout.flush()
+        atexit.register(os._exit, code)  # a thread of PyTorch's that is still there would abort a process that goes on
+    sys.exit(code)

@@ -10,6 +10,6 @@ from text import shakespeare
 
 out_dir = os.path.dirname(os.path.abspath(__file__))  # where train.bin, val.bin and meta.json go
 
-config, _ = configure(globals(), shakespeare.Flags)
+config, _ = configure(globals(), shakespeare.Source)
 with user_errors():
     shakespeare.run("char", **config)
