@@ -204,6 +204,13 @@ def test_a_bug_keeps_its_traceback(script, tmp_path):
     assert "ZeroDivisionError" in script().stderr and "Traceback" in script().stderr
 
 
+def test_a_config_file_may_build_on_another(run, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("from config.train_shakespeare_char_cpu import *\nmax_iters = 7\n")
+    code, out, err = run("train.py", path, "--dry_run", "--vocab_size=65")
+    assert code == 0 and "in 7 steps" in out, err
+
+
 def test_only_python_is_run_as_a_config_file(run, tmp_path):
     """And not the text that someone meant with --source=."""
     (tmp_path / "note.txt").write_text("print('it ran')")

@@ -543,6 +543,57 @@ def test_a_disk_that_fills(folder, tmp_path, few):
     assert sorted(os.listdir(tmp_path / "out")) == ["meta.json", "train.bin", "val.bin"]
 
 
+def test_a_disk_that_fails_at_the_end_is_told(folder, tmp_path, monkeypatch):
+    """Linux reports a failed write at one fsync alone, so no error of one may be lost."""
+    whole = prepare(tmp_path / "whole", folder)
+    original, failed = os.fsync, []
+
+    def fails_once(number: int) -> None:
+        if not failed and os.readlink(f"/proc/self/fd/{number}").endswith("train.bin.tmp") and os.fstat(number).st_size:
+            failed.append(number)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        original(number)
+
+    monkeypatch.setattr(os, "fsync", fails_once)
+    with pytest.raises(OSError, match="Input/output error.*goes on from there"):
+        prepare(tmp_path / "out", folder)
+    assert prepare(tmp_path / "out", folder) == whole
+
+
+def test_files_that_have_their_names_already_stay(folder, tmp_path):
+    """A power cut may bring an old meta.json back, after the first of the new files was renamed."""
+    old = prepare(tmp_path / "old", folder, val_share=0.5)
+    whole = prepare(tmp_path / "whole", folder)
+    out = tmp_path / "out"
+    prepare(out, folder, val_share=0.5)
+    meta = (out / "meta.json").read_bytes()
+
+    def first():
+        rename = os.replace
+
+        def killed(source: str, target: str) -> None:
+            rename(source, target)
+            if str(target).endswith("train.bin"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        os.replace = killed
+        prepare(out, folder)
+
+    assert in_a_child(first) == -signal.SIGKILL
+    (out / "meta.json").write_bytes(meta)
+    assert prepare(out, folder) == whole != old and Tokens(str(out), "train", 0)
+
+
+@pytest.mark.parametrize("content", ["null", "[1]", '"x"', '{"id": 1}', "{"])
+def test_a_journal_that_is_none(folder, tmp_path, content):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / corpus.JOURNAL).write_text(content)
+    assert prepare(tmp_path / "out", folder) == prepare(tmp_path / "whole", folder)
+    (tmp_path / "out" / corpus.JOURNAL).write_text("{")
+    prepare(tmp_path / "out", folder)  # there is nothing to do
+    assert not (tmp_path / "out" / corpus.JOURNAL).exists()
+
+
 def test_space_is_checked_first(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000))
     with pytest.raises(ValueError, match="needs about 0.2 MB for the tokens, but its disk has 0.0 MB free"):
