@@ -157,7 +157,7 @@ def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
 def flex(pattern: str, dynamic: bool) -> Callable:
     """FlexAttention, which skips the blocks that its mask leaves out; compiled once (dynamic) or for each length."""
     torch._dynamo.config.recompile_limit = 64  # for each length, head dim, pattern, and with gradients
-    attend = torch.compile(flex_attention, dynamic=dynamic)  # dynamic: checks bounds, as for n = 100
+    attend = torch.compile(flex_attention, dynamic=dynamic)  # dynamic: it checks bounds, also where it need not
     n = n_short(pattern)
 
     def seen(b, h, i, j):

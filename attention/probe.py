@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from attention.fast import in_blocks, in_rows
+from attention.fast import windowed
 from attention.heads import HeadGroup
 from attention.scores import ByDistance, scores, visible
 
@@ -66,4 +66,4 @@ def largest_of_rows(q, k, v, *, window, scale, bias):
     return scores(q, k, scale, bias).abs().masked_fill_(unseen, 0.0).amax(-1, keepdim=True)
 
 
-in_largest = in_blocks(in_rows(largest_of_rows, lambda q, k, v, bias: q.shape[0] * q.shape[1] * k.shape[-2]))
+in_largest = windowed(largest_of_rows, lambda q, k, v, bias: q.shape[0] * q.shape[1] * k.shape[-2])
