@@ -1,4 +1,4 @@
-"""The README's table of choices: one row per knob on Tiny Shakespeare, three seeds, loss and ms per step.
+"""The table of docs/choices.md: one row per knob on Tiny Shakespeare, three seeds, loss and ms per step.
 
     python experiments/choices.py --only=rope,swiglu     # these rows, and the default that they are held against
     python experiments/choices.py                        # all of them
@@ -111,21 +111,21 @@ def as_flags(row: Row) -> list[str]:
 
 
 def link(row: Row) -> str:
-    """[choices.py, `RoPE`](choices.py), where the row's choice is made. Raises UserError where the name is gone."""
+    """[choices.py, `RoPE`](../choices.py), where the row's choice is made. Raises UserError where the name is gone."""
     file, name = row.place.split()
     with open(os.path.join(ROOT, file), encoding="utf-8") as f:
         code = f.read()
     if not re.search(rf"(?m)^(class |def |){name}[(:]", code):
         raise UserError(f"{file} has no {name}")
-    return f"[{file}, `{name}`]({file})"
+    return f"[{file}, `{name}`](../{file})"
 
 
-def relinked(readme: str) -> str:
-    """The README, in whose table each row's last column but one is the row's link."""
+def relinked(page: str) -> str:
+    """docs/choices.md, in whose table each row's last column but one is the row's link."""
     for name, row in ROWS.items():
         cells = rf"(?m)^(\| {re.escape(name)} \|(?:[^|\n]*\|){{5}}) [^|\n]* (\|[^|\n]*\|)$"
-        readme = re.sub(cells, lambda found, row=row: f"{found[1]} {link(row)} {found[2]}", readme)
-    return readme
+        page = re.sub(cells, lambda found, row=row: f"{found[1]} {link(row)} {found[2]}", page)
+    return page
 
 
 def constants(path: str) -> dict:
@@ -223,8 +223,8 @@ def main() -> None:
         if unknown := [name for name in given if name not in known]:
             raise UserError(f"{unknown[0]!r} is none of {', '.join(known)}")
     if "links" in parts:
-        text = open("README.md", encoding="utf-8").read()
-        with open("README.md", "w", encoding="utf-8") as f:
+        text = open("docs/choices.md", encoding="utf-8").read()
+        with open("docs/choices.md", "w", encoding="utf-8") as f:
             f.write(relinked(text))
         if parts == ["links"]:
             return

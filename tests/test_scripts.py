@@ -798,12 +798,12 @@ def test_the_table_of_choices(run, quick, data, tmp_path, monkeypatch):
     assert code == 2 and "is damaged" in err
 
 
-def test_the_readmes_links():
+def test_the_links_of_the_table_of_choices():
     module = runpy.run_path(os.path.join(ROOT, "experiments", "choices.py"))
-    readme = open(os.path.join(ROOT, "README.md"), encoding="utf-8").read()
-    assert module["relinked"](readme) == readme, "python experiments/choices.py --what=links"
+    page = open(os.path.join(ROOT, "docs", "choices.md"), encoding="utf-8").read()
+    assert module["relinked"](page) == page, "python experiments/choices.py --what=links"
     for name, row in module["ROWS"].items():
-        line = next((line for line in readme.splitlines() if line.startswith(f"| {name} |")), "")
+        line = next((line for line in page.splitlines() if line.startswith(f"| {name} |")), "")
         assert module["link"](row) in line and all(flag in line for flag in module["as_flags"](row)), name
 
 
