@@ -1,19 +1,21 @@
-"""Times attention: every core, long and short heads, differential, and what other libraries have.
+"""Times attention: every attention of this project, long and short heads, differential, and other libraries.
 
     python bench.py                                  # about ten minutes on two CPU cores
     python bench.py --quick                          # under a minute
     python bench.py --what=attention --only=sdpa,beta --lengths=4096,8192,16384 --plot
-    python bench.py --suite=gpu                      # all tables of a CUDA GPU, in bfloat16, in under eight minutes
-    python bench.py --what=attention --device=cuda --dtype=bfloat16 --head_dim=64,128 --lengths=2048,8192 --tokens=32768
+    python bench.py --suite=gpu                      # all tables on a CUDA GPU: under eight minutes
+    python bench.py --what=attention --device=cuda --dtype=bfloat16 --head_dim=64,128 --tokens=32768
 
-Four parts: `attention` (forward, backward and peak memory of the function alone), `model` (a forward pass of the LS
-paper's model, its Table 1), `step` (its training step), `decode` (tokens/s and cache bytes). This file has the first
-part; training/timing.py has the others, and measures for all of them.
+There are four parts. `attention` measures the function alone: forward pass, backward pass and peak memory. `model`
+measures a forward pass of the LS paper's model, as in its Table 1. `step` measures a training step of that model.
+`decode` measures tokens per second, and the bytes of the cache. This file has the first part; training/timing.py has
+the other three, and the clock for all four.
 
-First the outputs and gradients of each attention are compared with its definition in float64, on fresh random inputs;
-one that is wrong is reported, not timed. Every subject runs once before any runs again. Numbers are medians with half
-their interquartile range; ratios are to the first subject in the same round. A share is the least time that the
-computation could take, by the device's measured rates of a matrix product and of a copy, divided by the time taken.
+First, the outputs and gradients of each attention are compared with its definition in float64, on fresh random inputs.
+An attention that is wrong is reported and not timed. Then all attentions are timed in rounds, in which each runs once.
+A time is a median, with half of its interquartile range. A ratio compares an attention with the first one of the same
+round. A share is the least time that the computation could take on this device, divided by the time that it took; the
+least time follows from the measured speed of a matrix product and of a copy.
 """
 
 import functools
@@ -39,28 +41,33 @@ from configurator import UserError, check_writable, configure, pick_device, refu
 from model import ATTENTION, WHOLE, GPTConfig
 from training import timing
 
-suite: Literal["all", "quick", "gpu"] = "all"  # settings for a purpose: quick, as --quick; gpu, all tables of a GPU
-what = "attention,model,step,decode"  # the parts to run
-only = ""  # attention's subjects, separated by commas; empty: all
-lengths = "512,2048,8192"  # tokens, for attention
-model_lengths = "2048,8192"  # tokens, for the forward pass of a model
-step_length = 1024  # tokens of a training step
-decode_length = 1024  # tokens to generate
-batch_size = 2  # sequences; PyTorch's CPU backward pass gives a core whole heads, so one long head keeps one core busy
-tokens = 0  # of a pass, instead of batch_size: as many sequences as fit into them; 0: batch_size sequences
-n_head = 6  # heads
-head_dim = "32"  # of q, k and v, for attention; several, separated by commas
-heads = "SSSSSL"  # the pattern of what has short heads
-window = 100  # how far back they see, for attention; models as in the LS paper: 50 up to 2048 tokens, 100 past that
-repeats = 9  # of each subject
-patience = 20.0  # seconds; a subject that would take longer for one pass is skipped
-budget = 0.0  # seconds; after them no further attention is begun, and those left out are named; 0: no limit
+# What is measured?
+suite: Literal["all", "quick", "gpu"] = "all"  # defaults for a purpose: quick is --quick; gpu: all tables of a GPU
 quick = False  # short lengths and few repeats: under a minute on two cores
-plot = False  # draw time and memory against n to a PNG beside --out (needs matplotlib)
+what = "attention,model,step,decode"  # the parts to run, separated by commas
+only = ""  # attention: the rows to measure, separated by commas; empty: all
+# How large are the inputs?
+lengths = "512,2048,8192"  # attention: sequence lengths in tokens
+model_lengths = "2048,8192"  # model: sequence lengths in tokens
+step_length = 1024  # step: sequence length in tokens
+decode_length = 1024  # decode: number of tokens to generate
+batch_size = 2  # sequences at once; with 1, PyTorch's backward pass of a single long head would use one CPU core
+tokens = 0  # tokens at once: sets the number of sequences instead of batch_size; 0: batch_size sets it
+n_head = 6  # number of heads
+head_dim = "32"  # attention: width of a head; several, separated by commas
+heads = "SSSSSL"  # the heads of a layer in rows with short heads: a letter for each head, S short, L long
+window = 100  # attention: tokens that a short head sees before its own (model, step: 50, or 100 above 2048 tokens)
+# How exact, and how long?
+repeats = 9  # rounds, in each of which everything runs once
+patience = 20.0  # seconds; a row that would take longer than this for one pass is skipped
+budget = 0.0  # seconds; after this time no new row of attention begins, and the skipped rows are named; 0: no limit
+# Where do the results go?
 out = "bench.json"  # the file of results
-device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of q, k and v, and of the models by autocast
-seed = 1337  # of q, k and v, weights and samples
+plot = False  # also draw time and memory by length, as a PNG beside --out (needs matplotlib)
+# What does it run on?
+device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of q, k and v; the models use autocast
+seed = 1337  # of the random numbers: q, k, v, weights and generated tokens
 
 SUITE = {  # name: values for the flags that are not given
     "all": {},

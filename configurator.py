@@ -3,12 +3,14 @@
 A script's own top-level assignments are its flags, together with the fields of a dataclass that it names. Config files
 (plain Python assignments) override them, and --key=value overrides both:
 
+    # How large is a step?                               <- a group of flags in --help: a question, with its mark
     batch_size = 12  # sequences per step                <- a flag, its default and its help
     config, given = configure(globals(), GPTConfig)
     globals().update(config)
 
-Flags have the type of their annotation or, without one, of their default: bool, int, float, str, a Literal of strings,
-each of them `| None`. A mistake is a sentence on stderr and exit code 2.
+A flag has the type of its annotation or, without one, of its default: bool, int, float, str or a Literal of strings,
+each of them `| None`. In a flag's help, "a name in TABLE" or "a name in module.TABLE" becomes the names in that table.
+A mistake of the user is answered with a sentence on stderr and exit code 2.
 """
 
 import ast
@@ -19,14 +21,18 @@ import io
 import math
 import os
 import pathlib
+import re
 import runpy
 import sys
+import textwrap
 import tokenize
 import types
 import typing
 from collections.abc import Iterable, Iterator
 
 WORDS = {"none": None, "true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}  # in flags
+WIDTH = 100  # columns of --help
+COLUMN = 36  # where --help begins the text of a flag
 
 
 class UserError(ValueError):
@@ -84,7 +90,7 @@ def _excepthook(kind: type, error: BaseException, trace: types.TracebackType | N
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
     elif issubclass(kind, MemoryError) or kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
         name = os.path.basename(sys.argv[0])
-        print(f"{name}: out of memory ({first_line(error)}): a smaller batch or model fits", file=sys.stderr)
+        print(f"{name}: out of memory ({first_line(error)}). Make the batch or the model smaller", file=sys.stderr)
     elif kind.__name__ in ("DistBackendError", "DistNetworkError") or "gloo/transport" in str(error):
         print(f"another process has died or cannot be reached ({first_line(error)})", file=sys.stderr)
     else:
@@ -98,7 +104,7 @@ class Flag(typing.NamedTuple):
     default: object
     legal: list  # types, None's included, and the strings of a Literal
     comment: str
-    section: str
+    group: str  # the question that it answers
 
 
 def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
@@ -125,33 +131,54 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
 
 
 def _flags(script: dict, dataclasses: tuple) -> dict[str, Flag]:
+    """Every flag, in the order of --help: the fields of the dataclasses, then what only the script assigns."""
     flags = {}
-    source = pathlib.Path(script["__file__"]).read_text(encoding="utf-8")
-    for name, hint, comment in _assignments(ast.parse(source).body, source):
+    for cls in dataclasses:
+        hints, scope = typing.get_type_hints(cls), vars(sys.modules[cls.__module__])
+        source = inspect.getsource(cls)
+        for name, _, comment, group in _assignments(ast.parse(source).body[0].body, source):
+            if name in hints:
+                flags[name] = Flag(getattr(cls, name), _legal(hints[name]), _with_names(comment, scope), group)
+    source, own = pathlib.Path(script["__file__"]).read_text(encoding="utf-8"), set()
+    for name, hint, comment, group in _assignments(ast.parse(source).body, source):
         default = script.get(name, ())
         is_plain = isinstance(default, types.NoneType | bool | int | float | str)
-        if is_plain and name not in flags and not name.startswith("_") and not name.isupper():
-            flags[name] = Flag(default, _legal(eval(hint, script) if hint else type(default)), comment, "flags")
-    for cls in dataclasses:
-        hints = typing.get_type_hints(cls)
-        source = inspect.getsource(cls)
-        for name, _, comment in _assignments(ast.parse(source).body[0].body, source):
-            if name in hints:
-                own = flags.get(name) or Flag(getattr(cls, name), _legal(hints[name]), "", "")  # the script's own wins
-                flags[name] = own._replace(comment=own.comment or comment, section=f"fields of {cls.__name__}")
+        if is_plain and name not in own and not name.startswith("_") and not name.isupper():
+            own.add(name)
+            legal = _legal(eval(hint, script) if hint else type(default))
+            flag = Flag(default, legal, _with_names(comment, script), group)
+            field = flags.get(name, flag)
+            flags[name] = flag._replace(comment=flag.comment or field.comment, group=field.group)
     return flags
 
 
-def _assignments(body: list, source: str) -> Iterator[tuple[str, str | None, str]]:
-    """Yields (name, annotation, trailing comment) of each `name = value` and `name: type = value`."""
+def _assignments(body: list, source: str) -> Iterator[tuple[str, str | None, str, str]]:
+    """Yields (name, annotation, trailing comment, group) of each `name = value` and `name: type = value`.
+
+    A group begins with a comment on a line of its own that ends in a question mark. Other comments begin none.
+    """
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    comments = [token for token in tokens if token.type == tokenize.COMMENT]
+    trailing = {token.start[0]: token.string.lstrip("# ") for token in comments}
+    questions = [token.start for token in comments if token.line.strip() == token.string and token.string[-1] == "?"]
     for node in body:
-        comment = comments.get(node.end_lineno, "")
+        comment = trailing.get(node.end_lineno, "")
+        above = [line for line, column in questions if line < node.lineno and column == node.col_offset]
+        group = trailing[above[-1]] if above else "Flags"
         if isinstance(node, ast.AnnAssign):
-            yield ast.unparse(node.target), ast.unparse(node.annotation), comment
+            yield ast.unparse(node.target), ast.unparse(node.annotation), comment, group
         elif isinstance(node, ast.Assign):
-            yield ast.unparse(node.targets[0]), None, comment
+            yield ast.unparse(node.targets[0]), None, comment, group
+
+
+def _with_names(comment: str, scope: dict) -> str:
+    """The comment, with the names themselves in the place of "a name in TABLE" and "a name in module.TABLE"."""
+
+    def names(found: re.Match) -> str:
+        holder = vars(sys.modules[found[1]]) if found[1] in sys.modules else scope
+        return ", ".join(holder.get(found[2], [found[0]]))
+
+    return re.sub(r"a name in (?:(\w+)\.)?([A-Z_]+)", names, comment)
 
 
 def _legal(hint: object) -> list:
@@ -168,14 +195,29 @@ def _words(legal: list) -> str:
 
 
 def _print_help(script: dict, flags: dict[str, Flag]) -> None:
-    name = os.path.basename(script["__file__"])
-    print(f"{(script.get('__doc__') or '').strip()}\n\nusage: python {name} [config/file.py] [--flag=value ...]")
-    for section in dict.fromkeys(flag.section for flag in flags.values()):
-        print(f"\n{section}, with their defaults:")
-        for key, flag in flags.items():
-            if flag.section == section:
-                choices = f" ({_words(flag.legal)})" if isinstance(flag.legal[0], str) else ""
-                print(f"  --{key}={flag.default!r}".ljust(40) + f"  {flag.comment}{choices}")
+    paragraphs = (script.get("__doc__") or "").strip().split("\n\n")
+    paragraphs += [f"usage: python {sys.argv[0]} [config/file.py] [--flag=value ...]"]
+    paragraphs += ["Each flag stands here with its default value. A flag on the command line wins over a config file. "
+                   "--flag is short for --flag=True, and --no-flag for --flag=False."]  # fmt: skip
+    for text in paragraphs:
+        is_code = "\n " in f"\n{text}"
+        print(
+            text if is_code else textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False), end="\n\n"
+        )
+    groups = {group: [] for group in dict.fromkeys(flag.group for flag in flags.values())}
+    for name, flag in flags.items():
+        groups[flag.group] += _help_of(name, flag)
+    print("\n\n".join("\n".join([group, *lines]) for group, lines in groups.items()))
+
+
+def _help_of(name: str, flag: Flag) -> list[str]:
+    """The lines of a flag in --help: its default, and from COLUMN on its text."""
+    values = f" ({_words(flag.legal)})" if isinstance(flag.legal[0], str) else ""
+    heads = textwrap.wrap(f"--{name}={flag.default!r}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    lines = textwrap.wrap(flag.comment + values, WIDTH - COLUMN, break_on_hyphens=False)
+    if lines and len(heads[-1]) <= COLUMN - 2:
+        heads[-1] = heads[-1].ljust(COLUMN) + lines.pop(0)
+    return heads + [" " * COLUMN + line for line in lines]
 
 
 def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
@@ -186,19 +228,19 @@ def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
         known = sorted(file.name for file in pathlib.Path(beside).parent.glob("*.py"))
         near = difflib.get_close_matches(os.path.basename(path), known, 1)
         hint = f"; did you mean {os.path.join(os.path.dirname(path), near[0])}?" if near else ""
-        fail(f"there is no config file {path}{hint} (flags are written --key=value)")
+        fail(f"there is no config file {path}{hint} (A flag is written --key=value.)")
     if not found.endswith(".py"):  # and it would be run
-        fail(f"{path} is no config file, whose names end in .py; flags are written --key=value")
+        fail(f"{path} is not a config file: the name of a config file ends in .py. A flag is written --key=value")
     try:
         namespace = runpy.run_path(found, run_name="config_file")
     except (Exception, SystemExit) as error:
-        fail(f"{path} does not run: {type(error).__name__}: {error}")
+        fail(f"{path} could not be run: {type(error).__name__}: {error}")
     values = {}
     for name, value in namespace.items():
         if name.startswith("_") or isinstance(value, (types.ModuleType, types.FunctionType, type)):
             continue
         if name not in flags:
-            fail(f"{path} sets `{name}`, {_unknown(name, flags)} (names that begin with _ are your own)")
+            fail(f"{path} sets `{name}`: {_unknown(name, flags)} (The name of a variable of your own begins with _.)")
         values[name] = _checked(value, flags[name].legal, f"{path}: {name} = {value!r}")
     return values
 
@@ -212,7 +254,7 @@ def _read_flag(arg: str, flags: dict[str, Flag]) -> tuple[str, object]:
     if not equals and positive != name and positive in flags and bool in flags[positive].legal:
         return positive, False
     if name not in flags:
-        fail(f"--{name}: {_unknown(name, flags)}; --help lists them")
+        fail(f"--{name}: {_unknown(name, flags)} (--help lists all flags.)")
     legal = flags[name].legal
     if not equals and bool not in legal:
         fail(f"--{name} needs a value, {_words(legal)}: --{name}=...")
@@ -226,22 +268,22 @@ def _read_flag(arg: str, flags: dict[str, Flag]) -> tuple[str, object]:
 
 def _unknown(name: str, flags: dict[str, Flag]) -> str:
     near = difflib.get_close_matches(name.replace("-", "_"), flags, 1)
-    return "an unknown flag" + (f"; did you mean `{near[0]}`?" if near else "")
+    return "unknown flag" + (f"; did you mean `{near[0]}`?" if near else "")
 
 
 def _checked(value: object, legal: list, given: str) -> object:
     """A value, as a legal type: an int is taken for a float, 1e3 for an int; nan and inf for nothing."""
     if isinstance(value, int) and abs(value) >= 2**63:
-        fail(f"{given}: is too large: integers have 64 bits")
+        fail(f"{given} is too large: integers have 64 bits")
     if isinstance(value, float) and not math.isfinite(value):
-        fail(f"{given}: needs {_words(legal)}")
+        fail(f"{given}: the flag needs {_words(legal)}")
     if type(value) in legal or (isinstance(value, str) and value in legal):
         return value
     if type(value) is int and float in legal:
         return float(value)
     if isinstance(value, float) and int in legal and value.is_integer():
         return int(value)
-    fail(f"{given}: needs {_words(legal)}")
+    fail(f"{given}: the flag needs {_words(legal)}")
 
 
 def check_writable(out: str) -> None:

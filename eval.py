@@ -1,13 +1,15 @@
-"""A model's loss over a whole split, in measures that compare models.
+"""Prints a model's loss over a whole split, in measures that compare models.
 
     python eval.py --out_dir=out-shakespeare-char
     python eval.py --init_from=gpt2 --dataset=shakespeare
     torchrun --standalone --nproc_per_node=4 eval.py --out_dir=out --split=test
 
-Every token but the first is predicted once, from at least block_size - stride tokens before it if there are as many.
-Loss and perplexity per token compare models of one tokenizer. Perplexity per word (Rae et al. 2020) and bits per byte
-divide the same sum of -log p by the words and bytes of the text that was tokenised, so they compare models of
-different tokenizers, unless a tokenizer drops some of the text (SentencePiece: line ends, runs of spaces).
+Every token except the first is predicted once, from at least block_size - stride tokens before it (from fewer only at
+the start of the split).
+
+Loss and perplexity per token compare models with the same tokenizer. Perplexity per word (Rae et al. 2020) and bits per
+byte divide the same sum of -log p by the number of words or bytes of the text. So they also compare models with
+different tokenizers, unless a tokenizer drops a part of the text (SentencePiece drops line ends and repeated spaces).
 """
 
 import math
@@ -22,17 +24,21 @@ from text.dataset import Tokens, folder_of, positions
 from training.checkpoint import open_model
 from training.distributed import by_all, connect, local_rank, rank, say, world
 
-init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one
-out_dir = "out"  # the folder that train.py wrote
-which: Literal["best", "latest"] = "best"  # the lowest validation loss, or the last state
-dataset: str | None = None  # a folder of data/; None: the one that the model was trained on
-split: Literal["train", "val", "test"] = "val"  # of it
-block_size: int | None = None  # tokens that the model sees at once; None: as many as it was trained on
-stride: int | None = None  # tokens from one window to the next; None: half of block_size
-batch_size = 4  # windows at once
-device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on a GPU that has it, else float16
-backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # of torch.distributed
+# Which model?
+init_from = "resume"  # resume: the checkpoint in out_dir; or gpt2, gpt2-xl, ..., a model of the hub, a local folder
+out_dir = "out"  # the folder of a run of train.py
+which: Literal["best", "latest"] = "best"  # the checkpoint with the lowest validation loss, or the latest one
+# Which text?
+dataset: str | None = None  # the data set: a folder in data/; None: the one that the model was trained on
+split: Literal["train", "val", "test"] = "val"  # the part of the data set
+# How much text does the model see at once?
+block_size: int | None = None  # tokens per window, at most as many as in training; None: as many as in training
+stride: int | None = None  # tokens from the start of a window to the start of the next one; None: half of block_size
+# What does it run on?
+batch_size = 4  # windows that are computed together
+device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 or float16 on CUDA, else float32
+backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # how processes communicate; auto: nccl on CUDA, else gloo
 
 
 @torch.no_grad()

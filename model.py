@@ -1,13 +1,12 @@
 """A GPT whose causal self-attention is pluggable: the whole model, to be read from top to bottom.
 
-1. Three attentions, a function of a few lines each, which is its definition; ATTENTION, their table.
-2. GPTConfig: every choice.
-3. CausalSelfAttention, MLP, Block, GPT: GPT-2, built from these choices.
+1. Three attentions: each is a function of a few lines, its definition. ATTENTION is their table.
+2. GPTConfig, with every choice; then CausalSelfAttention, MLP, Block and GPT: GPT-2, built from these choices.
 
 A new attention is one function and one line in ATTENTION. Nothing else is needed to train it with short and long
-heads, to decode it with a cache, to test it and to time it. To save time and memory a GPT runs fast forms of these
-functions (attention/fast.py). It uses a fast form only as long as its definition here stays what it is, which is
-checked when the GPT is built. Otherwise the definition runs: what you edit here is what is trained.
+heads, to decode it with a cache, to test it and to time it. To save time and memory, a GPT runs fast forms of these
+functions (attention/fast.py). When a GPT is built, each fast form is compared with its definition here. If they
+differ, because you have changed the definition, the definition runs: what you edit here is what is trained.
 
 Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary. Attention is
 (B, H, T, D) everywhere.
@@ -89,39 +88,44 @@ WHOLE: set[str] = set()  # names of attentions that need all queries and keys at
 class GPTConfig:
     """Every choice of the model, as it was given. Raises UserError where choices do not fit."""
 
+    # How large is the model?
     block_size: int = 1024  # tokens that the model sees at once
-    vocab_size: int = 50304  # 50257 of GPT-2, padded to a multiple of 64
-    n_layer: int = 12  # blocks
+    vocab_size: int = 50304  # number of different tokens: GPT-2's 50257, rounded up to a multiple of 64
+    n_layer: int = 12  # number of blocks
     n_head: int = 12  # attention heads per layer
     n_embd: int = 768  # width of the residual stream
-    n_kv_head: int | None = None  # heads of keys and values; several query heads share one; None: n_head; 1: MQA
+    n_kv_head: int | None = None  # heads of keys and values, each shared by several query heads; None: n_head; 1: MQA
     head_dim: int | None = None  # width of a head; None: n_embd / n_head
-    dropout: float = 0.0  # on embeddings and on what attention and MLP add to the residual stream
-    attn_dropout: float | None = None  # on attention weights; None: as dropout, or 0 where the attention has none
-    bias: bool = True  # in Linears and LayerNorms, as GPT-2
+    n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, or 8/3 n_embd if it is gated (as many weights)
+    tied: bool = True  # the output head and the token embedding are one matrix
+    # Which attention?
     attention: str = "softmax"  # a name in ATTENTION
-    heads: str = "L"  # L long, S short; tiled over heads, / between layers, tiled over layers: SSSSSL, S/S/L
-    window: int | None = None  # short heads: i sees j where 0 <= i - j <= window; None: 50, past block_size 2048 100
-    differential: bool = False  # heads are paired: the first's map minus lambda times the second's
-    qk_norm: str = "none"  # of queries and keys, before their product: a name in QK_NORM
-    temperature: float = 1.0  # divides the scores
-    per_dim_temperature: bool = False  # each dimension of the queries is scaled by a learned softplus(p)
-    position: str = "learned"  # how the model knows of order: a name in POSITION
-    rope_base: float | None = None  # of RoPE's wavelengths; None: 10000
-    max_distance: int | None = None  # relative, t5: all larger distances count as this one; None: 16, 128
-    nope_long: bool = False  # long heads have no position; short ones have (Command A: --heads=S/S/S/L)
-    norm: str = "layernorm"  # a name in NORM
-    norm_bias: bool | None = None  # in the norms; None: as `bias` in a LayerNorm, False in an RMSNorm
-    norm_eps: float = 1e-5  # added to a norm's variance
-    where: str = "pre"  # where a block's norms are: a name in WHERE
-    block: str = "serial"  # serial: the MLP sees what attention has added; parallel: both see x (PaLM)
-    mlp: str = "gelu"  # the MLP's activation, gated or not: a name in ACTIVATION
-    n_hidden: int | None = None  # width of the MLP; None: 4 n_embd; gated: 8/3 n_embd, the same number of weights
-    tied: bool = True  # the output head is the token embedding
+    heads: str = "L"  # one letter per head: L long, S short; / goes to the next layer; patterns repeat: SSSSSL, S/S/L
+    window: int | None = None  # tokens that a short head sees before its own; None: 50, or 100 if block_size > 2048
+    differential: bool = False  # heads work in pairs: the first one's weights minus lambda times the second one's
+    qk_norm: str = "none"  # the norm of queries and keys, before their product: a name in choices.QK_NORM
+    temperature: float = 1.0  # the attention scores are divided by this number
+    per_dim_temperature: bool = False  # each dimension of the queries is multiplied by a learned number, softplus(p)
+    # How does the model know the order of the tokens?
+    position: str = "learned"  # a name in choices.POSITION
+    rope_base: float | None = None  # rope: the base of its wavelengths; None: 10000
+    max_distance: int | None = None  # relative, t5: larger distances count as this one; None: 16 (relative), 128 (t5)
+    nope_long: bool = False  # only short heads know positions, and long heads do not (Command A: --heads=S/S/S/L)
+    # What are the blocks made of?
+    norm: str = "layernorm"  # the kind of norm: a name in choices.NORM
+    norm_bias: bool | None = None  # biases in the norms; None: as `bias` for layernorm, False for rmsnorm
+    norm_eps: float = 1e-5  # a small number that is added to the variance in a norm
+    where: str = "pre"  # where a block has its norms: a name in choices.WHERE
+    block: str = "serial"  # serial: the MLP gets the output of attention; parallel: both get the same input (PaLM)
+    mlp: str = "gelu"  # activation of the MLP (gated: the names that end in glu): a name in choices.ACTIVATION
+    bias: bool = True  # biases in Linears and LayerNorms, as in GPT-2
+    # What helps against overfitting, unstable training or too little memory?
+    dropout: float = 0.0  # dropout on embeddings and on the outputs of attention and MLP: the probability
+    attn_dropout: float | None = None  # dropout on attention weights; None: as dropout, or 0 if the attention has none
     zero_init: bool = False  # the last matrix of each attention and MLP (or the norm after it) starts at zero
-    logit_softcap: float | None = None  # c: logits are c tanh(logits / c), Gemma 2; None: no cap
-    z_loss: float = 0.0  # factor of the mean squared log Z, which is added to the training loss (PaLM: 1e-4)
-    activation_checkpointing: bool = False  # blocks are computed again in the backward pass: slower, far less memory
+    logit_softcap: float | None = None  # c: a logit x becomes c tanh(x / c) (Gemma 2: c = 30); None: it stays x
+    z_loss: float = 0.0  # this number times the mean of (log Z)^2 is added to the training loss (PaLM: 1e-4)
+    activation_checkpointing: bool = False  # compute blocks again in the backward pass: slower, needs far less memory
 
     def __post_init__(self):
         check(self, ATTENTION)

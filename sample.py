@@ -1,8 +1,10 @@
-"""Prints text from a checkpoint, as it comes.
+"""Prints text that a trained model writes, token by token.
 
-python sample.py --out_dir=out-shakespeare-char
-python sample.py --out_dir=out-shakespeare-char --start="ROMEO:" --num_samples=2 --temperature=0
-python sample.py --init_from=gpt2-xl --start=FILE:prompt.txt
+    python sample.py --out_dir=out-shakespeare-char
+    python sample.py --out_dir=out-shakespeare-char --start="ROMEO:" --num_samples=2 --temperature=0
+    python sample.py --init_from=gpt2-xl --start=FILE:prompt.txt
+
+A line of dashes follows each sample.
 """
 
 import pathlib
@@ -17,22 +19,26 @@ import torch
 from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
 
-init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one
-out_dir = "out"  # the folder that train.py wrote
-which: Literal["best", "latest"] = "best"  # the lowest validation loss, or the last state
-start = "\n"  # the prompt, or FILE:path to read it from a file
-num_samples = 10  # how many
+# Which model?
+init_from = "resume"  # resume: the checkpoint in out_dir; or gpt2, gpt2-xl, ..., a model of the hub, a local folder
+out_dir = "out"  # the folder of a run of train.py
+which: Literal["best", "latest"] = "best"  # the checkpoint with the lowest validation loss, or the latest one
+# Which text, and how much?
+start = "\n"  # the prompt: the text that the model continues; FILE:path reads it from a file
+num_samples = 10  # number of samples
 max_new_tokens = 500  # tokens per sample
-temperature = 0.8  # 0: greedy; 1.0: as the model says; more: wilder
-top_k: int | None = 200  # sample from the k most likely tokens; None: from all
-top_p: float | None = None  # sample from the fewest tokens that hold this probability; None: from all
-stop: str | None = None  # end a sample where this text comes up
-seed = 1337  # of the first sample; the others take the next ones
-use_cache = True  # keep what the model has computed of earlier tokens; the text is the same without, slowly
-plain = False  # attention by the definitions of model.py as they stand; the text is the same, slowly
-device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on a GPU that has it, else float16
-compile = False  # torch.compile the model
+stop: str | None = None  # a sample ends where this text appears
+# How is each token chosen?
+temperature = 0.8  # 0: always the most likely token; 1.0: the probabilities of the model; above: more random
+top_k: int | None = 200  # choose among this many most likely tokens; None: among all tokens
+top_p: float | None = None  # choose among the likeliest tokens that sum to this probability; None: among all tokens
+seed = 1337  # of the random numbers of the first sample; the next samples take seed + 1, seed + 2, ...
+# What does it run on, and how?
+use_cache = True  # keep keys and values of earlier tokens; without a cache the text is the same, but slower
+plain = False  # compute attention with the definitions in model.py themselves; the text is the same, but slower
+device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 or float16 on CUDA, else float32
+compile = False  # compile the model with torch.compile
 
 
 def text_of(ids: Iterator[torch.Tensor], tok: Tokenizer, stop: str | None, prompt: list[int]) -> Iterator[str]:

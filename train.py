@@ -4,11 +4,12 @@
     python train.py config/train_shakespeare_char_cpu.py --attention=laser
     torchrun --standalone --nproc_per_node=4 train.py config/train_shakespeare_char.py
 
-Writes ckpt.pt (the latest state), best.pt (the lowest validation loss) and log.jsonl to out_dir.
+Writes to out_dir: ckpt.pt (the latest state), best.pt (the state with the lowest validation loss) and log.jsonl.
+Ctrl-C and SIGTERM end a run after the current step, with a checkpoint. If a loss or a gradient becomes NaN or infinite,
+the run ends with exit code 1, and without a new checkpoint.
 
-This file is read from top to bottom: flags, set-up, one batch, one loss, one evaluation, the loop. What a run needs
-around its loop is in training/run.py: resuming, checks of flags, signals, the end. Where a loss or a gradient is NaN
-or infinite the run ends, with exit code 1 and no new checkpoint. Ctrl-C and SIGTERM end it after the step, with one.
+Read train.py from top to bottom: flags, set-up, one batch, one loss, one evaluation, the loop. What a run needs around
+its loop is in training/run.py: resuming, checks of flags, signals, the end.
 """
 
 import contextlib
@@ -36,61 +37,63 @@ _began = time.perf_counter()
 
 # -----------------------------------------------------------------------------
 # flags; GPT-2 (124M) on OpenWebText by default. The fields of GPTConfig are flags too.
-# I/O
-out_dir = "out"  # where checkpoints and the log go
-eval_interval = 2000  # steps between evaluations
-log_interval = 1  # steps between log lines
-log_logits = False  # log the largest absolute attention score of each layer too, which costs a forward pass
-eval_iters = 200  # batches per evaluation, always the same pieces of each split
-eval_only = False  # evaluate once, write nothing, exit
-dry_run = False  # print parameters, FLOPs, and estimates of memory and time, touch nothing, exit
-always_save_checkpoint = True  # ckpt.pt at every evaluation; False: only at the end and when interrupted
-save_interval = 0  # steps between saves of ckpt.pt; 0: at every evaluation
-keep_checkpoints = 2  # how many of the latest: ckpt.pt, and the ones before it as ckpt-00000500.pt
-save_in_background: bool | None = None  # write while training goes on; None: on CUDA only
-init_from = "scratch"  # scratch, resume, gpt2, gpt2-medium, ..., owner/model of the hub, or a local folder of one
-sample_tokens = 300  # tokens of text printed at the end, 0: none
-# wandb
-wandb_log = False  # log to Weights & Biases
-wandb_project = "owt"  # its project
-wandb_run_name = "gpt2"  # its run
-# data
-dataset = "openwebtext"  # a folder of data/
-pack: Literal["none", "document"] = "none"  # document: no token sees another document's; positions begin anew in each
-allow_other_data = False  # resume although the data are not those of the saved run
-gradient_accumulation_steps = 5 * 8  # micro-batches per step, over all processes
-batch_size = 12  # sequences per micro-batch; batch_size * gradient_accumulation_steps: in a step of all processes
-# model
-vocab_size: int | None = None  # rows of the embedding, at least the data's vocabulary, which is the default
-bias = False  # in Linears and LayerNorms; False is a bit better and faster
-# optimizer
-optimizer: Literal[*OPTIMIZER] = "adamw"  # muon: for the matrices of the blocks, AdamW for the rest
-learning_rate = 6e-4  # the peak, of AdamW or LAMB
-muon_lr = 0.02  # the peak, of Muon
-muon_beta = 0.95  # Muon's momentum
-max_iters = 600000  # steps
-weight_decay = 1e-1  # of matrices and embeddings
-beta1 = 0.9  # AdamW's and LAMB's
-beta2 = 0.95  # AdamW's and LAMB's
-grad_clip = 1.0  # largest gradient norm, 0.0: no clipping
-loss_spike = 0.0  # warn if 4 losses in a row exceed this many times the mean of the last 100; 0.0: never
-# learning rate: linear warm-up, then what schedule says
-schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # down to min_lr; wsd: stable, then a linear decay to it
-decay_share = 0.2  # wsd: the share of lr_decay_iters, at their end, in which it decays; 1.0: from the warm-up on
-decay_lr = True  # False: learning_rate throughout, with no warm-up
-warmup_iters = 2000  # steps of warm-up
-lr_decay_iters = 600000  # the step at which min_lr is reached
-min_lr = 6e-5  # the smallest, learning_rate / 10 by Chinchilla; for Muon in proportion to its peak
-# system
-parallel: Literal["ddp", "fsdp"] = "ddp"  # several processes: each has the whole model (ddp) or a share of it (fsdp)
-backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # of torch.distributed: nccl on CUDA, gloo elsewhere
-device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on a GPU that has it, else float16
-tf32 = True  # matrix products of float32 in TF32, on GPUs that have it
-compile: bool | None = None  # torch.compile the model; None: on CUDA only
-triton = False  # attention by the Triton kernels of attention/kernels.py, on CUDA
-plain = False  # attention by the definitions of model.py as they stand: slow, for study and for comparison
-seed = 1337  # of weights, batches, dropout
+# What is the model trained on?
+dataset = "openwebtext"  # the data set: the name of a folder in data/, or the path of a folder
+pack: Literal["none", "document"] = "none"  # document: a token sees only its own document, where positions begin at 0
+allow_other_data = False  # let a run resume even if the data set has changed since the run was saved
+# Which weights does it start from?
+init_from = "scratch"  # scratch, resume, or the weights of gpt2, gpt2-medium, ..., a model of the hub, a local folder
+seed = 1337  # decides all random numbers: new weights, which batches are drawn, dropout
+# How long is the training, and how large is a step?
+max_iters = 600000  # steps in total
+gradient_accumulation_steps = 5 * 8  # micro-batches per step, of all processes together
+batch_size = 12  # sequences per micro-batch; a step has batch_size * gradient_accumulation_steps sequences
+# Which optimizer?
+optimizer: Literal[*OPTIMIZER] = "adamw"  # muon trains the matrices of the blocks, and AdamW the other weights
+weight_decay = 1e-1  # weight decay of matrices and embeddings; biases and norms have none
+beta1 = 0.9  # AdamW and LAMB: decay rate of the mean of the gradients
+beta2 = 0.95  # AdamW and LAMB: decay rate of the mean of the squared gradients
+muon_beta = 0.95  # Muon: its momentum
+grad_clip = 1.0  # a gradient with a larger norm is scaled down to this norm; 0.0: never
+# How does the learning rate change?
+learning_rate = 6e-4  # the highest learning rate, of AdamW and LAMB
+muon_lr = 0.02  # the highest learning rate, of Muon
+schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # the curve after warm-up; wsd: constant, then linear decay
+decay_share = 0.2  # wsd: the decay is this share of lr_decay_iters; 1.0: it begins right after the warm-up
+decay_lr = True  # False: the learning rate is constant and has no warm-up
+warmup_iters = 2000  # steps in which the learning rate grows from almost 0 to its highest value
+lr_decay_iters = 600000  # the step at which the learning rate reaches min_lr; often the same as max_iters
+min_lr = 6e-5  # the lowest learning rate; a tenth of learning_rate is usual; Muon's falls by the same factor
+# What is measured and printed?
+eval_interval = 2000  # steps between two evaluations
+eval_iters = 200  # batches of each split in an evaluation; every evaluation uses the same ones
+eval_only = False  # evaluate once, write nothing, and exit
+dry_run = False  # print the number of parameters, FLOPs, and estimates of memory and time; do nothing else
+log_interval = 1  # steps between two lines of the log
+log_logits = False  # also log the largest absolute attention score of each layer; costs one more forward pass
+loss_spike = 0.0  # warn if 4 losses in a row are above this number times the mean of the last 100; 0.0: never
+sample_tokens = 300  # length of the text that the model writes at the end, in tokens; 0: no text
+wandb_log = False  # also log to Weights & Biases
+wandb_project = "owt"  # name of the project in Weights & Biases
+wandb_run_name = "gpt2"  # name of the run in Weights & Biases
+# What is saved, and where?
+out_dir = "out"  # the folder for checkpoints and log.jsonl
+always_save_checkpoint = True  # save ckpt.pt at every evaluation; False: only at the end and after an interruption
+save_interval = 0  # steps between two saves of ckpt.pt; 0: at every evaluation
+keep_checkpoints = 2  # number of latest checkpoints that are kept: ckpt.pt, and before it ckpt-00000500.pt and so on
+save_in_background: bool | None = None  # continue to train while a checkpoint is written; None: only on CUDA
+# What does it run on, and how?
+device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 or float16 on CUDA, else float32
+tf32 = True  # compute matrix products of float32 in TF32, on GPUs that can
+compile: bool | None = None  # compile the model with torch.compile; None: only on CUDA
+triton = False  # compute attention with the Triton kernels of attention/kernels.py, on CUDA
+plain = False  # compute attention with the definitions in model.py themselves: slow, to study and to compare
+parallel: Literal["ddp", "fsdp"] = "ddp"  # with several processes each holds the whole model (ddp) or a part (fsdp)
+backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # how processes communicate; auto: nccl on CUDA, else gloo
+# fields of GPTConfig whose default is another one here
+vocab_size: int | None = None  # number of different tokens; None: as many as the data set has
+bias = False  # biases in Linears and LayerNorms; False is a bit better and faster
 # -----------------------------------------------------------------------------
 config, given = configure(globals(), GPTConfig)
 

@@ -1,13 +1,13 @@
-"""The table of docs/choices.md: one row per knob on Tiny Shakespeare, three seeds, loss and ms per step.
+"""The table of docs/choices.md: one row per choice on Tiny Shakespeare, three seeds, loss and milliseconds per step.
 
-    python experiments/choices.py --only=rope,swiglu     # these rows, and the default that they are held against
-    python experiments/choices.py                        # all of them
-    python experiments/choices.py --what=time            # milliseconds alone
-    python experiments/choices.py --what=links           # the README's rows name where each choice is in the code
+    python experiments/choices.py --only=rope,swiglu  # these rows, and the default model
+    python experiments/choices.py                     # all rows
+    python experiments/choices.py --what=time         # only the times
+    python experiments/choices.py --what=links        # write into docs/choices.md where the code is
 
 It runs train.py with the CPU config for each row and seed. Runs that finished with the same command and config are
-skipped, so it can be stopped and started again. Times are of training steps of all rows in one process, interleaved:
-each row takes a step before any row takes another.
+skipped, so you can stop the script and start it again. The times are those of training steps in one process, in rounds:
+each row takes one step per round.
 """
 
 import ast
@@ -33,14 +33,15 @@ from text.files import sha256
 from training.optimizers import OPTIMIZER, Settings
 from training.timing import interleaved, medians, ratios, stopwatch
 
-what = "train,time"  # the parts to run: train, time, links
-only = ""  # rows, separated by commas; empty: all
-config_file = "config/train_shakespeare_char_cpu.py"  # of every run
+# What is measured?
+what = "train,time"  # the parts to run, separated by commas: train, time, links
+only = ""  # the rows to run, separated by commas; empty: all
+config_file = "config/train_shakespeare_char_cpu.py"  # the config file of every run
 seeds = 3  # runs per row, with the seeds 1, 2, ...
 extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
-jobs = 1  # runs at a time, which share the CPU's cores
-repeats = 40  # steps of each row that are timed
-out_dir = "out-choices"  # a folder per run goes there
+jobs = 1  # runs at the same time; they share the cores of the CPU
+repeats = 40  # number of timed steps per row
+out_dir = "out-choices"  # the folder for the runs, each in a folder of its own
 
 
 @dataclass

@@ -1,13 +1,14 @@
-"""Where the time of a training step goes on a GPU, and what makes it shorter: GPT-2 (124M), block 1024, bfloat16.
+"""Where the time of a training step goes on a GPU, and what makes a step shorter: GPT-2 (124M), bfloat16.
 
-    python experiments/gpu_training.py --profile            # all rows; most are compiled anew, which takes longest
+    python experiments/gpu_training.py --profile    # all rows; compilation takes longest
     python experiments/gpu_training.py --only="plain,cudnn,chunks"
 
-`plain` is nanoGPT's path: its micro-batch of 12, torch.compile, fused AdamW, PyTorch's choice among SDPA's kernels,
-logits of all tokens at once, and a loss that is read on every step. Each other row changes what its name says. All
-start from the same weights and see the same few batches of random tokens, so that the last column, the loss at the
-end, tells whether they compute the same (a row of another batch size or attention does not). Tokens/s are of the
-median step; MFU is of the rate of a large matrix product on this device. Rows are written to --out as they come.
+The row `plain` trains as nanoGPT does: a micro-batch of 12, torch.compile, fused AdamW, the SDPA kernel that PyTorch
+chooses, the logits of all tokens at once, and a loss that is read after every step. Each other row changes what its
+name says. All rows start from the same weights and see the same few batches of random tokens. So the last column, the
+final loss, shows whether two rows compute the same (rows with another batch size or attention do not). Tokens/s are
+those of the median step. MFU compares with the speed of a large matrix product on this device. Each row is written to
+--out as soon as it is measured.
 """
 
 import contextlib
@@ -36,23 +37,26 @@ from training.estimate import flops, matmul_rate
 from training.optimizers import OPTIMIZER, Settings
 from training.timing import tried
 
-only = ""  # rows, separated by commas; empty: all
-n_layer = 12  # of GPT-2 (124M), as the others
-n_head = 12  # heads
-n_embd = 768  # width
-block_size = 1024  # tokens of a sequence
-vocab_size = 50304  # 50257, padded to a multiple of 64
-batch_size = 12  # sequences of a step
-steps = 30  # of each row, of which the first third are not timed
-batches = 4  # of random tokens, again and again
-chunks = 8  # that the loss is computed in, for the row of that name
-profile = False  # of plain's step: the kernels that take longest
-budget = 500.0  # seconds; past them no other row is begun, which is said
-compile = True  # torch.compile
+# What is measured?
+only = ""  # the rows to run, separated by commas; empty: all
+profile = False  # also list the kernels that take most of the time in a step of the row plain
+steps = 30  # steps per row; the first third is not timed
+batches = 4  # batches of random tokens, which are used again and again
+chunks = 8  # number of parts in which the row chunks computes the loss
+budget = 500.0  # seconds; after this time no new row begins, and the skipped rows are named
 out = "gpu-training.json"  # the file of results
-device = "cuda"  # cuda, cuda:0, cpu (for a look at the script)
-dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of autocast
-seed = 1337  # of weights and tokens
+# How large is the model?
+n_layer = 12  # number of blocks
+n_head = 12  # attention heads per layer
+n_embd = 768  # width of the residual stream
+block_size = 1024  # tokens per sequence
+vocab_size = 50304  # number of different tokens: GPT-2's 50257, rounded up to a multiple of 64
+batch_size = 12  # sequences per step
+# What does it run on?
+compile = True  # compile the model with torch.compile
+device = "cuda"  # cuda, cuda:0, or cpu (to try the script)
+dtype: Literal["bfloat16", "float32"] = "bfloat16"  # the precision of autocast
+seed = 1337  # of the random numbers: weights and tokens
 
 
 def in_chunks(model: GPT, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

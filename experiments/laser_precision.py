@@ -1,11 +1,12 @@
-"""LASER's appendix A.5: how much of the attention's output bfloat16 loses, with and without the shift of its values.
+"""LASER paper, appendix A.5: the error of LASER attention in bfloat16, with and without a shift of the values.
 
     python experiments/laser_precision.py
 
-It trains a LASER model with the CPU config, unless that run is there, and takes the queries, keys and values of its
-layers on the validation text, rounded to bfloat16. Each way to compute attention from them in bfloat16 is compared with
-the definition in float64: the mean and the standard deviation, over layers and batches, of
-||y - y_exact|| / ||y_exact||. For the second table the values are multiplied by a factor, since a model's may grow.
+It trains a LASER model with the CPU config, if this run is not there yet. It takes the queries, keys and values of the
+model's layers on the validation text, rounded to bfloat16. Each way to compute attention from them in bfloat16 is
+compared with the definition in float64. The script prints the mean and the standard deviation, over layers and batches,
+of ||y - y_exact|| / ||y_exact||. In the second table the values are multiplied by a factor, because the values of a
+larger model may be larger.
 """
 
 import math
@@ -27,12 +28,14 @@ from model import ATTENTION, GPT
 from text.dataset import ROOT, Tokens, folder_of
 from training import checkpoint
 
-config_file = "config/train_shakespeare_char_cpu.py"  # of the run
-out_dir = "out-laser-precision"  # the run's folder
+# Which model?
+config_file = "config/train_shakespeare_char_cpu.py"  # the config file of the run
+out_dir = "out-laser-precision"  # the folder of the run
 extra = ""  # more flags of train.py, separated by spaces
-batches = 50  # of validation windows
+# On how much text, and on what does it run?
+batches = 50  # number of batches of the validation text
 batch_size = 12  # windows per batch
-device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
+device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 
 
 def vanilla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

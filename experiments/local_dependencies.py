@@ -1,14 +1,17 @@
-"""The long-short paper's figure 2: can attention learn dense local dependencies, if queries and keys are free?
+"""The LS paper's figure 2: can attention learn dense local dependencies, if it may choose any queries and keys?
 
-    python experiments/local_dependencies.py --steps=10000                   # 25 minutes on one CPU core
-    python experiments/local_dependencies.py --device=cuda                   # the paper's 100,000 steps
+    python experiments/local_dependencies.py --steps=10000    # 25 minutes on one CPU core
+    python experiments/local_dependencies.py --device=cuda    # the paper's 100,000 steps
 
-A target P (n, n) gives each row about half of the `band` tokens before it, with equal weights (section 3.1). The rows
-of P' = softmax(q k^T), over all earlier tokens or over the last `span`, are fitted to it by Adam on q and k (n, d). It
-prints, and writes to --out, the share of the target that is missed, ||P - P'||^2 / ||P||^2, and the largest |q k^T|.
-The paper does not name its loss, its learning rate or how q and k begin: here the loss is that share, and q and k begin
-with normal numbers (--init). Row 0 has nothing before it, and is left out. (The paper's section 3 lets a row see
-itself, its task does not. Here both attentions may, and have to learn not to.)
+The target P (n, n) gives each token equal weights on about half of the `band` tokens before it (section 3.1). Adam
+changes q and k (n, d) until P' = softmax(q k^T) is close to P. Long attention sees all earlier tokens, and short
+attention the last `span`. The script prints, and writes to --out, the share of the target that is missed,
+||P - P'||^2 / ||P||^2, and the largest |q k^T|.
+
+The paper does not name its loss, its learning rate or the first q and k. Here the loss is the share that is missed, and
+q and k begin with random normal numbers (--init). Row 0 is left out, because it has nothing before it. In the paper's
+section 3 a token sees itself, and in its task it does not. Here both attentions can see the token itself, and have to
+learn not to.
 """
 
 import json
@@ -24,17 +27,20 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from attention.scores import visible
 from configurator import UserError, check_writable, configure, pick_device, user_errors
 
-n = 2500  # tokens
+# What is the task?
+n = 2500  # number of tokens
 d = 25  # dimensions of q and k
-band = 50  # how far back the target's rows reach
-span = 50  # how far back short attention sees
-steps = 100000  # of Adam
-learning_rates = "1e-2,1e-3"  # the better one is each attention's
-init = 0.1  # standard deviation of the numbers that q and k begin with
-rows = 20  # of the table
+band = 50  # tokens that the target looks back
+span = 50  # tokens that short attention looks back
+seed = 1337  # of the random numbers: the target, q and k
+# How is it learned?
+steps = 100000  # steps of Adam
+learning_rates = "1e-2,1e-3"  # learning rates to try, separated by commas; the best one counts for each attention
+init = 0.1  # standard deviation of the first q and k
+# Where do the results go, and on what does it run?
+rows = 20  # number of lines that are printed per fit
 out = "local_dependencies.json"  # the file of results
-device = "auto"  # auto (cuda, mps or cpu, the first there is), cpu, cuda, cuda:0, mps
-seed = 1337  # of the target, q and k
+device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 
 
 def target(n: int, band: int) -> torch.Tensor:

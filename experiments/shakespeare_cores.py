@@ -1,11 +1,12 @@
 """The README's first table: five attentions on Tiny Shakespeare, three seeds each, with the CPU config.
 
     python experiments/shakespeare_cores.py
-    python experiments/shakespeare_cores.py --table=laser   # the LASER paper's variants of both (its tables 4, 5 and 7)
+    python experiments/shakespeare_cores.py --table=laser  # as in the LASER paper's tables 4, 5, 7
 
-It runs train.py for each attention and seed; seeds are the outer loop, so that a slow hour of the machine falls on all
-attentions. It prints the mean and the range of the best validation loss, the mean of the last one, and the median time
-per step. Runs that finished with the same command and config are skipped.
+It runs train.py for each attention and seed: first all attentions with seed 1, then with seed 2, and so on. So an hour
+in which the machine is slow slows all attentions alike. The script prints the mean and the range of the best validation
+loss, the mean of the last validation loss, and the median time per step. Runs that finished with the same command and
+config are skipped.
 """
 
 import os
@@ -19,10 +20,11 @@ from configurator import UserError, configure, user_errors
 from experiments.runs import finished
 from text.dataset import ROOT
 
-table: Literal["cores", "laser"] = "cores"  # which attentions
-config_file = "config/train_shakespeare_char_cpu.py"  # of every run
+# What is measured?
+table: Literal["cores", "laser"] = "cores"  # cores: five attentions; laser: softmax and LASER with variants
+config_file = "config/train_shakespeare_char_cpu.py"  # the config file of every run
 seeds = 3  # runs per attention, with the seeds 1, 2, ...
-out_dir = "out-shakespeare-cores"  # a folder per run goes there
+out_dir = "out-shakespeare-cores"  # the folder for the runs, each in a folder of its own
 extra = ""  # more flags of train.py for every run, separated by spaces
 
 LASER = ["--attention=laser"]

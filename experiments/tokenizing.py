@@ -1,9 +1,10 @@
-"""How fast text/corpus.py makes tokens on disk of text files, beside what the tokenizers' own libraries do in memory.
+"""How fast text/corpus.py turns text files into tokens, compared with the libraries of the tokenizers.
 
     python experiments/tokenizing.py --source=books
 
-Both take the same text with the same number of threads, in turns. MB are millions of bytes of text. The library has
-each document as a whole in memory and keeps the result there; corpus.py reads, cuts, counts and writes.
+Both get the same text and the same number of threads, in turns. One MB is a million bytes of text. The library has each
+document in memory, and keeps the tokens in memory. corpus.py reads the files, cuts and counts the text, and writes the
+tokens to the disk.
 """
 
 import contextlib
@@ -21,9 +22,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from configurator import UserError, configure, user_errors
 from text import corpus, sources, tokenizers
 
+# Which text, and how is it measured?
 source: str | None = None  # a .txt file or a folder of them
-vocab_size = 10000  # of sentencepiece
-copies = 3  # of the text, one after the other; at least 2
+vocab_size = 10000  # number of tokens in the vocabulary of sentencepiece
+copies = 3  # copies of the text, one after the other; at least 2
 rounds = 5  # how often everything is timed
 num_workers = 2  # threads
 

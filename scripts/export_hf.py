@@ -1,10 +1,11 @@
-"""Writes a checkpoint as a model of Hugging Face's transformers: config.json and model.safetensors.
+"""Writes a checkpoint as a model of Hugging Face's transformers library: config.json and model.safetensors.
 
     python scripts/export_hf.py --out_dir=out-shakespeare-char --to=exported
-    python -c "from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('exported'))"
+    python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('exported')"
 
-A model with choices that none of GPT-2, Llama, Mistral and Qwen 3 has is refused, with the choices named.
-The tokens stay those of the data set: GPT-2's own tokenizer is "gpt2" on the hub.
+The model becomes a GPT-2, Llama, Mistral or Qwen 3. If it has a choice that none of them has, the script names the
+choice and writes nothing. The tokenizer is not exported: tokens mean what they mean in the data set. For data in
+GPT-2's tokens, the tokenizer is "gpt2" on the hub.
 """
 
 import os
@@ -17,9 +18,10 @@ from configurator import UserError, configure, user_errors
 from training import checkpoint
 from training.pretrained import export
 
-out_dir = "out"  # the run's folder
-to = "exported"  # the folder that is written
-which: Literal["best", "latest"] = "best"  # best.pt, or ckpt.pt where there is none; or ckpt.pt
+# What is exported, and where does it go?
+out_dir = "out"  # the folder of a run of train.py
+to = "exported"  # the new folder
+which: Literal["best", "latest"] = "best"  # best: best.pt, or ckpt.pt if there is no best.pt; latest: ckpt.pt
 
 
 def main() -> None:

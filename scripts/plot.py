@@ -1,9 +1,10 @@
-"""Draws the curves of one run or of several out of their log.jsonl.
+"""Draws the curves of one or several runs, from their log.jsonl.
 
     python scripts/plot.py --runs=out-shakespeare-char-cpu
     python scripts/plot.py --runs=out-a,out-b --y=loss,norm,logit --x=tokens --out=curves.png
 
-Training losses are drawn twice: faintly as they are, and as their running mean. Validation losses are points.
+A training loss is drawn twice: each value as a faint line, and the running mean as a strong one. Validation losses are
+points.
 """
 
 import json
@@ -18,11 +19,12 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import NotInstalled, UserError, configure, refuse, user_errors
 
-runs = "out"  # folders of runs, with commas between them
-y = "loss,norm,logit,speed"  # loss, norm (of the gradient), logit (the largest, of --log_logits), speed (tokens/s), lr
-x: Literal["steps", "tokens", "time"] = "steps"  # time: hours of training steps, without the evaluations
-smooth: float | None = None  # the running mean's weight of what was before, in [0, 1); None: a mean over a 50th of all
-out = "curves.png"  # the picture
+# What is drawn, and where does it go?
+runs = "out"  # folders of runs of train.py, separated by commas
+y = "loss,norm,logit,speed"  # loss, norm (of the gradient), logit (needs --log_logits), speed (tokens/s), lr
+x: Literal["steps", "tokens", "time"] = "steps"  # horizontal axis; time: hours of training, without evaluations
+smooth: float | None = None  # weight of the past in the running mean, in [0, 1); None: a mean over a 50th of the run
+out = "curves.png"  # the file of the picture
 
 KEYS = {"loss": "loss", "norm": "norm", "logit": "max_logit", "speed": "tokens_per_s", "lr": "lr"}  # of the log
 LABELS = {"loss": "loss (nats per token)", "norm": "gradient norm", "logit": "largest |attention score|"}

@@ -18,18 +18,23 @@ from configurator import configure
 
 @dataclass
 class Model:
-    n_head: int = 12  # heads of the model
+    # How large is it?
+    n_head: int = 12  # heads of the model, such as a name in HEADS
     bias: bool = True  # in every layer
 
+# an ordinary comment
 out_dir = "out"  # where files go
+# How long does it train?
 learning_rate = 6e-4  # the largest
 max_iters = 600  # steps
 compile = True  # the model
-bias = False
+# How large is it?
 top_k: int | None = 200  # of the tokens
-kind: Literal["a", "b"] = "a"  # one of two
+kind: Literal["a", "b"] = "a"  # one of two, which is a name in sys.nothing or in json.NOWHERE
+bias = False
 maybe: bool | None = None  # None: decided later
 NOT_A_FLAG = 3
+HEADS = {{"one": 1, "two": 2}}
 config, given = configure(globals(), Model)
 learning_rate = "reassigned below, as scripts do"
 print(json.dumps([config, given]))
@@ -60,9 +65,9 @@ DEFAULTS = {
     "learning_rate": 6e-4,
     "max_iters": 600,
     "compile": True,
-    "bias": False,
     "top_k": 200,
     "kind": "a",
+    "bias": False,
     "maybe": None,
     "n_head": 12,
 }
@@ -180,13 +185,28 @@ def test_help_lists_every_flag_with_default_and_comment(script):
     assert "NOT_A_FLAG" not in result.stdout
 
 
+def test_help_groups_flags_by_question_and_names_what_is_in_a_table(script, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.replace('"out"', repr("out" + "/long" * 30)))
+    result = script("--help")
+    groups = result.stdout.split("\n\n")[-3:]
+    assert [group.splitlines()[0] for group in groups] == ["How large is it?", "Flags", "How long does it train?"]
+    flags = [[line.split("=")[0].strip(" -") for line in group.splitlines() if "  --" in line] for group in groups]
+    assert flags == [
+        ["n_head", "bias", "top_k", "kind", "maybe"],
+        ["out_dir"],
+        ["learning_rate", "max_iters", "compile"],
+    ]
+    assert "heads of the model, such as one, two\n" in result.stdout and "in every layer" in groups[0]
+    assert all(len(line) <= 100 for line in result.stdout.splitlines())
+
+
 @pytest.mark.parametrize(
     ("ending", "says"),
     [
         ("raise KeyboardInterrupt", "\ninterrupted\n"),
         ("raise BrokenPipeError", ""),
-        ("raise MemoryError('1 EB')", "script.py: out of memory (1 EB): a smaller batch or model fits\n"),
-        ("'a' * 10**18", "script.py: out of memory (MemoryError): a smaller batch or model fits\n"),
+        ("raise MemoryError('1 EB')", "script.py: out of memory (1 EB). Make the batch or the model smaller\n"),
+        ("'a' * 10**18", "script.py: out of memory (MemoryError). Make the batch or the model smaller\n"),
         ("raise RuntimeError('[enforce fail] can\\'t allocate memory: 1 EB')", "out of memory"),
         ("print('\\u2603')", ""),  # in a terminal that has no snowman
     ],
@@ -215,4 +235,8 @@ def test_only_python_is_run_as_a_config_file(run, tmp_path):
     """And not the text that someone meant with --source=."""
     (tmp_path / "note.txt").write_text("print('it ran')")
     code, out, err = run("data/text/prepare.py", tmp_path / "note.txt")
-    assert code == 2 and "note.txt is no config file, whose names end in .py" in err and "it ran" not in out
+    assert (
+        code == 2
+        and "note.txt is not a config file: the name of a config file ends in .py" in err
+        and "it ran" not in out
+    )

@@ -125,7 +125,8 @@ def test_training_with_packed_documents(train, tmp_path, text):
         return checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))["model"]["lm_head.weight"].clone()
 
     for pack in ("document", "none"):
-        assert train(flags, f"--pack={pack}")[0] == 0
+        code, out, _ = train(flags, f"--pack={pack}")
+        assert code == 0 and ("all tokens before it in its document\n" in out) == (pack == "document")
         got[pack] = head()
     assert not torch.equal(got["document"], got["none"])
     assert train(flags, "--pack=document", "--max_iters=4")[0] == 0

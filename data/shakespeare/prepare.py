@@ -1,4 +1,4 @@
-"""Tiny Shakespeare (text/shakespeare.py) in GPT-2's tokens, for fine-tuning: writes train.bin, val.bin, meta.json."""
+"""Prepares Tiny Shakespeare in GPT-2's tokens, for fine-tuning. Writes train.bin, val.bin and meta.json."""
 
 import os
 import sys
@@ -8,7 +8,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from configurator import configure, user_errors  # first: from here on Ctrl-C prints a sentence
 from text import shakespeare
 
-out_dir = os.path.dirname(os.path.abspath(__file__))  # where train.bin, val.bin and meta.json go
+# Where does it go?
+out_dir = os.path.dirname(os.path.abspath(__file__))  # the folder for train.bin, val.bin and meta.json
 
 config, _ = configure(globals(), shakespeare.Source)
 with user_errors():

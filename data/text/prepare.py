@@ -1,13 +1,15 @@
-"""Any text: train.bin, val.bin and meta.json of a file, a folder or a data set of the hub.
+"""Prepares your own text: a file, a folder or a data set of the hub. Writes train.bin, val.bin and meta.json.
 
-    python data/text/prepare.py --source=my.txt --out_dir=data/mytext     # then train.py --dataset=mytext
-    python data/text/prepare.py --source=books --tokenizer=sentencepiece --vocab_size=8000 --out_dir=data/books
+    python data/text/prepare.py --source=my.txt --out_dir=data/mytext
+    python train.py config/train_shakespeare_char_cpu.py --dataset=mytext
+    python data/text/prepare.py --source=books --tokenizer=sentencepiece --out_dir=data/books
     python data/text/prepare.py --source=owner/name --tokenizer=gpt2 --out_dir=data/name
-    python data/text/prepare.py --source=my.txt --tokenizer=pg19 --out_dir=data/my      # for a model trained on pg19
+    python data/text/prepare.py --source=my.txt --tokenizer=pg19 --out_dir=data/my
 
-A .txt file is a document, and so is each row of a .parquet file. Files whose names, or whose folders' names, begin with
-train, val or test belong to that split. Without a val split, every 10th document goes to val (--val_share=0.1), or the
-end of the text if there is only one document.
+A .txt file is one document, and each row of a .parquet file is one document. A file belongs to a split if its name, or
+the name of its folder, begins with train, val or test. Without a val split, every 10th document goes to val
+(--val_share=0.1). If there is only one document, the end of its text goes to val. --tokenizer=pg19 takes the tokenizer
+of the data set pg19, for a model that was trained on pg19.
 """
 
 import os
@@ -18,14 +20,16 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from configurator import UserError, configure, user_errors  # first: from here on Ctrl-C prints a sentence
 from text import corpus
 
-source: str | None = None  # a .txt or .parquet file, a folder of them, or owner/name of the Hugging Face hub
-column = "text"  # of parquet files, the column that holds the text
-tokenizer = "char"  # or bytes, gpt2, sentencepiece (trained on this text), or a prepared data set, for its tokenizer
-vocab_size = 8000  # of the sentencepiece tokenizer
-val_share = 0.1  # of the documents, or of the one document's text
+# Which text?
+source: str | None = None  # a .txt or .parquet file, a folder of them, or owner/name on the Hugging Face hub
+column = "text"  # .parquet files: the column that holds the text
+tokenizer = "char"  # char, bytes, gpt2, sentencepiece (trained on this text), or a prepared data set that has one
+vocab_size = 8000  # number of tokens in the vocabulary of the sentencepiece tokenizer
+val_share = 0.1  # the share of the documents that go to val, or of the text of a single document
 gutenberg = False  # leave out Project Gutenberg's headers and licences
-out_dir = os.path.dirname(os.path.abspath(__file__))  # where train.bin, val.bin and meta.json go
-num_workers: int | None = None  # threads that tokenise; None: one per core
+# Where does it go?
+out_dir = os.path.dirname(os.path.abspath(__file__))  # the folder for train.bin, val.bin and meta.json
+num_workers: int | None = None  # threads that make tokens; None: one per CPU core
 
 config, _ = configure(globals())
 with user_errors():
