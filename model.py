@@ -240,10 +240,14 @@ class CausalSelfAttention(nn.Module):
 
     def difference(self, y):
         """(B, H, T, 2 D) -> (B, H / 2, T, 2 D): each pair of maps, the first minus lambda times the second."""
+        y = y[:, ::2] - self.lambda_of_pairs() * y[:, 1::2]
+        return self.ln_head(y) * (1 - self.lambda_init)
+
+    def lambda_of_pairs(self):
+        """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, of all pairs of the layer."""
         first = (self.lambda_q1 * self.lambda_k1).sum().exp()  # no @: autocast would round it
         second = (self.lambda_q2 * self.lambda_k2).sum().exp()
-        y = y[:, ::2] - (first - second + self.lambda_init) * y[:, 1::2]
-        return self.ln_head(y) * (1 - self.lambda_init)
+        return first - second + self.lambda_init
 
 
 class MLP(nn.Module):

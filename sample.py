@@ -41,6 +41,21 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloa
 compile = False  # compile the model with torch.compile
 
 
+def prompt_of(start: str, tok: Tokenizer) -> tuple[str, list[int]]:
+    """(text, its token ids) of a flag --start. Raises UserError for an empty text and for characters without an id."""
+    try:
+        text = pathlib.Path(start[5:]).read_text(encoding="utf-8-sig") if start.startswith("FILE:") else start
+    except UnicodeDecodeError as error:
+        raise UserError(f"{start[5:]} is not UTF-8 text: {error}") from None
+    try:
+        prompt = tok.start(text)
+    except UserError as error:
+        raise UserError(f"--start={text[:20]!r}: {error}") from None
+    if not prompt:
+        raise UserError("the prompt is empty: --start needs at least one character")
+    return text, prompt
+
+
 def text_of(ids: Iterator[torch.Tensor], tok: Tokenizer, stop: str | None, prompt: list[int]) -> Iterator[str]:
     """Yields the text of a stream of tokens in pieces, up to `stop`; half a character or half a `stop` is held back."""
     seen = [*prompt]  # what is decoded together: some tokenizers drop a text's first space
@@ -72,16 +87,7 @@ def main() -> None:
     if compile:
         torch._dynamo.config.suppress_errors = True  # if compiling fails, go on without it and say why
         model.compile()
-    try:
-        text = pathlib.Path(start[5:]).read_text(encoding="utf-8-sig") if start.startswith("FILE:") else start
-    except UnicodeDecodeError as error:
-        raise UserError(f"{start[5:]} is not UTF-8 text: {error}") from None
-    try:
-        prompt = tok.start(text)
-    except UserError as error:
-        raise UserError(f"--start={text[:20]!r}: {error}") from None
-    if not prompt:
-        raise UserError("the prompt is empty: --start needs at least one character")
+    text, prompt = prompt_of(start, tok)
     if len(prompt) > model.config.block_size:
         print(f"the prompt has {len(prompt)} tokens; the model sees the last {model.config.block_size}")
     ids = torch.tensor([prompt], device=device)

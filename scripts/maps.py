@@ -1,0 +1,276 @@
+"""Draws attention maps: how much each token of a text takes from the tokens before it, in each head of each layer.
+
+    python scripts/maps.py --out_dir=out-shakespeare-char-cpu --start="To be, or not to be"
+    python scripts/maps.py --out_dir=out-shakespeare-char-cpu,out-laser,out-beta --layer=2 --head=0
+    python scripts/maps.py --init_from=gpt2 --layer=5 --start="The cat sat on the mat because it was tired"
+
+A row of a map is a query, a column is a key. Grey keys are not seen by the query. Weights from 0 to 1 go from pale
+yellow to blue; if an attention has weights below 0, blue is above 0 and red is below. LASER's weights are those of the
+softmax inside it. A pair of differential heads has three maps: A1, A2 and their difference A1 - lambda A2.
+
+--json writes {"tokens": [...], "maps": [...]}. A map there has its "run", the run's "attention" and the fields of Map
+below: layer, head, kind, letter, window, title, weights. In Python, with a model in memory:
+
+    from scripts.maps import draw, labels, weights_of
+    draw(weights_of(model, idx), labels(tok, idx[0])).savefig("maps.png")
+"""
+
+import math
+import os
+import sys
+from collections.abc import Iterable
+from itertools import pairwise, zip_longest
+from json import dump
+from typing import Literal, NamedTuple
+
+import torch
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from attention.fast import for_values, in_rows, linear_in_values
+from attention.probe import probing
+from attention.scores import ByDistance, at_least_float32, spelled_out, visible
+from configurator import NotInstalled, UserError, check_writable, configure, refuse, user_errors
+from model import ATTENTION, GPT
+from sample import prompt_of
+from text.tokenizers import Tokenizer
+from training.checkpoint import open_model
+
+init_from = "resume"  # resume: the checkpoints in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one
+out_dir = "out"  # folders that train.py wrote, with commas between them; their maps are drawn together
+which: Literal["best", "latest"] = "best"  # the lowest validation loss, or the last state
+start = "To be, or not to be"  # the text, or FILE:path to read it from a file
+layer: int | None = None  # the layer to draw, counted from 0; None: all
+head: int | None = None  # the head to draw, counted from 0; None: all; of a differential model its pair
+out = "maps.png"  # the picture: .png, .pdf or .svg
+json: str | None = None  # a file for the weights, as numbers
+
+# An attention that is linear in its values turns one-hot values into its weights: y = W I = W. One that is linear in
+# some f(v), y = g(W f(v)) with the inverse g of f, gives g(W) for the values g(I). Here is its (f, g).
+LINEAR_IN = {"laser": (torch.exp, torch.log)}
+
+
+class Map(NamedTuple):
+    """The attention weights of one head for one text."""
+
+    layer: int
+    head: int  # its number in the layer; of a difference the number of the pair's first head
+    kind: str  # "weights"; "signed weights" if the model has weights below 0; "difference" of a differential pair
+    letter: str  # S short, L long
+    window: int | None  # of a short head
+    title: str
+    weights: torch.Tensor  # (T, T): row i has what query i takes from each key; 0 from a key that it does not see
+
+    @property
+    def signed(self) -> bool:
+        return self.kind != "weights"
+
+
+@torch.no_grad()
+def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
+    """For each layer of a GPT its maps for token ids idx (1, T), in the order of the heads.
+
+    A differential pair is followed by its difference, but not with LASER, which subtracts logarithms. Dropout is off.
+    Raises UserError for an attention that has no weights.
+    """
+    c = model.config.resolved()
+    if c.attention not in LINEAR_IN and not linear_in_values(ATTENTION[c.attention]):
+        raise UserError(
+            f"attention={c.attention!r} has no weights to draw: it is not linear in its values. If it is linear in "
+            f"some f(v), as LASER is in exp(v), then add f and its inverse to LINEAR_IN in scripts/maps.py"
+        )
+    found = {block.attn: {} for block in model.transformer.h}  # {layer: {head: (weights (T, T), window)}}
+
+    def look(attn, group, q, k, v, *, window=None, scale=None, bias=None, **_):
+        weights = weights_at_once(c.attention, q, k, window=window, scale=scale, bias=bias)[0].cpu()
+        heads = range(c.n_head)[group.q] if isinstance(group.q, slice) else group.q
+        found[attn] |= {h: (w, window) for h, w in zip(heads, weights, strict=True)}
+
+    training = model.training
+    try:
+        with probing(model.eval(), look):
+            model(idx)
+    finally:
+        model.train(training)
+    below_0 = any(w.min() < -1e-6 for heads in found.values() for w, _ in heads.values())
+    layers = []
+    for layer, (attn, heads) in enumerate(found.items()):
+        maps = []
+        for head, (w, window) in sorted(heads.items()):
+            letter = c.layer_heads(layer)[head]
+            span = {"S": f": S, window {window}", "L": ": L"}[letter] if "S" in c.heads else ""
+            kind = "signed weights" if below_0 else "weights"
+            maps.append(Map(layer, head, kind, letter, window, f"layer {layer}, head {head}{span}", w))
+            if c.differential and head % 2 == 1 and c.attention not in LINEAR_IN:
+                factor = attn.lambda_of_pairs().item()
+                sign = "-" if factor >= 0 else "+"
+                title = f"layer {layer}, head {head - 1} {sign} {abs(factor):.2f} head {head}{span}"
+                difference = maps[-2].weights - factor * w
+                maps.append(Map(layer, head - 1, "difference", letter, window, title, difference))
+        layers.append(maps)
+    return layers
+
+
+def weights_at_once(attention: str, q, k, *, bias, **settings) -> torch.Tensor:
+    """The weights (B, H, T, T) of ATTENTION[attention] for q and k (B, H, T, D): what it makes of one-hot values."""
+    definition = ATTENTION[attention]
+    bias = ByDistance(bias.values) if isinstance(bias, ByDistance) else bias  # without what it adds to values
+    one_hot = at_least_float32(torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)).expand(*k.shape[:-1], -1)
+    if attention not in LINEAR_IN:
+        return spelled_out(definition)(q, k, one_hot, bias=bias, **settings)
+    f, inverse = LINEAR_IN[attention]
+    return f(in_rows(definition, for_values)(q, k, inverse(one_hot), bias=bias, **settings))
+
+
+def labels(tok: Tokenizer, ids: Iterable[int]) -> list[str]:
+    """Each token as it is printed: a space as \u2423, a newline as \\n; no text, or half a character, by its number."""
+    ids = [int(i) for i in ids]
+    until = [tok.decode(ids[:n]) for n in range(len(ids) + 1)]  # some tokenizers drop a text's first space
+    texts = [until[n + 1][len(until[n]) :] or tok.decode([i]) for n, i in enumerate(ids)]
+    texts = [text if text and "\ufffd" not in text else f"#{i}" for text, i in zip(texts, ids, strict=True)]
+    return ["".join(x if x.isprintable() else ascii(x)[1:-1] for x in text.replace(" ", "\u2423")) for text in texts]
+
+
+def draw(rows: list[list[Map]], tokens: list[str], title: str = ""):
+    """A matplotlib Figure of a grid of maps, with the tokens on its outer axes where they fit.
+
+    All maps without weights below 0 have one scale of colours, and all others another. Raises NotInstalled without
+    matplotlib.
+    """
+    try:
+        from matplotlib.colors import AsinhNorm
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise NotInstalled("maps need matplotlib: pip install matplotlib") from None
+    maps = [m for row in rows for m in row]
+    columns, T = max(map(len, rows)), len(tokens)
+    large = len(rows) * columns <= 4  # enough room for a label at each token
+    size = max(1.4, min(5.5 if len(rows) == 1 else 3.5, 11 / columns))  # of a map, in inches
+    size = max(size, min(20.0, T * 7 / 72)) if large else size
+    norms = {}
+    for signed in (False, True):
+        most = max((m.weights.abs().max().item() for m in maps if m.signed == signed), default=0.0)
+        most = max(most, 1e-6 if signed else 1.0)
+        # asinh is linear near 0 and a logarithm further out: a tenth of the largest weight still has a colour
+        norms[signed] = AsinhNorm(most / 10, -most if signed else 0.0, most)
+    titles = [m.title.split("\n") for m in maps]
+    width = columns * size + 0.7 + 0.9 * len({m.signed for m in maps})
+    height = len(rows) * (size + 0.05 + 0.2 * max(map(len, titles))) + (0.8 if title else 0.5)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(len(rows), columns, squeeze=False)
+    font = min(11.0, 115 * size / max(len(line) for lines in titles for line in [*lines, " "]))  # all titles fit
+    point = size * 72 / T  # a token's room, in points
+    images = []
+    for r, row in enumerate(rows):
+        for column, ax in enumerate(axes[r]):
+            if column >= len(row):
+                ax.set_axis_off()
+                continue
+            m = row[column]
+            unseen = ~visible(m.weights, m.weights, m.window) & (m.weights == 0)
+            grey_unseen = m.weights.masked_fill(unseen, math.nan).numpy()
+            images.append(ax.imshow(grey_unseen, cmap="RdBu" if m.signed else "YlGnBu", norm=norms[m.signed]))
+            ax.set_facecolor("0.85")
+            ax.spines[:].set_color("0.6")
+            ax.set_title(m.title, fontsize=font, parse_math=False)
+            lowest = r + 1 == len(rows) or column >= len(rows[r + 1])
+            label(ax.xaxis, tokens if lowest else [], point, large)
+            label(ax.yaxis, tokens if column == 0 else [], point, large)
+    kinds = [m.signed for m in maps]
+    apart = sum(a != b for a, b in pairwise(kinds)) == 1  # all maps of one kind before all of the other
+    for signed in sorted(set(kinds), reverse=True):
+        some = [image for image in images if image.norm is norms[signed]]
+        colour_bar(figure, some[0], [image.axes for image in some] if apart else [*axes.flat], size)
+    figure.supxlabel("key: the token that is looked at", fontsize=10)
+    figure.supylabel("query: the token that looks", fontsize=10)
+    if title:
+        figure.suptitle(title, fontsize=12, parse_math=False)
+    return figure
+
+
+def colour_bar(figure, image, axes: list, size: float) -> None:
+    """Draws the colour bar of an image to the right of axes, as high as they are and 0.2 inches wide."""
+    least, most = image.norm.vmin, image.norm.vmax
+    ticks = [n * 10**k for k in range(-8, 8) for n in (1, 2, 5) if 0.04 <= n * 10**k / most <= 1.001]
+    ticks = [-x for x in ticks if least < 0] + [0] + ticks
+    columns = len({ax.get_subplotspec().colspan.start for ax in axes})
+    rows = len({ax.get_subplotspec().rowspan.start for ax in axes})
+    inches = {"fraction": 0.25 / (columns * size), "aspect": rows * size / 0.2, "shrink": 0.9 if rows == 1 else 1.0}
+    name = "weight, red below 0" if least < 0 else "weight"
+    bar = figure.colorbar(image, ax=axes, label=name, pad=0.01, **inches)
+    bar.set_ticks(ticks, labels=[f"{x:g}" for x in ticks])
+    bar.minorticks_off()
+
+
+def label(axis, tokens: list[str], point: float, always: bool) -> None:
+    """Writes the tokens along an axis, if each has 5 points of room; always: else a few of them."""
+    step = max(1, math.ceil(5 / point))
+    tokens = tokens[::step] if always or step == 1 else []
+    across = axis.axis_name == "x"
+    upright = not across or max(map(len, tokens), default=1) == 1
+    font = min(10.0, (1.1 if across and upright else 0.9) * point * step)  # letters are higher than wide
+    axis.set_ticks([step * n for n in range(len(tokens))], tokens, fontsize=font, family="monospace", parse_math=False)
+    axis.set_tick_params(length=0, rotation=0 if upright else 90)
+
+
+def open_maps(folder: str) -> tuple[str, list[str], list[list[Map]]]:
+    """(the name of the attention, the printed tokens, the maps of the chosen layers and heads) of a run."""
+    model, tok, _, about = open_model(init_from, folder, which)
+    print(about)
+    c = model.config
+    for name, value, n in (("layer", layer, c.n_layer), ("head", head, c.n_head)):
+        if value is not None and not 0 <= value < n:
+            raise UserError(f"--{name}={value}: {folder} has the {name}s 0 to {n - 1}")
+    _, prompt = prompt_of(start, tok)
+    if len(prompt) > c.block_size:
+        raise UserError(f"--start has {len(prompt)} tokens, but {folder} sees at most {c.block_size} at once")
+    rows = weights_of(model, torch.tensor([prompt]))
+    rows = [rows[layer]] if layer is not None else rows
+    if head is not None:
+        n_map = 2 if c.differential else 1
+        rows = [[m for m in row if m.head // n_map == head // n_map] for row in rows]
+    name = c.attention + (f", heads {c.heads}" if "S" in c.heads else "") + (", differential" if c.differential else "")
+    return name, labels(tok, prompt), rows
+
+
+def together(grids: dict[str, list[list[Map]]], side_by_side: bool) -> list[list[Map]]:
+    """Several runs' maps as one grid, with the runs' names, which are the keys, in the titles."""
+    titled = [[[m._replace(title=f"{name}\n{m.title}") for m in row] for row in rows] for name, rows in grids.items()]
+    if not side_by_side:
+        return [row for rows in titled for row in rows]
+    return [[m for row in layers for m in row] for layers in zip_longest(*titled, fillvalue=[])]
+
+
+def main() -> None:
+    refuse([(not out.endswith((".png", ".pdf", ".svg")), f"--out={out} must end in .png, .pdf or .svg")])
+    check_writable(out)
+    folders = out_dir.split(",") if init_from == "resume" else [init_from]
+    runs = {folder: open_maps(folder) for folder in (folder.rstrip("/") for folder in folders) if folder}
+    if not runs:
+        raise UserError("--out_dir= names no folder")
+    names, tokens, grids = zip(*runs.values(), strict=True)
+    if any(other != tokens[0] for other in tokens):
+        raise UserError("these runs have different tokenizers: draw their maps one by one")
+    if len(runs) == 1:
+        figure = draw(grids[0], tokens[0], f"{[*runs][0]}: {names[0]}")
+    else:
+        named = [name if names.count(name) == 1 else f"{name}, {folder}" for folder, (name, _, _) in runs.items()]
+        figure = draw(together(dict(zip(named, grids, strict=True)), head is not None), tokens[0])
+    if json is not None:
+        entries = [
+            {"run": folder, "attention": name, **m._asdict(), "weights": m.weights.tolist()}
+            for folder, (name, _, rows) in runs.items()
+            for row in rows
+            for m in row
+        ]
+        with open(json, "w", encoding="utf-8") as f:
+            dump({"tokens": tokens[0], "maps": entries}, f)
+    figure.savefig(out, dpi=120)
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()
