@@ -2,7 +2,7 @@
 
     python scripts/maps.py --out_dir=out-shakespeare-char-cpu --start="To be, or not to be"
     python scripts/maps.py --out_dir=out-shakespeare-char-cpu,out-laser,out-beta --layer=2 --head=0
-    python scripts/maps.py --init_from=gpt2 --layer=5 --start="The cat sat on the mat because it was tired"
+    python scripts/maps.py --init_from=gpt2 --layer=5 --start="The cat sat on the mat"
 
 A row of a map is a query, a column is a key. Grey keys are not seen by the query. Weights from 0 to 1 go from pale
 yellow to blue; if an attention has weights below 0, blue is above 0 and red is below. LASER's weights are those of the
@@ -36,14 +36,17 @@ from sample import prompt_of
 from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
 
-init_from = "resume"  # resume: the checkpoints in out_dir; gpt2, gpt2-xl, ..., owner/model, or a local folder of one
-out_dir = "out"  # folders that train.py wrote, with commas between them; their maps are drawn together
-which: Literal["best", "latest"] = "best"  # the lowest validation loss, or the last state
-start = "To be, or not to be"  # the text, or FILE:path to read it from a file
-layer: int | None = None  # the layer to draw, counted from 0; None: all
-head: int | None = None  # the head to draw, counted from 0; None: all; of a differential model its pair
-out = "maps.png"  # the picture: .png, .pdf or .svg
-json: str | None = None  # a file for the weights, as numbers
+# Which model?
+init_from = "resume"  # resume: the checkpoints in out_dir; or gpt2, gpt2-xl, ..., a model of the hub, a local folder
+out_dir = "out"  # the folder of a run of train.py; several, with commas between them, are drawn together
+which: Literal["best", "latest"] = "best"  # the checkpoint with the lowest validation loss, or the latest one
+# Which text, and which maps?
+start = "To be, or not to be"  # the text; FILE:path reads it from a file
+layer: int | None = None  # only this layer; the first one is 0; None: all layers
+head: int | None = None  # only this head; the first one is 0; of a differential model its pair; None: all heads
+# What is written, and where?
+out = "maps.png"  # the picture; its name ends in .png, .pdf or .svg
+json: str | None = None  # a file for the weights as numbers; None: no such file
 
 # An attention that is linear in its values turns one-hot values into its weights: y = W I = W. One that is linear in
 # some f(v), y = g(W f(v)) with the inverse g of f, gives g(W) for the values g(I). Here is its (f, g).
