@@ -75,7 +75,7 @@ SUITE = {  # name: values for the flags that are not given
     "gpu": {
         "what": "model,step,decode,attention", "device": "cuda", "dtype": "bfloat16", "out": "bench-gpu.json",
         "head_dim": "64,128,32", "lengths": "2048,8192,32768", "decode_length": 512, "repeats": 7,
-        "patience": 1.0, "budget": 430.0, "tokens": 32768,  # so many fill a GPU and, in heads of 64 or more, its caches
+        "patience": 1.0, "budget": 430.0, "tokens": 32768,  # it fills a GPU and, in heads of 64 or more, its caches
     },
 }  # fmt: skip
 BACKENDS = {
@@ -83,10 +83,10 @@ BACKENDS = {
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION, "sdpa math": SDPBackend.MATH,
 }  # fmt: skip
 CHECKED_AT = 300  # tokens: more than the first blocks of short heads, and enough for beta's linear form
-# The largest ||x - exact|| / ||exact|| of an output or gradient that is rounding. A GPU multiplies float32 in TF32
+# An output or gradient x is right up to rounding if ||x - exact|| / ||exact|| is at most this. TF32: float32 on a GPU
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 TF32 = 2e-3
-# (operations, bytes) as multiples of a forward pass's: that has two products, a backward pass five
+# (operations, bytes) as multiples of a forward pass's. A forward pass has two products, a backward pass five
 MEASURES = {"forward": (1, 1), "backward": (2.5, 2), "both": (3.5, 3)}
 _began = time.monotonic()
 
@@ -94,7 +94,7 @@ _began = time.monotonic()
 # what is timed, and whether it is right
 
 sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
-optional = functools.cache(timing.tried)  # it says only once what is left out
+optional = functools.cache(timing.tried)  # cached: what is left out is reported once
 kernels = functools.partial(importlib.import_module, "attention.kernels")  # they need Triton
 
 
@@ -105,11 +105,11 @@ class Subject:
     core: str = "softmax"  # a name in ATTENTION
     pattern: str = "L"  # of its heads
     differential: bool = False
-    position: str | None = None  # a name in POSITION, of one that acts inside attention
+    position: str | None = None  # a name in POSITION whose Scheme acts inside attention
     run: Callable | None = None  # (q, k, v) -> y, all (B, H, T, D); None: as a model computes it
     foreign: bool = False  # `run` is the code of another library
-    backward: bool = True  # it has a backward pass here
-    error: float = math.nan  # the largest that the check has found
+    backward: bool = True  # whether it has a backward pass on this device
+    error: float = math.nan  # the largest relative error that the check found
 
     def __post_init__(self):
         self.run = self.run or functools.partial(self.layer, as_in_a_model(self.core))
@@ -132,7 +132,7 @@ class Subject:
 
 
 def as_in_a_model(core: str) -> Callable:
-    """ATTENTION[core] in the form that a model runs. It is found at each call, where a bug in it can be reported."""
+    """ATTENTION[core] in the form that a model runs. It is looked up at each call, so that a bug is reported there."""
     return lambda *qkv, **settings: fast_form(core, ATTENTION[core], whole=core in WHOLE)(*qkv, **settings)
 
 
@@ -149,7 +149,7 @@ def n_short(pattern: str) -> int:
 
 
 def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
-    """(FLOPs, numbers read or written) of a head's forward pass over n tokens, the least that its result needs."""
+    """The least (FLOPs, numbers read or written) that a head's forward pass over n tokens needs."""
     long = (n + 1) / 2  # keys that a query sees, in the mean
     if subject.core == "beta":  # half a chunk and the running sums, as in training.estimate.flops
         long = min(long, (CHUNK + 1) / 2 + 2 * D)
@@ -163,8 +163,8 @@ def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
 @functools.cache
 def flex(pattern: str, dynamic: bool) -> Callable:
     """FlexAttention, which skips the blocks that its mask leaves out; compiled once (dynamic) or for each length."""
-    torch._dynamo.config.recompile_limit = 64  # for each length, head dim, pattern, and with gradients
-    attend = torch.compile(flex_attention, dynamic=dynamic)  # dynamic: it checks bounds, also where it need not
+    torch._dynamo.config.recompile_limit = 64  # one for each length, head dim and pattern, with and without gradients
+    attend = torch.compile(flex_attention, dynamic=dynamic)  # dynamic: it always checks bounds
     n = n_short(pattern)
 
     def seen(b, h, i, j):
@@ -186,7 +186,7 @@ def fla_beta() -> Callable:
     from fla.ops.linear_attn import chunk_linear_attn
 
     def run(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, T, H, D), as it wants them
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, T, H, D), as fla takes them
         scale = q.shape[-1] ** -0.5
         o, _ = chunk_linear_attn(q, k, torch.cat((v, k), -1), scale=scale, normalize=False)
         norm = (scale * q.float() * o[..., v.shape[-1] :].float()).sum(-1, keepdim=True).clamp(min=1e-30).sqrt()
@@ -196,7 +196,7 @@ def fla_beta() -> Callable:
 
 
 def subjects(dev: str, D: int) -> dict[str, Subject]:
-    """Everything there is to time here, SDPA first."""
+    """All subjects that can be timed on this device, SDPA first."""
     on_gpu = dev.startswith("cuda")
     patterns = ["L", heads] if "S" in heads else ["L"]
     table = {"sdpa": Subject(run=sdpa, foreign=True)}
@@ -211,7 +211,7 @@ def subjects(dev: str, D: int) -> dict[str, Subject]:
     if suite != "quick":  # FlexAttention has no backward pass on a CPU
         flexes = {pattern: flex(pattern, not on_gpu or D != numbers("head_dim")[0]) for pattern in patterns}
         table |= {f"flex {p}": Subject("softmax", p, run=f, foreign=True, backward=on_gpu) for p, f in flexes.items()}
-    if on_gpu or "triton" in only:  # on a CPU in the interpreter, minutes for each
+    if on_gpu or "triton" in only:  # on a CPU Triton's interpreter takes minutes for each
         triton = optional("Triton's kernels", kernels, dev, foreign=True)
         cores = [core for core in triton.KERNEL if core in ATTENTION] if triton else []
         for pattern, core in itertools.product(patterns, cores):
@@ -234,7 +234,7 @@ def derivatives(f: Callable, x: list[torch.Tensor], backward: bool = True) -> li
 
 
 def right_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
-    """The subjects whose outputs and gradients are those of the definition in float64, up to rounding."""
+    """The subjects whose outputs and gradients equal those of the definition in float64, up to rounding."""
     x = timing.inputs(2, n_head, CHECKED_AT, D, dev, dt)
     double = [t.detach().cpu().double().requires_grad_(t.requires_grad) for t in x]
     rows = list(zip(*(t.split(1) for t in double), strict=True))  # sequence by sequence: LASER holds T x T x D numbers
@@ -284,7 +284,7 @@ def attention(dev: str, dt: torch.dtype, top: dict) -> Iterator[list[dict]]:
 
 
 def warmed_up(name: str, subject: Subject, x: list[torch.Tensor], dev: str, pace: dict) -> Callable | None:
-    """What times the passes of a subject, after the first ones; None where they fail or would take too much."""
+    """A function that times a subject's passes, called twice already; None if it fails or needs too much."""
     B, _, n, _ = x[0].shape
     task = functools.partial(timing.passes, subject.run, x, dev, subject.backward)
     seconds = pace.get(name, 0.0) * B * n * n
@@ -292,10 +292,10 @@ def warmed_up(name: str, subject: Subject, x: list[torch.Tensor], dev: str, pace
     if 0 < budget < time.monotonic() - _began:
         print(f"n = {n}: {name} skipped, out of time (--budget)")
     elif seconds > patience:
-        print(f"n = {n}: {name} skipped, would take up to {seconds:.1f} s a pass")
+        print(f"n = {n}: {name} skipped, would take up to {seconds:.1f} s a pass (--patience)")
     elif need > timing.free_memory(dev) / 2:
         print(f"n = {n}: {name} skipped, would need {need / 2**30:.1f} GiB")
-    elif row := timing.tried(f"n = {n}: {name}", lambda: task() and task(), dev, subject.foreign):  # the first compiles
+    elif row := timing.tried(f"n = {n}: {name}", lambda: task() and task(), dev, subject.foreign):  # 1st: compiling
         pace[name] = (row["forward"] + row.get("both", 0.0)) / 1e3 / (B * n * n)
         return task
 
@@ -327,7 +327,7 @@ def attention_table(tasks: dict, table: dict, x: list[torch.Tensor], dev: str, t
 
 
 def summary(rows: list[dict]) -> None:
-    """How many times as fast as SDPA's kernels, forward + backward (forward alone where there is no backward)."""
+    """Prints how many times as fast as SDPA's kernels each subject is: forward + backward (forward alone)."""
     bases = [base for base in ("sdpa flash", "sdpa cudnn") if any(row["subject"] == base for row in rows)]
     sizes = sorted({row["n"] for row in rows})
 
@@ -370,12 +370,12 @@ def draw(rows: list[dict], path: str) -> None:
 
 
 def sequences(length: int) -> int:
-    """How many sequences of this length a pass has."""
+    """How many sequences of this length are in one pass."""
     return max(1, tokens // length) if tokens else batch_size
 
 
 def numbers(flag: str) -> list[int]:
-    """The integers of a flag. Raises UserError where they are none, below 1 or too large."""
+    """The integers that a flag lists. Raises UserError for anything but positive integers below 2^31."""
     words = globals()[flag].split(",")
     if not all(word.strip().isdecimal() and 0 < int(word) < 2**31 for word in words):
         raise UserError(f"--{flag} must be positive integers below 2^31, separated by commas; got {globals()[flag]}")
@@ -384,8 +384,8 @@ def numbers(flag: str) -> list[int]:
 
 # fmt: off
 def wrong_flags(parts: list[str], all_parts: Iterable[str]) -> Iterator[tuple[bool, str]]:
-    """(what is wrong, the sentence for it), in an order in which each rule may rely on those before it."""
-    yield quick and "suite" in given, "--quick and --suite are two choices of settings: leave one out"
+    """Yields (whether a rule is broken, the message for it). A rule may assume that all rules before it hold."""
+    yield quick and "suite" in given, "--quick and --suite both choose the settings: leave one out"
     yield (suite == "gpu" and "device" not in given and not torch.cuda.is_available(),
            "--suite=gpu needs a CUDA GPU, and there is none here (or this PyTorch is built without CUDA)")
     unknown = sorted(set(parts) - set(all_parts))
@@ -393,9 +393,9 @@ def wrong_flags(parts: list[str], all_parts: Iterable[str]) -> Iterator[tuple[bo
     yield (min(repeats, batch_size, n_head, step_length, decode_length - 1) < 1 or not patience > 0,
            "sizes, repeats and patience must be positive, decode_length at least 2")
     yield tokens < 0 or budget < 0, f"--tokens={tokens} and --budget={budget} must not be negative"
-    for sizes in ({"n_head": n_head, "n_embd": n_head}, timing.LS_MODEL, timing.GPT_10M):  # or they say why not
+    for sizes in ({"n_head": n_head, "n_embd": n_head}, timing.LS_MODEL, timing.GPT_10M):  # a check
         GPTConfig(**sizes, heads=heads, window=window if "S" in heads else None)
-    yield "/" in heads, f"--heads={heads}: here it is the pattern of one layer, without a /"
+    yield "/" in heads, f"--heads={heads}: bench.py takes the pattern of one layer, without a /"
     yield bool(plot or only) and "attention" not in parts, "--plot and --only are for --what=attention"
     check_writable(out)
     for flag in ("head_dim", "lengths", "model_lengths"):
@@ -405,7 +405,7 @@ def wrong_flags(parts: list[str], all_parts: Iterable[str]) -> Iterator[tuple[bo
 
 
 def main() -> None:
-    run: dict[str, Callable] = {  # each gives the rows of one table after the other
+    run: dict[str, Callable] = {  # each yields the rows of its tables, one table at a time
         "attention": lambda: attention(dev, getattr(torch, dt_name), top),
         "model": lambda: (timing.forward_or_step(at, n, sequences(n), train=False) for n in numbers("model_lengths")),
         "step": lambda: [timing.forward_or_step(at, step_length, sequences(step_length), train=True)],
@@ -419,7 +419,7 @@ def main() -> None:
     at = timing.Setting(dev, amp, heads, repeats, seed)
     if dev.startswith("cuda:"):
         torch.cuda.set_device(dev)
-    torch.set_float32_matmul_precision("high")  # as train.py: TF32 on a GPU, nothing on a CPU
+    torch.set_float32_matmul_precision("high")  # as train.py: TF32 on a GPU, no effect on a CPU
     torch.set_flush_denormal(True)  # as train.py: on a CPU the tiniest weights are zeros
     chip = torch.cuda.get_device_name() if dev.startswith("cuda") else platform.processor() or platform.machine()
     about = {"device": dev, "chip": chip, "dtype": dt_name, "torch": torch.__version__}

@@ -1,8 +1,8 @@
-"""The choices among like things, one table each, and which of them go together.
+"""The tables of choices (norms, positions, activations), and the rules about which choices go together.
 
 QK_NORM, NORM, WHERE, POSITION and ACTIVATION are tables: a new choice is one function or class here, and one line in
-its table. check() refuses the configurations that mean nothing, with a sentence each. `c` is a model.GPTConfig, whose
-defaults are spelled out (GPTConfig.resolved) except in check(). Shapes: B batch, H heads, T time, D head width.
+its table. check() raises UserError where choices do not go together. `c` is a model.GPTConfig with its defaults filled
+in (GPTConfig.resolved); check() takes it as the user gave it. Shapes: B batch, H heads, T time, D head width.
 """
 
 import math
@@ -43,11 +43,11 @@ def new_norm(c, norm: str, width: int) -> nn.Module:
 
 
 def norm_has_bias(c, norm: str) -> bool:
-    """norm_bias, or what None stands for: as `bias` in a LayerNorm, none in an RMSNorm."""
+    """Whether a norm has a bias: norm_bias or, if that is None, `bias` for a LayerNorm and False for an RMSNorm."""
     return (c.bias and norm == "layernorm") if c.norm_bias is None else c.norm_bias
 
 
-# Which norms a block has: (before a sublayer, after it, after its sum with the residual stream).
+# Where a block has norms: (before a sublayer, after it, after its output is added to the residual stream).
 WHERE: dict[str, tuple[bool, bool, bool]] = {
     "pre": (True, False, False),  # x + f(norm(x)): GPT-2, Llama
     "post": (False, False, True),  # norm(x + f(x)): Vaswani et al. 2017, GPT-1
@@ -71,12 +71,12 @@ class L2Norm(nn.Module):
         return x if self.scale is None else self.scale * x
 
 
-# f(c, D) -> the module for the queries of a layer, and the one for its keys
+# f(c, D) -> (the module for a layer's queries, the module for its keys)
 QK_NORM: dict[str, Callable] = {
     "none": lambda c, D: (nn.Identity(), nn.Identity()),
     "layernorm": lambda c, D: (new_norm(c, "layernorm", D), new_norm(c, "layernorm", D)),  # LASER, section 4
     "rmsnorm": lambda c, D: (new_norm(c, "rmsnorm", D), new_norm(c, "rmsnorm", D)),
-    # s = g q k, unscaled (hence D**0.5); g starts at log2(T^2 - T) (Henry et al. 2020, section 3.1)
+    # s = g q k: D**0.5 cancels the factor 1 / sqrt(D). g starts at log2(T^2 - T) (Henry et al. 2020, section 3.1)
     "l2": lambda c, D: (L2Norm(D**0.5 * math.log2(max(2, c.block_size**2 - c.block_size))), L2Norm()),
 }
 
@@ -104,8 +104,8 @@ class Scheme(nn.Module):
     heads: which of the layer's heads q has. past: the number of tokens before q and k.
     """
 
-    scores = True  # whether it gives a bias; running sums cannot hold one, so with a bias beta keeps all keys
-    shared = False  # whether all layers have the same one
+    scores = True  # whether it gives a bias; beta's running sums cannot hold a bias: with one, beta keeps all keys
+    shared = False  # whether all layers share one module
     extra = 0  # dimensions that it adds to q and k
 
 
@@ -131,20 +131,20 @@ class RoPE(Scheme):
 
 
 def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """x (B, H, T, D) with each pair of dimensions turned: times cos + i sin, as a complex number."""
+    """x (B, H, T, D) with each pair of dimensions, as a complex number, multiplied by cos + i sin."""
     x = at_least_float32(x).unflatten(-1, (-1, 2))
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # one pass; compilers want real numbers
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():  # one pass; torch.compile needs real numbers
         return torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(turn)).flatten(-2)
     (a, b), (cos, sin) = x.unbind(-1), turn.unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
 
 
 class ALiBi(Scheme):
-    """A head's scores lose slope (i - j), in proportion to the distance (Press et al. 2021, section 3).
+    """Subtracts slope (i - j) from a head's scores: the farther the key, the lower (Press et al. 2021, section 3).
 
-    With a = slope / scale, -a (i - j) = (a, -a i) . (j, 1): two more dimensions of q and k are enough, and every kernel
-    takes them. A bfloat16 holds 8 bits of a number, so each number is split into a sum of two, which makes six
-    dimensions. A float16 holds nothing past 65504, so q has a i / 256, and k has 256.
+    With a = slope / scale, -a (i - j) = (a, -a i) . (j, 1): two more dimensions of q and k compute this, in every
+    kernel. A bfloat16 keeps 8 bits of a number, so each number is split into a sum of two, which makes six
+    dimensions. A float16 ends at 65504, so q has a i / 256, and k has 256.
     """
 
     scores, shared, extra = False, True, 6
@@ -168,27 +168,27 @@ class ALiBi(Scheme):
 
 
 def beside(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """table (H or none, T, E) before the dimensions of x (B, H, T, D): (B, H, T, E + D)."""
+    """x (B, H, T, D) with the E dimensions of table, (H, T, E) or (T, E), before its own: (B, H, T, E + D)."""
     return torch.cat((table.to(x.dtype).expand(*x.shape[:-1], -1), x), dim=-1)
 
 
 def in_two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as a sum of two numbers: its first 8 bits, which bfloat16 holds, and the rest, whose first 8 it holds too."""
+    """x as a sum of two numbers: its first 8 bits, and the rest. A bfloat16 holds 8 bits of each."""
     high = x.bfloat16().to(x.dtype)
     return high, x - high
 
 
 def alibi_slopes(n: int) -> list[float]:
-    """2^(-8h / n) for h = 1 to n. Where n is no power of two: those of the last power of two below it, and then every
-    second one of the next (the code of the ALiBi paper)."""
+    """2^(-8h / n) for h = 1 to n, if n is a power of two. Else the slopes of the largest power of two below n, and
+    then every second slope of the power of two above n (as in the ALiBi paper's code)."""
     m = 2 ** int(math.log2(n))
     return [2 ** (-8 * h / m) for h in range(1, m + 1)] + [2 ** (-4 * h / m) for h in range(1, 2 * (n - m), 2)]
 
 
 class Relative(Scheme):
-    """A vector per distance, up to max_distance, is added to the keys and one to the values (Shaw et al. 2018,
-    equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), where q_i a_k is computed apart, as a bias, and
-    y_i = sum_j w_ij (v_j + a_v[i - j]). Shared by the heads of a layer. Memory grows with T max_distance."""
+    """Adds a learned vector for each distance, up to max_distance, to the keys, and another one to the values (Shaw et
+    al. 2018, equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), where q_i a_k is computed apart, as a bias, and
+    y_i = sum_j w_ij (v_j + a_v[i - j]). The heads of a layer share the vectors. Memory grows with T max_distance."""
 
     def __init__(self, c):
         super().__init__()
@@ -203,7 +203,7 @@ class Relative(Scheme):
 
 
 class T5(Scheme):
-    """A learned number per head and bucket of distances is added to the scores (Raffel et al. 2019, section 2.1)."""
+    """Adds a learned number for each head and bucket of distances to the scores (Raffel et al. 2019, section 2.1)."""
 
     shared, buckets = True, 32
 
@@ -217,13 +217,13 @@ class T5(Scheme):
 
 
 def t5_bucket(distance: torch.Tensor, max_distance: int) -> torch.Tensor:
-    """A bucket for each distance below 16, then 16 that widen by a constant factor up to max_distance."""
+    """The bucket of each distance. Each distance below 16 has its own; 16 more widen by a factor up to max_distance."""
     exact = T5.buckets // 2
     far = torch.log(distance.clamp(min=exact) / exact) / math.log(max_distance / exact) * (T5.buckets - exact)
     return torch.where(distance < exact, distance, (exact + far.long()).clamp(max=T5.buckets - 1))
 
 
-# f(c) -> what is added to the token embedding, as f(positions); and a Scheme, which acts in a layer's attention.
+# (f(c) -> a module whose f(positions) is added to the token embedding; a Scheme, which acts inside attention)
 POSITION: dict[str, tuple[Callable | None, Callable | None]] = {
     "learned": (lambda c: nn.Embedding(c.block_size, c.n_embd), None),
     "sinusoidal": (Sinusoids, None),
@@ -261,7 +261,7 @@ ACTIVATION: dict[str, tuple[Callable, bool]] = {
 
 
 def with_defaults(c, ATTENTION: dict[str, Callable]):
-    """GPTConfig.resolved(): c with a number in the place of each None that stands for one."""
+    """GPTConfig.resolved(): c with its default in the place of each None that stands for a default."""
     span = 50 if c.block_size <= 2048 else 100  # LS paper, section 5.1
     attn_dropout = c.dropout if takes_dropout(ATTENTION[c.attention]) else 0.0
     return replace(
@@ -271,7 +271,7 @@ def with_defaults(c, ATTENTION: dict[str, Callable]):
         attn_dropout=attn_dropout if c.attn_dropout is None else c.attn_dropout,
         window=span if c.window is None and "S" in c.heads else c.window,
         rope_base=c.rope_base or (10000.0 if c.position == "rope" else None),
-        max_distance=c.max_distance or {"relative": 16, "t5": 128}.get(c.position),  # of their papers
+        max_distance=c.max_distance or {"relative": 16, "t5": 128}.get(c.position),  # the papers' values
         n_hidden=c.n_hidden or (8 * max(1, round(c.n_embd / 3)) if ACTIVATION[c.mlp][1] else 4 * c.n_embd),
     )
 
@@ -283,14 +283,14 @@ def check(c, ATTENTION: dict[str, Callable]) -> None:
 
 # fmt: off
 def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
-    """(what is wrong, the sentence for it), in an order in which each rule may rely on those before it."""
+    """Yields (whether a rule is broken, the message for it). A rule may assume that all rules before it hold."""
     for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "n_hidden"):
         value = getattr(c, name)
         yield value is not None and value < 1, f"{name}={value} must be at least 1"
         yield value is not None and value > (10**5 if name == "n_layer" else 2**31), f"{name}={value} is too large"
     near = sorted(sorted(divisors(min(c.n_embd, 2**16)), key=lambda n: abs(n - c.n_head))[:3])
     yield (c.head_dim is None and c.n_embd % c.n_head != 0,
-           f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}, but of {near} it is; or set head_dim")
+           f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}: set n_head to one of {near}, or set head_dim")
     tables = {"attention": ATTENTION, "qk_norm": QK_NORM, "position": POSITION, "norm": NORM, "where": WHERE}
     for name, table in (tables | {"block": ("serial", "parallel"), "mlp": ACTIVATION}).items():
         yield getattr(c, name) not in table, f"{name}={getattr(c, name)!r} is none of {', '.join(table)}"
@@ -299,12 +299,12 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
     yield (bool(c.attn_dropout) and not takes_dropout(ATTENTION[c.attention]),
            f"attention={c.attention!r} allows no dropout on attention weights (its function takes no `dropout`; in "
            f"LASER a dropped weight can be log(0)): leave attn_dropout out, or set it to 0")
-    positive = {"temperature": "; 1.0 leaves the scores alone", "logit_softcap": "; Gemma 2's is 30", "rope_base": ""}
+    positive = {"temperature": "; 1.0 changes no score", "logit_softcap": "; Gemma 2's is 30", "rope_base": ""}
     for name, hint in positive.items():
         value = getattr(c, name)
         yield value is not None and not 0 < value < math.inf, f"{name}={value} must be a positive number{hint}"
     yield (c.block == "parallel" and c.where == "post",
-           "where='post' normalises after each sum, but a parallel block has one sum: where='pre'")
+           "where='post' has a norm after each of two sums, but a parallel block has one sum: use where='pre'")
     yield not 0 < c.norm_eps < 1, f"norm_eps={c.norm_eps} must be between 0 and 1"
     yield not 0 <= c.z_loss < math.inf, f"z_loss={c.z_loss} must not be negative; PaLM's is 1e-4"
     yield from rules_of_heads(c)
@@ -319,10 +319,10 @@ def rules_of_heads(c) -> Iterator[tuple[bool, str]]:
            f"heads={c.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, S/S/L")
     most = max(map(len, layers))
     yield (len(layers) > c.n_layer or most > c.n_head,
-           f"heads={c.heads!r} has {len(layers)} layer(s) of up to {most} head(s), more than n_layer={c.n_layer} and "
-           f"n_head={c.n_head} hold: the end of the pattern would be lost")
+           f"heads={c.heads!r} has {len(layers)} layer(s) of up to {most} head(s), but the model has "
+           f"n_layer={c.n_layer} and n_head={c.n_head}: shorten the pattern")
     yield ("S" not in c.heads and c.window is not None,
-           f"window={c.window} needs a short head, but heads={c.heads!r} has no S: --heads=SSSL")
+           f"window={c.window} needs a short head, but heads={c.heads!r} has no S: use for example --heads=SSSL")
     yield c.window is not None and c.window < 0, f"window={c.window} must be 0 (a token sees itself alone) or more"
     if not c.differential:
         return
@@ -330,7 +330,7 @@ def rules_of_heads(c) -> Iterator[tuple[bool, str]]:
     yield G % 2 == 1, f"differential attention pairs the heads, but n_kv_head={G} is odd"
     for letters in map(c.layer_heads, range(c.n_layer)):
         yield (letters[::2] != letters[1::2],
-               f"heads={c.heads!r} with differential: heads 2i and 2i + 1 are one differential head and need one span, "
+               f"heads={c.heads!r} with differential: heads 2i and 2i + 1 are a pair and need the same letter, "
                f"but the letters of a layer are {letters}; write each letter twice: SSLL")
 
 
@@ -339,25 +339,25 @@ def rules_of_position(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool,
     yield (c.position == "rope" and D % 2 == 1,
            f"position='rope' turns dimensions in pairs, but a head has {D}: head_dim must be even")
     yield (c.position == "sinusoidal" and c.n_embd % 2 == 1,
-           f"position='sinusoidal' is made of sines and cosines in pairs, but n_embd={c.n_embd}")
+           f"position='sinusoidal' is made of pairs of a sine and a cosine, but n_embd={c.n_embd} is odd")
     yield (c.position in ("alibi", "t5") and c.attention == "beta",
-           f"position={c.position!r} lowers the scores of far keys, but a score of beta is a weight, and a low one a "
-           f"large negative weight: rope, relative, learned, sinusoidal or none go with beta")
+           f"position={c.position!r} lowers the scores of far keys. In beta a score is a weight, so far keys would get "
+           f"large negative weights: use rope, relative, learned, sinusoidal or none with beta")
     yield (c.position == "relative" and not linear_in_values(ATTENTION[c.attention]),
-           f"position='relative' adds a vector to the values by distance, for which an attention must be linear in its "
-           f"values, and {c.attention} is not: rope, alibi, t5, learned, sinusoidal or none go with it")
+           f"position='relative' adds a vector to the values for each distance: the attention must be linear in its "
+           f"values, and {c.attention} is not. Use rope, alibi, t5, learned, sinusoidal or none")
     for name, positions in (("rope_base", ("rope",)), ("max_distance", ("relative", "t5"))):
         value = getattr(c, name)
         yield (value is not None and c.position not in positions,
-               f"{name}={value} is of position={' or '.join(positions)}, not of {c.position!r}: leave it None")
+               f"{name}={value} is used only with position={' or '.join(positions)}, not {c.position!r}: leave it out")
     least = T5.buckets // 2 + 1 if c.position == "t5" else 1
     yield (c.max_distance is not None and c.max_distance < least,
-           f"max_distance={c.max_distance} must be at least {least} for {c.position!r}")
+           f"max_distance={c.max_distance} must be at least {least} for position={c.position!r}")
     inside = [name for name, (_, scheme) in POSITION.items() if scheme]
     yield (c.nope_long and c.position not in inside,
-           f"nope_long leaves out a position inside attention, {', '.join(inside)}; not {c.position!r}")
+           f"nope_long is for positions inside attention ({', '.join(inside)}), not for position={c.position!r}")
     yield (c.nope_long and not {"S", "L"} <= set(c.heads),
-           f"nope_long tells long heads from short ones, but heads={c.heads!r} has one kind: --heads=S/S/S/L, or "
+           f"nope_long needs both short and long heads, but heads={c.heads!r} has one kind: use --heads=S/S/S/L, or "
            f"--position=none")
 # fmt: on
 

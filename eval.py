@@ -43,10 +43,10 @@ backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # how processes commun
 
 @torch.no_grad()
 def nats(model: torch.nn.Module, tokens: Tokens, stride: int, eot: int | None, device: str, amp: object) -> float:
-    """The sum of -log p over this process's share of the targets, which are all tokens of the split but the first."""
+    """The sum of -log p over this process's share of the targets: all tokens of the split but the first."""
     total = 0.0
     for x, y in tokens.strided(stride, batch_size, rank=rank, world=world):
-        pos = None if eot is None else positions(x, eot).to(device)  # no token sees another document
+        pos = None if eot is None else positions(x, eot).to(device)  # so that no token sees another document
         with amp:
             loss = model(x.to(device), y.to(device), pos=pos)[1]  # the mean over the targets that are not -1
         total += loss.item() * int((y >= 0).sum())
@@ -63,12 +63,12 @@ def main() -> None:
         raise UserError(f"batch_size={batch_size} must be at least 1")
     kind, _, amp = pick_device(config["device"], config["dtype"])
     device = f"cuda:{local_rank}" if kind == "cuda" else kind
-    torch.set_flush_denormal(True)  # as train.py
+    torch.set_flush_denormal(True)  # as train.py: on a CPU the tiniest numbers become zeros
     connect(backend)
     model, tok, run, about = open_model(init_from, out_dir, which)
     name = dataset or run.get("dataset")
     if name is None:
-        raise UserError(f"--dataset= says on which text {init_from} is measured: a folder of data/")
+        raise UserError(f"{init_from} needs a text to be measured on: give --dataset=, a folder of data/")
     if block_size is not None and block_size != model.config.block_size:
         model.crop_block_size(block_size)
     T = model.config.block_size
@@ -78,9 +78,9 @@ def main() -> None:
     tokens = Tokens(folder_of(name), split, T)
     if tokens.meta["tokenizer"] != tok.meta:
         raise UserError(
-            f"{name} is in {tokens.meta['vocab_size']:,} tokens of the kind {tokens.meta['tokenizer']['kind']}, "
-            f"which are not those of this model ({tok.n_vocab:,}, {tok.meta['kind']}). To compare models of different "
-            f"tokenizers, measure each on its own tokens of one text: bits per byte and perplexity per word compare"
+            f"{name} was prepared with a {tokens.meta['tokenizer']['kind']} tokenizer of {tokens.meta['vocab_size']:,} "
+            f"tokens, this model has another one ({tok.meta['kind']}, {tok.n_vocab:,} tokens). To compare models with "
+            f"different tokenizers, prepare one text for each, and compare bits per byte or perplexity per word"
         )
     eot = tok.eot if run.get("pack") == "document" else None
     n = len(tokens) - 1
@@ -93,7 +93,7 @@ def main() -> None:
     say(f"perplexity           {exp(total / n)} per token")
     entry = tokens.meta["files"][f"{split}.bin"]
     if not entry.get("words"):
-        say(f"no words and bytes are counted in {name}: it has none, or was prepared before; prepare it anew for them")
+        say(f"{split} of {name} has no word count (no words, or prepared by an earlier version): prepare it anew")
         return
     say(f"perplexity           {exp(total / entry['words'])} per word ({entry['words']:,} words between whitespace)")
     say(f"bits per byte        {total / math.log(2) / entry['bytes']:.4f} ({entry['bytes']:,} bytes)")

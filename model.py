@@ -41,8 +41,8 @@ from text.sampling import Sampler
 #     has a number for each distance i - j (attention/scores.py)
 # An attention that can drop its weights takes `dropout` as well: the probability, 0.0 by default, in training alone.
 # y_i may use q_i and the keys and values that query i sees, but neither T nor a key's index, nor other heads or rows.
-# Then short heads can be computed in blocks, of which dimension 1 has many. (To count the keys that a query sees, use
-# seen.sum(-1).) An attention that needs more than that goes into WHOLE.
+# Short heads are computed in blocks of queries: T is then a block's, and dimension 1 counts blocks. (To count the keys
+# that a query sees, use seen.sum(-1).) An attention that needs more than that goes into WHOLE.
 
 
 def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
@@ -133,7 +133,7 @@ class GPTConfig:
     def resolved(self) -> "GPTConfig":
         """The same choices with every default filled in. Modules read this copy.
 
-        window stays None without short heads, rope_base and max_distance with other positions than theirs.
+        window stays None without short heads; rope_base and max_distance stay None with positions that do not use them.
         """
         return with_defaults(self, ATTENTION)
 
@@ -149,7 +149,7 @@ class GPTConfig:
 
     @property
     def long_bias(self) -> bool:
-        """Whether the position gives the scores of long heads a bias."""
+        """Whether the position adds a bias to the scores of long heads."""
         return self.scheme is not None and self.scheme.scores and not self.nope_long
 
     def layer_heads(self, layer: int) -> str:
@@ -163,13 +163,13 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Queries, keys and values of all heads; the attention is called once for short heads and once for long ones.
+    """Makes queries, keys and values of all heads; calls the attention once for short heads and once for long ones.
 
     A short head sees its own token and the `window` tokens before it (LS-attention: "Short-Range Dependency Effects
     on Transformer Instability and a Decomposed Attention Solution").
     Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value V twice as wide, and
-    y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with one lambda per layer and an RMSNorm per pair. A V is the
-    attention's output, so with LASER the log is taken for each map, before the difference.
+    y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with one lambda per layer and an RMSNorm per pair. Each A V is
+    an output of the attention, so LASER takes the log of each of the two before the difference.
     """
 
     def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
@@ -189,7 +189,7 @@ class CausalSelfAttention(nn.Module):
         self.nope_long = c.nope_long
         self.scale = c.scale
         self.dropout = {"dropout": c.attn_dropout} if c.attn_dropout else {}
-        self.n_map = 2 if c.differential else 1  # maps of scores, each a query head, for one value
+        self.n_map = 2 if c.differential else 1  # query heads that share one value
         if c.differential:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
@@ -199,12 +199,12 @@ class CausalSelfAttention(nn.Module):
         self.core = fast_form(c.attention, definition, whole=c.attention in WHOLE, short="S" in letters)
         self.cache_form = KeyValues if c.long_bias else cache_form(c.attention, definition)
         self.groups = groups_of(letters, H // G, self.n_map, c.window)  # [short heads, long heads], or one of the two
-        self.calls = self.groups  # Triton's kernels take both groups in one call
-        self.inverse = inverse_of(letters)  # puts the heads back into the layer's order; None where they are in it
+        self.calls = self.groups  # kernels.use changes it: Triton's kernels take both groups in one call
+        self.inverse = inverse_of(letters)  # puts the heads back into the layer's order; None if they are in it already
         self.probe = None  # a function that measurements set (attention/probe.py)
 
     def forward(self, x, memory=None):
-        """memory: a Cache of the tokens before x; or Documents, which tokens of x see each other; or None."""
+        """memory: a Cache of the tokens before x; or Documents, which says what tokens of x see each other; or None."""
         (B, T, _), (H, G, D) = x.shape, self.sizes
         qkv = self.c_attn(x)
         check_finite(qkv)
@@ -222,7 +222,7 @@ class CausalSelfAttention(nn.Module):
             bias = None
             if self.position is not None and not (self.nope_long and group.window is None):
                 q_part, k_part, bias = self.position(q_part, k_part, group.q, past)
-            q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)  # norms and rotations are in float32
+            q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)  # norms and rotations give float32
             core = self.core if self.probe is None else probed(self, group)
             settings = {**group.settings, "scale": self.scale, "bias": bias, **dropout}
             if memory is not None:
@@ -324,7 +324,7 @@ class GPT(nn.Module):
         if c.tied:
             self.transformer.wte.weight = self.lm_head.weight
         self.apply(self._init_weights)
-        # The last matrix of each attention and MLP: as GPT-2; with zero_init 0, or the norm after it, if there is one.
+        # The last matrix of each attention and MLP: GPT-2's std. With zero_init it is 0 or, if a norm follows, the norm
         std = 0.02 / math.sqrt(2 * c.n_layer)
         by_norm = c.zero_init and WHERE[c.where][1]
         for name, p in self.named_parameters():
@@ -345,7 +345,7 @@ class GPT(nn.Module):
         """(logits, loss) for token ids idx (B, T), T <= block_size.
 
         With targets (B, T): logits (B, T, V), and the mean cross-entropy in nats over the targets that are not -1.
-        In training z_loss mean(log^2 Z) is added (PaLM, section 5), Z the sum of a token's exp(logits).
+        In training the loss has z_loss mean(log^2 Z) added, Z the sum of a token's exp(logits) (PaLM, section 5).
         Without targets: the logits of the last position, (B, 1, V), and None.
         cache: from new_cache; it holds the tokens before idx, and idx is added to it.
         pos (B, T): positions in documents (text.dataset.positions). A document begins where pos is 0; no token sees
@@ -354,16 +354,16 @@ class GPT(nn.Module):
         end = idx.shape[1] + (0 if cache is None else cache.length)
         most = self.config.block_size
         if idx.shape[1] < 1 or end > most:
-            raise ValueError(f"{end} tokens do not fit into block_size={most}: 1 or more, and at most that")
+            raise ValueError(f"{end} tokens do not fit: this model takes 1 to block_size={most} tokens")
         if cache is None:
             return self.predict(self.hidden(idx, None if pos is None else Documents(pos), pos), targets)
         if pos is not None:
-            raise ValueError("a cache holds one document: pos and cache do not go together")
+            raise ValueError("a cache holds one document: give pos or cache, not both")
         with cache.extended(*idx.shape):
             return self.predict(self.hidden(idx, cache), targets)
 
     def hidden(self, idx: Tensor, memory=None, pos: Tensor | None = None) -> Tensor:
-        """What the head gets, (B, T, C). memory: see CausalSelfAttention.forward."""
+        """The input of the output head, (B, T, C). memory: see CausalSelfAttention.forward."""
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
@@ -378,7 +378,7 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def predict(self, x: Tensor, targets: Tensor | None) -> tuple:
-        """forward's (logits, loss) for what `hidden` gives, x (B, T, C)."""
+        """The (logits, loss) of `forward`, from the output of `hidden`, x (B, T, C)."""
         logits = self.lm_head(x[:, [-1]] if targets is None else x)  # (B, 1, V) or (B, T, V)
         if (cap := self.config.logit_softcap) is not None:
             logits = cap * torch.tanh(logits / cap)
@@ -392,7 +392,7 @@ class GPT(nn.Module):
         return logits, loss
 
     def run_definitions(self) -> None:
-        """From here on the attentions of ATTENTION run as they stand, without fast forms (train.py --plain)."""
+        """Makes the model run its definition in ATTENTION itself, without its fast form (train.py --plain)."""
         for block in self.transformer.h:
             block.attn.core = spelled_out(ATTENTION[self.config.attention])
             block.attn.cache_form = KeyValues
@@ -401,13 +401,13 @@ class GPT(nn.Module):
         """An empty cache for up to `capacity` tokens, block_size by default. Raises ValueError past block_size."""
         capacity = self.config.block_size if capacity is None else capacity
         if not 1 <= capacity <= self.config.block_size:
-            raise ValueError(f"a cache of {capacity} tokens does not fit block_size={self.config.block_size}")
+            raise ValueError(f"a cache of {capacity} tokens: it must have 1 to block_size={self.config.block_size}")
         return Cache([block.attn for block in self.transformer.h], capacity)
 
     def crop_block_size(self, block_size: int) -> None:
         """Shortens the context, for fine-tuning a model at a smaller one. Raises UserError for a larger one."""
         if not 1 <= block_size <= self.config.block_size:
-            raise UserError(f"block_size={block_size} is below 1 or larger than the model's, {self.config.block_size}")
+            raise UserError(f"block_size={block_size} is below 1 or larger than the model's {self.config.block_size}")
         self.config.window = self.config.resolved().window  # its default depends on block_size
         self.config.block_size = block_size
         if self.config.position == "learned":
@@ -415,19 +415,19 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str, override_args: dict | None = None) -> "GPT":
-        """The weights of a model of the hub, as GPT-2, or of a local folder: see training/pretrained.py, load."""
+        """A GPT with the weights of a model on the hub, such as gpt2, or in a folder (training/pretrained.py, load)."""
         from training.pretrained import load  # here, since that file imports this one
 
         return load(name, override_args or {})
 
     @torch.no_grad()
     def stream(self, idx: Tensor, n: int, *sampling, use_cache: bool = True, **more) -> Iterator[Tensor]:
-        """Yields one new token for each of the prompts idx (B, T), (B, 1), up to n times.
+        """Yields the next token of each of the prompts idx (B, T), as (B, 1), up to n times.
 
         sampling and more: temperature, top_k, top_p, stop, vocab_size, seed (text/sampling.py, Sampler).
-        use_cache: keep what was computed of earlier tokens; without, the text is the same, slowly. After block_size
-        tokens the window slides: each token changes its position, the cache is of no use, and each step is a whole
-        forward pass.
+        use_cache: reuse what was computed for earlier tokens; without it the text is the same, but slower. After
+        block_size tokens the window slides: every token changes its position, so the cache is useless, and each step
+        is a whole forward pass.
         """
         if idx.shape[1] == 0:
             raise UserError("the prompt is empty: at least one token is needed")
@@ -446,5 +446,5 @@ class GPT(nn.Module):
                 return
 
     def generate(self, idx: Tensor, max_new_tokens: int, *args, **kwargs) -> Tensor:
-        """The prompts idx (B, T) and what `stream`, which takes the same arguments, adds to them."""
+        """The prompts idx (B, T), each followed by its new tokens. The arguments are those of `stream`."""
         return torch.cat((idx, *self.stream(idx, max_new_tokens, *args, **kwargs)), dim=1)

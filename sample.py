@@ -58,7 +58,7 @@ def prompt_of(start: str, tok: Tokenizer) -> tuple[str, list[int]]:
 
 def text_of(ids: Iterator[torch.Tensor], tok: Tokenizer, stop: str | None, prompt: list[int]) -> Iterator[str]:
     """Yields the text of a stream of tokens in pieces, up to `stop`; half a character or half a `stop` is held back."""
-    seen = [*prompt]  # what is decoded together: some tokenizers drop a text's first space
+    seen = [*prompt]  # decoded together with the prompt: some tokenizers drop a text's first space
     before = len(tok.decode(prompt))
     shown = 0  # characters that have been yielded
     for token in ids:
@@ -78,7 +78,7 @@ def main() -> None:
     if num_samples < 1 or max_new_tokens < 1:
         raise UserError(f"num_samples={num_samples} and max_new_tokens={max_new_tokens} must be at least 1")
     device, _, amp = pick_device(config["device"], config["dtype"])
-    torch.set_flush_denormal(True)  # as train.py
+    torch.set_flush_denormal(True)  # as train.py: on a CPU the tiniest numbers become zeros
     model, tok, _, about = open_model(init_from, out_dir, which)
     print(about)
     model.eval().to(device)

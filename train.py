@@ -118,7 +118,7 @@ with user_errors():
     if plain:
         model.run_definitions()
 
-model_args = vars(model.config) | {"window": model.config.resolved().window}  # block_size changes it no more
+model_args = vars(model.config) | {"window": model.config.resolved().window}  # a new block_size will not change it
 config |= model_args
 run.describe(model, data, meta)
 
@@ -131,7 +131,7 @@ def get_batch(step: int) -> tuple[torch.Tensor, ...]:
 
 
 def to_device(batch: tuple) -> tuple[torch.Tensor, ...]:
-    """(x, y) or, with --pack=document, (x, y, positions in their documents)."""
+    """The batch on the device: (x, y) or, with --pack=document, (x, y, positions in the documents)."""
     batch = batch if eot is None else (*batch, positions(batch[0], eot))
     if run.device_type == "cuda":
         batch = (t.contiguous().pin_memory() for t in batch)  # only pinned memory is copied while the GPU computes
@@ -141,7 +141,7 @@ def to_device(batch: tuple) -> tuple[torch.Tensor, ...]:
 
 @contextlib.contextmanager
 def forward_pass() -> Iterator[None]:
-    """Mixed precision. Ends the run if the model meets a NaN or an infinity."""
+    """Turns on mixed precision, and ends the run if the model meets a NaN or an infinity."""
     try:
         with run.amp:
             yield
@@ -156,7 +156,7 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, pos: torch
 
 
 def get_lr(it: int) -> float:
-    """Linear warm-up, then a cosine, or stable and a linear decay, to min_lr, then min_lr; or constant."""
+    """Linear warm-up; then down to min_lr, as a cosine or (wsd) stable and then linear; or constant."""
     if decay_lr and it < warmup_iters:
         return learning_rate * (it + 1) / (warmup_iters + 1)
     if not run.decays:
@@ -168,9 +168,9 @@ def get_lr(it: int) -> float:
 
 @torch.no_grad()
 def estimate_loss() -> dict[str, float] | None:
-    """Mean loss over fixed windows of each split, shared out over the processes; draws no random number.
+    """Mean loss over fixed windows of each split, divided among the processes; draws no random number.
 
-    Returns None if a process is asked to stop meanwhile. If one cannot read its data, all of them raise UserError.
+    Returns None if a process is asked to stop meanwhile. If one process cannot read its data, all raise an error.
     """
     raw_model.eval()
     losses = {}
@@ -180,7 +180,7 @@ def estimate_loss() -> dict[str, float] | None:
             if agreement.stops_now():
                 return None
             loss = loss_of(eval_model, *to_device(windows)).item()
-            if (windows[1] >= 0).any():  # a process with fewer windows than others gets some without targets
+            if (windows[1] >= 0).any():  # a process with fewer windows than others gets windows without targets
                 total += torch.tensor([loss * len(windows[0]), len(windows[0])])
         total = summed(total)
         losses[split] = (total[0] / total[1]).item()
@@ -208,7 +208,7 @@ def evaluate(it: int) -> bool:
 
 
 def largest_of_layers() -> list[float]:
-    """Of each layer the largest absolute attention score, on this process's first micro-batch."""
+    """The largest absolute attention score of each layer, on this process's first micro-batch."""
     raw_model.eval()
     with forward_pass(), torch.compiler.set_stance("force_eager"):
         x, _, *pos = (t.tensor_split(run.micro_steps)[0] for t in batch)
@@ -225,7 +225,7 @@ def save(it: int, latest: bool, best: bool, last: bool) -> None:
         "optimizer": [o.state_dict() for o in optimizers],
         "scaler": scaler.state_dict(),
         "model_args": model_args,
-        "iter_num": it,  # random numbers depend on the seed, this and the rank alone
+        "iter_num": it,  # random numbers depend only on the seed, this step and the rank
         "best_val_loss": best_val_loss,
         "config": config,
         "tokenizer": meta["tokenizer"],
@@ -257,7 +257,7 @@ fused = run.device_type in ("cuda", "cpu")
 settings = Settings(learning_rate, (beta1, beta2), weight_decay, fused, muon_lr, muon_beta)
 optimizers = OPTIMIZER[optimizer](raw_model, settings)
 for group in (group for o in optimizers for group in o.param_groups):
-    group["scale"] = group["lr"] / learning_rate  # a factor of the schedule's learning rate
+    group["scale"] = group["lr"] / learning_rate  # relative to the schedule's learning rate
 scaler = torch.amp.GradScaler(run.device_type, enabled=run.dtype == "float16")
 with user_errors():
     best_val_loss = run.restore(meta, optimizers, scaler)
@@ -266,7 +266,7 @@ run.saved = None  # frees the memory of the checkpoint that was loaded
 # On CUDA the host reads a step's outcome during the next step, so that it never waits.
 lag = int(run.device_type == "cuda" and optimizer == "adamw" and not scaler.is_enabled())
 agreement = Agreement(log, keeper, scaler, lag, listen=not eval_only)
-generator = {"cuda": torch.cuda, "mps": torch.mps}.get(run.device_type, torch.default_generator)  # dropout's
+generator = {"cuda": torch.cuda, "mps": torch.mps}.get(run.device_type, torch.default_generator)  # for dropout
 loader = ThreadPoolExecutor(1, initializer=lambda: run.device_type == "cuda" and torch.cuda.set_device(run.device))
 
 # -----------------------------------------------------------------------------
@@ -279,7 +279,7 @@ while True:
     if evaluates or saves or agreement.stop or it >= max_iters:
         agreement.settle(left=0)
     if agreement.failed:
-        it = agreement.outcome.step  # the step that was not made
+        it = agreement.outcome.step  # the step that was given up
     with log.paused():
         best = evaluate(it) if evaluates and not agreement.failed else False
         last = eval_only or it >= max_iters or agreement.stop or agreement.failed
@@ -290,7 +290,7 @@ while True:
         break
 
     # one step, on the mean of the micro-batches' gradients
-    upcoming = loader.submit(get_batch, it + 1)  # is read while this step computes
+    upcoming = loader.submit(get_batch, it + 1)  # it is read while this step computes
     lr = get_lr(it)
     for group in (group for o in optimizers for group in o.param_groups):
         group["lr"] = lr * group["scale"]

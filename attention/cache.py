@@ -17,7 +17,7 @@ from configurator import note
 
 
 class KeyValues:
-    """Keys and values: of every token or, where there is a window, of the last window + 1. For any attention."""
+    """Keeps the keys and values of all tokens or, with a window, of the last window + 1. Works for any attention."""
 
     def __init__(self, window: int | None, capacity: int):
         self.window, self.capacity = window, capacity
@@ -29,7 +29,7 @@ class KeyValues:
         return core(q, *group.share(k.to(q.dtype), v.to(q.dtype)), **settings)
 
     def with_all(self, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values up to the new ones k and v, which are written into memory for `capacity` tokens."""
+        """Appends the new k and v, in memory for `capacity` tokens; returns all keys and values so far."""
         if self.k is None:
             self.k = k.new_empty(*k.shape[:2], self.capacity, k.shape[-1])
             self.v = v.new_empty(*v.shape[:2], self.capacity, v.shape[-1])
@@ -40,7 +40,7 @@ class KeyValues:
         return self.k[:, :, :end], self.v[:, :, :end]
 
     def with_last(self, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last `window` keys and values and the new ones; of these the last window + 1 are kept."""
+        """Returns the last `window` keys and values and the new ones; keeps the last window + 1 of them."""
         new = k.shape[-2]
         if self.k is not None:
             at = max(0, self.k.shape[-2] - self.window)
@@ -48,7 +48,7 @@ class KeyValues:
             v = torch.cat((self.v[:, :, at:].to(v.dtype), v), dim=-2)
         at = max(0, k.shape[-2] - self.window - 1)
         self.k, self.v = k[:, :, at:], v[:, :, at:]
-        if new > 1:  # a copy, so that the memory of a long prompt is given back
+        if new > 1:  # a copy, so that the memory of a long prompt is freed
             self.k, self.v = self.k.clone(), self.v.clone()
         return k, v
 
@@ -64,12 +64,12 @@ class BetaSums:
         if dropout:
             raise ValueError("beta's running sums cannot drop attention weights: call eval() before decoding")
         if bias is not None:
-            raise ValueError("beta's running sums hold no bias: a Scheme that gives one has scores = True")
+            raise ValueError("beta's running sums cannot hold a bias: a Scheme that gives one must have scores = True")
         k, v = group.share(k, v)
         if self.state is None or q.shape[-2] > 1:
             y, self.state = beta_linear(q, k, v, scale=scale, state=self.state)
             return y
-        with torch.autocast(q.device.type, enabled=False):  # of one token: the equation of beta_by_sums as it stands
+        with torch.autocast(q.device.type, enabled=False):  # one token: the equation of beta_by_sums itself
             q, k = scaled(q, scale), at_least_float32(k)
             self.state = self.state + k.mT * torch.cat((v, k), dim=-1)
             y, qG = (q @ self.state).split((v.shape[-1], k.shape[-1]), dim=-1)
@@ -82,7 +82,7 @@ CACHE: dict[str, Callable] = {"beta": BetaSums}
 
 @functools.cache
 def cache_form(name: str, definition: Callable) -> Callable:
-    """The kind of cache for long heads without a bias: CACHE[name], if it computes what the definition computes."""
+    """The cache class of long heads without a bias: CACHE[name] if it agrees with the definition, else KeyValues."""
     if name not in CACHE or not unchanged(name, definition):
         return KeyValues
 
@@ -95,7 +95,7 @@ def cache_form(name: str, definition: Callable) -> Callable:
     q, k, v, _ = (x.detach() for x in fixed_inputs(20))
     for settings in ({}, {"scale": 0.3}):
         if not alike(decoded(q, k, v, **settings), definition(q, k, v, **settings)):
-            note(f"attention={name!r}: its definition is not what its cache computes, so keys and values are kept")
+            note(f"attention={name!r}: its cache and its definition disagree, so decoding keeps all keys and values")
             return KeyValues
     return CACHE[name]
 
@@ -120,16 +120,16 @@ class Cache:
 
     @contextlib.contextmanager
     def extended(self, B: int, T: int) -> Iterator[None]:
-        """Within it a forward pass adds T tokens to each of B rows, without gradients.
+        """A context in which a forward pass adds T tokens to each of B rows, without gradients.
 
-        Raises ValueError where they do not fit.
+        Raises ValueError if they do not fit.
         """
         if self.broken:
-            raise ValueError("the last forward pass with this cache did not finish: new_cache() makes another")
+            raise ValueError("the last forward pass with this cache did not finish: make another one with new_cache()")
         if self.length + T > self.capacity:
             raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}")
         if self.length and B != self.rows:
-            raise ValueError(f"the cache holds {self.rows} row(s), and cannot go on with {B}")
+            raise ValueError(f"the cache holds {self.rows} row(s), but the new tokens have {B}")
         self.broken = True
         with torch.no_grad():
             yield

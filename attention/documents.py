@@ -1,4 +1,4 @@
-"""Several documents in one window, each of which is attended alone (train.py --pack=document)."""
+"""Attention in windows of several documents: no token sees another document (train.py --pack=document)."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,14 @@ from attention.scores import part_of
 
 
 class Documents:
-    """Which tokens of a batch are one document: pos (B, T) are their positions in it, and it begins where pos is 0.
+    """Which tokens of a batch are one document. pos (B, T): a token's position in its document, 0 at its beginning.
 
-    attend() calls a core once for each document (or once for those of several rows that lie at the same place). No
-    mask is needed, so every attention, window and position can be used, and n documents of T / n tokens cost an
-    attention that is quadratic an n-th.
+    attend() calls a core once for each document; documents of several rows at the same place share one call. No mask
+    is needed, so every attention, window and position works. If an attention is quadratic, n documents of T / n tokens
+    cost 1 / n of one document of T tokens.
     """
 
-    length = 0  # tokens before these, as a Cache has them
+    length = 0  # tokens before x, as in a Cache; here always 0
 
     def __init__(self, pos: torch.Tensor):
         self.rows_at = rows_at(pos)
@@ -38,9 +38,9 @@ class Documents:
         return torch.stack([torch.cat([parts[start] for start in sorted(parts)], dim=-2) for parts in found])
 
 
-@torch.compiler.disable  # the shapes are others in every batch
+@torch.compiler.disable  # the shapes change from batch to batch
 def rows_at(pos: torch.Tensor) -> dict[tuple[int, int], list[int]]:
-    """(start, end) of each document -> the rows of pos (B, T) that have one there."""
+    """(start, end) of each document -> the rows of pos (B, T) that have a document there."""
     starts = [[0] for _ in pos]
     for row, start in (pos[:, 1:] == 0).nonzero().tolist():
         starts[row].append(start + 1)

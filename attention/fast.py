@@ -1,8 +1,8 @@
-"""The attentions of model.py, fast: the same functions in less time and memory.
+"""Fast forms of the attentions of model.py: the same functions in less time and memory.
 
-windowed(definition) makes short heads of any attention cost O(T window). FAST has a function for each attention of
-which more is known: it takes the definition and returns a fast form. fast_form(name, definition) chooses. It compares a
-form with the definition before the form is used, so an edited definition is what runs.
+windowed(definition) makes short heads of any attention cost O(T window). FAST has a function for each attention that
+allows more: it takes the definition and returns a fast form. fast_form(name, definition) chooses the form, and compares
+it with the definition first. If they differ, the definition runs: your edit of a definition is never ignored.
 
 Shapes are those of scores.py. Every form takes and returns what a definition does (model.py, ATTENTION).
 """
@@ -23,21 +23,21 @@ from torch.utils.checkpoint import checkpoint
 from attention.scores import ByDistance, at_least_float32, part_of, scores, spelled_out, visible
 from configurator import note
 
-CHUNK = 64  # tokens that are worked on together; with fewer, the number of chunks costs more than they save
-ROWS = 2**23  # numbers that a few queries may need at once: 32 MiB in float32; off a CPU four times that
+CHUNK = 64  # tokens that are computed together; smaller chunks are so many that they cost more than they save
+ROWS = 2**23  # numbers that a few queries may need at once: 32 MiB in float32; on a GPU four times as many
 LASER_RANGE = 60.0  # exp(-60) = 9e-27, and its inverse, are far from float32's limits
-BETA_LINEAR_FROM = 256  # tokens; with fewer, the quadratic form of beta is as fast
-BETA_ROWS = 8192  # queries of all heads that a CPU works on at once: their tensors stay in its cache
+BETA_LINEAR_FROM = 256  # tokens; for fewer, the quadratic form of beta is as fast
+BETA_ROWS = 8192  # queries of all heads that a CPU computes at once, so that their tensors stay in its cache
 
 # -----------------------------------------------------------------------------
 # Any attention: short heads in blocks, long heads a few queries at a time
 
 
 def windowed(core: Callable, numbers: Callable | None = None) -> Callable:
-    """The same attention, whose short heads cost O(T window), in time and in memory, forward and backward.
+    """The same attention with short heads that cost O(T window), in time and in memory, forward and backward.
 
-    numbers(q, k, v, bias): how many numbers one query of all heads needs at once. Where all queries together need
-    too many, a few queries at a time are computed, and computed again in the backward pass.
+    numbers(q, k, v, bias): how many numbers one query needs at once, over all heads. If all queries together need too
+    many, a few queries at a time are computed, and computed again in the backward pass.
     """
     return in_blocks(in_rows(core, numbers or for_scores))
 
@@ -69,7 +69,7 @@ def in_blocks(core: Callable) -> Callable:
         if first:
             few = part_of(bias, slice(first), slice(first))
             y.append(core(q[..., :first, :], k[..., :first, :], v[..., :first, :], bias=few, **settings))
-        pad = -T % c  # rows after the last token, which are cut off in the end
+        pad = -T % c  # rows after the last token; they are cut off in the end
         q_blocks = pad_rows(q, pad)[..., first:, :].reshape(B * H, -1, c, D)
         k_blocks = Windows.apply(pad_rows(k, pad).flatten(0, 1), first, window, c)
         v_blocks = Windows.apply(pad_rows(v, pad).flatten(0, 1), first, window, c)
@@ -82,9 +82,9 @@ def in_blocks(core: Callable) -> Callable:
 
 
 class Windows(torch.autograd.Function):
-    """(N, T, D) -> (N, n, window + c, D): rows start + i c - window to start + (i + 1) c, for each i; a view.
+    """(N, T, D) -> (N, n, window + c, D), a view: for each i the rows start + i c - window to start + (i + 1) c.
 
-    The backward pass is that of Tensor.unfold in slices, many times as fast as autograd's own.
+    The backward pass is Tensor.unfold's, but in slices: many times as fast as autograd's own.
     """
 
     @staticmethod
@@ -128,11 +128,11 @@ def in_rows(core: Callable, numbers: Callable) -> Callable:
         Tq = q.shape[-2]
         rows = (ROWS if q.device.type == "cpu" else 4 * ROWS) // max(1, numbers(q, k, v, bias))
         if isinstance(bias, ByDistance) and bias.v is not None:
-            rows = min(rows, max(CHUNK, len(bias.v)))  # one-hot values for few keys
+            rows = min(rows, max(CHUNK, len(bias.v)))  # so ByDistance.attend needs one-hot values for few keys
         if rows >= Tq:
             return core(q, k, v, bias=bias, **settings)
         if isinstance(bias, ByDistance):
-            warnings.warn("a bias by distance has no fused kernel: a few queries at a time, slowly", stacklevel=4)
+            warnings.warn("a bias by distance has no fused kernel: queries run a few at a time, slowly", stacklevel=4)
         return in_parts(max(1, rows), q, k, v, bias, settings)
 
     @torch.compiler.disable  # torch.compile would unroll the loop
@@ -150,15 +150,15 @@ def in_rows(core: Callable, numbers: Callable) -> Callable:
 
 
 def for_scores(q, k, v, bias) -> int:
-    """What one query of all heads needs, for `windowed`: a score for each key.
+    """The `numbers` of `windowed` for an attention that holds its scores: a score for each head and key.
 
-    16 scores count as one number, since holding all scores costs less time than computing them again.
+    16 scores count as one number, because holding all scores costs less time than computing them again.
     """
     return max(q.numel() // (q.shape[-1] * q.shape[-2]) * k.shape[-2] // 16, for_bias(q, k, v, bias))
 
 
 def for_bias(q, k, v, bias) -> int:
-    """The same for an attention that holds no scores: those that a bias by distance spells out, if there is one."""
+    """The same for an attention that holds no scores: only the dense numbers of a bias by distance, if any."""
     if not isinstance(bias, ByDistance):
         return 0
     B = len(q) if bias.values.requires_grad else len(bias.values)  # with a gradient PyTorch has no fused kernel
@@ -187,9 +187,9 @@ def fused_softmax(definition: Callable) -> Callable:
 
 
 def sdpa(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
-    """F.scaled_dot_product_attention, with a mask only where is_causal does not say it all."""
+    """F.scaled_dot_product_attention, with a mask only where is_causal is not enough."""
     Tq, T, D, Dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-    if D != Dv and not (bias is not None and bias.requires_grad):  # fused kernels want one width, and give no dbias
+    if D != Dv and not (bias is not None and bias.requires_grad):  # fused kernels take one width, give no dbias
         q, k, v = (F.pad(x, (0, max(D, Dv) - x.shape[-1])) for x in (q, k, v))
     mask = None
     if window is not None or bias is not None or 1 < Tq < T:
@@ -212,7 +212,7 @@ def laser_by_exp(definition: Callable) -> Callable:
     As in the paper, each channel of v is shifted by its largest value. That shift alone is not enough: it is taken
     over the whole sequence, so one large v at a later token lets every earlier output underflow to log(0). But the
     weights of a row sum to 1, so its sum of exponentials is at least exp(min v - max v). Where this is far from
-    underflow, the shift is harmless. Elsewhere the definition runs, which takes its sums in log space, slowly.
+    underflow, the shift is harmless. Otherwise the definition runs: it takes its sums in log space, slowly.
 
     All of it is in float32 or wider: rounding exp(v) to bfloat16 would be an error of 2^-9 in y however small y is,
     and would depend on the shift, and so on later tokens. The test of the range makes a GPU wait, once per call, and
@@ -236,7 +236,7 @@ def laser_by_exp(definition: Callable) -> Callable:
 
 @torch.compiler.disable
 def wider_than(v: torch.Tensor, limit: float) -> bool:
-    """Whether some channel of v (B, H, T, Dv) spans more than limit over time; if so it warns, once."""
+    """Whether some channel of v (B, H, T, Dv) spans more than limit over time. If so, it prints a warning, once."""
     v = v.detach()
     wide = (v.amax(-2) - v.amin(-2)).max().item() > limit
     if wide:
@@ -251,14 +251,14 @@ def wider_than(v: torch.Tensor, limit: float) -> bool:
 def beta_by_sums(definition: Callable) -> Callable:
     """y = s / (1 + ||s||) v (the beta post) in linear time, exactly.
 
-    Neither half of beta needs the row s itself. With s_j = q . k_j, over the keys j that are seen:
+    Neither s v nor ||s|| needs the single scores. With s_j = q . k_j, over the keys j that are seen:
 
         sum_j s_j v_j = q S,  S = sum_j k_j^T v_j        ||s||^2 = sum_j s_j^2 = q G q^T,  G = sum_j k_j^T k_j
 
-    so the running sums S and G, which are D x Dv and D x D, hold all of the past. Dropped weights, a bias, or a
-    window have no such sums; for them, and for few tokens, the definition runs. Rounding is relative to ||q|| ||k||.
-    Where ||s|| is a hundred times smaller (keys that are alike, and a query almost orthogonal to them), four digits of
-    a float32 are right; by the definition it would be six.
+    so the running sums S and G, which are D x Dv and D x D, hold all of the past. With dropped weights, a bias or a
+    window there are no such sums; then, and for few tokens, the definition runs. Rounding errors are relative to
+    ||q|| ||k||. Where ||s|| is a hundred times smaller (similar keys, and a query almost orthogonal to them), four
+    digits of a float32 are right; with the definition, six are.
     """
     quadratic = windowed(definition, for_bias)
 
@@ -279,7 +279,7 @@ def beta_linear(q, k, v, *, scale=None, state=None) -> tuple[torch.Tensor, torch
 
 
 def scaled(q: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """scale q, in float32 or wider: queries whose products with the keys are the scores."""
+    """scale q, in float32 or wider: its products with the keys are the scores."""
     return at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -294,8 +294,8 @@ class BetaLinear(torch.autograd.Function):
                    dq_i = sum_j<=i (a_i . w_j) k_j      dk_j = sum_i>=j (a_i . w_j) q_i
                    dv_j = sum_i>=j (q_i . k_j) a_i[:Dv]
 
-    which are four linear attentions: within a chunk a masked product, between chunks a running sum. A CPU works on a
-    few thousand rows at a time, which stay in its cache.
+    These are four linear attentions: within a chunk a masked product, between chunks a running sum. A CPU computes a
+    few thousand rows at a time, so that they stay in its cache.
     """
 
     @staticmethod
@@ -326,7 +326,7 @@ class BetaLinear(torch.autograd.Function):
 
     @staticmethod
     def forward_part(q, k, v, state):
-        """(y, state, what their gradients need) of some tokens, after those of the state."""
+        """(y, state, tensors for the backward pass) of the tokens that follow those of the state."""
         (B, H, T, D), Dv = q.shape, v.shape[-1]
         c = min(max(CHUNK, D), T)
         q, k, v = (pad_rows(x, -T % c).reshape(-1, c, x.shape[-1]) for x in (q, k, v))  # (B H chunks, c, D)
@@ -340,11 +340,11 @@ class BetaLinear(torch.autograd.Function):
 
     @staticmethod
     def backward_part(dy, q, w, before, s, r, y, state):
-        """(dq, dk, dv, state): the state holds sum q_i^T a_i of the tokens after these, and then of these too."""
+        """(dq, dk, dv, state). state: the sum of q_i^T a_i of later tokens; the returned one includes these tokens."""
         B, H, T, Dv = dy.shape
         k = w[..., Dv:]
-        # Far below |q| sqrt(trace G), its largest possible value, r is the rounding of a difference; as a
-        # divisor it must not blow that up. What it divides is as small as itself.
+        # r is at most |q| sqrt(trace G). Far below that it is only rounding error, and dividing by it would blow the
+        # error up. So the divisor is at least `least`; the number that it divides is as small as r.
         trace = before[..., Dv:].diagonal(0, -2, -1).sum(-1)[:, None, None]
         eps = torch.finfo(r.dtype).eps
         least = (q.square().sum(-1, keepdim=True) * trace).mul_(eps).clamp_(min=eps**4).sqrt_()
@@ -385,7 +385,7 @@ FAST: dict[str, Callable] = {
     "laser": laser_by_exp,
     "beta": beta_by_sums,
 }
-# A fingerprint of the definition that each of them was written for. tests/test_forms.py says how to make it anew.
+# The fingerprint of the definition that each fast form was written for. tests/test_forms.py says how to renew it.
 WRITTEN_FOR = {"softmax": "15acaefcf836f259", "laser": "4a58817178a72575", "beta": "61cbe997ad752e79"}
 
 
@@ -393,8 +393,8 @@ WRITTEN_FOR = {"softmax": "15acaefcf836f259", "laser": "4a58817178a72575", "beta
 def fast_form(name: str, definition: Callable, whole: bool = False, short: bool = True) -> Callable:
     """The form of ATTENTION[name] that runs: FAST[name](definition) or, where there is none, windowed(definition).
 
-    A form is used if it computes what the definition computes; else the definition runs, and a line says so. whole:
-    the definition needs all queries and keys at once (model.WHOLE). short: whether there are short heads.
+    A form is used if it computes what the definition computes. Otherwise the definition runs, and a line says so.
+    whole: the definition needs all queries and keys at once (model.WHOLE). short: whether there are short heads.
     """
     if name in FAST and unchanged(name, definition):
         return FAST[name](definition)
@@ -403,7 +403,7 @@ def fast_form(name: str, definition: Callable, whole: bool = False, short: bool 
     general = windowed(definition)
     try:
         check_causal(name, definition)
-    except Exception:  # a bug, or an attention for one number of heads: it raises where the model calls it
+    except Exception:  # a bug, or an attention for a fixed number of heads: the model's call will show the error
         return general
     return general if not short or alike_in_blocks(name, definition) else spelled_out(definition)
 
@@ -413,10 +413,10 @@ def alike_in_blocks(name: str, definition: Callable) -> bool:
     """Whether `windowed` may cut this attention into blocks. If not, a line says so."""
     try:
         alike_there = same(windowed(definition), definition)
-    except Exception:  # the blocks raise it: `check_causal` has called the definition as a whole
+    except Exception:  # an error of the blocks: `check_causal` has called the definition as a whole, without one
         alike_there = False
     if not alike_there:
-        note(f"attention={name!r}: in blocks it computes something else than as a whole, so its short heads cost T^2")
+        note(f"attention={name!r}: its outputs in blocks differ from those as a whole, so its short heads cost T^2")
     return alike_there
 
 
@@ -424,19 +424,19 @@ def alike_in_blocks(name: str, definition: Callable) -> bool:
 def unchanged(name: str, definition: Callable) -> bool:
     """Whether FAST[name] computes what the definition computes. If not, somebody has edited it, and a line says so.
 
-    No numbers can show that two functions are equal, so the code of the definition must be the one that the fast form
-    was written for, comments and docstrings aside. Then they are compared as well.
+    Comparing outputs cannot prove that two functions are equal. So the code of the definition, without comments and
+    docstrings, must be the code that the fast form was written for, and the outputs must agree as well.
     """
     if fingerprint(definition) == WRITTEN_FOR[name] and same(FAST[name](definition), definition):
         return True
-    note(f"attention={name!r}: its definition was edited. It runs in the place of its fast form, more slowly")
+    note(f"attention={name!r}: its definition was edited, so the definition runs, not its fast form: more slowly")
     return False
 
 
 def fingerprint(definition: Callable) -> str:
-    """A checksum of the code of a definition and of what it is made of, without comments, docstrings and its name.
+    """A checksum of the code of a definition and of the functions that it uses, without comments, docstrings, names.
 
-    Empty for what has no code to read, is wrapped in another function, or uses functions of its own under these names.
+    Empty if the code cannot be read, if another function wraps it, or if its file has other functions by these names.
     """
     codes, made_of = [], (scores, visible, at_least_float32)
     names = getattr(definition, "__globals__", {})
@@ -456,7 +456,7 @@ def fingerprint(definition: Callable) -> str:
 
 @functools.cache
 def check_causal(name: str, definition: Callable) -> None:
-    """Prints a line, once, if a query's output is another one without the later tokens or the earlier queries."""
+    """Prints a line, once, if a query's output changes when later tokens or earlier queries are left out."""
     T, n = 40, 25
     q, k, v, _ = (x.detach() for x in fixed_inputs(T))
     y = definition(q, k, v)
@@ -469,7 +469,7 @@ def check_causal(name: str, definition: Callable) -> None:
 def same(fast: Callable, definition: Callable) -> bool:
     """Whether two attentions give the same outputs and gradients, in float64 on the CPU.
 
-    No random number is drawn from the program's own generator.
+    The program's own random numbers stay as they are.
     """
     short, long = 2 * CHUNK + 2, BETA_LINEAR_FROM  # enough for blocks, and for beta's sums
     cases = [(long, {}), (short, {"window": 20, "scale": 0.3, "bias": True})]
@@ -490,7 +490,7 @@ def same(fast: Callable, definition: Callable) -> bool:
 
 
 def fixed_inputs(T: int) -> list[torch.Tensor]:
-    """q, k (1, 2, T, 4), v and dy (1, 2, T, 3), as good as random, to compare attentions with. Scores go up to 50."""
+    """q, k (1, 2, T, 4), v and dy (1, 2, T, 3), which look random, to compare attentions with. Scores go up to 50."""
     x = torch.arange(1, 28 * T + 1, dtype=torch.float64, device="cpu").square().mul(0.37).sin()
     q, k, v, dy = (part.view(1, 2, T, -1) for part in x.split((8 * T, 8 * T, 6 * T, 6 * T)))
     return [part.detach().requires_grad_() for part in (10 * q, 3 * k, v, dy)]
@@ -507,7 +507,7 @@ def linear_in_values(definition: Callable) -> bool:
     q, k, v, other = (x.detach() for x in fixed_inputs(9))
     try:
         return alike(definition(q, k, v + other), definition(q, k, v) + definition(q, k, other))
-    except Exception:  # a bug, or an attention for one number of heads: it raises where the model calls it
+    except Exception:  # a bug, or an attention for a fixed number of heads: the model's call will show the error
         return True
 
 

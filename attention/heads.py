@@ -15,7 +15,7 @@ class HeadGroup:
         values = [h // n_map // n_query for h in heads]
         keys = [n_map * value + h % n_map for h, value in zip(heads, values, strict=True)]
         self.window = window
-        self.settings = {"window": window}  # of the core that is called for these heads
+        self.settings = {"window": window}  # arguments of the core for these heads
         self.n = len(heads)
         self.q, self.k, self.v = index(heads), index(sorted(set(keys))), index(sorted(set(values)))
         self.k_of = [sorted(set(keys)).index(key) for key in keys]  # for each query head: which of the keys
@@ -39,24 +39,24 @@ def groups_of(letters: str, n_query: int, n_map: int, window: int | None) -> lis
 
 
 def inverse_of(letters: str) -> list[int] | None:
-    """For each head its place after `groups_of` has put short heads first; None where all stay where they are."""
+    """The place of each head after `groups_of` has put the short ones first; None if no head has moved."""
     order = [h for kind in "SL" for h, letter in enumerate(letters) if letter == kind]
     return None if order == sorted(order) else [order.index(h) for h in range(len(letters))]
 
 
 def index(heads: list[int]) -> slice | list[int]:
-    """A slice where the heads lie together, since it gives a view and a list a copy."""
+    """The heads as a slice if they are neighbours, else as a list: x[slice] is a view, x[list] is a copy."""
     together = heads == list(range(heads[0], heads[-1] + 1))
     return slice(heads[0], heads[-1] + 1) if together else heads
 
 
 def taken(x: torch.Tensor, heads: slice | list[int]) -> torch.Tensor:
-    """These heads of x (B, H, T, D). All of them are x itself: even a whole slice would cost a backward pass."""
+    """These heads of x (B, H, T, D). For all heads, x itself: even a slice of everything costs a backward pass."""
     return x if heads == slice(0, x.shape[1]) else x[:, heads]
 
 
 def per_head(x: torch.Tensor, of: list[int]) -> torch.Tensor:
-    """x (B, G, T, D) for query heads that share its heads: head of[h] for query head h, (B, H, T, D)."""
+    """(B, H, T, D): for each query head h the head of[h] of x (B, G, T, D)."""
     n = len(of) // x.shape[1]
     if of == [g for g in range(x.shape[1]) for _ in range(n)]:
         return x if n == 1 else x.repeat_interleave(n, dim=1)

@@ -1,18 +1,18 @@
 """Triton kernels of attention, for CUDA GPUs. Nothing else imports Triton.
 
-KERNEL[name](fast) has the signature of fast, the fast form of ATTENTION[name], and computes the same. What a kernel
-cannot take (a bias, dropped weights, fewer queries than keys, other widths, precisions or devices) goes to fast. Under
-TRITON_INTERPRET=1 they run on a CPU, slowly, for their tests.
+KERNEL[name](fast) has the signature of fast, the fast form of ATTENTION[name], and computes the same. Inputs that a
+kernel cannot take (a bias, dropped weights, fewer queries than keys, other widths, precisions or devices) go to fast.
+With TRITON_INTERPRET=1 the kernels run on a CPU, slowly, for their tests.
 
-flash, softmax and LASER, is FlashAttention-2 (Dao 2023): scores are never written, but computed again in the
+Flash, for softmax and LASER, is FlashAttention-2 (Dao 2023): scores are never written, but computed again in the
 backward pass from the logarithm of a row's sum. The first heads may be short and the others long in one launch;
-blocks of keys that a head does not see are not visited.
+blocks of keys that a head does not see are skipped.
 
 LASER, y = log(softmax(s) exp(v)) (Duvvuri and Dhillon, equation 6), is the same with exp(v - max v) in the place of v,
-as the sum of two numbers of v's precision: one bfloat16 would be an error of 2^-9 in y however small y is. For the same
-reason a row's weights are divided by the sum of what they are rounded to. Where a channel's values span more than
-LASER_RANGE, that would leak (fast.laser_by_exp says how), and two more kernels take the sums in log space; they
-look at the range on the device, for which nobody waits, and end at once where they are not needed.
+as the sum of two numbers of v's precision: one bfloat16 would cause an error of 2^-9 in y, however small y is. For the
+same reason a row's weights are rounded first, and then divided by the sum of the rounded weights. Where a channel's
+values span more than LASER_RANGE, exp(v - max v) is not enough (see fast.laser_by_exp), and two more kernels take the
+sums in log space. They read the range on the device, so the host need not wait, and end at once if not needed.
 """
 
 import math
@@ -30,12 +30,12 @@ from configurator import UserError
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(math.log2(math.e))
 EXACT = tl.constexpr(16)  # tokens, and channels, of a block in log space
-WIDTHS = (16, 32, 64, 128)  # of a head, that the kernels take
-VARYING = ("T", "n", "window", "n_short")  # no kernel is compiled anew for other values of these
+WIDTHS = (16, 32, 64, 128)  # head widths that the kernels take
+VARYING = ("T", "n", "window", "n_short")  # a kernel is not compiled again when these change
 
 # -----------------------------------------------------------------------------
-# What the kernels are made of. A head of a tensor is (T, width): `x` points to its first number, `step` is how far
-# the next token is; its numbers lie together.
+# What the kernels are made of. A head of a tensor is (T, width): `x` points to its first number, `step` is the distance
+# to the next token, and the numbers of a token lie side by side.
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def put(x, step, rows, T, value, WIDTH: tl.constexpr):
 
 @triton.jit
 def of_rows(x, bh, rows, T):
-    """A number of each of these rows of a head, of x (B H, T)."""
+    """One number for each of these rows of a head, from x (B H, T)."""
     return tl.load(x + bh.to(tl.int64) * T + rows, mask=rows < T, other=0.0)
 
 
@@ -91,8 +91,8 @@ def head_of(bh, H):
 
 @triton.jit
 def begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T):
-    """(b, h, span, q, k, v) of a program: its sequence, its head, how far back that sees (the first n_short heads see
-    `window` tokens back, the others all), and where its queries, keys and values begin."""
+    """(b, h, span, q, k, v) of a program: its sequence and head, how far back the head sees (the first n_short heads
+    see `window` tokens back, the others all), and where its queries, keys and values begin."""
     b, h = head_of(bh, H)
     span = tl.where(h < n_short, window, T)
     return b, h, span, q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
@@ -100,8 +100,8 @@ def begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T):
 
 @triton.jit
 def keys_of(start, span, T, M: tl.constexpr, N: tl.constexpr, SHORT: tl.constexpr):
-    """Edges (a, b, c, d) of blocks of N keys for the M queries from start. Every query sees every key from b to c, and
-    some see some from a to b and from c to d. All but d are multiples of N, or d."""
+    """Edges (a, b, c, d) of blocks of N keys for the M queries from start. Every query sees every key from b to c; from
+    a to b and from c to d only some queries see some keys. a, b and c are multiples of N, or equal d."""
     d = tl.minimum(start + M, T)
     if SHORT:
         a = tl.maximum(start - span, 0) // N * N
@@ -186,7 +186,7 @@ def exp_kernel(
 def delta_kernel(
     dy, x, g, delta, dy_b, dy_h, dy_t, H, T, E: tl.constexpr, M: tl.constexpr, LASER: tl.constexpr
 ):  # fmt: skip
-    """delta = sum(g x) of M rows of a head, where g = dy and x = y; of LASER g = dy / x, which is kept."""
+    """delta = sum(g x) of M rows of a head, where g = dy and x = y; for LASER g = dy / x, which is stored."""
     rows, bh = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1)
     b, h = head_of(bh, H)
     mine = (b * T * H + h) * E
@@ -269,8 +269,8 @@ def dq_kernel(
 
 @triton.jit
 def log_weights(Q, k, k_t, LSE, EXTRA, rows, cols, span, c, T, D: tl.constexpr):
-    """log2 of the weights (queries, keys), -inf unseen. LSE has the rounding of the scores and, where the weights were
-    rounded before they were summed, theirs; EXTRA is what it is short of."""
+    """log2 of the weights (queries, keys), -inf unseen. LSE has rounding errors, of the scores and of weights that were
+    rounded before they were summed; EXTRA corrects them."""
     s = dot(Q, tl.trans(tile(k, k_t, cols, T, D))) * c - LSE[:, None] - EXTRA[:, None]
     return tl.where(seen(rows[:, None], cols[None, :], span, T), s, -float("inf"))
 
@@ -288,7 +288,7 @@ def exact_forward_kernel(
     q, k, v, lse, extra, y, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, window, n_short, c, H, T,
     D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """y = log sum_j exp(log w_ij + v_j), of EXACT queries of a head, EXACT channels after the other; and extra."""
+    """y = log sum_j exp(log w_ij + v_j), for EXACT queries of a head, EXACT channels at a time; and extra."""
     start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
@@ -315,7 +315,7 @@ def exact_forward_kernel(
 
 @triton.jit
 def shares(t, y, dy, dy_t, rows, T, step):
-    """g = exp(log w + v - y), what each key has of each sum, and dy (queries, 1, EXACT channels)."""
+    """g = exp(log w + v - y), the share of each key in each sum, and dy (queries, 1, EXACT channels)."""
     Y, G = tile(y, step, rows, T, EXACT), tile(dy, dy_t, rows, T, EXACT).to(tl.float32)
     return tl.exp2(t - Y[:, None, :] * LOG2_E), G[:, None, :]
 
@@ -377,7 +377,7 @@ def exact_backward_kernel(
 # from PyTorch
 
 SMALL = BEFORE_HOPPER = False
-if torch.cuda.is_available():  # of GeForce a block has 99 KiB of shared memory, of an A100 163, of an H100 227
+if torch.cuda.is_available():  # shared memory of a block: 99 KiB on GeForce, 163 on A100, 227 on H100
     SMALL = torch.cuda.get_device_properties().shared_memory_per_block_optin < 2**17
     BEFORE_HOPPER = torch.cuda.get_device_capability() < (9, 0)
 
@@ -388,7 +388,7 @@ def blocks(D: int, E: int, laser: bool, dtype: torch.dtype) -> tuple[dict, dict]
         return {"M": 64, "N": 32}, {"M": 32, "N": 64}
     wide = max(D, E) > 64
     warps, tight = {"num_warps": 8 if wide else 4}, wide and SMALL
-    if dtype == torch.float32:  # for its digits, not for speed
+    if dtype == torch.float32:  # chosen for its digits, not for speed
         stages = 1 if tight else 2
         return {"M": 64, "N": 32, "num_stages": stages} | warps, {"M": 32, "N": 32, "num_stages": 1} | warps
     stages, back = (1, 1) if tight else (2 if laser and wide else 3, 2)
@@ -405,18 +405,18 @@ def chunk(D: int, E: int, dtype: torch.dtype) -> tuple[int, dict]:
 
 
 def by_time(like: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """An empty (B, H, T, width) whose memory is (B, T, H, width), as the projections of a layer want it."""
+    """An empty (B, H, T, width) whose memory is (B, T, H, width), as a layer's projections need it."""
     B, H, T, _ = like.shape
     return like.new_empty(B, T, H, width, dtype=dtype).transpose(1, 2)
 
 
 def in_time(x: torch.Tensor) -> torch.Tensor:
-    """x with by_time's memory; what was saved for the backward pass may come back with another."""
+    """x in by_time's memory layout; a tensor saved for the backward pass may come back in another one."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def as_planned(dy: torch.Tensor) -> torch.Tensor:
-    """dy with strides that are the same when it comes. torch.compile plans with y's, and dy may have others."""
+    """dy with strides to rely on: torch.compile plans with those of y, but dy may come with others."""
     usable = dy.stride(-1) == 1 and dy.shape[2] * dy.stride(2) < 2**31
     return dy if usable and not torch.compiler.is_compiling() else in_time(dy)
 
@@ -486,12 +486,12 @@ class Flash(torch.autograd.Function):
 
 
 # -----------------------------------------------------------------------------
-# beta in linear time: fast.BetaLinear's sums in chunks of N tokens. x is scaled here after its products, not before
+# beta in linear time: fast.BetaLinear's sums in chunks of N tokens. The scale is applied to products, not to queries
 
 
 @triton.jit
 def dot_wide(a, b, SPLIT: tl.constexpr):
-    """a b for b in float32 and a in its own precision, as if both were in float32: b is split in two where a is not."""
+    """a b for b in float32 and a in its own precision, as if both were in float32: SPLIT makes b a sum of two."""
     if SPLIT:
         high = rounded(b, a.dtype)
         y = dot(a, high) + dot(a, rounded(b - high.to(tl.float32), a.dtype))
@@ -521,7 +521,7 @@ def sums_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def before_kernel(x, n, SIZE: tl.constexpr, STEP: tl.constexpr, REVERSE: tl.constexpr):
-    """x (heads, n, SIZE): each of n becomes the sum of those before it, or after it; STEP of SIZE numbers."""
+    """Each of the n parts of x (heads, n, SIZE) becomes the sum of those before it, or (REVERSE) after it."""
     x += tl.program_id(1).to(tl.int64) * n * SIZE + tl.program_id(0) * STEP + tl.arange(0, STEP)
     total = tl.zeros((STEP,), tl.float32)
     for i in range(n):
@@ -536,7 +536,7 @@ def beta_forward_kernel(
     q, k, v, before, y, norm, divisor, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, scale, eps, H, T,
     D: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """y of N tokens of a head, ||s||, and that as a divisor: not below its rounding, as in BetaLinear."""
+    """y of N tokens of a head, ||s||, and ||s|| as a divisor: not below its rounding error, as in BetaLinear."""
     part, bh = tl.program_id(0), tl.program_id(1)
     b, h = head_of(bh, H)
     rows, wide = part * N + tl.arange(0, N), tl.arange(0, D)
@@ -597,7 +597,7 @@ def beta_backward_kernel(
     dQ += dot_wide(Q, tile(before + E, E + D, wide, D, D), SPLIT) * (Z * scale)[:, None]
     put(dq + (b * T * H + h) * D, H * D, rows, T, dQ * scale, D)
     dK = dot_wide(V, tl.trans(R), SPLIT) + dot(tl.trans(aw), Q)
-    dK += dot_wide(K, tile(after + E, E + D, wide, D, D), SPLIT) * scale  # which is symmetric
+    dK += dot_wide(K, tile(after + E, E + D, wide, D, D), SPLIT) * scale  # the sum is symmetric
     put(dk + (b * T * H + h) * D, H * D, rows, T, dK * scale, D)
 
 
@@ -652,47 +652,47 @@ class Beta(torch.autograd.Function):
 
 
 def fits(core: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> bool:
-    """Whether the kernels of a core take these."""
+    """Whether the kernels of a core take these inputs."""
     here = q.is_cuda or INTERPRETED.value
     alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float32)  # float16 would overflow
     same = q.shape == k.shape and q.shape[:3] == v.shape[:3] and q.device == k.device == v.device
-    far = (x.shape[2] * max(x.stride(2), x.shape[1] * x.shape[3]) for x in (q, k, v))  # of inputs, outputs
+    far = (x.shape[2] * max(x.stride(2), x.shape[1] * x.shape[3]) for x in (q, k, v))  # sizes of inputs, outputs
     few = q.shape[0] * q.shape[1] < 2**16 and max(far) < 2**31  # a GPU's limits
-    if core == "beta":  # a window and few tokens are quadratic; wider ones are too much for a GPU's registers or memory
+    if core == "beta":  # no window, not too few tokens, no heads too wide for a GPU's registers or memory
         most = 32 if v.dtype == torch.float32 else 64 if SMALL or BEFORE_HOPPER else 128
         few = few and window is None and q.shape[-2] >= BETA_LINEAR_FROM and max(q.shape[-1], v.shape[-1]) <= most
     return here and alike and same and few and q.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
 
 
 def never(config: object) -> str | None:
-    """What keeps the kernels from every layer of a GPTConfig's model while it is trained, if anything does."""
+    """Why the kernels could not train any layer of a GPTConfig's model; None if they can train one."""
     c = config.resolved()
     D = c.head_dim
     E = 2 * D if c.differential else D
     if c.attention not in KERNEL:
         return f"attention={c.attention!r} has no Triton kernel, but {', '.join(KERNEL)} have"
     if c.attn_dropout:
-        return f"they drop no attention weights, of which {c.attn_dropout} are to be dropped: --attn_dropout=0"
+        return f"they cannot drop attention weights, and attn_dropout is {c.attn_dropout}: set --attn_dropout=0"
     if c.long_bias:
-        return f"they take no bias by distance, as of position={c.position!r}"
+        return f"they take no bias by distance, and position={c.position!r} has one"
     extra = 0 if c.scheme is None or c.nope_long else c.scheme.extra
     if not {D + extra, E} <= {*WIDTHS}:
-        why = f" ({extra} of them are {c.position}'s)" if extra else ""
-        return f"queries and values are {D + extra} and {E} wide{why}; they take {WIDTHS}"
+        why = f" ({extra} of these for {c.position})" if extra else ""
+        return f"queries are {D + extra} wide{why} and values {E}; the kernels take the widths {WIDTHS}"
     if c.attention == "beta" and ("L" not in c.heads or c.block_size < BETA_LINEAR_FROM):
-        return f"beta's is for long heads and {BETA_LINEAR_FROM} tokens or more"
+        return f"beta's kernel is for long heads and a block_size of {BETA_LINEAR_FROM} or more"
     return None
 
 
 def use(model: torch.nn.Module, definition: Callable) -> None:
-    """Runs a GPT's attention by these kernels, wherever they take their inputs. definition: its ATTENTION[name].
+    """Makes a GPT's attention use these kernels for all inputs that they take. definition: its ATTENTION[name].
 
-    Raises UserError for a model of which they would never take any, or whose definition was edited.
+    Raises UserError if they would take none of the model's inputs, or if the definition was edited.
     """
     name = model.config.attention
     reason = never(model.config)
     if reason is None and not unchanged(name, definition):
-        reason = f"they compute what attention={name!r} was, and its definition in model.py is another now"
+        reason = f"they compute the original attention={name!r}, but its definition in model.py was edited"
     if reason:
         raise UserError(f"Triton's kernels would not be used: {reason}")
     for layer in (block.attn for block in model.transformer.h):
@@ -705,10 +705,10 @@ def use(model: torch.nn.Module, definition: Callable) -> None:
 
 
 def by_kernel(core: str, run: Callable) -> Callable:
-    """KERNEL[core]: fast -> the same attention through run(q, k, v, window, n_short, scale) where that fits, else fast.
+    """KERNEL[core]: fast -> the same attention by run(q, k, v, window, n_short, scale) where `fits` says so, else fast.
 
-    n_short: how many heads, the first, the window is for; the others see all. In one launch where that can be, and
-    without a bias, else it raises ValueError.
+    n_short: the window is for the first n_short heads, and the others see all keys. Both kinds of heads share one
+    launch where that is possible. Raises ValueError for n_short with a bias.
     """
 
     def kernel(fast: Callable) -> Callable:

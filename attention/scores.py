@@ -42,7 +42,7 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float | None, bias: "torch.T
 class ByDistance:
     """A bias that depends on how far key j lies behind query i: values[..., min(i - j, n - 1)].
 
-    values (B or 1, H, Tq or 1, n): one number for each distance (and, where there are Tq rows, for each query), and
+    values (B or 1, H, Tq or 1, n): one number for each distance (and, where there are Tq rows, for each query), but
     not for each pair of tokens. v (n, Dv), if given, is added to the values of the keys in the same way:
     y_i = sum_j w_ij (v_j + v[min(i - j, n - 1)]), for a core that is linear in its values.
     """
@@ -70,22 +70,22 @@ class ByDistance:
         bias = self.dense(Tq, T)
         if self.v is None:
             return core(q, k, v, bias=bias, **settings)
-        # A core that is linear in its values turns one-hot values into its weights. For the keys before the last
-        # `near` ones every query is at the largest distance, so the sum of their weights is enough.
+        # For one-hot values the output of a core that is linear in its values is its weights. From the keys before the
+        # last `near` ones every query has the largest distance, so the sum of their weights is enough.
         n = min(len(self.v) - 1, T)
         near = Tq + n - 1
         columns = torch.eye(near, dtype=v.dtype, device=v.device)[-T:]
         columns = F.pad(F.pad(columns, (0, 0, T - len(columns), 0)), (0, 1), value=1.0)
         y = core(q, k, torch.cat((v, columns.expand(*v.shape[:-2], -1, -1)), -1), bias=bias, **settings)
         y, weights, total = y.split((Dv, near, 1), dim=-1)
-        # The steps of `dense` backwards give rows of the distances n - 1 to 0.
+        # The steps of `dense`, backwards: each row now has the weights of the distances n - 1 to 0.
         weights = F.pad(weights.flatten(-2), (0, Tq)).unflatten(-1, (Tq, near + 1))[..., :n].flip(-1)
         far = total - weights.sum(-1, keepdim=True)
         return y + torch.cat((weights, far), dim=-1) @ self.v[: n + 1].to(v.dtype)
 
 
 def part_of(bias: torch.Tensor | ByDistance | None, queries: slice, keys: slice, rows: slice | list = slice(None)):
-    """The part of a bias for these queries and keys and these rows of the batch. A tensor has all queries and keys."""
+    """The part of a bias for these queries and keys and these rows of the batch. Tensors hold all queries and keys."""
     if bias is None:
         return None
     if isinstance(bias, ByDistance):
@@ -96,7 +96,7 @@ def part_of(bias: torch.Tensor | ByDistance | None, queries: slice, keys: slice,
 
 
 def spelled_out(definition: Callable) -> Callable:
-    """The definition, made to take a ByDistance too, also one with values."""
+    """The definition, extended to take a ByDistance as its bias, also one with v."""
 
     def attend(q, k, v, *, bias=None, **settings):
         if isinstance(bias, ByDistance):
@@ -107,10 +107,10 @@ def spelled_out(definition: Callable) -> Callable:
 
 
 def check_finite(x: torch.Tensor) -> None:
-    """Raises NotFinite where x, made for q, k and v, holds a NaN or an infinity.
+    """Raises NotFinite if x, which q, k and v are taken from, holds a NaN or an infinity.
 
-    Looks on a CPU only, since a GPU would have to wait, and in a single process only: the others of several would
-    wait for the one that raises.
+    It checks only on a CPU, because a GPU would have to wait, and only in a single process: if one of several raised,
+    the others would wait for ever.
     """
     alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
     if x.device.type != "cpu" or torch.compiler.is_compiling() or not alone:
@@ -120,9 +120,9 @@ def check_finite(x: torch.Tensor) -> None:
 
 
 def check_shapes(q: torch.Tensor, v: torch.Tensor, y: torch.Tensor) -> None:
-    """Raises ValueError where y is not what a core owes for these queries and values: (B, H, Tq, Dv)."""
+    """Raises ValueError if a core's output y for these queries and values does not have the shape (B, H, Tq, Dv)."""
     owed = (*q.shape[:-1], v.shape[-1])
     if y.shape != owed:
-        gave = f"this attention gave {tuple(y.shape)} for q {tuple(q.shape)} and v {tuple(v.shape)}: it owes {owed}"
+        gave = f"this attention gave {tuple(y.shape)} for q {tuple(q.shape)} and v {tuple(v.shape)}, not {owed}"
         whole = "an attention that needs all queries at once cannot decode with a cache: use_cache=False"
         raise ValueError(f"{gave}, an output for each query ({whole})")

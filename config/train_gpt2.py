@@ -1,4 +1,4 @@
-# GPT-2 (124M) on OpenWebText, to a validation loss of about 2.85 on eight A100 (40 GB), in nanoGPT in four days:
+# GPT-2 (124M) on OpenWebText. nanoGPT reaches a validation loss of about 2.85 in four days on eight A100 (40 GB):
 # torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
 wandb_log = True
@@ -8,7 +8,7 @@ wandb_run_name = "gpt2-124M"
 dataset = "openwebtext"
 batch_size = 12  # 12 x 1024 x 40 = 491,520 tokens per step, whatever the number of processes
 block_size = 1024
-gradient_accumulation_steps = 5 * 8  # a multiple of the number of processes keeps their micro-batches full
+gradient_accumulation_steps = 5 * 8  # if it is a multiple of the number of processes, all micro-batches are full
 
 max_iters = 600000  # 295 billion tokens
 lr_decay_iters = 600000  # as max_iters

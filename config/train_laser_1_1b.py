@@ -1,9 +1,9 @@
 # The LASER paper's model of 1.1B parameters, on 168 billion tokens of C4 (section 4.1).
 # --attention=softmax is its baseline.
-# Its figure 5 says a model dimension of 1024, with which it would have 570M: 1.1B are those of 2048.
-# Its text: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece --vocab_size=32000
-# --out_dir=data/c4. The paper names no vocabulary; with 32,000 tokens, tied, the sizes are those that it gives.
-# python train.py config/train_laser_1_1b.py --dry_run says what it needs.
+# The paper's figure 5 names a model dimension of 1024, but that gives 570M parameters; 2048 gives 1.1B.
+# First: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece --vocab_size=32000
+# --out_dir=data/c4. The paper names no vocabulary; 32,000 tokens and tied embeddings give the sizes that it names.
+# python train.py config/train_laser_1_1b.py --dry_run prints how much memory and time it needs.
 
 out_dir = "out-laser-1-1b"
 eval_interval = 1000
@@ -19,7 +19,7 @@ attention = "laser"
 block_size = 1024  # the paper's
 batch_size = 8
 gradient_accumulation_steps = 128  # 1024 sequences per step, the paper's
-parallel = "fsdp"  # of several processes each has its share
+parallel = "fsdp"  # each of several processes has a share of the model
 
 n_layer = 32
 n_embd = 2048
@@ -29,9 +29,9 @@ n_hidden = 4096
 
 max_iters = 160000
 lr_decay_iters = 160000  # as max_iters
-learning_rate = 1e-3  # the paper searched 1e-1 to 1e-5 in powers of ten, and does not say which one won
+learning_rate = 1e-3  # the paper tried powers of ten from 1e-1 to 1e-5, and does not say which one won
 min_lr = 0.0  # "decay to zero"
-warmup_iters = 8000  # 5%, as in its appendix A.1; for these models it gives no number
-weight_decay = 1e-1  # of its 1e-2, 1e-1 and 1
+warmup_iters = 8000  # 5% of the steps, as in the paper's appendix A.1; it gives no number for these models
+weight_decay = 1e-1  # the paper tried 1e-2, 1e-1 and 1
 beta1 = 0.9
-beta2 = 0.99  # its epsilon of 1e-24 is PyTorch's 1e-8 here
+beta2 = 0.99  # the paper's epsilon is 1e-24; here it is PyTorch's 1e-8

@@ -1,9 +1,9 @@
 # The LASER paper's model of 301M parameters, on 168 billion tokens of C4 (section 4.1).
 # --attention=softmax is its baseline.
-# Its table 1: --n_layer=16 --n_hidden=4096 and --n_hidden=4096 too; --optimizer=lamb is its ablation with LAMB.
-# Its text: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece --vocab_size=32000
-# --out_dir=data/c4. The paper names no vocabulary; with 32,000 tokens, tied, the sizes are those that it gives.
-# python train.py config/train_laser_301m.py --dry_run says what it needs.
+# Other rows of its table 1: --n_layer=16 --n_hidden=4096, and --n_hidden=4096. Its ablation: --optimizer=lamb.
+# First: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece --vocab_size=32000
+# --out_dir=data/c4. The paper names no vocabulary; 32,000 tokens and tied embeddings give the sizes that it names.
+# python train.py config/train_laser_301m.py --dry_run prints how much memory and time it needs.
 
 out_dir = "out-laser-301m"
 eval_interval = 1000
@@ -28,9 +28,9 @@ n_hidden = 2048
 
 max_iters = 160000
 lr_decay_iters = 160000  # as max_iters
-learning_rate = 1e-3  # the paper searched 1e-1 to 1e-5 in powers of ten, and does not say which one won
+learning_rate = 1e-3  # the paper tried powers of ten from 1e-1 to 1e-5, and does not say which one won
 min_lr = 0.0  # "decay to zero"
-warmup_iters = 8000  # 5%, as in its appendix A.1; for these models it gives no number
-weight_decay = 1e-1  # of its 1e-2, 1e-1 and 1
+warmup_iters = 8000  # 5% of the steps, as in the paper's appendix A.1; it gives no number for these models
+weight_decay = 1e-1  # the paper tried 1e-2, 1e-1 and 1
 beta1 = 0.9
-beta2 = 0.99  # its epsilon of 1e-24 is PyTorch's 1e-8 here
+beta2 = 0.99  # the paper's epsilon is 1e-24; here it is PyTorch's 1e-8

@@ -1,9 +1,9 @@
 # The LASER paper's model of 7.7B parameters, on 44 billion tokens (appendix).
 # --attention=softmax is its baseline.
-# It names no number of layers: with 32, as its others, there are 7.7B.
-# Its text: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece --vocab_size=32000
-# --out_dir=data/c4. The paper names no vocabulary; with 32,000 tokens, tied, the sizes are those that it gives.
-# python train.py config/train_laser_7_7b.py --dry_run says what it needs.
+# The paper names no number of layers; 32, as in its other models, gives 7.7B parameters.
+# First: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece --vocab_size=32000
+# --out_dir=data/c4. The paper names no vocabulary; 32,000 tokens and tied embeddings give the sizes that it names.
+# python train.py config/train_laser_7_7b.py --dry_run prints how much memory and time it needs.
 
 out_dir = "out-laser-7-7b"
 eval_interval = 1000
@@ -19,7 +19,7 @@ attention = "laser"
 block_size = 1024  # the paper's
 batch_size = 2
 gradient_accumulation_steps = 512  # 1024 sequences per step, the paper's
-parallel = "fsdp"  # of several processes each has its share
+parallel = "fsdp"  # each of several processes has a share of the model
 activation_checkpointing = True
 
 n_layer = 32
@@ -30,9 +30,9 @@ n_hidden = 11584
 
 max_iters = 42000  # 44 billion tokens (appendix)
 lr_decay_iters = 42000  # as max_iters
-learning_rate = 1e-4  # the paper searched 1e-1 to 1e-5 in powers of ten, and does not say which one won
+learning_rate = 1e-4  # the paper tried powers of ten from 1e-1 to 1e-5, and does not say which one won
 min_lr = 0.0  # "decay to zero"
-warmup_iters = 2100  # 5%, as in its appendix A.1; for these models it gives no number
-weight_decay = 1e-1  # of its 1e-2, 1e-1 and 1
+warmup_iters = 2100  # 5% of the steps, as in the paper's appendix A.1; it gives no number for these models
+weight_decay = 1e-1  # the paper tried 1e-2, 1e-1 and 1
 beta1 = 0.9
-beta2 = 0.99  # its epsilon of 1e-24 is PyTorch's 1e-8 here
+beta2 = 0.99  # the paper's epsilon is 1e-24; here it is PyTorch's 1e-8

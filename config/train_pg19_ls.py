@@ -1,12 +1,12 @@
 # The long-short paper's model of PG-19 (section 5.1), 6.5M parameters, at n = 2048; python data/pg19/prepare.py first.
 # At n = 8192: --block_size=8192 --batch_size=4 --gradient_accumulation_steps=16
-# Against it: --heads=L, full attention, which the paper sees diverge; --heads=S, without the long head.
+# To compare with: --heads=L, full attention, which diverges in the paper; --heads=S, without long heads.
 
 out_dir = "out-pg19-ls"
 eval_interval = 1000
 eval_iters = 100
 log_interval = 10
-log_logits = True  # its figure 1b; on every 10th step, so it costs little
+log_logits = True  # for the paper's figure 1b; every 10th step only, so it costs little
 
 wandb_project = "pg19"
 wandb_run_name = "ls-2048"
@@ -18,14 +18,14 @@ block_size = 2048
 
 n_layer = 6
 n_head = 6
-n_embd = 192  # heads of 32, the MLP 4 times as wide: the paper's
+n_embd = 192  # as in the paper: heads of 32, an MLP 4 times as wide
 heads = "SSSSSL"  # one long head in each layer; the default span is the paper's, 50 at 2048 and 100 at 8192
-tied = False  # with it and without the positions it has 6.5M parameters, as the paper's
+tied = False  # then it has 6.5M parameters without positions, as in the paper
 
-max_iters = 50000  # where the paper compares: at n = 8192 a validation perplexity of about 36
+max_iters = 50000  # the paper compares after these steps: at n = 8192 a validation perplexity of about 36
 learning_rate = 6e-4
 min_lr = 6e-5
-lr_decay_iters = 600000  # so at 50,000 it has hardly begun to decay
+lr_decay_iters = 600000  # so at step 50,000 the learning rate has hardly begun to decay
 warmup_iters = 2000
 weight_decay = 1e-1
 beta1 = 0.9

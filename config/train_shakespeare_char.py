@@ -4,7 +4,7 @@ out_dir = "out-shakespeare-char"
 eval_interval = 250  # often, because it overfits
 eval_iters = 200
 log_interval = 10  # not every step
-always_save_checkpoint = False  # it overfits: only best.pt is of use, ckpt.pt is written at the end
+always_save_checkpoint = False  # it overfits: only best.pt is of use; ckpt.pt is written at the end only
 
 wandb_log = False
 wandb_project = "shakespeare-char"
@@ -18,10 +18,10 @@ block_size = 256  # context of up to 256 characters
 n_layer = 6
 n_head = 6
 n_embd = 384
-mlp = "gelu_exact"  # nanoGPT's; PyTorch's form with tanh, GPT-2's own, takes twice as long on a CPU
+mlp = "gelu_exact"  # as nanoGPT; GPT-2's own form, with tanh, takes twice as long on a CPU
 dropout = 0.2
 
-learning_rate = 1e-3  # baby networks can go higher
+learning_rate = 1e-3  # small networks can take a higher one
 max_iters = 5000
 lr_decay_iters = 5000  # as max_iters
 min_lr = 1e-4  # learning_rate / 10

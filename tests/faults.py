@@ -1,4 +1,4 @@
-"""Faults as they happen, to be watched: processes killed at random moments, and what a save costs.
+"""Faults to be watched by hand: processes killed at random moments, and what a save costs.
 
 python tests/faults.py                                  # all of it, about ten minutes
 python tests/faults.py --what=kill --times=30           # SIGKILL while saving often, and resume
@@ -55,7 +55,7 @@ def same_weights(a: str, b: str) -> bool:
 
 
 def undisturbed(folder: str, steps: int, launch: tuple = ()) -> tuple[str, float]:
-    """(its folder, the seconds until its first step) of a run that is left alone."""
+    """(folder, seconds until the first step) of a run that nobody disturbs."""
     out, began = os.path.join(folder, "undisturbed"), time.perf_counter()
     run = subprocess.Popen(command(out, f"--max_iters={steps}", launch=launch), stdout=subprocess.DEVNULL)
     while run.poll() is None and not steps_of(out):
@@ -67,7 +67,7 @@ def undisturbed(folder: str, steps: int, launch: tuple = ()) -> tuple[str, float
 
 
 def kill(folder: str) -> None:
-    """SIGKILL, as often as asked: it resumes each time, and ends where the undisturbed run did."""
+    """Kills a run (SIGKILL) as often as asked. It resumes each time, and ends where the undisturbed run ended."""
     steps = 40 * times
     straight, start = undisturbed(folder, steps)
     out, lost, early, init = os.path.join(folder, "killed"), [], 0, "scratch"

@@ -1,4 +1,4 @@
-"""Attention one query at a time: no masks, no windows, no tricks. What every form of an attention is held against."""
+"""Attention one query at a time: no masks, no windows, no tricks. Every form of an attention is compared with it."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ def fast(core: str) -> Callable:
 
 
 def naive_attention(core: str, q, k, v, *, window=None, scale=None, bias=None) -> torch.Tensor:
-    """What fast(core) and ATTENTION[core] must equal: for each query, the keys that it sees are cut out."""
+    """What fast(core) and ATTENTION[core] must equal. For each query it cuts out the keys that the query sees."""
     Tq, T = q.shape[-2], k.shape[-2]
     far = None
     if isinstance(bias, ByDistance):

@@ -1,4 +1,4 @@
-"""What each kernel of attention/kernels.py takes of a GPU. None is needed: it is compiled, and the binary is asked.
+"""What each kernel of attention/kernels.py needs of a GPU. No GPU is needed: kernels are compiled, binaries are read.
 
     python tests/resources.py --widths=32,64,128 --target=90     # 90: H100, H200; 80: A100
 

@@ -1,4 +1,4 @@
-"""Every attention, fast and plain, against one query after the other, and what must hold of each."""
+"""Every attention, fast and plain, against one query at a time, and properties that each must have."""
 
 import functools
 
@@ -259,7 +259,7 @@ def test_laser_with_a_large_value_anywhere(value, dtype):
 
 @pytest.mark.parametrize("spread", [1.0, 0.99 * forms.LASER_RANGE, 1.01 * forms.LASER_RANGE, 500.0])
 def test_laser_on_both_sides_of_its_range(spread):
-    """exp and log where they are exact, the definition beyond, and the two agree with the definition."""
+    """exp and log run where they are exact, the definition elsewhere; both agree with the definition."""
     slow = []
 
     def counted(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""Checkpoints that the project has written before its files were rearranged, and what their runs went on to do."""
+"""Checkpoints written before the project's files were rearranged: they load, and their runs go on as they did."""
 
 import json
 import os

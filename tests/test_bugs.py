@@ -1,4 +1,4 @@
-"""A bug of somebody who edits the code is seen as one: Python's traceback, which ends in its own error."""
+"""If somebody edits the code and makes a bug, Python's traceback shows it, and ends in the bug's own error."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ BUGS = {
 
 
 def copied(folder: object) -> None:
-    """The project's code, without data, into a folder."""
+    """Copies the project's code, without data, into a folder."""
     for name in ("attention", "training", "text", "data", "config"):
         there = shutil.ignore_patterns("*.bin", "meta.json", "input.txt", "__pycache__", "*.tmp")
         shutil.copytree(os.path.join(ROOT, name), folder / name, ignore=there)
@@ -75,7 +75,7 @@ def flags(data: str, folder: object) -> list[str]:
 
 @pytest.mark.slow
 def test_a_bug_has_its_traceback(data, tmp_path):
-    """One of each kind, typed into a copy of the project; they run at the same time."""
+    """One bug of each kind, typed into a copy of the project; all run at the same time."""
     runs = {}
     for number, (name, (file, was, bug, _)) in enumerate(BUGS.items()):
         folder = tmp_path / str(number)
@@ -119,7 +119,7 @@ def test_a_bug_while_a_checkpoint_is_written(train, monkeypatch, background):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_only_a_failing_disk_cannot_be_written_to(background, tmp_path, monkeypatch):
-    """torch.save has RuntimeErrors for a full disk and for bugs."""
+    """torch.save raises RuntimeErrors both for a full disk and for bugs."""
     keeper = checkpoint.Keeper(str(tmp_path), 2, background, False)
     state = {"model": {}, "iter_num": 3}
     full = "[enforce fail at inline_container.cc:668] . unexpected pos 1216 vs 1106"

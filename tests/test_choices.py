@@ -1,4 +1,4 @@
-"""The lecture's choices: each against its formula written out, in every attention, cached and uncached."""
+"""Each choice against its formula written out, in every attention, cached and uncached."""
 
 import math
 import warnings
@@ -47,7 +47,7 @@ def tokens(B: int = 2, n: int = T) -> torch.Tensor:
 
 
 def test_what_is_refused():
-    """The pairs that many tests here leave out, so that none leaves out more."""
+    """The only refused pairs are these. Many tests skip refused pairs, so they skip no others."""
     refused = {(a, p) for a in ATTENTION for p in POSITION if not legal(attention=a, position=p)}
     assert refused == {("beta", "alibi"), ("beta", "t5"), ("laser", "relative")}
 
@@ -77,7 +77,7 @@ def by_distance(B: int, H: int, Tq: int, n: int, per_query: bool, v: int | None)
 @pytest.mark.parametrize("with_v", [False, True])
 @pytest.mark.parametrize("few", [False, True])  # all queries at once, or a few at a time
 def test_a_bias_by_distance(core, window, n, per_query, with_v, few, monkeypatch):
-    """Outputs and every gradient, in blocks and in rows, against one query after the other."""
+    """Outputs and every gradient, in blocks and in rows, against one query at a time."""
     if core == "laser" and with_v:
         pytest.skip("refused: LASER is not linear in its values")
     monkeypatch.setattr(forms, "ROWS", 40 * 200 * 2 if few else 2**24)
@@ -253,7 +253,7 @@ def test_cached_logits_equal_uncached(position, core, heads, window, more):
 @pytest.mark.parametrize("core", ATTENTION)
 @pytest.mark.parametrize("where", WHERE)
 def test_causal_and_every_parameter_learns(position, core, where):
-    """By gradient, and by a later token; no parameter without a gradient, none that is not finite."""
+    """Checked by gradients and by changing a later token. Every parameter has a finite gradient."""
     if not legal(attention=core, position=position):
         pytest.skip("refused")
     gpt = shaken(config(attention=core, position=position, where=where, heads="SSSL", window=4, n_kv_head=2), by=0.1)
@@ -275,7 +275,7 @@ def test_causal_and_every_parameter_learns(position, core, where):
 
 @pytest.mark.parametrize("position", POSITION)
 def test_bfloat16_autocast_stays_near_float32(position):
-    """Far from initialisation, and far nearer than to a model without its position."""
+    """Far from initialisation. The difference is far smaller than to a model without its position."""
     more = {"norm": "rmsnorm", "qk_norm": "rmsnorm", "n_kv_head": 2}
     gpt, x = shaken(config(position=position, heads="SSSL", window=4, **more)), tokens()
     exact = gpt(x, x)[0]
@@ -642,15 +642,15 @@ def test_zero_init_starts_from_the_embedding(where):
         ({"n_hidden": -1}, "n_hidden=-1 must be at least 1"),
         ({"n_kv_head": 1, "differential": True}, "n_kv_head=1 is odd"),
         ({"where": "post", "block": "parallel"}, "a parallel block has one sum"),
-        ({"position": "alibi", "attention": "beta"}, "a score of beta is a weight"),
-        ({"position": "t5", "attention": "beta"}, "a score of beta is a weight"),
+        ({"position": "alibi", "attention": "beta"}, "In beta a score is a weight"),
+        ({"position": "t5", "attention": "beta"}, "In beta a score is a weight"),
         ({"position": "relative", "attention": "laser"}, "must be linear in its values, and laser is not"),
-        ({"rope_base": 100.0}, "is of position=rope, not of 'learned'"),
+        ({"rope_base": 100.0}, "is used only with position=rope, not 'learned'"),
         ({"rope_base": 0.0, "position": "rope"}, "must be a positive number"),
-        ({"max_distance": 9}, "is of position=relative or t5, not of 'learned'"),
+        ({"max_distance": 9}, "is used only with position=relative or t5, not 'learned'"),
         ({"max_distance": 0, "position": "relative"}, "must be at least 1"),
         ({"max_distance": 16, "position": "t5"}, "must be at least 17"),
-        ({"nope_long": True, "heads": "SL"}, "a position inside attention, rope, alibi, relative, t5; not 'learned'"),
+        ({"nope_long": True, "heads": "SL"}, "attention (rope, alibi, relative, t5), not for position='learned'"),
         ({"nope_long": True, "position": "rope"}, "has one kind"),
         ({"nope_long": True, "position": "rope", "heads": "S"}, "has one kind"),
         ({"norm_eps": 0.0}, "between 0 and 1"),

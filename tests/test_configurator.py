@@ -1,4 +1,4 @@
-"""Flags and config files: what is taken, and what is answered to a mistake."""
+"""Flags and config files: what they accept, and how they answer a mistake."""
 
 import json
 import subprocess

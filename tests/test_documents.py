@@ -114,7 +114,7 @@ def test_a_document_begins_with_the_boundary_before_it():
 
 
 def test_training_with_packed_documents(train, tmp_path, text):
-    """It is another run than without, resumes bit for bit, and says where there are no documents."""
+    """A packed run differs from an unpacked one, resumes bit for bit, and is refused where there are no documents."""
     os.makedirs(tmp_path / "texts")
     for i in range(0, len(text), 20):
         (tmp_path / "texts" / f"{i:05d}.txt").write_text(text[i : i + 20])
@@ -134,7 +134,7 @@ def test_training_with_packed_documents(train, tmp_path, text):
     _, out, err = train(flags, "--init_from=resume", "--pack=none", "--max_iters=12")  # losses that do not compare
     assert "pack was document, now none" in out and "the best validation loss starts anew" in out, out + err
     code, _, err = train("--pack=document")
-    assert code == 2 and "has no boundaries of documents" in err
+    assert code == 2 and "has no boundaries between documents" in err
 
 
 # -----------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_training_with_packed_documents(train, tmp_path, text):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_largest_score_of_each_layer(core, position, kind, packed, monkeypatch):
-    """As that of a full matrix, of what the core itself is given; a few queries at a time it is the same."""
+    """It equals the largest entry of the full matrix of scores; computed a few queries at a time it is the same."""
     gpt = GPT(config(core, position, **kind)).eval()
     idx, pos = torch.randint(V, (len(CUTS), T)), places() if packed else None
     seen = []

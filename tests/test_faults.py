@@ -1,4 +1,4 @@
-"""Runs that are disturbed: what is lost, what is said, and what the next run goes on from."""
+"""Runs that are disturbed: what they lose, what they print, and where the next run goes on."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def flipped(content: bytes) -> bytes:
 
 
 def flip_the_pickle(path) -> None:
-    """So that unpickling it raises a KeyError."""
+    """Damages the file so that unpickling it raises a KeyError."""
     content = path.read_bytes()
     at = next(i for i in range(content.index(b"data.pkl"), len(content)) if breaks(path, content, i))
     path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
@@ -106,7 +106,7 @@ def test_resume_goes_on_from_the_newest_intact_one(train, tmp_path, damage, says
 
 
 def test_a_damaged_sharded_checkpoint(tmp_path):
-    """Its parts are checked as well; written here by one process, which has all the shares."""
+    """The shards are checked as well. Here one process writes all of them."""
     gpt = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=8))
     kept = {"model_args": {}, "iter_num": 3, "best_val_loss": 1.0, "config": {}, "tokenizer": {}, "optimizer": []}
     path = tmp_path / "ckpt"
@@ -116,9 +116,9 @@ def test_a_damaged_sharded_checkpoint(tmp_path):
     assert checkpoint.newest(str(tmp_path)) == (str(path), [], [])
     (shard,) = path.glob("shard*")
     content = shard.read_bytes()
-    for damaged, says in ((flipped(content), "does not have its checksum"), (content[:-1], "does not have its")):
+    for damaged, says in ((flipped(content), "does not match its checksum"), (content[:-1], "is missing or not")):
         shard.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"{shard.name} (is missing or )?{says}"):
+        with pytest.raises(ValueError, match=f"{shard.name} {says}"):
             checkpoint.load(str(path))
     shard.unlink()
     with pytest.raises(ValueError, match="is missing"):
@@ -143,7 +143,7 @@ def test_resume_is_exact_in_half_precision(train, tmp_path, dtype):
 
 
 def test_weights_that_are_not_finite_are_not_saved(train, tmp_path, monkeypatch):
-    """Where the loss does not tell: in the row of a token that does not occur."""
+    """The NaN is in the row of a token that does not occur, so the loss does not show it."""
     train("--tied=False", "--vocab_size=100", "--max_iters=4", "--save_interval=2")
     before = {name: (tmp_path / "out" / name).read_bytes() for name in files(tmp_path) if name.endswith(".pt")}
     forward = GPT.forward
@@ -174,7 +174,7 @@ def test_saving_in_the_background_saves_the_same(train, tmp_path):
 
 
 def test_training_does_not_change_what_is_being_saved(train, tmp_path, monkeypatch):
-    """In the background it is a snapshot that is written, however long that takes."""
+    """In the background a snapshot is written, however long the writing takes."""
     train("--max_iters=5")
     straight, save = state(tmp_path)["model"], checkpoint.save
     monkeypatch.setattr(checkpoint, "save", lambda *args: time.sleep(1.0) or save(*args))
@@ -184,7 +184,7 @@ def test_training_does_not_change_what_is_being_saved(train, tmp_path, monkeypat
 
 
 def test_the_status_that_is_read_a_step_later(train, run, data, tmp_path, monkeypatch):
-    """As on CUDA, where the host does not wait for it: here with the CPU's numbers. Nothing is another for it."""
+    """As on CUDA, where the host reads it a step later; here on the CPU. The results are the same."""
     source = open(os.path.join(ROOT, "train.py")).read()
     now = 'lag = int(run.device_type == "cuda" and'
     assert source.count(now) == 1
@@ -239,7 +239,7 @@ def test_a_disk_that_is_full(train, tmp_path, background):
     assert code == 2 and f"cannot write {tmp_path / 'out' / 'ckpt.pt'}" in err and "MiB are free" in err
     assert "Training goes on, and the next save tries again" in out and "iter 19" in out
     assert before == {name: (tmp_path / "out" / name).read_bytes() for name in files(tmp_path) if "log" not in name}
-    needed = float(err.split("It needs ")[1].split(" MiB")[0])
+    needed = float(err.split("checkpoint needs ")[1].split(" MiB")[0])
     assert needed == pytest.approx(len(before["ckpt.pt"]) / 2**20, rel=0.2)
     assert train("--init_from=resume", "--max_iters=10")[0] == 0 and state(tmp_path)["iter_num"] == 10
 
@@ -315,7 +315,7 @@ def meanwhile(monkeypatch, step: int, do) -> None:
 
 
 def test_data_truncated_under_a_run(train, tmp_path, own, monkeypatch):
-    """It stops with what it has; with the data back it goes on as if nothing had been."""
+    """The run stops and saves; when the data are back, it goes on as if nothing had happened."""
     train(f"--dataset={own}", "--dropout=0.1")
     straight = state(tmp_path)["model"] | {}
     content = (own / "train.bin").read_bytes()
@@ -336,7 +336,7 @@ def test_evaluation_data_truncated_under_a_run(train, tmp_path, own, monkeypatch
 
 
 def test_data_replaced_under_a_run(train, tmp_path, own, data, monkeypatch):
-    """A new file under the old name: the run keeps the one that it has opened, a resumed one refuses the new one."""
+    """A new file under the old name: the run keeps the file that it has opened, a resumed run refuses the new one."""
     train(f"--dataset={own}")
     straight = state(tmp_path)["model"] | {}
     meta = dataset.read_meta(str(own))
@@ -410,7 +410,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(train, tmp_path):
 
 
 def test_a_signal_between_two_batches_of_an_evaluation(train, tmp_path, monkeypatch):
-    """The run is saved without waiting for the evaluation's end, and goes on as if nothing had been."""
+    """The run is saved before the evaluation ends, and goes on as if nothing had happened."""
     train("--dropout=0.1")
     straight = state(tmp_path)["model"] | {}
     evaluation, calls = dataset.Tokens.eval_batches, []

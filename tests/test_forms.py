@@ -1,4 +1,4 @@
-"""Which form of an attention runs: the fast one while it computes the definition, and nobody's edit is ignored."""
+"""Which form of an attention runs: the fast one if it agrees with the definition, so that no edit is ignored."""
 
 import functools
 import json
@@ -35,7 +35,7 @@ def edited_beta(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
 
 
 def edited_softmax(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
-    """softmax whose gradient alone is another: the weights are constants to it."""
+    """softmax with another gradient only: the gradient takes the weights for constants."""
     s = scores(q, k, scale, bias).masked_fill(~visible(q, k, window), -math.inf)
     return F.dropout(s.softmax(-1).detach(), dropout).to(v.dtype) @ v
 
@@ -46,7 +46,7 @@ def edited_laser(q, k, v, *, window=None, scale=None, bias=None):
 
 
 def edited_dropout(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
-    """softmax that drops scores in the place of weights."""
+    """softmax that drops scores instead of weights."""
     s = F.dropout(scores(q, k, scale, bias), dropout).masked_fill(~visible(q, k, window), -math.inf)
     return s.softmax(-1).to(v.dtype) @ v
 
@@ -74,7 +74,7 @@ def test_the_fast_forms_are_used(core, capfd):
 
 @pytest.mark.parametrize(("core", "edited"), EDITS, ids=lambda x: getattr(x, "__name__", x))
 def test_an_edited_definition_is_what_runs(core, edited, monkeypatch, capfd):
-    """It, and not the fast form of what it was, makes logits, gradients and text, and one line says so."""
+    """The edited definition, not the old fast form, makes logits, gradients and text; one line says so."""
     monkeypatch.setitem(ATTENTION, core, edited)
     sizes = {"block_size": 280, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16, "attention": core}
     gpt = GPT(GPTConfig(**sizes, heads="SL", window=20)).double()
@@ -100,7 +100,7 @@ def test_an_edited_definition_is_what_runs(core, edited, monkeypatch, capfd):
 
 
 def test_what_is_no_shipped_definition(monkeypatch):
-    """A lambda, a wrapper of one, one with a decorator, one whose scores are another function: all are edits."""
+    """A lambda, a wrapped or decorated definition, one with other `scores`: all count as edits."""
     definition = model.softmax_attention
 
     @functools.wraps(definition)
@@ -192,7 +192,7 @@ def test_short_heads_of_a_new_attention_hold_no_square(monkeypatch):
 
 
 def test_an_attention_that_needs_all_at_once(monkeypatch):
-    """Keys times keys, say: it is called once with all queries, its short heads too, and is told of its window."""
+    """Such as keys times keys: it is called once with all queries, also for short heads, and gets the window."""
     calls = []
 
     def whole(q, k, v, *, window=None, scale=None, bias=None):
@@ -240,7 +240,7 @@ def test_a_bug_in_an_attention_is_its_own(monkeypatch):
 
 
 def test_values_by_distance_need_a_linear_attention(monkeypatch):
-    """By what an attention computes, not by its name: Shaw's positions add to the values of each pair of tokens."""
+    """The check looks at what an attention computes, not at its name: Shaw's positions add vectors to the values."""
     sizes = {"block_size": 8, "vocab_size": 5, "n_layer": 1, "n_head": 2, "n_embd": 16, "position": "relative"}
     monkeypatch.setitem(ATTENTION, "mine", sigmoid_attention)
     GPTConfig(**sizes, attention="mine")
@@ -259,7 +259,7 @@ def test_an_output_of_another_shape_is_seen(monkeypatch):
         ATTENTION, "flat", lambda q, k, v, *, window=None, scale=None, bias=None: v.sum(1, keepdim=True)
     )
     gpt = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16, attention="flat"))
-    with pytest.raises(ValueError, match=r"this attention gave \(1, 1, 8, 8\) .* it owes \(1, 2, 8, 8\)"):
+    with pytest.raises(ValueError, match=r"this attention gave \(1, 1, 8, 8\) .*, not \(1, 2, 8, 8\)"):
         gpt(torch.zeros(1, 8, dtype=torch.long))
 
 

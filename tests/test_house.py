@@ -45,7 +45,7 @@ def modules() -> dict[str, str]:
 
 
 def imports(path: str) -> list[tuple[str, bool]]:
-    """(module, whether at the top level) of all imports of a file that are the project's own."""
+    """(module, whether imported at the top level) for each of the project's own modules that a file imports."""
     own, found = modules(), []
     tree = ast.parse(open(path, encoding="utf-8").read())
     for node in ast.walk(tree):

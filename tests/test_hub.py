@@ -130,7 +130,7 @@ def test_json_lines_of_a_config_go_through_datasets(prepare, tmp_path):
     "source, says",
     [
         ("owner/nothing", ["has no data set owner/nothing", "a local folder"]),
-        ("owner/books --column=texts", ["has no column 'texts', but title, text: --column="]),
+        ("owner/books --column=texts", ["has no column 'texts', but title, text: give one as --column="]),
         ("owner/lines", ["Config name is missing", "['en', 'de']"]),
         ("owner/lines:fr", ["'fr' not found", "['en', 'de']"]),
     ],

@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-6 if DEVICE == "cpu" else 1e-5, torch.bfloat16: 6
 
 
 def kernel(core: str):
-    """The kernels of an attention, with its fast form for what they do not take."""
+    """The kernels of an attention, with its fast form for inputs that they do not take."""
     return kernels.KERNEL[core](fast(core))
 
 
@@ -178,12 +178,12 @@ def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
     ("choices", "says"),
     [
         ({"attention": "laser"}, "has no Triton kernel, but softmax, beta have"),
-        ({"attention": "beta"}, "long heads and 256 tokens or more"),
-        ({"dropout": 0.2}, "of which 0.2 are to be dropped: --attn_dropout=0"),
-        ({"position": "t5"}, "no bias by distance, as of position='t5'"),
-        ({"head_dim": 20}, "queries and values are 20 and 20 wide"),
-        ({"position": "alibi"}, r"queries and values are 22 and 16 wide \(6 of them are alibi's\)"),
-        ({"head_dim": 128, "differential": True}, "128 and 256 wide"),
+        ({"attention": "beta"}, "long heads and a block_size of 256 or more"),
+        ({"dropout": 0.2}, "attn_dropout is 0.2: set --attn_dropout=0"),
+        ({"position": "t5"}, "no bias by distance, and position='t5' has one"),
+        ({"head_dim": 20}, "queries are 20 wide and values 20"),
+        ({"position": "alibi"}, r"queries are 22 wide \(6 of these for alibi\) and values 16"),
+        ({"head_dim": 128, "differential": True}, "128 wide and values 256"),
     ],
 )
 def test_kernels_that_would_not_be_used_are_refused(choices, says, monkeypatch):

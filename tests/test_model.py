@@ -186,7 +186,7 @@ def test_layer_heads_are_tiled():
         ({"differential": True, "heads": "SSSL"}, "write each letter twice"),
         ({"differential": True, "heads": "SSLL/SL"}, "the letters of a layer are SLSL"),
         ({"mlp": "relu7"}, "gelu, gelu_exact, relu"),
-        ({"n_head": 5}, "of [2, 4, 8] it is"),
+        ({"n_head": 5}, "set n_head to one of [2, 4, 8]"),
         ({"n_layer": 0}, "at least 1"),
         ({"block_size": -1}, "at least 1"),
         ({"vocab_size": 0}, "at least 1"),

@@ -1,4 +1,4 @@
-"""The optimizers against their papers' equations, and which parameters are whose."""
+"""The optimizers against their papers' equations, and which optimizer gets which parameters."""
 
 import math
 

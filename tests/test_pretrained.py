@@ -35,7 +35,7 @@ def llama(cls=transformers.LlamaConfig, **kwargs: object):
 
 
 def randomised(config) -> torch.nn.Module:
-    """Their model, far from initialisation: where choices differ, it shows."""
+    """Their model, far from initialisation, so that every different choice changes the result."""
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for p in theirs.parameters():
         p.data += 0.2 * torch.randn_like(p)
@@ -158,12 +158,12 @@ def test_what_no_family_has_is_not_exported(kwargs, says):
     ("config", "says"),
     [
         (lambda: gpt2(activation_function="tanh"), "activation_function='tanh'"),
-        (lambda: gpt2(scale_attn_by_inverse_layer_idx=True), "scaled in a way"),
+        (lambda: gpt2(scale_attn_by_inverse_layer_idx=True), "are not scaled by"),
         (lambda: llama(attention_bias=True), "some have none"),
-        (lambda: llama(hidden_act="gelu"), "hidden_act='gelu'"),
+        (lambda: llama(hidden_act="gelu"), "plain RoPE, not 'gelu'"),
         (
             lambda: llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
-            "not silu and plain RoPE",
+            "must have hidden_act='silu' and plain RoPE",
         ),
         (lambda: llama(transformers.Gemma2Config, head_dim=D), "the family gemma2 is none of gpt2, llama"),
     ],
@@ -179,12 +179,12 @@ def test_from_pretrained_swaps_the_attention_and_refuses_what_needs_other_weight
     randomised(gpt2()).save_pretrained(tmp_path)
     assert GPT.from_pretrained(str(tmp_path), {"attention": "laser"}).config.attention == "laser"
     for change in ({"qk_norm": "rmsnorm"}, {"n_hidden": 50}, {"n_head": 8}, {"bias": False}):
-        with pytest.raises(ValueError, match="is what .* weights were trained with; free are dropout"):
+        with pytest.raises(ValueError, match="is fixed: .* weights were trained with it. You can change dropout"):
             GPT.from_pretrained(str(tmp_path), change)
     with pytest.raises(ValueError, match="none of gpt2, gpt2-medium"):
         GPT.from_pretrained("gtp2")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="cannot take over"):
+    with pytest.raises(ValueError, match="cannot convert"):
         GPT.from_pretrained(str(tmp_path / "empty"))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(OSError, match="cannot load"):
@@ -192,7 +192,7 @@ def test_from_pretrained_swaps_the_attention_and_refuses_what_needs_other_weight
 
 
 def test_no_network(monkeypatch):
-    """Where the hub does not answer, transformers, which would try for 23 seconds, is not to try."""
+    """If the hub does not answer, transformers must not try for 23 seconds."""
     asked = []
 
     def away(self, name, **_):
@@ -226,12 +226,12 @@ def test_overrides_of_context_and_span(tmp_path):
 
 def test_weights_without_a_place_and_damaged_files(tmp_path):
     ours, theirs = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=H, n_embd=C)), randomised(gpt2())
-    with pytest.raises(ValueError, match="its extra has no place here"):
+    with pytest.raises(ValueError, match="its extra is no weight of our model"):
         copy_from(ours, theirs.state_dict() | {"extra": torch.zeros(1)}, FAMILIES["gpt2"])
     theirs.save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    with pytest.raises((ValueError, OSError), match="cannot (take over|load)"):
+    with pytest.raises((ValueError, OSError), match="cannot (convert|load)"):
         GPT.from_pretrained(str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""Several processes: the same curve, whoever computes it; checkpoints between them; what one must tell the others."""
+"""Several processes: the same losses for any number of them, shared checkpoints, and news that all must learn."""
 
 import json
 
@@ -195,7 +195,7 @@ def after():
 @pytest.mark.parametrize(("where", "call", "file"), [("batch", 8, "train.bin"), ("eval_batches", 4, "val.bin")])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_data_that_changes_under_a_run(train, tmp_path, where, call, file, parallel):
-    """On one process's disk, between evaluations or in one: it tells the others, and all keep what they have."""
+    """Data change on one process's disk, between evaluations or in one: it tells the others, and all save the run."""
     change = CHANGE.format(where=where, call=call)
     codes, out, err = train(2, "--max_iters=100", f"--parallel={parallel}", before=change)
     assert codes == [2, 2] and err.count(f"{file} has been changed while it was in use") == 1, (codes, err)
@@ -204,7 +204,7 @@ def test_data_that_changes_under_a_run(train, tmp_path, where, call, file, paral
 
 
 def test_eval_in_shares(train, workers, data, tmp_path):
-    """eval.py gives the same from one process, two and three, some of which have a window less."""
+    """eval.py prints the same for one, two and three processes; some of them have one window less."""
     assert train(1, "--max_iters=3")[0] == [0]
     flags = (f"--out_dir={tmp_path / 'out'}", f"--dataset={data}", "--device=cpu", "--batch_size=3", "--stride=25")
     numbers = []

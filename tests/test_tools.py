@@ -49,7 +49,7 @@ def measures(out: str) -> dict[str, float]:
 
 
 def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path):
-    """Of each token's -log p given the block_size tokens before it, for stride 1; in every measure."""
+    """With stride 1 every measure comes from each token's -log p given the block_size tokens before it."""
     assert train("--max_iters=10")[0] == 0
     code, out, _ = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--stride=1", "--batch_size=64", "--device=cpu")
     gpt = checkpoint.model_of(checkpoint.load(str(tmp_path / "out" / "best.pt"))).eval()
@@ -81,7 +81,7 @@ def test_eval_of_a_model_that_knows_nothing(train, run, tmp_path, text, data):
 
 
 def test_eval_of_packed_documents_sees_one_at_a_time(run, train, data, tmp_path, monkeypatch):
-    """The run's --pack=document is eval.py's."""
+    """eval.py uses the run's --pack=document."""
     train("--max_iters=1")
     seen = []
     original = GPT.forward
@@ -125,7 +125,7 @@ def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
         ((out, "--block_size=64"), "larger than the model's"),
         ((out, "--batch_size=0"), "must be at least 1"),
         ((out, "--split=test"), "has no split 'test', but train, val"),
-        ((out, f"--dataset={tmp_path / 'other'}"), "which are not those of this model"),
+        ((out, f"--dataset={tmp_path / 'other'}"), "this model has another one (char, "),
         ((out, "--dataset=nowhere"), "there is no data set"),
     ):
         code, _, err = run("eval.py", "--device=cpu", *flags)
@@ -133,7 +133,7 @@ def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
 
 
 def test_eval_of_data_without_counts(train, run, data, tmp_path, text):
-    """As prepared before there were any."""
+    """The data are as an earlier version, which did not count, prepared them."""
     import shutil
 
     shutil.copytree(data, tmp_path / "old")
@@ -221,7 +221,7 @@ def test_a_dry_run_touches_nothing(run, tmp_path, monkeypatch):
     gpt = GPT(GPTConfig(n_layer=2, n_embd=64, n_head=2, bias=False, vocab_size=50257))
     assert f"parameters: {estimate.num_params(gpt, non_embedding=False):,}, {estimate.num_params(gpt):,} without" in out
     assert f"FLOPs: {estimate.flops(gpt):,} per token" in out and "491,520 per step (480 x 1024)" in out
-    assert "vocabulary is taken for 50,257" in out and "not prepared" in out
+    assert "its vocabulary is unknown: assuming 50,257" in out and "not prepared" in out
     assert " GiB = " in out and " on 1 x A100, " in out
 
 
@@ -236,14 +236,14 @@ def test_a_dry_run_knows_the_data_and_resumed_runs(run, train, data, tmp_path, t
 
 
 def test_a_dry_run_of_what_is_not_there(run, tmp_path):
-    """Its data: the vocabulary that they will have. Pretrained weights: their sizes, and what does not fit them."""
+    """Data: the vocabulary that they will have. Pretrained weights: their sizes, and flags that do not fit."""
     out = dry(run, "config/train_pg19_ls.py", "--block_size=16", f"--dataset={tmp_path / 'none'}")
-    assert "there is no data set" in out and "vocabulary is taken for 50,257" in out
+    assert "there is no data set" in out and "its vocabulary is unknown: assuming 50,257" in out
     code, _, err = run("train.py", "--dry_run", "--init_from=gpt2", "--n_layer=3")
     assert code == 2 and "--n_layer=3 does not fit gpt2, which has n_layer=12" in err
     flags = ["--init_from=gpt2", "--attention=laser", "--block_size=16", "--dataset=openwebtext"]
     out = dry(run, *flags)
-    assert "taken for" not in out and "parameters: 123,665,664," in out
+    assert "assuming" not in out and "parameters: 123,665,664," in out
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Text of any size to tokens on disk, for data/*/prepare.py.
 
 Documents come as a stream (sources.py) and are cut into pieces. Threads tokenise the pieces: the tokenizers' own code
-runs outside of Python's lock. The tokens are written in the order of the text, whatever the number of threads, to files
-beside the data set, *.tmp, with a journal of how far they are: after an interruption the same command goes on.
+runs outside of Python's lock. The tokens are written in the order of the text, for any number of threads, to files
+*.tmp beside the data set. A journal notes how far they are: after an interruption the same command goes on.
 """
 
 import collections
@@ -33,18 +33,18 @@ BATCH = 2**20  # characters that a thread takes at once, roughly
 JOURNAL = "prepare.tmp"  # the name of the journal's file
 SYNC_BYTES = 2**26  # bytes of text between two entries of the journal
 SAMPLE = 2 * 10**7  # characters that SentencePiece is trained on
-PER_DOCUMENT = 10**5  # of them, out of one document, unless an equal share of each document is more
+PER_DOCUMENT = 10**5  # of them, from one document, unless an equal share of each document is more
 BEGINNING = {"shard": 0, "pieces": 0, "documents": 0}  # the place at which a corpus begins
 CUT = re.compile(rf".{{{PIECE},{8 * PIECE}}}?(?<!\s)(?=[ \n])|.{{1,{8 * PIECE}}}", re.S)
 
 
 def pieces(document: Document) -> Iterator[tuple[str, bool]]:
-    """A document's text in pieces, each with whether it is the last: PIECE characters or more, up to a space or \\n.
+    """Yields (piece, whether it is the last) of a document. A piece: PIECE characters or more, up to a space or \\n.
 
-    A piece ends where a space follows something else. There every tokenizer of tokenizers.py begins a token: no pattern
-    of GPT-2's matches across that place, and SentencePiece's tokens begin with the space. So the tokens are those of
-    the whole text. (SentencePiece adds scores up in float32: in a text of 250,000 characters, one token in 40,000 is
-    another.) Where no such place comes within 8 PIECE characters, the piece ends there.
+    A piece ends where a space follows a visible character. Every tokenizer of tokenizers.py begins a token there: no
+    pattern of GPT-2's matches across that place, and SentencePiece's tokens begin with the space. So the pieces have
+    the tokens of the whole text. (SentencePiece adds scores up in float32: in a text of 250,000 characters, one token
+    in 40,000 differs.) If there is no such place within 8 PIECE characters, the piece ends after them.
     """
     rest = ""
     for block in itertools.chain(document, [None]):
@@ -63,11 +63,11 @@ class Piece:
     text: str
     last: bool  # whether it ends its document
     file: str  # train, val or test: where its tokens go
-    place: dict  # its shard's number, its own number in it, and the documents of train before the shard
+    place: dict  # the shard's number, the piece's number in it, and the number of train's documents before the shard
 
 
 def located(splits: dict[str, Split], share: float, begin: dict) -> Iterator[Piece | None]:
-    """The pieces of a corpus from a place's shard on, None after each shard. share: of train's documents, for val."""
+    """The pieces of a corpus from begin's shard on, and None after each shard. share: of train's documents, for val."""
     shards = [(name, shard) for name, split in splits.items() for shard in split.shards]
     documents = begin["documents"]
     for i, (name, shard) in itertools.islice(enumerate(shards), begin["shard"], None):
@@ -82,7 +82,7 @@ def located(splits: dict[str, Split], share: float, begin: dict) -> Iterator[Pie
 
 
 def batches(splits: dict[str, Split], share: float, begin: dict) -> Iterator[list[Piece]]:
-    """The pieces of a corpus after a place, in batches of one shard and file and about BATCH characters."""
+    """The pieces of a corpus after `begin`, in batches. A batch has about BATCH characters of one shard and file."""
     batch, size = [], 0
     for piece in itertools.islice(located(splits, share, begin), begin["pieces"], None):
         if batch and (piece is None or piece.file != batch[0].file or size > BATCH):
@@ -102,7 +102,7 @@ def n_words(text: str, data: bytes) -> int:
     if not text.isascii() and any(c in text for c in OTHER_SPACES):
         return len(text.split())
     codes = np.frombuffer(data, dtype=np.uint8)
-    space = (codes - np.uint8(9) < 5) | (codes - np.uint8(28) < 5)  # 9 to 13 and 28 to 32: smaller ones wrap around
+    space = (codes - np.uint8(9) < 5) | (codes - np.uint8(28) < 5)  # 9 to 13, 28 to 32: smaller codes wrap around
     return int(np.count_nonzero(space[:-1] > space[1:])) + (not space[0])
 
 
@@ -121,9 +121,9 @@ def tokenised(tok: tokenizers.Tokenizer, eot: int | None, dtype: np.dtype, batch
 
 
 def in_order(f: Callable, items: Iterable, workers: int) -> Iterator[tuple]:
-    """(item, f(item)) in the order of the items, by so many threads, a few items ahead.
+    """(item, f(item)) in the order of the items, computed a few items ahead by `workers` threads.
 
-    If reading the items ends with a UserError or an OSError, the results of those before come first.
+    If reading an item raises a UserError or an OSError, the results of the items before it come first.
     """
 
     def submitted() -> Iterator[tuple]:
@@ -156,7 +156,7 @@ def prepare(
     val_share: without a val split, this share of train's documents, or of the characters of its one document, is val.
     gutenberg: leaves Project Gutenberg's licences out. num_workers: threads; None: one per core.
     A folder that is prepared from the same source is left as it is. Raises TextError for content that is not text and
-    OSError for a full disk, and leaves nothing behind. After any other interruption the same call goes on.
+    OSError for a full disk, and then deletes what it wrote. After any other interruption the same call goes on.
     """
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} must be at least 1")
@@ -186,7 +186,7 @@ def prepare(
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             if full:
                 error = OSError(error.errno, f"{error.strerror}: {folder} (what was written is deleted)")
-            if full or isinstance(error, TextError) or not journal.n_tokens():  # there is nothing to go on with
+            if full or isinstance(error, TextError) or not journal.n_tokens():  # nothing to go on with
                 journal.discard()
                 raise error from None
             kind = OSError if isinstance(error, OSError) else UserError  # their subclasses may take other arguments
@@ -194,7 +194,7 @@ def prepare(
 
 
 def _with_val(splits: dict[str, Split], share: float) -> tuple[dict[str, Split], float]:
-    """(splits, the share of train's documents that goes to val: 0 where the splits have one, or now get one)."""
+    """(splits, the share of train's documents that goes to val; 0 if there is a val split, or if one is cut here)."""
     if "val" in splits:
         return splits, 0.0
     if not 0 < share < 1:
@@ -205,7 +205,7 @@ def _with_val(splits: dict[str, Split], share: float) -> tuple[dict[str, Split],
         return splits | in_two(train, share), 0.0
     if n < MANY and not 0 < int(n * share) < n:
         hint = f": --val_share={1.1 / n:.2g}" if n > 1 else ""
-        raise UserError(f"val_share={share} of {n} document(s) leaves none for train or for val{hint}")
+        raise UserError(f"val_share={share} of {n} document(s) leaves no document for train or for val{hint}")
     return splits, share
 
 
@@ -226,12 +226,12 @@ def locked(folder: str, wait: bool = False) -> Iterator[None]:
 
 
 def _tokenise(journal, splits, meta: dict, several: bool, val_share: float, workers: int | None) -> None:
-    """Writes the tokens that the files lack. An interrupted call has made the tokenizer already."""
+    """Writes the tokens that the files lack. After an interruption the journal has the tokenizer already."""
     state = journal.state
     workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     tok = new_tokenizer(state["tokenizer"] or meta, splits, val_share, several)
     if several and tok.eot is None:
-        print("these tokens have no boundary of documents: none will be between them")
+        print("this tokenizer has no token for the end of a document: nothing will separate the documents")
     dtype = np.min_scalar_type(tok.n_vocab - 1)
     state |= {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name}
     work = partial(tokenised, tok, tok.eot if several else None, dtype)
@@ -239,7 +239,7 @@ def _tokenise(journal, splits, meta: dict, several: bool, val_share: float, work
     before = sum(entry["bytes"] for entry in state["files"].values())
     done = 0  # bytes, by this call
     began = time.perf_counter()
-    wait = 0.2 if sys.stderr.isatty() else 30.0  # seconds: a file gets few lines
+    wait = 0.2 if sys.stderr.isatty() else 30.0  # seconds; a log file gets few lines
     tqdm = optional("tqdm", "the progress bar").tqdm
     bar = tqdm(None, "tokenising", total or None, initial=before, unit="B", unit_scale=True, mininterval=wait, delay=1)
     with bar, journal.writing():
@@ -260,7 +260,7 @@ def _tokenise(journal, splits, meta: dict, several: bool, val_share: float, work
 
 
 def intact(folder: str) -> dict:
-    """The meta.json of a folder that holds a whole data set, and {} of another."""
+    """The meta.json of a folder that holds a complete data set; {} for other folders."""
     try:
         meta = dataset.read_meta(folder)
         counted = all(set(COUNTS) <= entry.keys() for entry in meta["files"].values())  # earlier versions did not count
@@ -270,7 +270,7 @@ def intact(folder: str) -> dict:
 
 
 class Journal:
-    """How far a call of prepare is, in a file: what is in each file of tokens, and where in the corpus that ends."""
+    """Notes in a file how far prepare is: what is in each file of tokens, and where in the corpus this ends."""
 
     def __init__(self, folder: str, source: dict, digest: str, names: Iterable[str]):
         self.folder = folder
@@ -282,8 +282,8 @@ class Journal:
         with contextlib.suppress(OSError, ValueError, TypeError), open(self.path, encoding="utf-8") as f:
             found = dict(json.load(f))
         self.left = list(found.get("files", []))  # by an interrupted command
-        self.others = found.get("id", digest) != digest  # whether that was another one
-        same = found.keys() == self.state.keys() and found["id"] == digest  # other keys: of an earlier version
+        self.others = found.get("id", digest) != digest  # whether that was a different command
+        same = found.keys() == self.state.keys() and found["id"] == digest  # other keys: an earlier version wrote it
         if same and all(self._is_there(name, found) for name in found["files"]):
             self.state = found
             if self.n_tokens():
@@ -296,14 +296,14 @@ class Journal:
         return os.path.join(self.folder, f"{name}.tmp")
 
     def _is_there(self, name: str, state: dict) -> bool:
-        """Whether a file is as long as state says; when everything is done, it may have got its name already."""
+        """Whether a file is as long as state says. If all tokens are done, it may have its final name already."""
         paths = [self._aside(name)] + ([os.path.join(self.folder, name)] if state["done"] else [])
         size = state["files"][name]["tokens"] * np.dtype(state["dtype"]).itemsize
         return any(os.path.exists(path) and os.path.getsize(path) >= size for path in paths)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Within it tokens can be added."""
+        """A context in which tokens can be added."""
         if not self.n_tokens():
             self._remove(map(self._aside, self.left))
         self._sync()  # first: no journal may promise more than the files hold
@@ -316,14 +316,14 @@ class Journal:
         self._sync()
 
     def add(self, piece: Piece, tokens: bytes, counts: dict) -> None:
-        """Writes the tokens up to this piece after those that the journal says are in their file, and notes them."""
+        """Appends the tokens up to this piece to what the journal notes of their file, and notes the new end."""
         name = f"{piece.file}.bin"
         entry = self.state["files"][name]
         with open(self._aside(name), "ab") as f:
             f.truncate(entry["tokens"] * np.dtype(self.state["dtype"]).itemsize)
             f.write(tokens)
         entry = {key: entry[key] + counts[key] for key in COUNTS}
-        self.state |= piece.place | {"files": self.state["files"] | {name: entry}}  # at once: Ctrl-C may come anywhere
+        self.state |= piece.place | {"files": self.state["files"] | {name: entry}}  # at once: Ctrl-C may come any time
         self.unwritten += counts["bytes"]
         if self.unwritten >= SYNC_BYTES:
             self._sync()
@@ -344,9 +344,9 @@ class Journal:
             self.state["done"] = True
             self._sync()
         meta_path = os.path.join(self.folder, "meta.json")
-        with contextlib.suppress(UserError):  # there is none, or a damaged one
+        with contextlib.suppress(UserError):  # it is missing or damaged
             old = dataset.read_meta(self.folder)["files"]
-            os.remove(meta_path)  # first, as it describes the others
+            os.remove(meta_path)  # first, because it describes the others
             self._remove(os.path.join(self.folder, name) for name in old if name not in self.state["files"])
         for name in self.state["files"]:
             if os.path.exists(self._aside(name)):

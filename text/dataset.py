@@ -69,7 +69,7 @@ class Tokens:
         self.meta = read_meta(folder)
         self.block_size = block_size
         if self.meta["tokenizer"]["kind"] == "sentencepiece":
-            tokenizer(self.meta["tokenizer"])  # a missing package is to be told now, not after the training
+            tokenizer(self.meta["tokenizer"])  # reports a missing package now, not after the training
         path = os.path.join(folder, f"{split}.bin")
         entry = self.meta["files"].get(f"{split}.bin")
         if entry is None:
@@ -82,16 +82,16 @@ class Tokens:
         n = entry["tokens"]
         if size != n * dtype.itemsize:
             sizes = f"has {size:,} bytes, but meta.json promises {n:,} tokens of {dtype} ({n * dtype.itemsize:,} bytes)"
-            raise UserError(f"{path} {sizes}: truncated, or from another run. {_again(folder)}")
+            raise UserError(f"{path} {sizes}: truncated, or of another data set. {_again(folder)}")
         if n < block_size + 1:
             few = f"{path} has {n:,} tokens, but block_size {block_size} needs at least {block_size + 1}"
             raise UserError(f"{few}. Use --block_size={max(1, n - 1)} or less, or more text")
-        self._file = open(path, "rb")  # this file stays, even where another one takes its name later
+        self._file = open(path, "rb")  # stays open, even if another file takes its name later
         self.ids = np.memmap(self._file, dtype=dtype, mode="r")
         self._version = version(self._file.fileno())
         if size <= VERIFY_BYTES and sha256(path) != entry["sha256"]:
             raise UserError(f"{path} does not have the checksum that meta.json promises. {_again(folder)}")
-        stride = 1 + size // VERIFY_BYTES  # of a larger file, one of so many blocks of 2^20 ids is checked
+        stride = 1 + size // VERIFY_BYTES  # in a larger file, only every stride-th block of 2^20 ids is checked
         largest = max(int(self.ids[i : i + 2**20].max()) for i in range(0, len(self), stride * 2**20))
         if largest >= self.meta["vocab_size"]:
             raise UserError(f"{path} holds the id {largest}, but the vocabulary ends at {self.meta['vocab_size'] - 1}")
@@ -103,13 +103,13 @@ class Tokens:
         """(x, y), int64 (size / world, T) each: this rank's rows of a step's global batch of `size` windows.
 
         y is x one token later. Windows are drawn uniformly, with replacement, from (seed, step) alone. Ranks take
-        turns: every world size sees the same batch. Raises UserError for a changed file or an id past the vocabulary.
+        turns, so the global batch does not depend on world. Raises UserError for a changed file or too large an id.
         """
         offsets = np.random.default_rng([seed, step]).integers(0, len(self) - self.block_size, size)
         return self._windows(offsets[rank::world])
 
     def eval_batches(self, n: int, size: int, *, rank: int = 0, world: int = 1) -> Iterator[tuple]:
-        """(x, y), int64 (up to `size`, T) each, which together cover n * size fixed windows, evenly spaced.
+        """Yields (x, y), int64 (up to `size`, T) each. Together they are n * size fixed windows, evenly spaced.
 
         Every call, in every run, gives the same windows: at most as many as fit without overlap. Every rank gets the
         same number of batches. A rank that has no rows left for its last one gets a row whose y is -1 (ignored).
@@ -123,7 +123,7 @@ class Tokens:
             yield x, y if has_rows else torch.full_like(y, -1)
 
     def strided(self, stride: int, size: int, *, rank: int = 0, world: int = 1) -> Iterator[tuple]:
-        """(x, y), int64 (up to `size`, T) each, in which every token but the first is a target once.
+        """Yields (x, y), int64 (up to `size`, T) each: every token but the first is a target once.
 
         Windows begin `stride` tokens apart, and the last one ends with the split. A token is a target in the first
         window that reaches it; in every later one its y is -1 (ignored). So a target has at least T - stride tokens
@@ -131,7 +131,7 @@ class Tokens:
         """
         last = len(self) - 1 - self.block_size
         offsets = np.array([*range(0, last, stride), last])
-        seen = self.block_size - np.diff(offsets, prepend=-self.block_size)  # targets of the windows before, in each
+        seen = self.block_size - np.diff(offsets, prepend=-self.block_size)  # how many were targets before
         offsets, seen = offsets[rank::world], torch.from_numpy(seen[rank::world, None])
         for i in range(0, len(offsets), size):
             x, y = self._windows(offsets[i : i + size])
@@ -139,7 +139,7 @@ class Tokens:
 
     def _windows(self, offsets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, y) of the windows that begin at the offsets."""
-        if version(self._file.fileno()) != self._version:  # a read past a truncated file's end kills (SIGBUS)
+        if version(self._file.fileno()) != self._version:  # reading past a truncated file's end kills (SIGBUS)
             raise UserError(f"{self._file.name} has been changed while it was in use")
         windows = np.lib.stride_tricks.sliding_window_view(self.ids, self.block_size + 1)[offsets]
         largest = windows.max(axis=1, initial=0)

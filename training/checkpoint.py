@@ -1,7 +1,8 @@
 """Saves a run's state and loads it again, opens its model, and decides which of its checkpoints are kept.
 
 A checkpoint is a dict of tensors and plain Python values under nanoGPT's keys (model, optimizer, model_args, iter_num,
-best_val_loss, config) and some more: a file in torch.save's format, ckpt.pt; of an FSDP run a folder (sharded.py).
+best_val_loss, config) and some more. It is a file in torch.save's format, ckpt.pt; an FSDP run writes a folder
+(sharded.py).
 """
 
 import os
@@ -23,8 +24,8 @@ from training import distributed
 from training.sharded import check_shards, put, read_tensors, save_sharded
 from training.state import check_finite, mapped, snapshot, writing
 
-LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"  # files in a run's folder; an FSDP run's have no .pt
-FOLDER = 16  # the attribute of a zip entry that calls it a folder: PyTorch believes it, and no checksum covers it
+LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"  # files in a run's folder; an FSDP run's checkpoints have no .pt
+FOLDER = 16  # the attribute that marks a zip entry as a folder: PyTorch trusts it, and no checksum covers it
 KEYS = ("model", "model_args", "iter_num", "best_val_loss", "config")
 VERSION = 1  # of the format; nanoGPT's files have none
 
@@ -32,7 +33,7 @@ VERSION = 1  # of the format; nanoGPT's files have none
 def save(path: str, state: dict, before: Callable = lambda: None) -> None:
     """Writes the state beside path and to the disk, calls before() and renames it: a crash leaves the old file whole.
 
-    Raises UserError for weights that are not finite and OSError if the disk fails; then nothing is left behind.
+    Raises UserError for weights that are not finite and OSError if the disk fails, and leaves no partial file.
     """
     check_finite(path, state)
     with writing(path, state), written_aside(path) as f:
@@ -63,7 +64,7 @@ def _opened(path: str, verify: bool, lazily: bool) -> dict:
     if not os.path.exists(path):
         folder = os.path.dirname(path) or "."
         others = [os.path.join(folder, name) for name in names(folder)]
-        hint = f"there is {', '.join(others)}" if others else "train first, or name its folder with --out_dir="
+        hint = f"there is {', '.join(others)}" if others else "train first, or name the folder of a run with --out_dir="
         raise UserError(f"there is no checkpoint {path}; {hint}")
     file = os.path.join(path, "run.pt") if os.path.isdir(path) else path
     try:
@@ -74,7 +75,7 @@ def _opened(path: str, verify: bool, lazily: bool) -> dict:
     except Exception as error:  # unpickling a damaged file can raise any error
         raise UserError(f"{path} is damaged or no checkpoint: {first_line(error)}") from None
     if damaged:
-        raise UserError(f"{path} is damaged: its record {damaged} does not have its checksum")
+        raise UserError(f"{path} is damaged: its record {damaged} does not match its checksum")
     if not isinstance(state, dict) or any(key not in state for key in KEYS) or not isinstance(state["iter_num"], int):
         raise UserError(f"{path} is not a checkpoint of train.py: it needs the entries {', '.join(KEYS)}")
     if state.get("version", VERSION) != VERSION:
@@ -85,9 +86,9 @@ def _opened(path: str, verify: bool, lazily: bool) -> dict:
 
 
 def optimizer_states(path: str, state: dict, optimizers: list) -> list[dict]:
-    """The state dicts, in memory, of the optimizers in the checkpoint at path, which was loaded as state."""
+    """The optimizers' state dicts, in memory, from the checkpoint at path. state: what `load` returned for it."""
     saved = state["optimizer"] if isinstance(state["optimizer"], list) else [state["optimizer"]]  # nanoGPT has one
-    parameters = {}  # {"optimizer/0/state/3": the parameter that this is the state of}
+    parameters = {}  # {"optimizer/0/state/3": the parameter whose state this is}
     for i, optimizer in enumerate(optimizers):
         held = [p for group in optimizer.param_groups for p in group["params"]]
         parameters |= {f"optimizer/{i}/state/{j}": p for j, p in enumerate(held)}
@@ -104,7 +105,7 @@ def optimizer_states(path: str, state: dict, optimizers: list) -> list[dict]:
 
 
 def open_model(init_from: str, out_dir: str, which: str) -> tuple[GPT, tokenizers.Tokenizer, dict, str]:
-    """(model, its tokenizer, the settings of its run, a line about it), of out_dir's checkpoint or of another model."""
+    """(model, tokenizer, settings of its run, a line about it), of out_dir's checkpoint or of pretrained weights."""
     if init_from != "resume":  # the name of pretrained weights, which have no run
         model = GPT.from_pretrained(init_from)
         return model, tokenizers.pretrained_tokenizer(init_from, model.config.vocab_size), {}, init_from
@@ -115,7 +116,7 @@ def open_model(init_from: str, out_dir: str, which: str) -> tuple[GPT, tokenizer
 
 
 def model_of(state: dict, **overrides: object) -> GPT:
-    """The model of a checkpoint that load has read. overrides: fields of GPTConfig that are to differ."""
+    """The model of a checkpoint that load has read. overrides: fields of GPTConfig to change."""
     if unknown := set(state["model_args"]) - set(GPTConfig.__dataclass_fields__):
         raise UserError(f"the checkpoint's model has fields unknown here: {', '.join(sorted(unknown))}")
     model = GPT(GPTConfig(**state["model_args"] | overrides))
@@ -138,7 +139,7 @@ def tokenizer_of(state: dict) -> tokenizers.Tokenizer:
     if meta["vocab_size"] == vocab_size:
         return tokenizers.tokenizer(meta["tokenizer"])
     if vocab_size < tokenizers.GPT2_VOCAB_SIZE:
-        raise UserError("this checkpoint names no tokenizer, and its data set is not prepared in data/ to take it from")
+        raise UserError("this checkpoint names no tokenizer: prepare its data set in data/, which holds the tokenizer")
     return tokenizers.GPT2Tokenizer()
 
 
@@ -160,7 +161,7 @@ def newest(folder: str) -> tuple[str, list, list[str]]:
         try:
             return _opened(path, verify=False, lazily=True)["iter_num"]
         except UserError:
-            return float("inf")  # so that it comes first, and the reason is noted
+            return float("inf")  # it comes first, so that the reason is noted
 
     skipped = []
     paths = [os.path.join(folder, name) for name in names(folder) or [LATEST]]
@@ -176,7 +177,7 @@ def newest(folder: str) -> tuple[str, list, list[str]]:
 class Keeper:
     """Writes a run's checkpoints to a folder: the latest, the best, and the keep - 1 before the latest.
 
-    A checkpoint takes the place of another only when it is whole, on the disk, and its weights are finite.
+    A checkpoint replaces another one only when it is complete, on the disk, and its weights are finite.
     """
 
     folder: str
@@ -190,7 +191,7 @@ class Keeper:
     def save(self, state: dict, latest: bool = True, best: bool = False) -> Exception | None:
         """Writes the state as the latest checkpoint, the best, or both. Returns its UserError or OSError, or None.
 
-        In the background it is that of the save before. A bug is raised, in the background by the next save or wait.
+        With `background` it returns the error of the save before, and a bug is raised by the next save or wait.
         """
         self.wait()
         before = self.error
@@ -202,7 +203,7 @@ class Keeper:
         return self.error
 
     def wait(self) -> None:
-        """Waits until the background has written what it is writing."""
+        """Waits until the save in the background has finished."""
         if self._writing is not None:
             self._writing.result()
 
@@ -233,7 +234,7 @@ class Keeper:
             _link(path, older)
 
     def _prune(self, latest: bool, best: bool) -> None:
-        """Deletes the other form (file or folder) of what was written, and all but the keep - 1 before the latest."""
+        """Deletes all but the keep - 1 checkpoints before the latest, and the other form (file, folder) of new ones."""
         for stem in [stem for stem, written in (("ckpt", latest), ("best", best)) if written]:
             remove(os.path.join(self.folder, stem + (".pt" if self.sharded else "")))
         steps = {name: int(re.search(r"\d+", name)[0]) for name in names(self.folder) if "-" in name}
@@ -252,7 +253,7 @@ def remove(path: str) -> None:
 
 
 def tidy(folder: str) -> None:
-    """Deletes what a killed run has left half written, and renames back what it was about to replace."""
+    """Deletes files that a killed run has left half written, and restores those that it was about to replace."""
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         if re.fullmatch(r"(ckpt|best)(-\d+)?(\.pt)?\.(tmp|old)", name):
@@ -288,11 +289,11 @@ def path_of(out_dir: str, which: str) -> str:
 
 def set_aside(out_dir: str) -> None:
     """Moves a run that is already in out_dir to out_dir/previous, and says so. What was in previous is deleted."""
-    if not names(out_dir):  # then it is no run: the log of one that died before its first checkpoint is overwritten
+    if not names(out_dir):  # no run to keep: if a run died before its first checkpoint, its log is overwritten
         return
     files = [name for name in (*names(out_dir), LOG) if os.path.exists(os.path.join(out_dir, name))]
     previous = os.path.join(out_dir, "previous")
-    replaced = ", in the place of the run before it" if os.path.exists(previous) else ""
+    replaced = ", in the place of an older run" if os.path.exists(previous) else ""
     shutil.rmtree(previous, ignore_errors=True)
     os.makedirs(previous)
     for name in files:

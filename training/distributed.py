@@ -1,4 +1,4 @@
-"""One process or many: which one this is, what they tell each other, and a model that they share (DDP, FSDP2)."""
+"""One process or many: the rank of this one, communication, and a model that several train (DDP, FSDP2)."""
 
 import contextlib
 import importlib.util
@@ -25,7 +25,7 @@ def launch() -> str | None:
     """A name for the torchrun that has started this process, the same after a restart; None without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    # users may give one --rdzv_id again, and containers repeat the numbers of processes
+    # the id is not enough: users may use an --rdzv_id twice, and containers repeat the numbers of processes
     name = f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
     with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/stat") as f:  # Linux tells when torchrun was started
         name += f" {f.read().rpartition(')')[2].split()[19]}"
@@ -33,7 +33,7 @@ def launch() -> str | None:
 
 
 def say(*args: object, **kwargs: object) -> None:
-    """print, on the first process only. If nobody reads any more, as after `| head`, it stops the run by SIGTERM."""
+    """print, on the first process only. If the reader is gone, as after `| head`, it stops the run by SIGTERM."""
     if master:
         try:
             print(*args, flush=True, **kwargs)
@@ -47,7 +47,7 @@ def connect(backend: str) -> None:
     if world == 1 or dist.is_initialized():
         return
     if backend == "nccl" and not torch.cuda.is_available():
-        raise UserError("--backend=nccl needs CUDA, which is not here; gloo works")
+        raise UserError("--backend=nccl needs CUDA, and there is none here: use --backend=gloo")
     if backend in ("auto", "nccl"):
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
@@ -57,7 +57,7 @@ def connect(backend: str) -> None:
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
-    """x itself, which becomes the sum of x over the processes."""
+    """Replaces x by its sum over the processes, in place, and returns it."""
     if world > 1:
         dist.all_reduce(x)
     return x
@@ -72,7 +72,7 @@ def gathered(value: object) -> list:
 
 
 def by_all(f: Callable) -> list:
-    """What f() returns to each process, on every process. A UserError or OSError of one is raised on all of them."""
+    """The list of all processes' f(), on every process. If one raises UserError or OSError, all of them raise it."""
     try:
         answer = f(), None
     except (UserError, OSError) as error:
@@ -87,12 +87,12 @@ def by_all(f: Callable) -> list:
 
 
 def by_master(f: Callable) -> object:
-    """What f() returns to the first process, on every process. by_all says what happens to errors."""
+    """Calls f() on the first process, and returns its result on every process. Errors: see by_all."""
     return by_all(f if master else lambda: None)[0]
 
 
 def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -> torch.nn.Module:
-    """The GPT as several processes train it together; its gradients are the mean of the gradients of their losses.
+    """The GPT for training by several processes; its gradients are the mean of the gradients of their losses.
 
     ddp: each process has the whole model (Li et al. 2020). fsdp: each has its shard of every parameter, and gathers
     the whole of a block while it computes that block (Zhao et al. 2023, as fully_shard, in place). The gathered
@@ -105,14 +105,14 @@ def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -
         settings = {buffers: False, "gradient_as_bucket_view": True}  # buffers are constants; gradients are kept once
         return ddp(model, device_ids=[device] if device.startswith("cuda") else None, **settings)
     if importlib.util.find_spec("safetensors") is None:
-        raise NotInstalled("--parallel=fsdp saves through safetensors: pip install safetensors")
+        raise NotInstalled("--parallel=fsdp needs safetensors to save checkpoints: pip install safetensors")
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, torch.float32)
     settings = {"mesh": dist.init_device_mesh(device.split(":")[0], (world,)), "mp_policy": policy}
     positions = dict.fromkeys(block.attn.position for block in model.transformer.h)
     for position in (p for p in positions if p is not None and p.shared):
-        for child in position.children():  # it serves all blocks, so it is no part of one
+        for child in position.children():  # all blocks share it, so it is no part of one block
             fully_shard(child, reshard_after_forward=False, **settings)
     for block in model.transformer.h:
         fully_shard(block, **settings)

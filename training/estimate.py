@@ -8,8 +8,8 @@ from attention.fast import CHUNK, linear
 from configurator import pick_device
 from model import GPT, GPTConfig
 
-VOCAB_SIZE = {"shakespeare_char": 65, "pg19": 10000}  # of data that are not prepared; the others have GPT-2's
-MFU = 0.4  # of the peak: what nanoGPT reaches on an A100, about
+VOCAB_SIZE = {"shakespeare_char": 65, "pg19": 10000}  # of data sets that are not prepared; all others have GPT-2's
+MFU = 0.4  # the share of the peak that is reached; about what nanoGPT reaches on an A100
 PEAK_FLOPS = {  # of the tensor cores in bfloat16 or float16, dense, from the data sheets
     "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
     "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12,
@@ -17,7 +17,7 @@ PEAK_FLOPS = {  # of the tensor cores in bfloat16 or float16, dense, from the da
 
 
 def num_params(model: GPT, non_embedding: bool = True) -> int:
-    """How many parameters a model has; non_embedding: without those of embeddings that are not also the head."""
+    """How many parameters a model has; non_embedding: not counting embeddings that are not also the head."""
     embeddings = ("transformer.wpe.",) if model.config.tied else ("transformer.wpe.", "transformer.wte.")
     left_out = embeddings if non_embedding else ()
     return sum(p.numel() for name, p in model.named_parameters() if not name.startswith(left_out))
@@ -27,7 +27,7 @@ def flops(model: GPT) -> int:
     """FLOPs per token, forward and backward: 6 N + 6 (D + Dv) sum over heads of keys (PaLM, appendix B).
 
     N: num_params. D, Dv: widths of a head's keys and values. keys: block_size for a long head and window + 1 for a
-    short one; for a long head whose time is linear, what its chunks and running sums amount to.
+    short one; for a long head of linear time, the number of keys that its chunks and running sums amount to.
     """
     c = model.config.resolved()
     D = c.head_dim
@@ -48,7 +48,7 @@ def peak_flops(device: str, dtype: str) -> float | None:
 
 
 def kept_bytes(config: GPTConfig, dtype: str) -> int:
-    """Bytes that autograd keeps, beside the weights and their copies in dtype, of block_size tokens on a CPU."""
+    """Bytes that autograd keeps for block_size tokens on a CPU, without the weights and their copies in dtype."""
     model = GPT(config).train()
     weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     linears = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
@@ -66,12 +66,12 @@ def kept_bytes(config: GPTConfig, dtype: str) -> int:
 
 
 def activation_bytes(config: GPTConfig, dtype: str) -> float:
-    """Bytes per token of a micro-batch that a training step needs beside weights, gradients and optimizer.
+    """Bytes per token of a micro-batch that a training step needs besides weights, gradients and optimizer.
 
-    That is what autograd keeps of the layers and the head, and two gradients of the logits in float32. The first is
-    measured on small models, with one layer and two of each kind and two vocabularies, so it holds for any attention
-    whose memory grows with the tokens. Dropped weights, and long heads of an attention without a fast form, take more
-    for longer texts. On a GPU dropped weights and biases by distance take less.
+    They are what autograd keeps for the layers and the head, and two gradients of the logits in float32. The former is
+    measured on small models (one layer and two of each kind, two vocabularies), so it holds for any attention whose
+    memory grows linearly with the tokens. Dropped weights, and long heads of an attention without a fast form, take
+    more for longer texts. On a GPU dropped weights and biases by distance take less.
     """
     most = 2048 if config.position == "t5" else 512  # tokens; t5 keeps a bias that grows up to some length
     T = min(config.block_size, most - 64 + config.block_size % 64)  # the same remainder of chunks of 64

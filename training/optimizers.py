@@ -13,11 +13,11 @@ from configurator import refuse
 class Settings:
     """The flags of train.py that optimizers read."""
 
-    lr: float  # the largest of the schedule, for AdamW or LAMB
+    lr: float  # the schedule's largest learning rate, for AdamW or LAMB
     betas: tuple[float, float]  # of AdamW or LAMB
     weight_decay: float
     fused: bool = True  # one kernel for AdamW's step, on CUDA and CPU
-    muon_lr: float = 0.02  # the largest of the schedule, for Muon
+    muon_lr: float = 0.02  # the schedule's largest learning rate, for Muon
     muon_beta: float = 0.95  # its momentum
 
 
@@ -50,7 +50,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(g: torch.Tensor, steps: int) -> torch.Tensor:
-    """About U V^T of a matrix g = U S V^T: its singular values are between 0.7 and 1.2.
+    """Nearly U V^T of a matrix g = U S V^T: the result's singular values are between 0.7 and 1.2.
 
     A quintic Newton-Schulz iteration with Jordan's coefficients, in bfloat16 on a GPU, else in float32.
     """

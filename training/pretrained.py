@@ -1,6 +1,6 @@
-"""Weights from and for the models of Hugging Face's transformers: which of our choices they are, and their names.
+"""Weights from and for models of Hugging Face's transformers: translates their configs and names to ours, and back.
 
-A model belongs to a family whose two functions, ours and theirs, agree about it. A new family: an entry of FAMILIES.
+FAMILIES has an entry for each family of models, with functions that translate in both directions (ours, theirs).
 """
 
 import contextlib
@@ -30,16 +30,16 @@ LLAMA_FIELDS = {
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs: ours
 # fields that may differ from what the weights were trained with
 FREE = "dropout attn_dropout z_loss attention heads window temperature logit_softcap block_size".split()
-TRAINING = ("dropout", "attn_dropout", "zero_init", "z_loss")  # fields that say nothing about a trained model
-USER = "a model of other people"  # of the package transformers
+TRAINING = ("dropout", "attn_dropout", "zero_init", "z_loss")  # fields that matter only in training
+USER = "a model of Hugging Face"  # what needs the package transformers
 SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # a vocabulary without such tokens
 
 
 @dataclass
 class Family:
-    ours: Callable  # their config -> the fields of GPTConfig. Raises UserError for what we do not have
+    ours: Callable  # their config -> the fields of GPTConfig. Raises UserError for choices that we do not have
     theirs: Callable  # a resolved GPTConfig -> the arguments of their config
-    modules: dict[str, list[str]]  # {module of ours: the modules of theirs that lie in it, one after the other}
+    modules: dict[str, list[str]]  # {our module: their modules, which lie in it one after another}
     transposed: bool = False  # their matrices are (in, out)
     halves: bool = False  # their RoPE pairs dimensions d and d + D/2, ours 2d and 2d + 1
 
@@ -48,7 +48,7 @@ def gpt2_ours(c) -> dict:
     if c.activation_function not in ACTIVATIONS:
         raise UserError(f"activation_function={c.activation_function!r} is none of {', '.join(ACTIVATIONS)}")
     if not c.scale_attn_weights or c.scale_attn_by_inverse_layer_idx:
-        raise UserError("its scores are scaled in a way that GPT-2's are not")
+        raise UserError("its attention scores are not scaled by 1 / sqrt(head width), as GPT-2's are")
     args = {ours: getattr(c, theirs) for ours, theirs in GPT2_FIELDS.items()}
     return args | {"mlp": ACTIVATIONS[c.activation_function]}
 
@@ -63,14 +63,14 @@ def gpt2_theirs(c: GPTConfig) -> dict:
 def llama_ours(c) -> dict:
     """Llama; Mistral, whose heads are all short; Qwen 3, whose queries and keys are normalised."""
     if c.hidden_act != "silu" or c.rope_parameters["rope_type"] != "default":
-        raise UserError(f"hidden_act={c.hidden_act!r} and RoPE {c.rope_parameters}, not silu and plain RoPE")
+        raise UserError(f"it must have hidden_act='silu' and plain RoPE, not {c.hidden_act!r} and {c.rope_parameters}")
     bias = {getattr(c, "attention_bias", False), getattr(c, "mlp_bias", False)}
     if len(bias) > 1:
         raise UserError("some of its Linears have biases and some have none")
     window = getattr(c, "sliding_window", None)
     kinds = getattr(c, "layer_types", None) or ["sliding_attention"]  # of Qwen 3's layers; Mistral's are of one kind
     if others := set(kinds) - {"full_attention", "sliding_attention"}:
-        raise UserError(f"layers of the types {', '.join(sorted(others))}")
+        raise UserError(f"it has layers of unknown types: {', '.join(sorted(others))}")
     heads = "/".join("S" if kind == "sliding_attention" else "L" for kind in kinds) if window else "L"
     args = {ours: getattr(c, theirs) for ours, theirs in LLAMA_FIELDS.items()}
     args |= {"position": "rope", "rope_base": c.rope_parameters["rope_theta"], "norm": "rmsnorm", "mlp": "swiglu"}
@@ -79,7 +79,7 @@ def llama_ours(c) -> dict:
 
 
 def llama_theirs(c: GPTConfig, own: tuple[str, ...]) -> dict:
-    """own: the arguments that not all of these families have."""
+    """own: the names of arguments that only some of these families have."""
     args = {theirs: getattr(c, ours) for ours, theirs in LLAMA_FIELDS.items()} | SPECIAL | {"use_cache": True}
     args |= {"rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base}}
     kinds = ["sliding_attention" if "S" in c.layer_heads(i) else "full_attention" for i in range(c.n_layer)]
@@ -111,7 +111,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def sources(key: str, modules: dict[str, list[str]]) -> list[str]:
-    """The names of their parameters that lie in our parameter `key`. Raises UserError if there are none."""
+    """The names of their parameters that make up our parameter `key`. Raises UserError if there are none."""
     module, _, kind = key.rpartition(".")
     layer = next(filter(str.isdigit, module.split(".")), "")
     pattern = module.replace(f".{layer}.", ".*.")
@@ -121,7 +121,7 @@ def sources(key: str, modules: dict[str, list[str]]) -> list[str]:
 
 
 def converted(name: str, p: torch.Tensor, D: int, family: Family, back: bool = False) -> torch.Tensor:
-    """Their parameter `name` as ours lays it out; with back, ours as theirs lays it out."""
+    """Their parameter `name` in our layout; with back=True, ours in their layout."""
     if family.transposed and p.dim() == 2 and ".h." in name:
         return p.T
     if family.halves and any(x in name for x in ("q_proj", "k_proj", "q_norm", "k_norm")):  # the rows of each head
@@ -131,7 +131,7 @@ def converted(name: str, p: torch.Tensor, D: int, family: Family, back: bool = F
 
 
 def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> None:
-    """Copies their weights into our model. Raises UserError if they or we lack one, or if it has another shape."""
+    """Copies their weights into our model. Raises UserError if either lacks a weight, or if a shape differs."""
     D = model.config.resolved().head_dim
     used = {"lm_head.weight"}  # a tied model has it twice
     for key, ours in model.state_dict().items():
@@ -139,16 +139,16 @@ def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> Non
         refuse((name not in state, f"it has no {name}, for {key}") for name in names)
         theirs = torch.cat([converted(name, state[name], D, family) for name in names])
         if theirs.shape != ours.shape:
-            raise UserError(f"its {names[0]} gives {tuple(theirs.shape)}, not {tuple(ours.shape)}, for {key}")
+            raise UserError(f"its {names[0]} gives shape {tuple(theirs.shape)}, but {key} has {tuple(ours.shape)}")
         ours.copy_(theirs)
         used |= set(names)
     if unused := sorted(set(state) - used):
-        raise UserError(f"its {unused[0]} has no place here")
+        raise UserError(f"its {unused[0]} is no weight of our model")
 
 
 @contextlib.contextmanager
 def loading(name: str, errors: type[Exception] = Exception) -> Iterator[None]:
-    """Within it an error, by default any, becomes an OSError or a UserError that names what is loaded."""
+    """Turns an error within it (by default any) into an OSError or a UserError that names what is loaded."""
     try:
         yield
     except MemoryError:
@@ -159,16 +159,16 @@ def loading(name: str, errors: type[Exception] = Exception) -> Iterator[None]:
         other = "" if os.path.isdir(name) else " (a local folder can be loaded as well)"
         raise OSError(f"cannot load {name} through transformers: {first_line(error)}{other}") from None
     except errors as error:  # of several libraries
-        raise UserError(f"cannot take over {name}: {first_line(error)}") from None
+        raise UserError(f"cannot convert {name}: {first_line(error)}") from None
 
 
 def config_of(name: str, changes: dict) -> tuple[object, dict]:
-    """(transformers' config, the fields of GPTConfig) of what load loads; GPT-2's needs no network."""
+    """(transformers' config, the fields of GPTConfig) of the model that `load` loads; GPT-2 needs no network."""
     if name not in GPT2 and not os.path.isdir(name) and (name.count("/") != 1 or name[0] in "./~"):
         raise UserError(f"{name!r} is none of {', '.join(GPT2)}, nor owner/model of the hub, nor a local folder")
     AutoConfig = optional("transformers", USER).AutoConfig
     if fixed := [key for key in changes if key not in FREE]:
-        raise UserError(f"{fixed[0]} is what {name}'s weights were trained with; free are {', '.join(FREE)}")
+        raise UserError(f"{fixed[0]} is fixed: {name}'s weights were trained with it. You can change {', '.join(FREE)}")
     if name in GPT2 and not os.path.isdir(name):
         n_layer, n_head, n_embd = GPT2[name]
         c = AutoConfig.for_model("gpt2", n_layer=n_layer, n_head=n_head, n_embd=n_embd)
@@ -185,15 +185,15 @@ def config_of(name: str, changes: dict) -> tuple[object, dict]:
 
 
 def load(name: str, changes: dict) -> GPT:
-    """The GPT of pretrained weights, of the hub or a local folder. changes: those of its fields that are to differ."""
+    """The GPT with pretrained weights, from the hub or a local folder. changes: fields of GPTConfig to change."""
     c, args = config_of(name, changes)
     settings = {"dtype": torch.float32, "output_loading_info": True} | hub_args(name)
     with loading(name):
         theirs, found = optional("transformers", USER).AutoModelForCausalLM.from_pretrained(name, **settings)
     tied = {"lm_head.weight"} if c.tie_word_embeddings else set()
     if missing := sorted(set(found["missing_keys"]) - tied):  # transformers has filled it with random numbers
-        raise UserError(f"cannot take over {name}: its file has no {missing[0]}")
-    learned = "position" not in args  # then all of their positions are copied, before some may be cropped
+        raise UserError(f"cannot convert {name}: its file has no {missing[0]}")
+    learned = "position" not in args  # then all positions are copied first, and cropped afterwards
     model = GPT(GPTConfig(**args | ({"block_size": c.n_positions} if learned else {})))
     with loading(name, UserError):
         copy_from(model, theirs.state_dict(), FAMILIES[c.model_type])
@@ -203,7 +203,7 @@ def load(name: str, changes: dict) -> GPT:
 
 
 def export(model: GPT) -> object:
-    """The model of transformers that is ours, a PreTrainedModel. Raises UserError, naming what no family has."""
+    """Our model as a PreTrainedModel of transformers. Raises UserError, naming the choices that no family has."""
     family, config = _fitting(model.config)
     D = model.config.resolved().head_dim
     theirs = optional("transformers", USER).AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -1,7 +1,7 @@
 """What a run of train.py needs around its loop, in the order in which train.py uses it.
 
 Run: what to resume, checks of the flags, processes, device; then data, model and the first lines; then the model and
-the optimizers as they are trained. Agreement: what the processes agree on after each step. The end.
+the optimizers as they are trained. Agreement: what the processes agree on after each step. finish: the end.
 """
 
 import atexit
@@ -34,14 +34,14 @@ from training.pretrained import FREE, TRAINING, config_of
 
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
 RESHAPABLE = ("dropout", "attn_dropout", "z_loss", "activation_checkpointing")  # what a resumed run may change
-PASSING = ("init_from", "out_dir", "eval_only", "dry_run", "allow_other_data", "plain")  # flags of one call alone
+PASSING = ("init_from", "out_dir", "eval_only", "dry_run", "allow_other_data", "plain")  # flags for one call only
 
 
 class Run:
-    """What is fixed before the model is made. Making it checks the flags, joins the other processes, picks the device.
+    """What is decided before the model is made: checks the flags, joins the other processes, picks the device.
 
     config: train.py's flags and GPTConfig's fields by name; a resumed run's settings go into it. given: for each flag
-    that was set, where: the command line or a config file. A dry run prints its report and ends here. Raises UserError.
+    that was set, "command line" or the config file. A dry run prints its report and ends here. Raises UserError.
     """
 
     def __init__(self, config: dict, given: dict):
@@ -55,7 +55,7 @@ class Run:
             config["init_from"] = "resume"
             self.take_over(self.saved)
         self.start = self.saved["iter_num"] if self.saved else 0  # the step that the run begins with
-        self.free = {name: config[name] for name in FREE if name in given}  # what pretrained weights are to differ in
+        self.free = {name: config[name] for name in FREE if name in given}  # fields to change in a pretrained model
         self.flags = c = SimpleNamespace(**config)
         self.rows = c.batch_size * c.gradient_accumulation_steps  # sequences of the global batch
         self.decays = c.decay_lr and c.schedule != "constant"  # whether the learning rate goes down in the end
@@ -63,7 +63,7 @@ class Run:
         world = distributed.world
         self.micro_steps = math.ceil(self.rows / world / c.batch_size)  # micro-batches of this process, per step
         wsd_from = max(c.warmup_iters, c.lr_decay_iters * (1 - c.decay_share))
-        self.decay_from = c.warmup_iters if c.schedule == "cosine" else wsd_from  # the step from which it does
+        self.decay_from = c.warmup_iters if c.schedule == "cosine" else wsd_from  # the step from which it goes down
         device, self.dtype, self.amp = pick_device(c.device, c.dtype)
         self.device = f"cuda:{distributed.local_rank}" if device == "cuda" else device
         self.device_type = device.split(":")[0]
@@ -78,7 +78,7 @@ class Run:
             sys.exit()
         connect(c.backend)
         torch.manual_seed(c.seed)  # the same weights everywhere
-        torch.set_flush_denormal(True)  # on a CPU the tiniest attention weights, as ALiBi's, cost several times a zero
+        torch.set_flush_denormal(True)  # on a CPU tiny attention weights, as ALiBi's, would cost several times a zero's
 
     def found_to_resume(self) -> tuple[str | None, list]:
         """(path of the newest checkpoint, if the run goes on from it; names of the torchruns of all machines)."""
@@ -96,7 +96,7 @@ class Run:
                     raise
                 return None
             if not resume and not set(launches) & set(theirs or []):
-                return None  # it is of another torchrun
+                return None  # another torchrun wrote it
             for why in skipped:
                 say(f"resume: skipping a checkpoint: {why}")
             return path
@@ -116,14 +116,14 @@ class Run:
                 config[key] = value
             elif given[key] != "command line":
                 config[key] = value
-                say(f"resume: keeping {key}={value}; {given[key]} has {mine}, --{key}={mine} changes it")
+                say(f"resume: keeping {key}={value}. {given[key]} has {mine}: to use it, add --{key}={mine}")
             elif key in MODEL_FIELDS and key not in free:
                 raise UserError(f"--{key}={mine} does not fit the saved model, which has {key}={value}")
             else:
                 say(f"resume: {key} was {value}, now {mine}")
 
     def dry_run(self) -> str:
-        """The report of a run that does not take place. Data that are not prepared and weights are estimated."""
+        """The report of --dry_run. It loads no weights and prepares no data: it estimates what is missing."""
         meta, config = None, self.config
         try:
             meta = read_meta(folder_of(config["dataset"]))
@@ -132,7 +132,7 @@ class Run:
         if config["vocab_size"] is None:
             config["vocab_size"] = meta["vocab_size"] if meta else VOCAB_SIZE.get(config["dataset"], GPT2_VOCAB_SIZE)
             if not meta and config["init_from"] == "scratch":
-                say(f"until then its vocabulary is taken for {config['vocab_size']:,} (--vocab_size=)")
+                say(f"so its vocabulary is unknown: assuming {config['vocab_size']:,} tokens (--vocab_size=)")
         if config["init_from"] in ("scratch", "resume"):
             shape = GPTConfig(**{k: config[k] for k in MODEL_FIELDS})
         else:
@@ -142,7 +142,7 @@ class Run:
         return report(shape, config, n_tokens, self.device, self.dtype, distributed.world)
 
     def prepared(self) -> tuple[str, dict]:
-        """(folder, meta) of the data set. The Shakespeares are prepared here if they are not yet; others take long."""
+        """(folder, meta) of the data set. Prepares the two Shakespeares if needed, not the others, which take long."""
         dataset = self.flags.dataset
         folder = folder_of(dataset)
         prepare = os.path.join(folder, "prepare.py")
@@ -151,11 +151,11 @@ class Run:
             say(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}")
             if subprocess.run([sys.executable, prepare]).returncode:
                 raise UserError(f"{prepare} failed, see above")
-        summed(torch.zeros(1))  # the others wait
+        summed(torch.zeros(1))  # the other processes wait here
         return folder, read_meta(folder)
 
     def check_weights(self, theirs: GPTConfig) -> None:
-        """Says which fields the weights do not allow to change. Raises UserError for one on the command line."""
+        """Prints which fields of a config file the weights overrule. Raises UserError for one on the command line."""
         config, given = self.config, self.given
         for name in (name for name in given if name in MODEL_FIELDS and name not in FREE):
             own, mine = getattr(theirs, name), config[name]
@@ -165,13 +165,13 @@ class Run:
                 say(f"{config['init_from']}: {name} is {own}, not {mine} as in {given[name]}")
 
     def pretrained_model(self, meta: dict) -> GPT:
-        """The model of --init_from's weights, with the fields that were asked for; says what that means."""
+        """The model with --init_from's weights and with the fields that the user changed; prints what that means."""
         name, dataset = self.flags.init_from, self.flags.dataset
         model = GPT.from_pretrained(name, self.free)
         if (meta["tokenizer"]["kind"], model.config.vocab_size) != ("gpt2", GPT2_VOCAB_SIZE):
-            say(f"{name} may know other tokens than those of {dataset}, whose numbers mean something else to it")
+            say(f"{name} may have other tokens than {dataset}: then the same ids mean other texts to it")
         swapped = [f"{k}={v}" for k, v in self.free.items() if k not in (*TRAINING, "block_size")]
-        new = f"; new to them: {', '.join(swapped)}, so the loss begins higher" if swapped else ""
+        new = f"; {', '.join(swapped)} is new to them, so the loss begins higher" if swapped else ""
         say(f"{name}: all of its weights carry over, the optimizer starts anew{new}")
         self.check_weights(model.config)
         return model
@@ -180,16 +180,16 @@ class Run:
         """The token between documents, with --pack=document, else None. Raises UserError where the data do not fit."""
         c, n_vocab = self.flags, model.config.vocab_size
         if n_vocab < meta["vocab_size"]:
-            raise UserError(f"vocab_size={n_vocab} is less than the {meta['vocab_size']} ids of {c.dataset}")
+            raise UserError(f"vocab_size={n_vocab} is less than the {meta['vocab_size']} tokens of {c.dataset}")
         eot = tokenizer(meta["tokenizer"]).eot if c.pack == "document" else None
         if c.pack == "document" and eot is None:
-            raise UserError(f"--pack=document: {c.dataset} has no boundaries of documents, as of one alone")
+            raise UserError(f"--pack=document: {c.dataset} has no boundaries between documents: leave --pack out")
         return eot
 
     def use_triton(self, model: GPT) -> None:
         """Runs a model's attention by the Triton kernels. Raises UserError if they cannot run here."""
         if self.device_type != "cuda" or self.dtype == "float16":
-            here = f"this runs on {self.device_type} in {self.dtype}; --no-triton works"
+            here = f"this runs on {self.device_type} in {self.dtype}: leave --triton out"
             raise UserError(f"--triton: its kernels are for CUDA, in bfloat16 and float32, and {here}")
         if importlib.util.find_spec("triton") is None:
             raise NotInstalled("Triton's kernels need Triton: pip install triton")
@@ -227,7 +227,7 @@ class Run:
         )
 
     def compiled(self, model: torch.nn.Module, try_it: Callable) -> torch.nn.Module:
-        """torch.compile(model), after try_it(it), a forward and backward pass; where that fails the model itself."""
+        """torch.compile(model), if try_it (a forward and backward pass) works with it; else the model itself."""
         say("compiling the model (a minute or so)...")
         torch._dynamo.config.suppress_errors = distributed.world > 1
         if self.sharded:  # FSDP2 wraps blocks, DDP the compiled model
@@ -235,7 +235,7 @@ class Run:
                 block.compile()
             return model
         fast = torch.compile(model)
-        if distributed.world > 1:  # it is not tried: what does not compile runs as it is, with a warning
+        if distributed.world > 1:  # not tried: what does not compile runs uncompiled, with a warning
             return fast
         try:
             try_it(fast)
@@ -246,39 +246,39 @@ class Run:
         return fast
 
     def restore(self, meta: dict, optimizers: list, scaler: torch.amp.GradScaler) -> float:
-        """Puts a saved run's state into optimizers and scaler; its best loss. Raises UserError if it does not fit."""
+        """Puts a saved run's state into optimizers and scaler; returns its best loss. UserError if it does not fit."""
         saved, c = self.saved, self.flags
         if saved is None:
             return math.inf
         if self.start >= c.max_iters and not c.eval_only:
-            reached = f"the run is at step {self.start} already, max_iters={c.max_iters}"
-            say(f"resume: {reached}: a larger --max_iters goes on")
+            reached = f"the run is at step {self.start} already, and max_iters={c.max_iters}"
+            say(f"resume: {reached}. To go on, give a larger --max_iters")
         if saved.get("tokenizer", meta["tokenizer"]) != meta["tokenizer"]:
-            raise UserError(f"{c.dataset} has been prepared anew, with another vocabulary than the saved run's")
+            raise UserError(f"{c.dataset} was prepared again, and has another vocabulary than the saved run's")
         checksums = {name: entry["sha256"] for name, entry in meta["files"].items()}
         other = [name for name, checksum in saved.get("data", {}).items() if checksums.get(name) != checksum]
         if other and not c.allow_other_data:
-            change = f"other data than {' and '.join(other)} of {c.dataset}"
-            raise UserError(f"the saved run was trained on {change}: --allow_other_data goes on all the same")
+            change = f"{' and '.join(other)} of {c.dataset} changed after the saved run"
+            raise UserError(f"{change}: --allow_other_data goes on with the new data")
         if "optimizer" not in saved:
-            raise UserError(f"the checkpoint in {c.out_dir} has no optimizer state to go on with")
-        if saved["config"].get("optimizer", "adamw") != c.optimizer:
-            raise UserError(f"--optimizer={c.optimizer} cannot go on from the state of the saved run's other one")
+            raise UserError(f"the checkpoint in {c.out_dir} has no optimizer state, so training cannot go on from it")
+        if (theirs := saved["config"].get("optimizer", "adamw")) != c.optimizer:
+            raise UserError(f"--optimizer={c.optimizer} cannot go on: the saved run used --optimizer={theirs}")
         states = checkpoint.optimizer_states(self.saved_path, saved, optimizers)
         for o, state in zip(optimizers, states, strict=True):
             for theirs, mine in zip(state["param_groups"], o.param_groups, strict=True):
                 theirs |= {k: v for k, v in mine.items() if k != "params"}  # a flag wins over what was saved
             o.load_state_dict(state)
-        scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # it is empty in other precisions
+        scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # empty except in float16
         config = {"pack": "none"} | saved["config"]
         windows = ("dataset", "eval_iters", "batch_size", "block_size", "pack")
         if saved.get("data") and not other and all(self.config[name] == config.get(name) for name in windows):
             return saved["best_val_loss"]
-        say("resume: evaluation is over other windows, so the best validation loss starts anew")
+        say("resume: the evaluation uses other windows now, so the best validation loss starts anew")
         return math.inf
 
     def keeper(self) -> checkpoint.Keeper:
-        """What writes this run's checkpoints. A latest one is intact if it is the one that the run goes on from."""
+        """The writer of this run's checkpoints. It keeps the latest one only if the run goes on from that one."""
         c = self.flags
         background = self.device_type == "cuda" if c.save_in_background is None else c.save_in_background
         latest = self.saved_path and os.path.basename(self.saved_path) in (checkpoint.LATEST, "ckpt")
@@ -286,7 +286,7 @@ class Run:
         return checkpoint.Keeper(c.out_dir, c.keep_checkpoints, background, self.sharded, step=step)
 
     def print_sample(self, model: GPT, meta: dict, val: Tokens, log: Log) -> None:
-        """Prints a text of the trained model, begun with a line end or, if it has none, with the first token of val."""
+        """Prints text from the trained model. The prompt is a line end, or the first token of val if there is none."""
         c = self.flags
         if not c.sample_tokens or c.eval_only or not (distributed.master or self.sharded):
             return
@@ -307,7 +307,7 @@ class Run:
                     log.wandb.log({"sample": log.wandb.Html(f"<pre>{html.escape(text)}</pre>")})
                 say(f"\na sample (more of them: python sample.py --out_dir={c.out_dir}):\n{text}")
         except (UserError, OSError) as error:  # the run itself is done and saved
-            say(f"\nno sample: {error}")
+            say(f"\nno sample can be made: {error}")
 
 
 # -----------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def attention_in_words(config: GPTConfig, flags: SimpleNamespace) -> str:
 
 # fmt: off
 def wrong_flags(run: Run) -> Iterator[tuple[bool, str]]:
-    """(what is wrong, the sentence for it), in an order in which each rule may rely on those before it."""
+    """Yields (whether a rule is broken, the message for it). A rule may assume that all rules before it hold."""
     c, world = run.flags, distributed.world
     for name in "batch_size gradient_accumulation_steps eval_interval log_interval eval_iters keep_checkpoints".split():
         yield getattr(c, name) < 1, f"--{name}={getattr(c, name)} must be at least 1"
@@ -361,8 +361,8 @@ def wrong_flags(run: Run) -> Iterator[tuple[bool, str]]:
     for name in or_zero.split():
         yield getattr(c, name) < 0, f"--{name}={getattr(c, name)} must not be negative"
     yield (run.decays and c.lr_decay_iters <= c.warmup_iters,
-           f"lr_decay_iters={c.lr_decay_iters} must be greater than warmup_iters={c.warmup_iters}: the decay "
-           f"lies between the two (--schedule=constant has none)")
+           f"lr_decay_iters={c.lr_decay_iters} must be greater than warmup_iters={c.warmup_iters}: the "
+           f"learning rate decays between the two (--schedule=constant has no decay)")
     for name in ("learning_rate", "muon_lr"):
         yield getattr(c, name) <= 0, f"--{name}={getattr(c, name)} must be positive"
     for name in ("beta1", "beta2", "muon_beta"):
@@ -379,19 +379,19 @@ def wrong_flags(run: Run) -> Iterator[tuple[bool, str]]:
     yield (run.decays and c.min_lr > c.learning_rate,
            f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}: the decay would go up")
     yield (bool(c.save_in_background) and not c.dry_run and c.parallel == "fsdp" and world > 1,
-           "--save_in_background: with --parallel=fsdp all processes write together, and training waits")
+           "--save_in_background does not work with --parallel=fsdp: all processes write together, and training waits")
     yield c.plain and c.triton, "--plain runs the definitions of model.py, --triton kernels: leave one out"
     steps = c.gradient_accumulation_steps
     more = next(n for n in range(steps, steps + world) if n * c.batch_size % world == 0)
     yield (run.rows % world != 0,
-           f"the {run.rows} sequences, gradient_accumulation_steps={steps} times {c.batch_size}, cannot be shared by "
-           f"{world} processes; {more} can (--gradient_accumulation_steps={more}); "
+           f"{run.rows} sequences (gradient_accumulation_steps={steps} times batch_size={c.batch_size}) cannot be "
+           f"divided among {world} processes: use --gradient_accumulation_steps={more}, "
            f"or start {' or '.join(str(n) for n in range(1, 129) if run.rows % n == 0)} processes")
 # fmt: on
 
 
 def read_by_all(batches: Iterator) -> list:
-    """The batches of an evaluation. An error of reading is raised on every process, before one computes."""
+    """The batches of an evaluation. If a process cannot read them, all raise the error, before any computes."""
     read = []
     by_all(lambda: read.extend(batches))
     return read
@@ -400,38 +400,38 @@ def read_by_all(batches: Iterator) -> list:
 class Agreement:
     """What the processes agree on after each step: its outcome, and whether one was asked to stop or cannot go on.
 
-    lag: the outcome of a step is read so many steps later; with 1 the host does not wait for a GPU. listen: to SIGINT
-    and SIGTERM, which ask for a stop at the end of the step.
+    lag: how many steps later the outcome of a step is read; with 1 the host does not wait for a GPU. listen: whether
+    SIGINT and SIGTERM stop the run at the end of the step.
     """
 
     def __init__(self, log: Log, keeper: checkpoint.Keeper, scaler: torch.amp.GradScaler, lag: int, listen: bool):
         self.log, self.keeper, self.scaler, self.lag = log, keeper, scaler, lag
         self.waiting = collections.deque()  # outcomes on their way from the device
         self.outcome: Outcome | None = None  # the newest that was read
-        self.problem = ""  # why this process cannot go on, which the others do not know yet
-        self.stop = self.failed = False  # agreed: a process was asked to stop; a process cannot go on
+        self.problem = ""  # why this process cannot go on; the others do not know it yet
+        self.stop = self.failed = False  # agreed by all: a process was asked to stop; one cannot go on
         self.signal, self.asked_at = 0, 0.0
         if listen:
             signal.signal(signal.SIGINT, self.ask)
             signal.signal(signal.SIGTERM, self.ask)
 
     def ask(self, number: int, frame: object) -> None:
-        """Takes a signal. A second one, but not torchrun's copy of the first, stops at once."""
+        """Handles a signal. A second one stops the run at once, unless it is torchrun's copy of the first."""
         if self.signal and time.monotonic() - self.asked_at > 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not self.signal:
             self.signal, self.asked_at = number, time.monotonic()
-            if distributed.master:  # print may be what was interrupted
-                os.write(2, b"\nstopping after this step (once more: at once)\n")
+            if distributed.master:  # not print: the signal may have interrupted a print
+                os.write(2, b"\nstopping after this step (a second signal stops at once)\n")
 
     def stops_now(self) -> bool:
-        """Whether a process was asked to stop, between two steps; every process must call it."""
+        """Whether any process was asked to stop; for use between two steps. Every process must call it."""
         self.stop = self.stop or bool(summed(torch.tensor(float(self.signal != 0))))
         return self.stop
 
     def fail(self, problem: str) -> None:
-        """Takes a problem that every process has been told of: the first one says it."""
+        """Notes a problem that every process knows of; only the first process will print it."""
         self.failed, self.problem = True, problem if distributed.master else ""
 
     def put(self, step: int, lr: float, loss, norm, largest: list | None) -> torch.Tensor:
@@ -464,26 +464,26 @@ class Agreement:
             self.log.step(self.outcome)
 
     def makes_step(self) -> bool:
-        """Whether the optimizers step, on all processes: not after a failure, nor if float16's gradients overflowed."""
+        """Whether the optimizers make a step: not after a failure, nor if float16's gradients overflowed."""
         return not self.failed and not (self.scaler.is_enabled() and not math.isfinite(self.outcome.norm))
 
 
 def diverged(step: int, what: object, keeper: checkpoint.Keeper) -> NoReturn:
-    """Ends the run at a loss or at values that are not finite."""
+    """Ends the run because a loss or other values are not finite."""
     advice = "No checkpoint was changed; a smaller --learning_rate, --grad_clip or --dtype=float32 may help"
-    say(f"\nstep {step}: {what}: stopped before the optimizer used that. {advice}", file=sys.stderr)
+    say(f"\nstep {step}: {what}: stopped before the optimizer used it. {advice}", file=sys.stderr)
     keeper.wait()
     sys.exit(1)
 
 
 def finish(run: Run, agreement: Agreement, it: int, seconds: float, model: GPT, meta: dict, val: Tokens) -> NoReturn:
-    """Says how the run has ended, with a sample; and exits: 0, 2 after a failure, 128 + the signal after a stop."""
+    """Prints how the run ended, and a sample. Exits with 0, 2 after a failure, 128 + the signal after a stop."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     c, keeper = run.flags, agreement.keeper
     keeper.wait()
     if not c.eval_only:
-        say(f"{count(it - run.start, 'step')} in {seconds:.1f} s, with everything after the imports")
+        say(f"{count(it - run.start, 'step')} in {seconds:.1f} s, without the imports")
     if keeper.error:
         fail(keeper.error)
     if agreement.failed:
@@ -491,16 +491,16 @@ def finish(run: Run, agreement: Agreement, it: int, seconds: float, model: GPT, 
             kept = f"; {c.out_dir} is saved" if it > run.start and not c.eval_only else ""
             print(f"\nstep {it}: {agreement.problem or 'another process cannot go on'}{kept}", file=sys.stderr)
     elif agreement.stop:
-        resume = f"--init_from=resume --out_dir={c.out_dir} continues the run"
+        resume = f"to go on, add --init_from=resume --out_dir={c.out_dir}"
         say(f"\nstopped by signal after {count(it, 'step')}; {c.out_dir} is saved: {resume}")
     else:
         run.print_sample(model, meta, val, agreement.log)
     if agreement.log.wandb:
         agreement.log.wandb.finish()
-    stopped = 128 + (agreement.signal or signal.SIGTERM)  # the signal may have been another process's
+    stopped = 128 + (agreement.signal or signal.SIGTERM)  # another process may have got the signal
     code = 2 if agreement.failed else stopped if agreement.stop else 0
     if distributed.world > 1:
         torch.distributed.destroy_process_group()
         sys.stdout.flush()
-        atexit.register(os._exit, code)  # a thread of PyTorch's that is still there would abort a process that goes on
+        atexit.register(os._exit, code)  # at once: a thread of PyTorch that still runs could abort the process
     sys.exit(code)

@@ -34,7 +34,7 @@ def save_sharded(path: str, state: dict, before: Callable = lambda: None) -> Non
     aside = path + ".tmp"
     distributed.by_master(lambda: shutil.rmtree(aside, ignore_errors=True))
     found, aliases = tensors(state)
-    aliases = distributed.gathered(aliases)[0]  # other processes may hold empty shards, which lie nowhere in memory
+    aliases = distributed.gathered(aliases)[0]  # the first process's: empty shards of others have no place in memory
     found = {name: x for name, x in found.items() if name not in aliases}
     mine = os.path.join(glob.escape(aside), f"shard-{distributed.rank + 1:05d}-*")
     try:
@@ -52,7 +52,7 @@ def save_sharded(path: str, state: dict, before: Callable = lambda: None) -> Non
 
 
 def put(aside: str, path: str) -> None:
-    """Renames what was written aside, a file or a folder, to path; a crash leaves the old one, or path + ".old"."""
+    """Renames a finished file or folder, aside, to path. A crash leaves the old one, as path or path + ".old"."""
     if os.path.isdir(path):
         shutil.rmtree(path + ".old", ignore_errors=True)
         os.rename(path, path + ".old")
@@ -64,7 +64,7 @@ def put(aside: str, path: str) -> None:
 def measured(path: str) -> tuple[int, int]:
     """(bytes, crc32) of a file."""
     value = 0
-    with open(path, "rb") as f:  # mapped into memory, a file that is cut off meanwhile would kill this process
+    with open(path, "rb") as f:  # not mapped: if the file were cut off meanwhile, this process would be killed
         while block := f.read(2**22):
             value = zlib.crc32(block, value)
     return os.path.getsize(path), value
@@ -77,13 +77,13 @@ def check_shards(path: str, state: dict, verify: bool) -> None:
     for name, (size, checksum) in state["shards"].items():
         shard = os.path.join(path, name)
         if not os.path.exists(shard) or os.path.getsize(shard) != size:
-            raise UserError(f"{path} is damaged: {name} is missing or does not have its {size:,} bytes")
+            raise UserError(f"{path} is damaged: {name} is missing or not {size:,} bytes long")
         if verify and measured(shard) != (size, checksum):
-            raise UserError(f"{path} is damaged: {name} does not have its checksum")
+            raise UserError(f"{path} is damaged: {name} does not match its checksum")
 
 
 def read_tensors(path: str, prefix: str, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """{name: tensor} of the names that begin with prefix: whole on the CPU, or lying as a parameter of that shape."""
+    """{name: tensor} for names that begin with prefix: sharded as a parameter of its shape, or whole on the CPU."""
     import torch.distributed.checkpoint as dcp
 
     found = {}
@@ -93,6 +93,6 @@ def read_tensors(path: str, prefix: str, parameters: dict[str, torch.Tensor]) ->
             p = parameters.get(os.path.dirname(name))  # of "optimizer/0/state/3", for ".../3/exp_avg"
             alike = p if p is not None and p.shape == entry.size else torch.empty(entry.size)
             found[name] = torch.zeros_like(alike, dtype=entry.properties.dtype)
-    with warnings.catch_warnings(action="ignore"):  # it warns that no process group takes part
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns that there is no process group
         dcp.load(found, storage_reader=reader, no_dist=True)
     return found

@@ -55,7 +55,7 @@ def check_finite(path: str, state: dict) -> None:
 
 @contextlib.contextmanager
 def writing(path: str, state: dict) -> Iterator[None]:
-    """Within it, an error of the disk becomes an OSError that says why path was not written; a bug stays what it is."""
+    """Turns an error of the disk within it into an OSError that says why path was not written. Bugs stay bugs."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -66,5 +66,5 @@ def writing(path: str, state: dict) -> Iterator[None]:
         if by_torch or any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)):
             needed = sum(x.numel() * x.element_size() for x in tensors(state)[0].values()) / 2**20
             free = shutil.disk_usage(os.path.dirname(path) or ".").free / 2**20
-            reason += f". Is the disk full? It needs {needed:,.1f} MiB, and {free:,.1f} MiB are free"
-        raise OSError(f"cannot write {path}: {reason}. What was there before is untouched") from None
+            reason += f". Is the disk full? The checkpoint needs {needed:,.1f} MiB, and {free:,.1f} MiB are free"
+        raise OSError(f"cannot write {path}: {reason}. An older file of this name is unchanged") from None

@@ -17,17 +17,17 @@ from model import ATTENTION, GPT, GPTConfig
 from training.estimate import matmul_rate
 from training.optimizers import OPTIMIZER, Settings
 
-AHEAD = 5_000_000  # clock cycles for which a GPU is kept busy with nothing, while the host launches what is timed
-# The LS paper's, section 5.1; it does not say which GELU: this one is PyTorch's default, and the faster on a CPU
+AHEAD = 5_000_000  # clock cycles that a GPU waits, so that the host can launch what is timed in the meantime
+# The LS paper's model (section 5.1). It does not say which GELU; this is PyTorch's default, and faster on a CPU
 LS_MODEL = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 10000, "mlp": "gelu_exact"}
 GPT_10M = {"n_layer": 6, "n_head": 6, "n_embd": 384, "vocab_size": 65}  # nanoGPT's Shakespeare model
-# One of these is in an error of memory, CUDA, Triton or a compiler, which is no bug in the code that ran
+# Errors of memory, CUDA, Triton or a compiler have one of these in their text; they are no bugs in the timed code
 OF_THE_MACHINE = ("OutOfMemoryError", "MemoryError", "allocate memory", "CUDA", "triton.", "torch._dynamo", "_inductor")
 Rounds = dict[str, dict[str, list[float]]]  # {task: {measure: its number in each round}}
 
 
 def clock(dev: str) -> float:
-    """Seconds, read when the device has done all of its work."""
+    """The time in seconds, after the device has finished its work."""
     getattr(torch, dev.partition(":")[0]).synchronize()
     return time.perf_counter()
 
@@ -62,7 +62,7 @@ def passes(run: Callable, x: list[torch.Tensor], dev: str, backward: bool) -> di
     y = []
     with torch.no_grad():
         row = {"forward": stopwatch(dev, lambda: run(*(t.detach() for t in qkv)))[0]}
-    if backward:  # by grad(): y.backward() would copy what is laid out in another way than q, k and v
+    if backward:  # grad(), as y.backward() copies gradients not laid out as q, k and v
         both = stopwatch(dev, lambda: y.append(run(*qkv)), lambda: torch.autograd.grad(y[0], qkv, dy))
         row |= {"backward": both[1], "both": sum(both)}
     return row
@@ -77,7 +77,7 @@ def ceilings(dev: str, dtype: str) -> dict[str, float]:
 
 
 def peak_memory(f: Callable, dev: str) -> int:
-    """Bytes that f() needed at most at once, beyond what was there before."""
+    """The most bytes that f() needed at any time, beyond those allocated before."""
     if dev.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -97,7 +97,7 @@ def peak_memory(f: Callable, dev: str) -> int:
 
 
 def free_memory(dev: str) -> int:
-    """Bytes that are free on the device; where nobody says, as if there were 8 GiB."""
+    """The free bytes of the device; 8 GiB where that is unknown."""
     if dev.startswith("cuda"):
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     if not os.path.exists("/proc/meminfo"):
@@ -119,11 +119,11 @@ def tried(name: str, f: Callable, dev: str, foreign: bool = False) -> object:
     try:
         clock(dev)
     except Exception as error:  # as after a kernel that wrote where it should not
-        raise UserError(f"{name} broke {dev} ({first_line(error)[:90]}): leave it out with --only=") from None
+        raise UserError(f"{name} broke {dev} ({first_line(error)[:90]}): use --only= to leave {name} out") from None
 
 
 def interleaved(tasks: dict[str, Callable], dev: str, repeats: int) -> Rounds:
-    """The numbers of tasks, each of which returns a dict of them. A task that fails is left out, and says why."""
+    """Each task's numbers in all rounds; a task returns {measure: number}. One that fails is left out, with a line."""
     got = {name: [] for name in tasks}
     for _ in range(repeats):  # every task runs once before any task runs again
         for name in list(got):
@@ -142,7 +142,7 @@ def medians(columns: dict[str, list[float]]) -> tuple[dict, dict]:
 
 
 def ratios(rounds: Rounds, name: str, base: str) -> dict[str, float]:
-    """Of each measure the median of its ratios to base's in the same round: what slows a round down cancels."""
+    """For each measure the median of its ratios to base in the same round: what slows a round down cancels out."""
     mine, theirs = rounds[name], rounds[base]
     return {key: float(np.median(np.divide(mine[key], theirs[key]))) for key in mine if key in theirs}
 
@@ -214,7 +214,7 @@ def decoding(at: Setting, n: int) -> list[dict]:
     most = None
     for name in gpts[8192]:
         if size := tried(name, lambda name=name: {T: cache_bytes(at, gpts[T][name]) for T in gpts}, at.dev):
-            most = most or size[8192]  # softmax's, all long, which comes first
+            most = most or size[8192]  # softmax with long heads, which comes first
             rows += [{"subject": name, "n": T, "cache_bytes": size[T]} for T in size]
             print(f"{name:30}{size[1024]:16,}{size[8192]:16,}{most / size[8192]:10.2f}x less at 8192")
     return rows
@@ -234,7 +234,7 @@ def speeds(at: Setting, gpt: GPT, n: int, cached: bool) -> dict[str, float]:
 
 @torch.no_grad()
 def cache_bytes(at: Setting, gpt: GPT) -> int:
-    """The size of a full cache: long heads' memory is taken at once, and 200 tokens fill the short ones."""
+    """The size of a full cache: the first token allocates that of long heads, 200 tokens fill that of short ones."""
     cache = gpt.new_cache()
     with at.amp:
         gpt(torch.zeros(1, min(200, gpt.config.block_size), dtype=torch.long, device=at.dev), cache=cache)
