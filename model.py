@@ -233,15 +233,10 @@ class CausalSelfAttention(nn.Module):
         y = torch.cat(y, dim=1) if len(y) > 1 else y[0]  # (B, H, T, n_map D)
         if self.inverse is not None:
             y = y[:, self.inverse]
-        if self.n_map == 2:
-            y = self.difference(y)
+        if self.n_map == 2:  # of each pair of maps the first minus lambda times the second, (B, H / 2, T, 2 D)
+            y = self.ln_head(y[:, ::2] - self.lambda_of_pairs() * y[:, 1::2]) * (1 - self.lambda_init)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, H * D))
         return self.resid_dropout(y) if self.training else y  # each module call costs time when decoding one token
-
-    def difference(self, y):
-        """(B, H, T, 2 D) -> (B, H / 2, T, 2 D): each pair of maps, the first minus lambda times the second."""
-        y = y[:, ::2] - self.lambda_of_pairs() * y[:, 1::2]
-        return self.ln_head(y) * (1 - self.lambda_init)
 
     def lambda_of_pairs(self):
         """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, of all pairs of the layer."""

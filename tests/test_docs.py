@@ -1,0 +1,159 @@
+"""The texts: README.md stays short, links lead somewhere, commands have flags that exist, the printed code runs."""
+
+import functools
+import glob
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+PAGES = ["README.md", "RESULTS.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
+NOTEBOOK = json.load(open(os.path.join(ROOT, "notebooks", "attention.ipynb"), encoding="utf-8"))
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+OTHERS = {  # flags of torchrun and pytest, and words for a flag
+    "--standalone", "--nproc_per_node", "--nnodes", "--max-restarts", "--rdzv_backend", "--rdzv_id", "--rdzv_endpoint",
+    "--flag", "--key",
+}  # fmt: skip
+
+
+@functools.cache
+def read(path: str) -> str:
+    with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+        return f.read()
+
+
+def without_code(page: str) -> str:
+    return re.sub(r"(?ms)^```.*?^```$", "", page)
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    found = re.findall(r"(?m)^#+ (.+)$", without_code(page))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def test_the_readme_is_short():
+    page = read("README.md")
+    assert len(page.splitlines()) <= 250 and len(page.encode()) <= 16 * 1024
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_links(path):
+    """Files and headings exist, [file, `name`](file) names something in it, and no link has a line number."""
+    for words, target in LINK.findall(without_code(read(path))):
+        file, _, anchor = target.partition("#")
+        if file.startswith(("http:", "https:")):
+            continue
+        at = os.path.normpath(os.path.join(os.path.dirname(path), file)) if file else path
+        assert os.path.exists(os.path.join(ROOT, at)), f"{path}: {target} leads nowhere"
+        if anchor:
+            assert at.endswith(".md") and anchor in anchors(read(at)), f"{path}: {target} is no heading"
+        name = re.search(r", `([\w.]+)`$", words)
+        if name:
+            assert re.search(rf"(?m)^\s*(?:class |def |){name[1].split('.')[-1]}\b[^\n]", read(at)), f"{path}: {words}"
+    if path.startswith("docs/"):
+        assert "(../README.md" in read(path)
+
+
+def commands(page: str) -> list[str]:
+    """The command lines of a page's code blocks, and of the code in its sentences."""
+    blocks = re.findall(r"(?ms)^```sh\n(.*?)^```$", page)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += [code.replace("\n", " ") for code in re.findall(r"(?s)`([^`]+)`", without_code(page))]
+    return [part for line in lines for part in re.split(r"&&|;", line) if ".py" in part or "--" in part]
+
+
+def test_commands(run):
+    """Every script, config file and flag in the pages exists."""
+
+    @functools.cache
+    def flags_of(script: str) -> set[str]:
+        if script.startswith("tests/"):  # argparse
+            return set(re.findall(r"--\w+", read(script)))
+        code, out, err = run(script, "--help")
+        assert code == 0, err
+        return {"--help", *re.findall(r"(?m)^ +(--\w+)", out)}
+
+    pages = {path: commands(read(path)) for path in PAGES}
+    cells = "".join("".join(cell["source"]) for cell in NOTEBOOK["cells"])
+    pages["notebook"] = [f"python {line}" for line in re.findall(r'python\(f?"([^"]+)"\)', cells)]
+    loose = []  # (page, flag) without a script
+    for path, line in ((path, line) for path, lines in pages.items() for line in lines):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # no command, but code
+            continue
+        script = None
+        for i, word in enumerate(words):
+            runs = {"python", "torchrun"} & set(words[:i]) or (i == 0 and len(words) > 1)
+            if script is None and runs and re.fullmatch(r"[\w/]+\.py", word):
+                script = word
+                assert os.path.exists(os.path.join(ROOT, script)), f"{path}: {line}"
+            elif re.fullmatch(r"config/\w+\.py", word):
+                assert os.path.exists(os.path.join(ROOT, word)), f"{path}: {line}"
+            elif found := re.match(r"--(?:no-)?([\w-]+)", word):
+                flag = "--" + found[1]
+                if script is None:
+                    loose.append((path, flag))
+                else:
+                    assert flag in flags_of(script), f"{path}: {script} has no {flag}: {line}"
+    known = set().union(*(flags_of(script) for script in SCRIPTS), OTHERS)
+    wrong = [(path, flag) for path, flag in loose if flag not in known]
+    assert not wrong
+
+
+SCRIPTS = ["train.py", "sample.py", "eval.py", "bench.py", "data/text/prepare.py", "data/shakespeare/prepare.py"]
+SCRIPTS += ["data/openwebtext/prepare.py", "tests/faults.py", "tests/resources.py"]
+SCRIPTS += sorted(glob.glob("scripts/*.py", root_dir=ROOT)) + sorted(glob.glob("experiments/*.py", root_dir=ROOT))
+SCRIPTS.remove("experiments/runs.py")  # a module
+
+
+def test_the_notebook_is_stored_as_it_ran():
+    """Its outputs are of one run from the top to the bottom, with pictures, without an error or a path of a machine."""
+    cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
+    said = "".join("".join(output.get("text", "")) for output in outputs)
+    assert "softmax1 attention" in said and not re.search(r"/(home|root|tmp|Users|work)/", said)
+
+
+@pytest.mark.slow
+def test_add_your_own(data, tmp_path):
+    """README's own attention, put where README says: it trains, decodes, is drawn and timed, and has its tests."""
+    section = read("README.md").split("## Add your own")[1].split("\n## ")[0]
+    (block,) = re.findall(r"(?ms)^```python\n(.*?)^```$", section)
+    assert len([line for line in block.splitlines() if line]) <= 10
+    names = ["config", "attention", "training", "text", "tests", "scripts", "pyproject.toml"]
+    names += glob.glob("*.py", root_dir=ROOT)
+    for name in names:
+        copy = shutil.copytree if os.path.isdir(os.path.join(ROOT, name)) else shutil.copy
+        copy(os.path.join(ROOT, name), tmp_path / name)
+    model = read("model.py")
+    end = model.index("\n}\n", model.index("\nATTENTION: ")) + 3  # below the table ATTENTION
+    (tmp_path / "model.py").write_text(f"{model[:end]}\n\n{block}{model[end:]}", encoding="utf-8")
+
+    def do(*command: str) -> str:
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    small = ["--n_layer=2", "--block_size=32", "--batch_size=4", "--device=cpu", "--eval_iters=2", "--heads=SSSL"]
+    flags = [*small, "--max_iters=4", "--eval_interval=4", "--sample_tokens=0", f"--dataset={data}", "--window=8"]
+    out = do("train.py", "config/train_shakespeare_char_cpu.py", "--attention=sigmoid", *flags, "--out_dir=out")
+    assert "sigmoid attention" in out and "step 4: train loss" in out
+    assert "-----" in do("sample.py", "--out_dir=out", "--num_samples=1", "--max_new_tokens=40", "--start=the ")
+    assert "wrote maps.png" in do("scripts/maps.py", "--out_dir=out", "--start=the lord")
+    only = ["--what=attention", "--only=sdpa,softmax,sigmoid", "--lengths=300", "--repeats=1", "--device=cpu"]
+    assert re.search(r"(?m)^sigmoid .*e-\d\d$", do("bench.py", *only))
+    tests = ["tests/test_attention.py", "tests/test_forms.py", "tests/test_model.py"]
+    done = do("-m", "pytest", "-n", "0", "-k", "sigmoid", "-m", "not slow", *tests)
+    assert int(re.search(r"(\d+) passed", done)[1]) > 50
