@@ -22,7 +22,7 @@ import torch
 
 from text.dataset import Tokens, folder_of, positions
 from training.checkpoint import open_model
-from training.distributed import by_all, connect, local_rank, rank, say, world
+from training.distributed import by_all, connect, count, local_rank, rank, say, world
 
 # Which model?
 init_from = "resume"  # resume: the checkpoint in out_dir; or gpt2, gpt2-xl, ..., a model of the hub, a local folder
@@ -84,7 +84,7 @@ def main() -> None:
         )
     eot = tok.eot if run.get("pack") == "document" else None
     n = len(tokens) - 1
-    say(f"{about}\n{split} of {name}: {n:,} targets; windows of {T} tokens, {step} apart, on {world} process(es)")
+    say(f"{about}\n{split} of {name}: {n:,} targets; windows of {T} tokens, {step} apart, on {count(world, 'process')}")
     model.eval().to(device)
     total = sum(by_all(lambda: nats(model, tokens, step, eot, device, amp)))
     if not math.isfinite(total):

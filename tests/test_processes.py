@@ -210,7 +210,7 @@ def test_eval_in_shares(train, workers, data, tmp_path):
     numbers = []
     for n in (1, 2, 3):
         codes, out, err = workers.run(n, "eval.py", *flags)
-        assert codes == [0] * n and f"on {n} process(es)" in out, err
+        assert codes == [0] * n and f"on {n} process" in out, err
         loss, perplexity, _, bits = out.splitlines()[2:]  # e^(nats per word) shows how float32 was rounded
         numbers.append((loss, perplexity, bits))
     assert numbers[0] == numbers[1] == numbers[2]

@@ -308,7 +308,7 @@ def test_the_numbers_of_a_dry_run(monkeypatch):
         assert weights == pytest.approx(fixed / 2**30, abs=0.006) and gib == pytest.approx(weights + acts, abs=0.011)
         assert activations == acts
         seconds = estimate.flops(gpt) * 40 * 1024 * 1000 / 0.4 / world
-        assert f"{estimate.duration(seconds / 1e12)} on {world} process(es) on this cpu" in out
+        assert f"{estimate.duration(seconds / 1e12)} on {estimate.count(world, 'process')} on this cpu" in out
         assert f"{estimate.duration(seconds / 989e12)} on {world} x H100" in out
 
 

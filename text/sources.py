@@ -176,7 +176,7 @@ def _parquet(paths: list[str], column: str, revision: str | None = None) -> Spli
 
 @contextlib.contextmanager
 def _parquet_file(path: str) -> Iterator:
-    """An open pyarrow.parquet.ParquetFile. For a row group of 440 MB it takes 1.0 GB, `datasets` (5.2) takes 2.4 GB."""
+    """An open pyarrow.parquet.ParquetFile. docs/data.md has the memory that it takes."""
     import pyarrow.parquet
 
     hub = optional("huggingface_hub", "the hub") if path.startswith("hf://") else None

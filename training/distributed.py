@@ -32,6 +32,11 @@ def launch() -> str | None:
     return name
 
 
+def count(n: int, noun: str) -> str:
+    """A number with its noun: "1 process", "2 processes"."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
 def say(*args: object, **kwargs: object) -> None:
     """print, on the first process only. If the reader is gone, as after `| head`, it stops the run by SIGTERM."""
     if master:

@@ -7,6 +7,7 @@ import torch
 from attention.fast import CHUNK, linear
 from configurator import pick_device
 from model import GPT, GPTConfig
+from training.distributed import count
 
 VOCAB_SIZE = {"shakespeare_char": 65, "pg19": 10000}  # of data sets that are not prepared; all others have GPT-2's
 MFU = 0.4  # the share of the peak that is reached; about what nanoGPT reaches on an A100
@@ -129,7 +130,8 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
     acts = activation_bytes(config, dtype) * micro / 2**30
     peak = peak_flops(device, dtype)
     rate = peak or matmul_rate(device, dtype)
-    here = f"x {torch.cuda.get_device_name()}" if peak else f"process(es) on this {device.split(':')[0]}"
+    machine = f"{count(world, 'process')} on this {device.split(':')[0]}"
+    machine = f"{world} x {torch.cuda.get_device_name()}" if peak else machine
     work = per_token * total / (MFU * world)  # seconds at a rate of one FLOP/s
     return "\n".join([
         f"parameters: {n:,}, {num_params(model):,} without position (and untied token) embeddings",
@@ -138,7 +140,7 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
         f"tokens: {step:,} per step ({rows} x {config.block_size}), {total:,} in {run['max_iters']:,} steps{epochs}",
         f"memory of a process, about: {held + acts:.2f} GiB = {held:.2f} for weights, gradients and {run['optimizer']}"
         f"{f', a share of {world},' if shares > 1 else ''} + {acts:.2f} for {micro:,} tokens at a time, in {dtype}",
-        f"time, at {MFU:.0%} of the rate of matrix products: {duration(work / rate)} on {world} {here} "
+        f"time, at {MFU:.0%} of the rate of matrix products: {duration(work / rate)} on {machine} "
         f"({rate / 1e12:.3g} TFLOP/s)",
         " " * 45 + ", ".join(f"{duration(work / PEAK_FLOPS[gpu])} on {world} x {gpu}" for gpu in ("A100", "H100")),
     ])  # fmt: skip

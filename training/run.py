@@ -27,7 +27,7 @@ from model import ATTENTION, GPT, GPTConfig
 from text.dataset import Tokens, folder_of, read_meta
 from text.tokenizers import GPT2_VOCAB_SIZE, tokenizer
 from training import checkpoint, distributed
-from training.distributed import by_all, by_master, connect, gathered, launch, say, summed
+from training.distributed import by_all, by_master, connect, count, gathered, launch, say, summed
 from training.estimate import VOCAB_SIZE, num_params, report
 from training.log import Log, Outcome
 from training.pretrained import FREE, TRAINING, config_of
@@ -312,11 +312,6 @@ class Run:
 
 # -----------------------------------------------------------------------------
 # words for the first lines of a run
-
-
-def count(n: int, noun: str) -> str:
-    """A number with its noun: "1 process", "2 processes"."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def shortened(text: str, most: int) -> str:
