@@ -313,7 +313,7 @@ class GPT(nn.Module):
             "ln_f": nn.Identity() if c.where == "post" else new_norm(c, c.norm, c.n_embd),
         }
         self.transformer = nn.ModuleDict({name: module for name, module in modules.items() if module is not None})
-        # Vaswani et al., section 3.4: an embedding of size 0.02 would be lost beside sinusoids, whose size is 1
+        # Vaswani et al., section 3.4: the embedding is multiplied by sqrt(C) before the sinusoids are added
         self.embedding_scale = c.n_embd**0.5 if c.position == "sinusoidal" else 1.0
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         if c.tied:
@@ -327,6 +327,8 @@ class GPT(nn.Module):
                 nn.init.normal_(p, mean=0.0, std=0.0 if c.zero_init and not by_norm else std)
             elif name.endswith("_after.weight") and by_norm:
                 nn.init.zeros_(p)
+        if c.position == "sinusoidal":  # as in tensor2tensor: times sqrt(C) the embedding has a std of 1
+            nn.init.normal_(self.transformer.wte.weight, mean=0.0, std=c.n_embd**-0.5)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):

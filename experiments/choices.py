@@ -4,8 +4,9 @@
     python experiments/choices.py                     # all rows
     python experiments/choices.py --what=time         # only the times
     python experiments/choices.py --what=links        # write into docs/choices.md where the code is
+    python experiments/choices.py --table=speedrun    # the choices of the speedrun (RESULTS.md)
 
-It runs train.py with the CPU config for each row and seed. Runs that finished with the same command and config are
+It runs train.py with the table's config for each row and seed. Runs that finished with the same command and config are
 skipped, so you can stop the script and start it again. The times are those of training steps in one process, in rounds:
 each row takes one step per round.
 """
@@ -20,6 +21,7 @@ import statistics
 import sys
 import threading
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 
@@ -35,20 +37,21 @@ from training.timing import interleaved, medians, ratios, stopwatch
 
 # What is measured?
 what = "train,time"  # the parts to run, separated by commas: train, time, links
+table: Literal["choices", "speedrun"] = "choices"  # whose rows: those of docs/choices.md, or the speedrun's
 only = ""  # the rows to run, separated by commas; empty: all
-config_file = "config/train_shakespeare_char_cpu.py"  # the config file of every run
+config_file: str | None = None  # the config file of every run; None: the CPU config, or the speedrun's
 seeds = 3  # runs per row, with the seeds 1, 2, ...
 extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
 jobs = 1  # runs at the same time; they share the cores of the CPU
 repeats = 40  # number of timed steps per row
-out_dir = "out-choices"  # the folder for the runs, each in a folder of its own
+out_dir: str | None = None  # the folder for the runs, each in a folder of its own; None: out-choices, out-speedrun
 
 
 @dataclass
 class Row:
     flags: dict  # of train.py
-    place: str  # the file and the name in it that make the choice: "choices.py RoPE"
-    paper: str
+    place: str = ""  # the file and the name in it that make the choice: "choices.py RoPE"
+    paper: str = ""
 
 
 SHORT = {"heads": "S/S/L", "window": 16, "position": "rope"}
@@ -105,6 +108,23 @@ ROWS = {
     "wsd": Row({"schedule": "wsd"}, "train.py get_lr", "MiniCPM (Hu et al. 2024)"),
     "constant": Row({"schedule": "constant"}, "train.py get_lr", ""),
 }
+SPEEDRUN = {  # one choice of the config changed in each row
+    "speedrun": Row({}),
+    "learned positions": Row({"position": "learned", "rope_base": None}),
+    "rope_base 10000": Row({"rope_base": 10000.0}),
+    "no QK-norm": Row({"qk_norm": "none"}),
+    "qk_norm rmsnorm": Row({"qk_norm": "rmsnorm"}),
+    "3 layers": Row({"n_layer": 3}),
+    "4 layers": Row({"n_layer": 4}),
+    "96 wide": Row({"n_embd": 96, "n_hidden": 288}),
+    "tied": Row({"tied": True}),
+    "muon_beta 0.95": Row({"muon_beta": 0.95}),
+    "AdamW": Row({"optimizer": "adamw", "learning_rate": 6e-3}),
+}
+TABLES = {
+    "choices": (ROWS, "config/train_shakespeare_char_cpu.py"),
+    "speedrun": (SPEEDRUN, "config/speedrun_shakespeare_char_cpu.py"),
+}
 
 
 def as_flags(row: Row) -> list[str]:
@@ -144,21 +164,20 @@ def constants(path: str) -> dict:
     return {name: x.value.value for name, x in zip(names, nodes, strict=True) if isinstance(x.value, ast.Constant)}
 
 
-def step_times(names: list[str]) -> dict[str, tuple[float, float]]:
-    """Of each row: milliseconds of a training step, and their ratio to the default's in the same round."""
+def step_times(rows: dict[str, Row]) -> dict[str, tuple[float, float]]:
+    """Of each row: milliseconds of a training step, and their ratio to the first row's in the same round."""
     settings = constants("train.py") | constants(config_file)
     model_fields = {field.name for field in fields(GPTConfig)}
-    base = {k: v for k, v in settings.items() if k in model_fields} | {"vocab_size": 65}
-    x = torch.randint(65, (settings["batch_size"], base["block_size"]))
+    x = torch.randint(65, (settings["batch_size"], settings["block_size"]))
     tasks = {}
-    for name in names:
-        chosen = ROWS[name].flags
-        gpt = GPT(GPTConfig(**base | {k: v for k, v in chosen.items() if k in model_fields})).train()
-        lr = Settings(chosen.get("learning_rate", settings["learning_rate"]), (0.9, settings["beta2"]), 0.1)
-        tasks[name] = functools.partial(timed_step, gpt, OPTIMIZER[chosen.get("optimizer", "adamw")](gpt, lr), x)
+    for name, row in rows.items():
+        chosen = settings | row.flags | {"vocab_size": 65}
+        gpt = GPT(GPTConfig(**{k: v for k, v in chosen.items() if k in model_fields})).train()
+        lr = Settings(chosen["learning_rate"], (0.9, chosen["beta2"]), 0.1)
+        tasks[name] = functools.partial(timed_step, gpt, OPTIMIZER[chosen["optimizer"]](gpt, lr), x)
     interleaved(tasks, "cpu", 3)  # warm-up
     rounds = interleaved(tasks, "cpu", repeats)
-    return {name: (medians(rounds[name])[0]["ms"], ratios(rounds, name, "GPT-2")["ms"]) for name in rounds}
+    return {name: (medians(rounds[name])[0]["ms"], ratios(rounds, name, next(iter(rows)))["ms"]) for name in rounds}
 
 
 def timed_step(gpt: GPT, optimizers: list[torch.optim.Optimizer], x: torch.Tensor) -> dict[str, float]:
@@ -186,7 +205,7 @@ def timed(path: str) -> dict[str, tuple[float, float]]:
         raise UserError(f"{path} is damaged; delete it, and the times are taken again") from None
 
 
-def losses(names: list[str]) -> dict[str, list[float]]:
+def losses(rows: dict[str, Row]) -> dict[str, list[float]]:
     """The last validation loss of each row's runs; seeds in the outer loop."""
     threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
     stop = threading.Event()
@@ -195,22 +214,22 @@ def losses(names: list[str]) -> dict[str, list[float]]:
         if stop.is_set():
             return None
         folder = os.path.join(out_dir, f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{seed}")
-        command = [config_file, *as_flags(ROWS[name]), f"--seed={seed}", *extra.split()]
+        command = [config_file, *as_flags(rows[name]), f"--seed={seed}", *extra.split()]
         try:
-            rows = finished(f"{name}, seed {seed}", command, folder, threads)
+            log = finished(f"{name}, seed {seed}", command, folder, threads)
         except BaseException:
             stop.set()
             raise
-        return [row["val_loss"] for row in rows if "val_loss" in row][-1]
+        return [line["val_loss"] for line in log if "val_loss" in line][-1]
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        futures = {(name, seed): pool.submit(run, seed, name) for seed in range(1, seeds + 1) for name in names}
+        futures = {(name, seed): pool.submit(run, seed, name) for seed in range(1, seeds + 1) for name in rows}
         try:
             concurrent.futures.wait(futures.values())
         except KeyboardInterrupt:  # the runs get it as well: they save and end
             stop.set()
             raise
-    return {name: [futures[name, seed].result() for seed in range(1, seeds + 1)] for name in names}
+    return {name: [futures[name, seed].result() for seed in range(1, seeds + 1)] for name in rows}
 
 
 def main() -> None:
@@ -219,8 +238,9 @@ def main() -> None:
     if jobs < 1 or seeds < 1 or repeats < 1:
         raise UserError(f"--jobs={jobs}, --seeds={seeds} and --repeats={repeats} must be at least 1")
     parts = what.split(",")
-    names = [name.strip() for name in only.split(",") if name.strip()] or list(ROWS)
-    for given, known in ((names, list(ROWS)), (parts, ["train", "time", "links"])):
+    known_rows = TABLES[table][0]
+    names = [name.strip() for name in only.split(",") if name.strip()] or list(known_rows)
+    for given, known in ((names, list(known_rows)), (parts, ["train", "time", "links"])):
         if unknown := [name for name in given if name not in known]:
             raise UserError(f"{unknown[0]!r} is none of {', '.join(known)}")
     if "links" in parts:
@@ -229,30 +249,34 @@ def main() -> None:
             f.write(relinked(text))
         if parts == ["links"]:
             return
-    names = ["GPT-2", *(name for name in names if name != "GPT-2")]
+    base = next(iter(known_rows))
+    rows = {name: known_rows[name] for name in (base, *names)}
     os.makedirs(out_dir, exist_ok=True)
     ms_path = os.path.join(out_dir, "ms.json")
-    val = losses(names) if "train" in parts else {}
+    val = losses(rows) if "train" in parts else {}
     ms = timed(ms_path)
     if "time" in parts:
-        ms |= step_times(names)
+        ms |= step_times(rows)
         with open(ms_path, "w") as f:
             json.dump({"config": sha256(os.path.join(ROOT, config_file)), "ms": ms}, f)
-    print("| | flags | val loss, mean (range) | against GPT-2 | ms per step | | where | paper |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name in names:
-        row = ROWS[name]
+    linked = bool(rows[base].place)
+    print(f"| | flags | val loss, mean (range) | against {base} | ms per step | |" + " where | paper |" * linked)
+    print("|---" * (8 if linked else 6) + "|")
+    for name, row in rows.items():
         flags = f"`{' '.join(as_flags(row))}`" if row.flags else ""
         loss = " | "
         if name in val:
-            change = statistics.mean(a - b for a, b in zip(val[name], val["GPT-2"], strict=True))
+            change = statistics.mean(a - b for a, b in zip(val[name], val[base], strict=True))
             loss = f"{statistics.mean(val[name]):.3f} ({min(val[name]):.3f} to {max(val[name]):.3f}) | {change:+.3f}"
         times = f"{ms[name][0]:.1f} | {ms[name][1]:.2f}x" if name in ms else " | "
-        print(f"| {name} | {flags} | {loss} | {times} | {link(row)} | {row.paper} |")
+        where = f" {link(row)} | {row.paper} |" if linked else ""
+        print(f"| {name} | {flags} | {loss} | {times} |{where}")
 
 
 if __name__ == "__main__":
     config, _ = configure(globals())
     globals().update(config)
+    config_file = config_file or TABLES[table][1]
+    out_dir = out_dir or f"out-{table}"
     with user_errors():
         main()

@@ -853,6 +853,11 @@ def test_the_table_of_choices(run, quick, data, tmp_path, monkeypatch):
         assert code == 2 and says in err
     code, _, err = run("experiments/choices.py", *flags, "--what=time", f"--config_file={ROOT}/README.md")
     assert code == 2 and "is no config file" in err
+    code, out, err = run("experiments/choices.py", *flags, "--table=speedrun", "--only=learned positions,AdamW")
+    assert code == 0, err
+    table = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in table] == ["| speedrun", "| learned positions", "| AdamW"]
+    assert table[1][1] == "`--position=learned --rope_base=None`" and len(table[1]) == 6
     (tmp_path / "runs" / "ms.json").write_text("{")
     code, _, err = run("experiments/choices.py", *flags, "--only=rope")
     assert code == 2 and "is damaged" in err
@@ -905,6 +910,11 @@ def test_lasers_precision(run, quick, data, tmp_path):
     assert [line.split(" | ")[2] for line in out.splitlines() if line.startswith(("| 0", "| 1", "| all"))] == [
         "0.0%"
     ] * 3
+    flags = (f"--out_dir={tmp_path / 'run'}", "--device=cpu")
+    out = run("experiments/attention_probabilities.py", *flags, "--block_size=16", "--batches=3")[1]
+    assert "laser, 3 windows of 16 tokens" in out
+    code, _, err = run("experiments/attention_probabilities.py", *flags, "--block_size=33")
+    assert code == 2 and "block_size=33 is below 1 or larger than the model's 32" in err
 
 
 def test_attention_probabilities_and_jacobians():
@@ -922,3 +932,14 @@ def test_attention_probabilities_and_jacobians():
         want = [len(s), (p < 1e-3).sum(), (p < 1e-7).sum(), *want, 1]
         torch.testing.assert_close(found[0, h, i], torch.tensor(want, dtype=torch.float64))
     assert found[..., 1].sum() > found[..., 2].sum() > 0
+
+
+def test_lasers_gradient_is_larger_only_where_the_larger_value_has_a_small_weight(run):
+    """Of two values 5 apart, p the larger one's weight: (e^5 - 1) / (1 + p (e^5 - 1)) against 5, times p (1 - p)."""
+    code, out, err = run("experiments/attention_probabilities.py", "--what=two_values")
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines()[2:]]
+    assert code == 0 and [row[0] for row in rows] == ["0.001", "0.5", "0.999"], err
+    for p, *found in ([float(number) for number in row] for row in rows):
+        softmax, laser = 5 * p * (1 - p), math.expm1(5) / (1 + p * math.expm1(5)) * p * (1 - p)
+        assert found == pytest.approx([softmax, laser, laser / softmax], abs=0.005)
+    assert [row[3] for row in rows] == ["25.69", "0.39", "0.20"]
