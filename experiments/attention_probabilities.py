@@ -1,7 +1,7 @@
 """The LASER paper's figure 1: how small are a trained model's attention probabilities, and attention's gradients?
 
     python experiments/attention_probabilities.py --out_dir=out-shakespeare-char-cpu
-    python experiments/attention_probabilities.py --what=two_values   # no model: a query that sees two values
+    python experiments/attention_probabilities.py --what=two_values  # a query that sees two values
 
 For each layer, over the validation split, it prints the share of the probabilities p = softmax(s) that are below 1e-3
 and 1e-7. Beside the share below 1e-3 stands the share that equal scores would give, which is due to the length alone.
