@@ -1,4 +1,4 @@
-"""Times attention: every attention of this project, long and short heads, differential, and other libraries.
+"""Measures the time of all attentions of nanoattn, with long, short and differential heads, and of other libraries.
 
     python bench.py                                  # about ten minutes on two CPU cores
     python bench.py --quick                          # under a minute
@@ -7,9 +7,9 @@
     python bench.py --what=attention --device=cuda --dtype=bfloat16 --head_dim=64,128 --tokens=32768
 
 There are four parts. `attention` measures the function alone: forward pass, backward pass and peak memory. `model`
-measures a forward pass of the LS paper's model, as in its Table 1. `step` measures a training step of that model.
-`decode` measures tokens per second, and the bytes of the cache. This file has the first part; training/timing.py has
-the other three, and the clock for all four.
+measures a forward pass of the long-short paper's model, as in its Table 1. `step` measures a training step of this
+model. `decode` measures tokens per second, and the bytes of the cache. This file has the first part; training/timing.py
+has the other three, and the clock for all four.
 
 First, the outputs and gradients of each attention are compared with its definition in float64, on fresh random inputs.
 An attention that is wrong is reported and not timed. Then all attentions are timed in rounds, in which each runs once.
@@ -42,7 +42,7 @@ from model import ATTENTION, WHOLE, GPTConfig
 from training import timing
 
 # What is measured?
-suite: Literal["all", "quick", "gpu"] = "all"  # defaults for a purpose: quick is --quick; gpu: all tables of a GPU
+suite: Literal["all", "quick", "gpu"] = "all"  # a set of defaults; quick: as --quick; gpu: all tables on a CUDA GPU
 quick = False  # short lengths and few repeats: under a minute on two cores
 what = "attention,model,step,decode"  # the parts to run, separated by commas
 only = ""  # attention: the rows to measure, separated by commas; empty: all
@@ -55,10 +55,10 @@ batch_size = 2  # sequences at once; with 1, PyTorch's backward pass of a single
 tokens = 0  # tokens at once: sets the number of sequences instead of batch_size; 0: batch_size sets it
 n_head = 6  # number of heads
 head_dim = "32"  # attention: width of a head; several, separated by commas
-heads = "SSSSSL"  # the heads of a layer in rows with short heads: a letter for each head, S short, L long
+heads = "SSSSSL"  # in rows with short heads, the heads of a layer: a letter for each head, S short, L long
 window = 100  # attention: tokens that a short head sees before its own (model, step: 50, or 100 above 2048 tokens)
 # How exact, and how long?
-repeats = 9  # rounds, in each of which everything runs once
+repeats = 9  # rounds; in each round everything runs once
 patience = 20.0  # seconds; a row that would take longer than this for one pass is skipped
 budget = 0.0  # seconds; after this time no new row of attention begins, and the skipped rows are named; 0: no limit
 # Where do the results go?
@@ -66,8 +66,8 @@ out = "bench.json"  # the file of results
 plot = False  # also draw time and memory by length, as a PNG beside --out (needs matplotlib)
 # What does it run on?
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of q, k and v; the models use autocast
-seed = 1337  # of the random numbers: q, k, v, weights and generated tokens
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of q, k and v; models use autocast
+seed = 1337  # decides the random numbers: q, k, v, weights and generated tokens
 
 SUITE = {  # name: values for the flags that are not given
     "all": {},

@@ -262,14 +262,14 @@ ACTIVATION: dict[str, tuple[Callable, bool]] = {
 
 def with_defaults(c, ATTENTION: dict[str, Callable]):
     """GPTConfig.resolved(): c with its default in the place of each None that stands for a default."""
-    span = 50 if c.block_size <= 2048 else 100  # LS paper, section 5.1
+    window = 50 if c.block_size <= 2048 else 100  # long-short paper, section 5.1
     attn_dropout = c.dropout if takes_dropout(ATTENTION[c.attention]) else 0.0
     return replace(
         c,
         n_kv_head=c.n_kv_head or c.n_head,
         head_dim=c.head_dim or c.n_embd // c.n_head,
         attn_dropout=attn_dropout if c.attn_dropout is None else c.attn_dropout,
-        window=span if c.window is None and "S" in c.heads else c.window,
+        window=window if c.window is None and "S" in c.heads else c.window,
         rope_base=c.rope_base or (10000.0 if c.position == "rope" else None),
         max_distance=c.max_distance or {"relative": 16, "t5": 128}.get(c.position),  # the papers' values
         n_hidden=c.n_hidden or (8 * max(1, round(c.n_embd / 3)) if ACTIVATION[c.mlp][1] else 4 * c.n_embd),
@@ -319,8 +319,8 @@ def rules_of_heads(c) -> Iterator[tuple[bool, str]]:
            f"heads={c.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, S/S/L")
     most = max(map(len, layers))
     yield (len(layers) > c.n_layer or most > c.n_head,
-           f"heads={c.heads!r} has {len(layers)} layer(s) of up to {most} head(s), but the model has "
-           f"n_layer={c.n_layer} and n_head={c.n_head}: shorten the pattern")
+           f"heads={c.heads!r} is too long (layers: {len(layers)}, heads in a layer: {most}): the model has "
+           f"n_layer={c.n_layer} and n_head={c.n_head}")
     yield ("S" not in c.heads and c.window is not None,
            f"window={c.window} needs a short head, but heads={c.heads!r} has no S: use for example --heads=SSSL")
     yield c.window is not None and c.window < 0, f"window={c.window} must be 0 (a token sees itself alone) or more"

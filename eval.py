@@ -4,8 +4,8 @@
     python eval.py --init_from=gpt2 --dataset=shakespeare
     torchrun --standalone --nproc_per_node=4 eval.py --out_dir=out --split=test
 
-Every token except the first is predicted once, from at least block_size - stride tokens before it (from fewer only at
-the start of the split).
+Every token except the first is predicted once, from at least block_size - stride tokens before it (at the start of
+the split, from fewer).
 
 Loss and perplexity per token compare models with the same tokenizer. Perplexity per word (Rae et al. 2020) and bits per
 byte divide the same sum of -log p by the number of words or bytes of the text. So they also compare models with
@@ -68,7 +68,7 @@ def main() -> None:
     model, tok, run, about = open_model(init_from, out_dir, which)
     name = dataset or run.get("dataset")
     if name is None:
-        raise UserError(f"{init_from} needs a text to be measured on: give --dataset=, a folder of data/")
+        raise UserError(f"{init_from} names no data set: give one as --dataset=, a folder in data/")
     if block_size is not None and block_size != model.config.block_size:
         model.crop_block_size(block_size)
     T = model.config.block_size

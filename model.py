@@ -5,8 +5,8 @@
 
 A new attention is one function and one line in ATTENTION. Nothing else is needed to train it with short and long
 heads, to decode it with a cache, to test it and to time it. To save time and memory, a GPT runs fast forms of these
-functions (attention/fast.py). When a GPT is built, each fast form is compared with its definition here. If they
-differ, because you have changed the definition, the definition runs: what you edit here is what is trained.
+functions (attention/fast.py): other code that computes the same. When a GPT is built, each fast form is compared with
+its definition here. If you have changed the definition, the definition runs: what you edit here is what is trained.
 
 Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary. Attention is
 (B, H, T, D) everywhere.
@@ -41,8 +41,8 @@ from text.sampling import Sampler
 #     has a number for each distance i - j (attention/scores.py)
 # An attention that can drop its weights takes `dropout` as well: the probability, 0.0 by default, in training alone.
 # y_i may use q_i and the keys and values that query i sees, but neither T nor a key's index, nor other heads or rows.
-# Short heads are computed in blocks of queries: T is then a block's, and dimension 1 counts blocks. (To count the keys
-# that a query sees, use seen.sum(-1).) An attention that needs more than that goes into WHOLE.
+# Short heads are computed in blocks of queries: T is then the length of a block, and dimension 1 counts blocks. (To
+# count the keys that a query sees, use seen.sum(-1).) The name of an attention that needs more goes into WHOLE.
 
 
 def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
@@ -94,7 +94,7 @@ class GPTConfig:
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # attention heads per layer
     n_embd: int = 768  # width of the residual stream
-    n_kv_head: int | None = None  # heads of keys and values, each shared by several query heads; None: n_head; 1: MQA
+    n_kv_head: int | None = None  # heads of keys and values, shared by the query heads (GQA); None: n_head; 1: MQA
     head_dim: int | None = None  # width of a head; None: n_embd / n_head
     n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, or 8/3 n_embd if it is gated (as many weights)
     tied: bool = True  # the output head and the token embedding are one matrix
@@ -199,12 +199,12 @@ class CausalSelfAttention(nn.Module):
         self.core = fast_form(c.attention, definition, whole=c.attention in WHOLE, short="S" in letters)
         self.cache_form = KeyValues if c.long_bias else cache_form(c.attention, definition)
         self.groups = groups_of(letters, H // G, self.n_map, c.window)  # [short heads, long heads], or one of the two
-        self.calls = self.groups  # kernels.use changes it: Triton's kernels take both groups in one call
+        self.calls = self.groups  # kernels.use changes this: Triton's kernels take both groups in one call
         self.inverse = inverse_of(letters)  # puts the heads back into the layer's order; None if they are in it already
-        self.probe = None  # a function that measurements set (attention/probe.py)
+        self.probe = None  # a function that looks into the layer (attention/probe.py)
 
     def forward(self, x, memory=None):
-        """memory: a Cache of the tokens before x; or Documents, which says what tokens of x see each other; or None."""
+        """memory: a Cache of the tokens before x; or Documents (which tokens of x see each other); or None."""
         (B, T, _), (H, G, D) = x.shape, self.sizes
         qkv = self.c_attn(x)
         check_finite(qkv)
@@ -389,7 +389,7 @@ class GPT(nn.Module):
         return logits, loss
 
     def run_definitions(self) -> None:
-        """Makes the model run its definition in ATTENTION itself, without its fast form (train.py --plain)."""
+        """Makes the model run the definition of its attention in ATTENTION, not its fast form (train.py --plain)."""
         for block in self.transformer.h:
             block.attn.core = spelled_out(ATTENTION[self.config.attention])
             block.attn.cache_form = KeyValues

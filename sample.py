@@ -32,7 +32,7 @@ stop: str | None = None  # a sample ends where this text appears
 temperature = 0.8  # 0: always the most likely token; 1.0: the probabilities of the model; above: more random
 top_k: int | None = 200  # choose among this many most likely tokens; None: among all tokens
 top_p: float | None = None  # choose among the likeliest tokens that sum to this probability; None: among all tokens
-seed = 1337  # of the random numbers of the first sample; the next samples take seed + 1, seed + 2, ...
+seed = 1337  # decides the random numbers of the first sample; the next samples take seed + 1, seed + 2, ...
 # What does it run on, and how?
 use_cache = True  # keep keys and values of earlier tokens; without a cache the text is the same, but slower
 plain = False  # compute attention with the definitions in model.py themselves; the text is the same, but slower

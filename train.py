@@ -66,7 +66,7 @@ lr_decay_iters = 600000  # the step at which the learning rate reaches min_lr; o
 min_lr = 6e-5  # the lowest learning rate; a tenth of learning_rate is usual; Muon's falls by the same factor
 # What is measured and printed?
 eval_interval = 2000  # steps between two evaluations
-eval_iters = 200  # batches of each split in an evaluation; every evaluation uses the same ones
+eval_iters = 200  # batches of each split in an evaluation; every evaluation uses the same batches
 eval_only = False  # evaluate once, write nothing, and exit
 dry_run = False  # print the number of parameters, FLOPs, and estimates of memory and time; do nothing else
 log_interval = 1  # steps between two lines of the log
@@ -91,7 +91,7 @@ triton = False  # compute attention with the Triton kernels of attention/kernels
 plain = False  # compute attention with the definitions in model.py themselves: slow, to study and to compare
 parallel: Literal["ddp", "fsdp"] = "ddp"  # with several processes each holds the whole model (ddp) or a part (fsdp)
 backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # how processes communicate; auto: nccl on CUDA, else gloo
-# fields of GPTConfig whose default is another one here
+# fields of GPTConfig that have another default here
 vocab_size: int | None = None  # number of different tokens; None: as many as the data set has
 bias = False  # biases in Linears and LayerNorms; False is a bit better and faster
 # -----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Decoding token by token: what a model keeps of the tokens that it has seen.
+"""The cache of decoding: what a model keeps of the tokens that it has seen.
 
-A group of heads keeps its keys and values; short heads keep only the last window + 1. Long heads of beta keep running
-sums instead. GPT.new_cache() makes a Cache of all groups.
+Long heads keep all keys and values, short heads only the last window + 1. Long heads of beta keep running sums
+instead. GPT.new_cache() makes a Cache of all groups.
 """
 
 import contextlib
@@ -129,7 +129,7 @@ class Cache:
         if self.length + T > self.capacity:
             raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}")
         if self.length and B != self.rows:
-            raise ValueError(f"the cache holds {self.rows} row(s), but the new tokens have {B}")
+            raise ValueError(f"the cache is for a batch of {self.rows}, but the new tokens are a batch of {B}")
         self.broken = True
         with torch.no_grad():
             yield

@@ -1,10 +1,11 @@
 """Fast forms of the attentions of model.py: the same functions in less time and memory.
 
 windowed(definition) makes short heads of any attention cost O(T window). FAST has a function for each attention that
-allows more: it takes the definition and returns a fast form. fast_form(name, definition) chooses the form, and compares
-it with the definition first. If they differ, the definition runs: your edit of a definition is never ignored.
+can be made faster still: it takes the definition and returns a fast form. fast_form(name, definition) compares the fast
+form with the definition, and returns it. If they differ, the definition runs: your edit is never ignored.
 
-Shapes are those of scores.py. Every form takes and returns what a definition does (model.py, ATTENTION).
+Shapes are those of scores.py. Every form has the arguments and the result of a definition (model.py, ATTENTION). A
+"core" is an attention function that other code calls: a definition or a form.
 """
 
 import ast
@@ -25,7 +26,7 @@ from configurator import note
 
 CHUNK = 64  # tokens that are computed together; smaller chunks are so many that they cost more than they save
 ROWS = 2**23  # numbers that a few queries may need at once: 32 MiB in float32; on a GPU four times as many
-LASER_RANGE = 60.0  # exp(-60) = 9e-27, and its inverse, are far from float32's limits
+LASER_RANGE = 60.0  # largest range of a channel: exp(-60) = 9e-27, and its inverse, are far from float32's limits
 BETA_LINEAR_FROM = 256  # tokens; for fewer, the quadratic form of beta is as fast
 BETA_ROWS = 8192  # queries of all heads that a CPU computes at once, so that their tensors stay in its cache
 
@@ -132,7 +133,7 @@ def in_rows(core: Callable, numbers: Callable) -> Callable:
         if rows >= Tq:
             return core(q, k, v, bias=bias, **settings)
         if isinstance(bias, ByDistance):
-            warnings.warn("a bias by distance has no fused kernel: queries run a few at a time, slowly", stacklevel=4)
+            warnings.warn("t5 and relative have no fused kernel: a few queries run at a time, slowly", stacklevel=4)
         return in_parts(max(1, rows), q, k, v, bias, settings)
 
     @torch.compiler.disable  # torch.compile would unroll the loop
@@ -236,11 +237,12 @@ def laser_by_exp(definition: Callable) -> Callable:
 
 @torch.compiler.disable
 def wider_than(v: torch.Tensor, limit: float) -> bool:
-    """Whether some channel of v (B, H, T, Dv) spans more than limit over time. If so, it prints a warning, once."""
+    """Whether a channel of v (B, H, T, Dv) has a range (max - min over time) above limit. If so, it warns, once."""
     v = v.detach()
     wide = (v.amax(-2) - v.amin(-2)).max().item() > limit
     if wide:
-        warnings.warn(f"LASER's values span more than {limit:.0f}: sums are taken in log space, slowly", stacklevel=3)
+        sums = "LASER computes its sums in log space, slowly"
+        warnings.warn(f"a channel of the values has a range above {limit:.0f}: {sums}", stacklevel=3)
     return wide
 
 
@@ -416,7 +418,7 @@ def alike_in_blocks(name: str, definition: Callable) -> bool:
     except Exception:  # an error of the blocks: `check_causal` has called the definition as a whole, without one
         alike_there = False
     if not alike_there:
-        note(f"attention={name!r}: its outputs in blocks differ from those as a whole, so its short heads cost T^2")
+        note(f"attention={name!r}: outputs on blocks of a text differ from those on all of it: short heads cost T^2")
     return alike_there
 
 
@@ -463,7 +465,7 @@ def check_causal(name: str, definition: Callable) -> None:
     first = definition(q[..., :n, :], k[..., :n, :], v[..., :n, :])
     last = definition(q[..., n:, :], k, v)
     if not alike(first, y[..., :n, :]) or not alike(last, y[..., n:, :]):
-        note(f"attention={name!r}: a query's output changes with the tokens after it, or with their number")
+        note(f"attention={name!r}: the output of a query changes with later tokens, or with their number")
 
 
 def same(fast: Callable, definition: Callable) -> bool:

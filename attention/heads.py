@@ -31,7 +31,7 @@ class HeadGroup:
 
 
 def groups_of(letters: str, n_query: int, n_map: int, window: int | None) -> list[HeadGroup]:
-    """The short heads and then the long heads of a layer, as the LS paper numbers them. letters: S or L per head."""
+    """The short heads and then the long heads of a layer, as in the long-short paper. letters: S or L per head."""
     short = [h for h, letter in enumerate(letters) if letter == "S"]
     long = [h for h, letter in enumerate(letters) if letter == "L"]
     groups = [HeadGroup(short, n_query, n_map, window)] if short else []

@@ -1,7 +1,8 @@
 """Looking into a model's attention layers through their one hook.
 
-layer.probe, None by default, is called as probe(layer, group, q, k, v, window=, scale=, bias=, ...) before each call of
-the layer's core, with what the core gets: q (B, H, Tq, D), k (B, H, T, D), v (B, H, T, Dv), of a group of heads.
+layer.probe is None by default. A layer calls probe(layer, group, q, k, v, window=, scale=, bias=, ...) before each call
+of its core, the attention function that it runs, with the core's arguments: q (B, H, Tq, D), k (B, H, T, D) and
+v (B, H, T, Dv) of a group of heads.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from attention.scores import ByDistance, scores, visible
 
 @contextlib.contextmanager
 def probing(model: torch.nn.Module, probe: Callable) -> Iterator[None]:
-    """Within it every attention layer of a GPT calls probe."""
+    """A context in which every attention layer of a GPT calls probe."""
     layers = [block.attn for block in model.transformer.h]
     for layer in layers:
         layer.probe = probe
@@ -41,8 +42,8 @@ def probed(layer: torch.nn.Module, group: HeadGroup) -> Callable:
 def largest_logits(model: torch.nn.Module, idx: torch.Tensor, pos: torch.Tensor | None = None) -> list[float]:
     """The largest absolute attention score of each layer of a GPT on idx and pos (B, T), which are its forward's.
 
-    It explodes where training is unstable (LS paper, figure 1b). Costs a forward pass, and q k^T once more in
-    float32, a few queries at a time.
+    This score explodes if training is unstable (long-short paper, figure 1b). Costs a forward pass, in which q k^T is
+    computed once more, in float32, a few queries at a time.
     """
     found = {block.attn: [] for block in model.transformer.h}
 

@@ -1,8 +1,9 @@
 # The LASER paper's model of 1.1B parameters, on 168 billion tokens of C4 (section 4.1).
-# --attention=softmax is its baseline.
+# Its baseline in the paper: --attention=softmax.
 # The paper's figure 5 names a model dimension of 1024, but that gives 570M parameters; 2048 gives 1.1B.
-# First: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece --vocab_size=32000
-# --out_dir=data/c4. The paper names no vocabulary; 32,000 tokens and tied embeddings give the sizes that it names.
+# Prepare the data first: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece
+# --vocab_size=32000 --out_dir=data/c4
+# The paper names no vocabulary; with 32,000 tokens and tied embeddings the models have the sizes that it names.
 # python train.py config/train_laser_1_1b.py --dry_run prints how much memory and time it needs.
 
 out_dir = "out-laser-1-1b"

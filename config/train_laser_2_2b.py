@@ -1,7 +1,8 @@
 # The LASER paper's model of 2.2B parameters, on 168 billion tokens of C4 (section 4.1).
-# --attention=softmax is its baseline.
-# First: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece --vocab_size=32000
-# --out_dir=data/c4. The paper names no vocabulary; 32,000 tokens and tied embeddings give the sizes that it names.
+# Its baseline in the paper: --attention=softmax.
+# Prepare the data first: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece
+# --vocab_size=32000 --out_dir=data/c4
+# The paper names no vocabulary; with 32,000 tokens and tied embeddings the models have the sizes that it names.
 # python train.py config/train_laser_2_2b.py --dry_run prints how much memory and time it needs.
 
 out_dir = "out-laser-2-2b"

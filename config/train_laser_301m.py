@@ -1,8 +1,9 @@
 # The LASER paper's model of 301M parameters, on 168 billion tokens of C4 (section 4.1).
-# --attention=softmax is its baseline.
+# Its baseline in the paper: --attention=softmax.
 # Other rows of its table 1: --n_layer=16 --n_hidden=4096, and --n_hidden=4096. Its ablation: --optimizer=lamb.
-# First: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece --vocab_size=32000
-# --out_dir=data/c4. The paper names no vocabulary; 32,000 tokens and tied embeddings give the sizes that it names.
+# Prepare the data first: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece
+# --vocab_size=32000 --out_dir=data/c4
+# The paper names no vocabulary; with 32,000 tokens and tied embeddings the models have the sizes that it names.
 # python train.py config/train_laser_301m.py --dry_run prints how much memory and time it needs.
 
 out_dir = "out-laser-301m"

@@ -1,8 +1,9 @@
 # The LASER paper's model of 7.7B parameters, on 44 billion tokens (appendix).
-# --attention=softmax is its baseline.
+# Its baseline in the paper: --attention=softmax.
 # The paper names no number of layers; 32, as in its other models, gives 7.7B parameters.
-# First: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece --vocab_size=32000
-# --out_dir=data/c4. The paper names no vocabulary; 32,000 tokens and tied embeddings give the sizes that it names.
+# Prepare the data first: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece
+# --vocab_size=32000 --out_dir=data/c4
+# The paper names no vocabulary; with 32,000 tokens and tied embeddings the models have the sizes that it names.
 # python train.py config/train_laser_7_7b.py --dry_run prints how much memory and time it needs.
 
 out_dir = "out-laser-7-7b"

@@ -1,6 +1,6 @@
 # The long-short paper's model of PG-19 (section 5.1), 6.5M parameters, at n = 2048; python data/pg19/prepare.py first.
 # At n = 8192: --block_size=8192 --batch_size=4 --gradient_accumulation_steps=16
-# To compare with: --heads=L, full attention, which diverges in the paper; --heads=S, without long heads.
+# To compare: --heads=L has long heads only (it diverges in the paper), --heads=S has short heads only.
 
 out_dir = "out-pg19-ls"
 eval_interval = 1000
@@ -19,8 +19,8 @@ block_size = 2048
 n_layer = 6
 n_head = 6
 n_embd = 192  # as in the paper: heads of 32, an MLP 4 times as wide
-heads = "SSSSSL"  # one long head in each layer; the default span is the paper's, 50 at 2048 and 100 at 8192
-tied = False  # then it has 6.5M parameters without positions, as in the paper
+heads = "SSSSSL"  # one long head in each layer; the default window is the paper's, 50 at 2048 and 100 at 8192
+tied = False  # so the model has 6.5M parameters without positions, as in the paper
 
 max_iters = 50000  # the paper compares after these steps: at n = 8192 a validation perplexity of about 36
 learning_rate = 6e-4

@@ -18,10 +18,10 @@ block_size = 256  # context of up to 256 characters
 n_layer = 6
 n_head = 6
 n_embd = 384
-mlp = "gelu_exact"  # as nanoGPT; GPT-2's own form, with tanh, takes twice as long on a CPU
+mlp = "gelu_exact"  # as in nanoGPT; GPT-2's own GELU, with tanh, takes twice as long on a CPU
 dropout = 0.2
 
-learning_rate = 1e-3  # small networks can take a higher one
+learning_rate = 1e-3  # small networks can take a higher learning rate
 max_iters = 5000
 lr_decay_iters = 5000  # as max_iters
 min_lr = 1e-4  # learning_rate / 10

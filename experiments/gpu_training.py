@@ -56,7 +56,7 @@ batch_size = 12  # sequences per step
 compile = True  # compile the model with torch.compile
 device = "cuda"  # cuda, cuda:0, or cpu (to try the script)
 dtype: Literal["bfloat16", "float32"] = "bfloat16"  # the precision of autocast
-seed = 1337  # of the random numbers: weights and tokens
+seed = 1337  # decides the random numbers: weights and tokens
 
 
 def in_chunks(model: GPT, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

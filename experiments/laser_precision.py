@@ -2,7 +2,7 @@
 
     python experiments/laser_precision.py
 
-It trains a LASER model with the CPU config, if this run is not there yet. It takes the queries, keys and values of the
+It trains a LASER model with the CPU config, unless it has done so before. It takes the queries, keys and values of the
 model's layers on the validation text, rounded to bfloat16. Each way to compute attention from them in bfloat16 is
 compared with the definition in float64. The script prints the mean and the standard deviation, over layers and batches,
 of ||y - y_exact|| / ||y_exact||. In the second table the values are multiplied by a factor, because the values of a

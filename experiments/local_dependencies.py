@@ -1,11 +1,11 @@
-"""The LS paper's figure 2: can attention learn dense local dependencies, if it may choose any queries and keys?
+"""The long-short paper's figure 2: can attention learn dense local dependencies, if queries and keys are free?
 
     python experiments/local_dependencies.py --steps=10000    # 25 minutes on one CPU core
     python experiments/local_dependencies.py --device=cuda    # the paper's 100,000 steps
 
 The target P (n, n) gives each token equal weights on about half of the `band` tokens before it (section 3.1). Adam
 changes q and k (n, d) until P' = softmax(q k^T) is close to P. Long attention sees all earlier tokens, and short
-attention the last `span`. The script prints, and writes to --out, the share of the target that is missed,
+attention the last `span` tokens. The script prints, and writes to --out, the share of the target that is missed,
 ||P - P'||^2 / ||P||^2, and the largest |q k^T|.
 
 The paper does not name its loss, its learning rate or the first q and k. Here the loss is the share that is missed, and
@@ -32,7 +32,7 @@ n = 2500  # number of tokens
 d = 25  # dimensions of q and k
 band = 50  # tokens that the target looks back
 span = 50  # tokens that short attention looks back
-seed = 1337  # of the random numbers: the target, q and k
+seed = 1337  # decides the random numbers: the target, q and k
 # How is it learned?
 steps = 100000  # steps of Adam
 learning_rates = "1e-2,1e-3"  # learning rates to try, separated by commas; the best one counts for each attention

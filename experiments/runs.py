@@ -1,4 +1,4 @@
-"""What the experiments share: a run of train.py that is not repeated once it is done."""
+"""Runs train.py for the experiments. A run that is finished is not repeated."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from text.files import sha256
 
 
 def finished(name: str, command: list[str], folder: str, threads: int | None = None) -> list[dict]:
-    """The rows of the log of `train.py command --out_dir=folder`. It runs, unless this run is there and is complete.
+    """The rows of the log of `train.py command --out_dir=folder`. Runs it, unless folder has this run, finished.
 
-    command: the config file first; if that file changes, it runs again. threads: of the run; None: as PyTorch chooses.
-    Raises UserError for a run that fails.
+    command: the config file, then flags; if the config file has changed, it runs again. threads: of the run; None: as
+    PyTorch chooses. Raises UserError for a run that fails.
     """
     command = ["train.py", *command, f"--out_dir={folder}", "--sample_tokens=0"]
     what = f"{' '.join(command)}\n{sha256(os.path.join(ROOT, command[1]))}\n"

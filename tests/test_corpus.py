@@ -642,7 +642,7 @@ def test_mistakes(run, tmp_path, folder, texts):
         ((f"--source={tmp_path / 'a.jsonl'}",), "takes a folder of such files"),
         ((f"--source={tmp_path / 'blank.txt'}", "--tokenizer=sentencepiece"), "it holds no words"),
         ((f"--source={tmp_path / 'tiny.txt'}",), "too little text: train.bin would be empty"),
-        ((f"--source={folder}", "--val_share=0.01"), "val_share=0.01 of 12 document(s) leaves no document"),
+        ((f"--source={folder}", "--val_share=0.01"), "no document for train or for val: the number of documents is 12"),
         ((f"--source={folder}", "--val_share=0"), "between 0 and 1"),
         ((f"--source={folder}", "--num_workers=0"), "must be at least 1"),
         ((f"--source={folder}", "--tokenizer=sentencepiece", "--vocab_size=100000"), "no vocabulary of 100,000"),

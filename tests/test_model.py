@@ -463,7 +463,7 @@ def test_a_cache_past_its_end_and_other_misuse():
     gpt(x[:, :9], cache=cache)
     with pytest.raises(ValueError, match=r"9 \+ 2 tokens do not fit into a cache of 10"):
         gpt(x[:, 9:11], cache=cache)
-    with pytest.raises(ValueError, match="holds 2 row"):
+    with pytest.raises(ValueError, match="is for a batch of 2"):
         gpt(x[:1, 9:10], cache=cache)
     gpt(x[:, 9:10], cache=cache)  # neither broke it
     for wrong in (0, T + 1):

@@ -204,8 +204,9 @@ def _with_val(splits: dict[str, Split], share: float) -> tuple[dict[str, Split],
     if n == len(train.shards) == 1:
         return splits | in_two(train, share), 0.0
     if n < MANY and not 0 < int(n * share) < n:
-        hint = f": --val_share={1.1 / n:.2g}" if n > 1 else ""
-        raise UserError(f"val_share={share} of {n} document(s) leaves no document for train or for val{hint}")
+        hint = f"; --val_share={1.1 / n:.2g} fits" if n > 1 else ""
+        few = f"the number of documents is {n}{hint}"
+        raise UserError(f"val_share={share} leaves no document for train or for val: {few}")
     return splits, share
 
 

@@ -95,7 +95,7 @@ def run(tokenizer: str, out_dir: str, input: str | None, url: str, url_sha256: s
         n = len(text)
         if n < 20:
             hint = "" if input else " (delete it to fetch it anew)"
-            raise UserError(f"{source} holds {n} character(s): too little to train on{hint}")
+            raise UserError(f"{source} is too short to train on: its number of characters is {n}{hint}")
         print(f"length of dataset in characters: {n:,}")
         about = {"from": source, "sha256": files.sha256(local), "tokenizer": tokenizer}
         splits = {"train": sources.of_text(text)}

@@ -171,7 +171,7 @@ class Run:
         if (meta["tokenizer"]["kind"], model.config.vocab_size) != ("gpt2", GPT2_VOCAB_SIZE):
             say(f"{name} may have other tokens than {dataset}: then the same ids mean other texts to it")
         swapped = [f"{k}={v}" for k, v in self.free.items() if k not in (*TRAINING, "block_size")]
-        new = f"; {', '.join(swapped)} is new to them, so the loss begins higher" if swapped else ""
+        new = f"; they were trained without {', '.join(swapped)}, so the loss begins higher" if swapped else ""
         say(f"{name}: all of its weights carry over, the optimizer starts anew{new}")
         self.check_weights(model.config)
         return model

@@ -18,7 +18,7 @@ from training.estimate import matmul_rate
 from training.optimizers import OPTIMIZER, Settings
 
 AHEAD = 5_000_000  # clock cycles that a GPU waits, so that the host can launch what is timed in the meantime
-# The LS paper's model (section 5.1). It does not say which GELU; this is PyTorch's default, and faster on a CPU
+# The long-short paper's model (section 5.1). It does not say which GELU; this is PyTorch's default, and faster on a CPU
 LS_MODEL = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 10000, "mlp": "gelu_exact"}
 GPT_10M = {"n_layer": 6, "n_head": 6, "n_embd": 384, "vocab_size": 65}  # nanoGPT's Shakespeare model
 # Errors of memory, CUDA, Triton or a compiler have one of these in their text; they are no bugs in the timed code
@@ -184,7 +184,7 @@ def forward_or_step(at: Setting, length: int, B: int, train: bool) -> list[dict]
     tasks = {name: functools.partial(timed, name) for name in gpts}
     tasks = {name: task for name, task in tasks.items() if tried(name, task, at.dev)}  # warm-up
     title = "training step" if train else "forward pass"
-    print(f"\n{title} of the LS paper's model (6 layers, 192 wide, 6 heads), n = {length}, batch {B}")
+    print(f"\n{title} of the long-short paper's model (6 layers, 192 wide, 6 heads), n = {length}, batch {B}")
     rounds = interleaved(tasks, at.dev, at.repeats)
     rows = []
     for name, columns in rounds.items():

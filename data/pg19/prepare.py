@@ -1,12 +1,12 @@
-"""Prepares PG-19, whole books (Rae et al. 2020), in 10,000 SentencePiece tokens, as in the LS paper (section 5.1).
+"""Prepares PG-19, whole books (Rae et al. 2020), with a vocabulary of 10,000 SentencePiece tokens.
 
     python data/pg19/prepare.py
     python data/pg19/prepare.py --source=FOLDER  # of .parquet or .txt files (a book each)
 
 Writes train.bin, val.bin, test.bin and meta.json. The text (11.5 GB) is read as a stream and not kept; the tokens take
 6 GB. The vocabulary is trained on 20 million characters of the train split, as a unigram model with NMT_NFKC
-normalisation (line ends become spaces). Project Gutenberg's headers and licences are left out where a book has them
-(sources.without_gutenberg). After an interruption, the same command continues.
+normalisation, as in the long-short paper (section 5.1); line ends become spaces. Project Gutenberg's headers and
+licences are left out if a book has them. After an interruption, the same command continues.
 """
 
 import os
