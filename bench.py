@@ -222,7 +222,7 @@ def subjects(dev: str, D: int) -> dict[str, Subject]:
         if run := optional(name, make, dev, foreign=True):
             table[name] = Subject(core, run=run, foreign=True)
     if unknown := set(filter(None, only.split(","))) - set(table):
-        raise UserError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(table)}")
+        raise UserError(f"--only={only}: {', '.join(sorted(unknown))} is not one of {', '.join(table)}")
     return {name: subject for name, subject in table.items() if not only or name in only.split(",")}
 
 
@@ -389,7 +389,7 @@ def wrong_flags(parts: list[str], all_parts: Iterable[str]) -> Iterator[tuple[bo
     yield (suite == "gpu" and "device" not in given and not torch.cuda.is_available(),
            "--suite=gpu needs a CUDA GPU, and there is none here (or this PyTorch is built without CUDA)")
     unknown = sorted(set(parts) - set(all_parts))
-    yield bool(unknown), f"--what={what}: {', '.join(unknown)} is none of {', '.join(all_parts)}"
+    yield bool(unknown), f"--what={what}: {', '.join(unknown)} is not one of {', '.join(all_parts)}"
     yield (min(repeats, batch_size, n_head, step_length, decode_length - 1) < 1 or not patience > 0,
            "sizes, repeats and patience must be positive, decode_length at least 2")
     yield tokens < 0 or budget < 0, f"--tokens={tokens} and --budget={budget} must not be negative"

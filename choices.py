@@ -293,7 +293,7 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
            f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}: set n_head to one of {near}, or set head_dim")
     tables = {"attention": ATTENTION, "qk_norm": QK_NORM, "position": POSITION, "norm": NORM, "where": WHERE}
     for name, table in (tables | {"block": ("serial", "parallel"), "mlp": ACTIVATION}).items():
-        yield getattr(c, name) not in table, f"{name}={getattr(c, name)!r} is none of {', '.join(table)}"
+        yield getattr(c, name) not in table, f"{name}={getattr(c, name)!r} is not one of {', '.join(table)}"
     for name in ("dropout", "attn_dropout"):
         yield not 0 <= (getattr(c, name) or 0.0) < 1, f"{name}={getattr(c, name)} must be in [0, 1)"
     yield (bool(c.attn_dropout) and not takes_dropout(ATTENTION[c.attention]),

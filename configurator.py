@@ -301,7 +301,7 @@ def pick_device(device: str, dtype: str) -> tuple[str, str, contextlib.AbstractC
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda", "mps") or not (index.isdigit() or ":" not in device):
-        raise UserError(f"--device={device} is none of auto, cpu, cuda, cuda:N, mps")
+        raise UserError(f"--device={device} is not one of auto, cpu, cuda, cuda:N, mps")
     count = getattr(torch, kind).device_count()
     if int(index or 0) >= count:
         here = f"this PyTorch ({torch.__version__}) sees {count} {kind} devices"

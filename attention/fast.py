@@ -465,7 +465,8 @@ def check_causal(name: str, definition: Callable) -> None:
     first = definition(q[..., :n, :], k[..., :n, :], v[..., :n, :])
     last = definition(q[..., n:, :], k, v)
     if not alike(first, y[..., :n, :]) or not alike(last, y[..., n:, :]):
-        note(f"attention={name!r}: the output of a query changes with later tokens, or with their number")
+        note(f"attention={name!r}: a query's output changes with later tokens, or with their number. "
+            "If it sees later tokens, its losses mean nothing")
 
 
 def same(fast: Callable, definition: Callable) -> bool:

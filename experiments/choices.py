@@ -242,7 +242,7 @@ def main() -> None:
     names = [name.strip() for name in only.split(",") if name.strip()] or list(known_rows)
     for given, known in ((names, list(known_rows)), (parts, ["train", "time", "links"])):
         if unknown := [name for name in given if name not in known]:
-            raise UserError(f"{unknown[0]!r} is none of {', '.join(known)}")
+            raise UserError(f"{unknown[0]!r} is not one of {', '.join(known)}")
     if "links" in parts:
         text = open("docs/choices.md", encoding="utf-8").read()
         with open("docs/choices.md", "w", encoding="utf-8") as f:

@@ -205,7 +205,7 @@ def longest(step: Callable) -> list[dict]:
 def main() -> None:
     wanted = [name for name in only.split(",") if name]
     if unknown := set(wanted) - set(ROWS):
-        raise UserError(f"--only={only}: {', '.join(sorted(unknown))} is none of {', '.join(ROWS)}")
+        raise UserError(f"--only={only}: {', '.join(sorted(unknown))} is not one of {', '.join(ROWS)}")
     if steps < 6 or min(batch_size, batches, chunks) < 1 or budget < 0:
         raise UserError("steps must be at least 6, batch_size, batches and chunks positive, and budget not negative")
     check_writable(out)

@@ -102,7 +102,7 @@ def draw(ax, name: str, logs: dict[str, list[dict]]) -> None:
 
 def main() -> None:
     what = y.split(",")
-    refuse((name not in KEYS, f"--y={name} is none of {', '.join(KEYS)}") for name in what)
+    refuse((name not in KEYS, f"--y={name} is not one of {', '.join(KEYS)}") for name in what)
     if smooth is not None and not 0 <= smooth < 1:
         raise UserError(f"--smooth={smooth} must be in [0, 1)")
     logs = {folder.rstrip("/"): read(folder) for folder in runs.split(",") if folder}

@@ -218,7 +218,7 @@ def test_an_attention_that_breaks_the_rule_is_called_as_a_whole(monkeypatch, cap
     q, k, v = (torch.randn(1, 2, 300, 8) for _ in "qkv")
     form = fast_form("length", by_length)
     err = capfd.readouterr().err
-    assert "the output of a query changes with later tokens, or with their number" in err and "cost T^2" in err
+    assert "a query's output changes with later tokens, or with their number" in err and "cost T^2" in err
     assert torch.equal(form(q, k, v, window=9), by_length(q, k, v, window=9))
     sizes = {"block_size": 8, "vocab_size": 5, "n_layer": 2, "n_head": 2, "n_embd": 16, "attention": "length"}
     GPT(GPTConfig(**sizes, heads="S/L", window=3))

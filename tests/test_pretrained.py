@@ -165,7 +165,7 @@ def test_what_no_family_has_is_not_exported(kwargs, says):
             lambda: llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
             "must have hidden_act='silu' and plain RoPE",
         ),
-        (lambda: llama(transformers.Gemma2Config, head_dim=D), "the family gemma2 is none of gpt2, llama"),
+        (lambda: llama(transformers.Gemma2Config, head_dim=D), "the family gemma2 is not one of gpt2, llama"),
     ],
 )
 def test_other_models_are_refused(tmp_path, config, says):

@@ -276,7 +276,7 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--attention=lazer"], "'lazer' is none of softmax, laser, beta"),
+        (["--attention=lazer"], "'lazer' is not one of softmax, laser, beta"),
         (["--heads=SSSSSL"], "n_head=4"),
         (["--window=5"], "--heads=SSSL"),
         (["--n_head=5"], "not a multiple"),
@@ -311,7 +311,7 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
         (["--grad_clip=-1"], "must not be negative"),
         (["--backend=mccl"], "one of auto, nccl, gloo"),
         (["--init_from=resume"], "no checkpoint"),
-        (["--init_from=gtp2"], "'gtp2' is none of gpt2, gpt2-medium"),
+        (["--init_from=gtp2"], "'gtp2' is not one of gpt2, gpt2-medium"),
         (["--n_layers=3"], "did you mean `n_layer`"),
     ],
 )
@@ -547,7 +547,7 @@ def test_sample(run, trained, tmp_path):
         ([f"--start=FILE:{sys.executable}"], "not UTF-8"),
         (["--top_k=0"], "top_k >= 1"),
         (["--out_dir=/nowhere"], "no checkpoint /nowhere/ckpt.pt"),
-        (["--init_from=resum"], "'resum' is none of gpt2"),
+        (["--init_from=resum"], "'resum' is not one of gpt2"),
         (["--which=last"], "one of best, latest"),
         (["--max_new_tokens=-1"], "at least 1"),
         (["--num_sample=1"], "did you mean `num_samples`"),
@@ -716,7 +716,7 @@ def test_training_on_a_gpu(run, tmp_path):
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5) and 3 < losses[0] < 5
     assert abs(results["beta"]["loss"] - losses[0]) > 1e-6 and results["plain"]["tokens_per_s"] > 0
     code, _, err = run("experiments/gpu_training.py", *small, *args, "--only=plan")
-    assert code == 2 and "plan is none of plain" in err
+    assert code == 2 and "plan is not one of plain" in err
 
 
 def test_bench_models_steps_and_decoding(run, tmp_path):
@@ -847,8 +847,8 @@ def test_the_table_of_choices(run, quick, data, tmp_path, monkeypatch):
     assert table[0][3] == "+0.000" and all(float(row[2].split()[0]) > 0 and row[5][-1] == "x" for row in table)
     again = run("experiments/choices.py", *flags, "--only=swiglu", "--what=train")[1]
     assert "seed 1" not in again and out.splitlines()[-2] in again  # with the time from before
-    for wrong, says in (("--only=swiglo", "'swiglo' is none of GPT-2, none"), ("--what=trian", "none of train, time"),
-                        ("--jobs=0", "at least 1"), ("--extra=--block_size=9999", "this run failed")):  # fmt: skip
+    for wrong, says in (("--only=swiglo", "'swiglo' is not one of GPT-2, none"),
+                        ("--what=trian", "not one of train, time"), ("--jobs=0", "at least 1"), ("--extra=--block_size=9999", "this run failed")):  # fmt: skip
         code, _, err = run("experiments/choices.py", *flags, "--only=rope", wrong)
         assert code == 2 and says in err
     code, _, err = run("experiments/choices.py", *flags, "--what=time", f"--config_file={ROOT}/README.md")

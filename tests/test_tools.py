@@ -381,7 +381,7 @@ def test_plot(run, train, tmp_path):
         ("", (f"--runs={tmp_path / 'bad'}",), "is empty"),
         ("{1", (f"--runs={tmp_path / 'bad'}",), "is empty"),
         ("{1\n", (f"--runs={tmp_path / 'bad'}",), "line 1 is no row of a log"),
-        (None, (runs, "--y=los"), "is none of loss, norm"),
+        (None, (runs, "--y=los"), "is not one of loss, norm"),
         (None, (runs, "--smooth=1"), "must be in [0, 1)"),
         (None, (f"--runs={tmp_path / 'b'}", "--y=logit"), "none of these runs has logged logit"),
         (None, ("--runs=,",), "names no folder"),

@@ -46,7 +46,7 @@ class Family:
 
 def gpt2_ours(c) -> dict:
     if c.activation_function not in ACTIVATIONS:
-        raise UserError(f"activation_function={c.activation_function!r} is none of {', '.join(ACTIVATIONS)}")
+        raise UserError(f"activation_function={c.activation_function!r} is not one of {', '.join(ACTIVATIONS)}")
     if not c.scale_attn_weights or c.scale_attn_by_inverse_layer_idx:
         raise UserError("its attention scores are not scaled by 1 / sqrt(head width), as GPT-2's are")
     args = {ours: getattr(c, theirs) for ours, theirs in GPT2_FIELDS.items()}
@@ -165,7 +165,7 @@ def loading(name: str, errors: type[Exception] = Exception) -> Iterator[None]:
 def config_of(name: str, changes: dict) -> tuple[object, dict]:
     """(transformers' config, the fields of GPTConfig) of the model that `load` loads; GPT-2 needs no network."""
     if name not in GPT2 and not os.path.isdir(name) and (name.count("/") != 1 or name[0] in "./~"):
-        raise UserError(f"{name!r} is none of {', '.join(GPT2)}, nor owner/model of the hub, nor a local folder")
+        raise UserError(f"{name!r} is not one of {', '.join(GPT2)}, nor owner/model of the hub, nor a local folder")
     AutoConfig = optional("transformers", USER).AutoConfig
     if fixed := [key for key in changes if key not in FREE]:
         raise UserError(f"{fixed[0]} is fixed: {name}'s weights were trained with it. You can change {', '.join(FREE)}")
@@ -177,7 +177,7 @@ def config_of(name: str, changes: dict) -> tuple[object, dict]:
             c = AutoConfig.from_pretrained(name, **hub_args(name))
     with loading(name, UserError):
         if c.model_type not in FAMILIES:
-            raise UserError(f"the family {c.model_type} is none of {', '.join(FAMILIES)}")
+            raise UserError(f"the family {c.model_type} is not one of {', '.join(FAMILIES)}")
         args = FAMILIES[c.model_type].ours(c) | changes
     if "S" not in args.get("heads", "L") and "window" not in changes:
         args.pop("window", None)  # the heads are no longer short

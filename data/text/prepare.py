@@ -38,4 +38,5 @@ with user_errors():
     if config["tokenizer"] != "sentencepiece":
         config["vocab_size"] = None
     corpus.run(**config)
-    print(f"to train on it: python train.py config/train_shakespeare_char_cpu.py --dataset={config['out_dir']}")
+    flags = f"--dataset={config['out_dir']} --out_dir=out-mine"
+    print(f"to train on it: python train.py config/train_shakespeare_char_cpu.py {flags}")
