@@ -848,7 +848,8 @@ def test_the_table_of_choices(run, quick, data, tmp_path, monkeypatch):
     again = run("experiments/choices.py", *flags, "--only=swiglu", "--what=train")[1]
     assert "seed 1" not in again and out.splitlines()[-2] in again  # with the time from before
     for wrong, says in (("--only=swiglo", "'swiglo' is not one of GPT-2, none"),
-                        ("--what=trian", "not one of train, time"), ("--jobs=0", "at least 1"), ("--extra=--block_size=9999", "this run failed")):  # fmt: skip
+                        ("--what=trian", "not one of train, time"), ("--jobs=0", "at least 1"),
+                        ("--extra=--block_size=9999", "this run failed")):  # fmt: skip
         code, _, err = run("experiments/choices.py", *flags, "--only=rope", wrong)
         assert code == 2 and says in err
     code, _, err = run("experiments/choices.py", *flags, "--what=time", f"--config_file={ROOT}/README.md")
