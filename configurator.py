@@ -176,9 +176,10 @@ def _with_names(comment: str, scope: dict) -> str:
 
     def names(found: re.Match) -> str:
         holder = vars(sys.modules[found[1]]) if found[1] in sys.modules else scope
-        return ", ".join(holder.get(found[2], [found[0]]))
+        table = holder.get(found[2])
+        return ", ".join(map(str, table)) if isinstance(table, dict | list | tuple) else found[0]
 
-    return re.sub(r"a name in (?:(\w+)\.)?([A-Z_]+)", names, comment)
+    return re.sub(r"a name in (?:(\w+)\.)?([A-Z][A-Z0-9_]*)\b", names, comment)
 
 
 def _legal(hint: object) -> list:
@@ -195,7 +196,7 @@ def _words(legal: list) -> str:
 
 
 def _print_help(script: dict, flags: dict[str, Flag]) -> None:
-    paragraphs = (script.get("__doc__") or "").strip().split("\n\n")
+    paragraphs = [text for text in (script.get("__doc__") or "").strip().split("\n\n") if text]
     paragraphs += [f"usage: python {sys.argv[0]} [config/file.py] [--flag=value ...]"]
     paragraphs += ["Each flag stands here with its default value. A flag on the command line wins over a config file. "
                    "--flag is short for --flag=True, and --no-flag for --flag=False."]  # fmt: skip
@@ -214,7 +215,7 @@ def _help_of(name: str, flag: Flag) -> list[str]:
     """The lines of a flag in --help: its default, and from COLUMN on its text."""
     values = f" ({_words(flag.legal)})" if isinstance(flag.legal[0], str) else ""
     heads = textwrap.wrap(f"--{name}={flag.default!r}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-    lines = textwrap.wrap(flag.comment + values, WIDTH - COLUMN, break_on_hyphens=False)
+    lines = textwrap.wrap((flag.comment + values).strip(), WIDTH - COLUMN, break_on_hyphens=False)
     if lines and len(heads[-1]) <= COLUMN - 2:
         heads[-1] = heads[-1].ljust(COLUMN) + lines.pop(0)
     return heads + [" " * COLUMN + line for line in lines]

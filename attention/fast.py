@@ -465,8 +465,10 @@ def check_causal(name: str, definition: Callable) -> None:
     first = definition(q[..., :n, :], k[..., :n, :], v[..., :n, :])
     last = definition(q[..., n:, :], k, v)
     if not alike(first, y[..., :n, :]) or not alike(last, y[..., n:, :]):
-        note(f"attention={name!r}: a query's output changes with later tokens, or with their number. "
-            "If it sees later tokens, its losses mean nothing")
+        note(
+            f"attention={name!r}: a query's output changes with later tokens, or with their number. "
+            "If it sees later tokens, its losses mean nothing"
+        )
 
 
 def same(fast: Callable, definition: Callable) -> bool:

@@ -27,10 +27,10 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from attention.fast import for_values, in_rows, linear_in_values
+from attention.fast import alike, fixed_inputs, for_values, in_rows
 from attention.probe import probing
 from attention.scores import ByDistance, at_least_float32, spelled_out, visible
-from configurator import NotInstalled, UserError, check_writable, configure, refuse, user_errors
+from configurator import NotInstalled, UserError, check_writable, configure, note, refuse, user_errors
 from model import ATTENTION, GPT
 from sample import prompt_of
 from text.tokenizers import Tokenizer
@@ -77,11 +77,7 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
     Raises UserError for an attention that has no weights.
     """
     c = model.config.resolved()
-    if c.attention not in LINEAR_IN and not linear_in_values(ATTENTION[c.attention]):
-        raise UserError(
-            f"attention={c.attention!r} has no weights to draw: it is not linear in its values. If it is linear in "
-            f"some f(v), as LASER is in exp(v), then add f and its inverse to LINEAR_IN in scripts/maps.py"
-        )
+    check_linear(c.attention)
     found = {block.attn: {} for block in model.transformer.h}  # {layer: {head: (weights (T, T), window)}}
 
     def look(attn, group, q, k, v, *, window=None, scale=None, bias=None, **_):
@@ -112,6 +108,22 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
                 maps.append(Map(layer, head - 1, "difference", letter, window, title, difference))
         layers.append(maps)
     return layers
+
+
+def check_linear(attention: str) -> None:
+    """Raises UserError if what an attention computes is not W f(v), with its weights W and its f of LINEAR_IN."""
+    f, _ = LINEAR_IN.get(attention, (torch.clone, None))
+    q, k, v, _ = (x.detach() for x in fixed_inputs(9))
+    try:
+        fits = alike(weights_at_once(attention, q, k, bias=None) @ f(v), f(ATTENTION[attention](q, k, v)))
+    except Exception:  # a bug, or an attention for a fixed number of heads: the model's call will show the error
+        fits = True
+    if not fits:
+        of = "the f(v) that LINEAR_IN in scripts/maps.py has for it" if attention in LINEAR_IN else "its values"
+        raise UserError(
+            f"attention={attention!r} has no weights to draw: it is not linear in {of}. If it is linear in "
+            f"some f(v), as LASER is in exp(v), then write f and its inverse into LINEAR_IN in scripts/maps.py"
+        )
 
 
 def weights_at_once(attention: str, q, k, *, bias, **settings) -> torch.Tensor:
@@ -163,6 +175,8 @@ def draw(rows: list[list[Map]], tokens: list[str], title: str = ""):
     axes = figure.subplots(len(rows), columns, squeeze=False)
     font = min(11.0, 115 * size / max(len(line) for lines in titles for line in [*lines, " "]))  # all titles fit
     point = size * 72 / T  # a token's room, in points
+    if point < 5 and not large:
+        note("the tokens do not fit beside so many maps: --layer= and --head= draw larger ones")
     images = []
     for r, row in enumerate(rows):
         for column, ax in enumerate(axes[r]):
@@ -199,7 +213,7 @@ def colour_bar(figure, image, axes: list, size: float) -> None:
     columns = len({ax.get_subplotspec().colspan.start for ax in axes})
     rows = len({ax.get_subplotspec().rowspan.start for ax in axes})
     inches = {"fraction": 0.25 / (columns * size), "aspect": rows * size / 0.2, "shrink": 0.9 if rows == 1 else 1.0}
-    name = "weight, red below 0" if least < 0 else "weight"
+    name = "weight (asinh scale)" + (", red below 0" if least < 0 else "")
     bar = figure.colorbar(image, ax=axes, label=name, pad=0.01, **inches)
     bar.set_ticks(ticks, labels=[f"{x:g}" for x in ticks])
     bar.minorticks_off()
@@ -232,7 +246,12 @@ def open_maps(folder: str) -> tuple[str, list[str], list[list[Map]]]:
     if head is not None:
         n_map = 2 if c.differential else 1
         rows = [[m for m in row if m.head // n_map == head // n_map] for row in rows]
-    name = c.attention + (f", heads {c.heads}" if "S" in c.heads else "") + (", differential" if c.differential else "")
+    name = (
+        c.attention
+        + (" (its softmax)" if c.attention == "laser" else "")
+        + (f", heads {c.heads}" if "S" in c.heads else "")
+        + (", differential" if c.differential else "")
+    )
     return name, labels(tok, prompt), rows
 
 
@@ -247,10 +266,10 @@ def together(grids: dict[str, list[list[Map]]], side_by_side: bool) -> list[list
 def main() -> None:
     refuse([(not out.endswith((".png", ".pdf", ".svg")), f"--out={out} must end in .png, .pdf or .svg")])
     check_writable(out)
-    folders = out_dir.split(",") if init_from == "resume" else [init_from]
-    runs = {folder: open_maps(folder) for folder in (folder.rstrip("/") for folder in folders) if folder}
+    folders = [folder.strip().rstrip("/") for folder in out_dir.split(",")] if init_from == "resume" else [init_from]
+    runs = {folder: open_maps(folder) for folder in folders if folder or init_from != "resume"}
     if not runs:
-        raise UserError("--out_dir= names no folder")
+        raise UserError(f"--out_dir={out_dir} names no folder")
     names, tokens, grids = zip(*runs.values(), strict=True)
     if any(other != tokens[0] for other in tokens):
         raise UserError("these runs have different tokenizers: draw their maps one by one")

@@ -26,7 +26,7 @@ class Model:
 out_dir = "out"  # where files go
 # How long does it train?
 learning_rate = 6e-4  # the largest
-max_iters = 600  # steps
+max_iters = 600  # steps, not a name in MOST or a name in HEADSTRONG
 compile = True  # the model
 # How large is it?
 top_k: int | None = 200  # of the tokens
@@ -34,6 +34,7 @@ kind: Literal["a", "b"] = "a"  # one of two, which is a name in sys.nothing or i
 bias = False
 maybe: bool | None = None  # None: decided later
 NOT_A_FLAG = 3
+MOST = 600
 HEADS = {{"one": 1, "two": 2}}
 config, given = configure(globals(), Model)
 learning_rate = "reassigned below, as scripts do"
@@ -197,6 +198,7 @@ def test_help_groups_flags_by_question_and_names_what_is_in_a_table(script, tmp_
         ["learning_rate", "max_iters", "compile"],
     ]
     assert "heads of the model, such as one, two\n" in result.stdout and "in every layer" in groups[0]
+    assert "not a name in MOST or a name in HEADSTRONG" in " ".join(result.stdout.split())
     assert all(len(line) <= 100 for line in result.stdout.splitlines())
 
 

@@ -15,7 +15,8 @@ from conftest import ROOT
 
 PAGES = ["README.md", "RESULTS.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
 NOTEBOOK = json.load(open(os.path.join(ROOT, "notebooks", "attention.ipynb"), encoding="utf-8"))
-LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+LINK = re.compile(r"""\[([^\]]*)\]\(<?([^)>\s]+)>?(?:\s+["'][^)]*)?\)""")  # [words](target "title")
+OTHER_LINK = re.compile(r"(?m)^ *\[[^\]]+\]:|<[^>]*\b(?:src|href) *=")  # [words]: target, and HTML
 OTHERS = {  # flags of torchrun and pytest, and words for a flag
     "--standalone", "--nproc_per_node", "--nnodes", "--max-restarts", "--rdzv_backend", "--rdzv_id", "--rdzv_endpoint",
     "--flag", "--key",
@@ -46,8 +47,11 @@ def test_the_readme_is_short():
 @pytest.mark.parametrize("path", PAGES)
 def test_links(path):
     """Files and headings exist, [file, `name`](file) names something in it, and no link has a line number."""
-    for words, target in LINK.findall(without_code(read(path))):
+    page = without_code(read(path))
+    assert not OTHER_LINK.search(page), f"{path}: write links as [words](target), which this test understands"
+    for words, target in LINK.findall(page):
         file, _, anchor = target.partition("#")
+        assert not re.match(r"L\d", anchor), f"{path}: {target} has a line number"
         if file.startswith(("http:", "https:")):
             continue
         at = os.path.normpath(os.path.join(os.path.dirname(path), file)) if file else path
@@ -63,6 +67,7 @@ def test_links(path):
 
 def commands(page: str) -> list[str]:
     """The command lines of a page's code blocks, and of the code in its sentences."""
+    assert set(re.findall(r"(?m)^```(.+)$", page)) <= {"sh", "python"}, "a block of commands begins with ```sh"
     blocks = re.findall(r"(?ms)^```sh\n(.*?)^```$", page)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     lines += [code.replace("\n", " ") for code in re.findall(r"(?s)`([^`]+)`", without_code(page))]
@@ -81,8 +86,10 @@ def test_commands(run):
         return {"--help", *re.findall(r"(?m)^ +(--\w+)", out)}
 
     pages = {path: commands(read(path)) for path in PAGES}
-    cells = "".join("".join(cell["source"]) for cell in NOTEBOOK["cells"])
-    pages["notebook"] = [f"python {line}" for line in re.findall(r'python\(f?"([^"]+)"\)', cells)]
+    cells = "\n".join("".join(cell["source"]) for cell in NOTEBOOK["cells"])
+    texts = dict(re.findall(r'(?m)^(\w+) = f?"([^"]*)"$', cells))  # QUICK = "--max_iters=600 ..."
+    calls = re.findall(r'python\(f?"([^"]+)"\)', cells)
+    pages["notebook"] = ["python " + re.sub(r"{(\w+)}", lambda x: texts.get(x[1], x[0]), line) for line in calls]
     loose = []  # (page, flag) without a script
     for path, line in ((path, line) for path, lines in pages.items() for line in lines):
         try:

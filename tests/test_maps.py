@@ -151,6 +151,24 @@ def test_an_attention_without_weights_is_refused(new_core):
         weights_of(gpt(attention="new"), torch.randint(20, (1, T)))
 
 
+def centred(q, k, v, *, window=None, scale=None, bias=None):
+    return sigmoid_attention(q, k, v - v.mean(-1, keepdim=True), window=window, scale=scale, bias=bias)
+
+
+def test_an_attention_that_mixes_the_channels_of_its_values_is_refused(new_core):
+    """It is linear, but one-hot values do not give its weights."""
+    new_core(centred)
+    with pytest.raises(UserError, match="'new' has no weights to draw"):
+        weights_of(gpt(attention="new"), torch.randint(20, (1, T)))
+
+
+def test_an_edited_laser_does_not_get_maps_of_the_old_one(monkeypatch):
+    """The weights would be 0 log(0), and the map empty."""
+    monkeypatch.setitem(model_file.ATTENTION, "laser", sigmoid_attention)
+    with pytest.raises(UserError, match="'laser' has no weights to draw: it is not linear in the f.v. that LINEAR_IN"):
+        weights_of(gpt(attention="laser"), torch.randint(20, (1, T)))
+
+
 def test_labels():
     tok = CharTokenizer("\n\t $ab")
     assert labels(tok, tok.encode("a b\n\t$")) == ["a", "\u2423", "b", "\\n", "\\t", "$"]

@@ -74,6 +74,12 @@ def test_log_lines(train):
         (("--heads=S", "--window=3"), "; all heads are short: a token sees itself and the 3 before it\n"),
         (("--heads=SL", "--window=3"), "; 2 of 4 heads are short (SL): a token sees itself and the 3 before it; in"),
         (("--heads=S/L", "--window=3"), "; 4 of 8 heads are short (S/L): a token"),
+        (("--heads=S", "--window=0"), "; all heads are short: a token sees itself alone\n"),
+        (("--heads=SL", "--window=31"),
+         "a token sees itself and all tokens before it (window 31, block_size 32); in long heads all\n"),
+        (("--heads=S", "--window=30"), "itself and the 30 before it\n"),
+        (("--attention=beta", "--dropout=0.1", "--attn_dropout=0"), "beta attention, no dropout on weights; all heads"),
+        (("--block_size=1", "--batch_size=1", "--gradient_accumulation_steps=1"), "a step: 1 sequence x 1 = 1 token;"),
         (("--attention=laser", "--dropout=0.1"), "laser attention, no dropout on weights; all heads are long"),
         (("--dropout=0.1",), "softmax attention; all heads are long: a token sees itself and all tokens before it\n"
          "dropout 0.1 (on attention weights too); adamw, learning rate 0.01, cosine decay to 6e-05 from step 2 to"),

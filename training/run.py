@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch
 
-from attention.fast import linear, takes_dropout
+from attention.fast import linear
 from configurator import NotInstalled, UserError, fail, first_line, pick_device, refuse
 from model import ATTENTION, GPT, GPTConfig
 from text.dataset import Tokens, folder_of, read_meta
@@ -220,7 +220,7 @@ class Run:
             f"{attention_in_words(asked, c)}\n"
             f"dropout {m.dropout}{' (on attention weights too)' if m.dropout and m.dropout == m.attn_dropout else ''}; "
             f"{c.optimizer}, {rate}\n"
-            f"a step: {count(self.rows, 'sequence')} x {m.block_size} = {self.rows * m.block_size:,} tokens; "
+            f"a step: {count(self.rows, 'sequence')} x {m.block_size} = {count(self.rows * m.block_size, 'token')}; "
             f"{count(world, 'process')} x {count(self.micro_steps, 'micro-batch')} of {up_to}{c.batch_size}; "
             f"{self.device}, {self.dtype}{', ' + c.parallel if world > 1 else ''}\n"
             f"look at: {'the losses below; nothing is trained or written' if c.eval_only else look}"
@@ -325,7 +325,7 @@ def attention_in_words(config: GPTConfig, flags: SimpleNamespace) -> str:
     attention = f"{'differential ' if m.differential else ''}{m.attention} attention"
     attention += f" in {count(m.n_head // 2, 'pair')} of heads" if m.differential else ""
     attention += ", by its definition" if flags.plain else ", by its Triton kernels" if flags.triton else ""
-    if m.dropout and not takes_dropout(ATTENTION[m.attention]):
+    if m.dropout and not m.attn_dropout:
         attention += ", no dropout on weights"
     elif m.attn_dropout != m.dropout:
         attention += f", dropout {m.attn_dropout} on weights"
@@ -333,6 +333,10 @@ def attention_in_words(config: GPTConfig, flags: SimpleNamespace) -> str:
         attention += ", quadratic in time because of its dropout (--attn_dropout=0 avoids it)"
     seen = f"a token sees itself and {{}} before it{' in its document' if flags.pack == 'document' else ''}"
     near, far = seen.format(f"the {m.window}"), seen.format("all tokens")
+    if m.window == 0:
+        near = "a token sees itself alone"
+    elif m.window is not None and m.window >= m.block_size - 1:
+        near = f"{far} (window {m.window}, block_size {m.block_size})"
     layers = [m.layer_heads(i) for i in range(m.n_layer)]
     letters = layers[0] if len(set(layers)) == 1 else "".join(layers)  # of one layer, if they are alike
     short = letters.count("S")
