@@ -246,12 +246,8 @@ def open_maps(folder: str) -> tuple[str, list[str], list[list[Map]]]:
     if head is not None:
         n_map = 2 if c.differential else 1
         rows = [[m for m in row if m.head // n_map == head // n_map] for row in rows]
-    name = (
-        c.attention
-        + (" (its softmax)" if c.attention == "laser" else "")
-        + (f", heads {c.heads}" if "S" in c.heads else "")
-        + (", differential" if c.differential else "")
-    )
+    name = f"{c.attention} (its softmax)" if c.attention == "laser" else c.attention
+    name += (f", heads {c.heads}" if "S" in c.heads else "") + (", differential" if c.differential else "")
     return name, labels(tok, prompt), rows
 
 

@@ -241,7 +241,7 @@ def test_the_script(run, train, tmp_path):
 
     found, (width, height) = maps(f"--out_dir={a}")
     assert [(m["layer"], m["head"]) for m in found] == [(i, h) for i in range(2) for h in range(4)] and width > height
-    found, _ = maps(f"--out_dir={a},{b}/,{d}", "--layer=1", "--head=2")
+    found, _ = maps(f"--out_dir={a}, {b}/ ,{d}", "--layer=1", "--head=2")
     assert [m["run"] for m in found] == [a, b, d, d, d]
     assert [m["kind"] for m in found] == ["weights", "signed weights", "weights", "weights", "difference"]
     assert [m["head"] for m in found] == [2, 2, 2, 3, 2] and [m["letter"] for m in found] == [*"LSLLL"]
@@ -260,7 +260,8 @@ def test_the_script(run, train, tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
     for flags, says in (
         ([f"--out_dir={tmp_path / 'none'}"], "there is no checkpoint"),
-        (["--out_dir=,"], "names no folder"),
+        (["--out_dir=,"], "--out_dir=, names no folder"),
+        (["--init_from="], "nor a local folder"),
         (["--layer=2"], "--layer=2: " + a + " has the layers 0 to 1"),
         (["--head=4"], "has the heads 0 to 3"),
         (["--head=-1"], "has the heads 0 to 3"),
