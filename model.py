@@ -327,8 +327,6 @@ class GPT(nn.Module):
                 nn.init.normal_(p, mean=0.0, std=0.0 if c.zero_init and not by_norm else std)
             elif name.endswith("_after.weight") and by_norm:
                 nn.init.zeros_(p)
-        if c.position == "sinusoidal":  # as in tensor2tensor: times sqrt(C) the embedding has a std of 1
-            nn.init.normal_(self.transformer.wte.weight, mean=0.0, std=c.n_embd**-0.5)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):

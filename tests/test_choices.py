@@ -404,20 +404,6 @@ def test_sinusoids_are_the_papers():
     torch.testing.assert_close(seen[0], expected)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_embedding_and_the_sinusoids_begin_at_one_scale(tied):
-    """sqrt(C) times the embedding has a std of 1, beside sinusoids of RMS 0.71; all other weights begin as ever."""
-    models = {}
-    for position in ("sinusoidal", "none"):
-        torch.manual_seed(0)
-        models[position] = GPT(config(position=position, tied=tied, vocab_size=500))
-    gpt, other = models.values()
-    assert (gpt.transformer.wte.weight * gpt.embedding_scale).std().item() == pytest.approx(1, abs=0.03)
-    assert gpt.transformer.wpe.table.square().mean().item() == pytest.approx(0.5)
-    for (name, p), q in zip(gpt.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q) == (name != "transformer.wte.weight"), name
-
-
 def test_without_positions_a_model_with_one_layer_sees_a_bag_of_tokens():
     gpt, x = shaken(config(position="none", n_layer=1)), tokens()
     mixed = torch.cat((x[:, :-1][:, torch.randperm(T - 1)], x[:, -1:]), 1)

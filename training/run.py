@@ -342,7 +342,8 @@ def attention_in_words(config: GPTConfig, flags: SimpleNamespace) -> str:
     short = letters.count("S")
     if short in (0, len(letters)):
         return f"{attention}; all heads are {'short' if short else 'long'}: {near if short else far}"
-    return f"{attention}; {short} of {len(letters)} heads are short ({m.heads}): {near}; in long heads all"
+    all_of = "all of its document" if flags.pack == "document" else "all"
+    return f"{attention}; {short} of {len(letters)} heads are short ({m.heads}): {near}; in long heads {all_of}"
 
 
 # -----------------------------------------------------------------------------
