@@ -239,7 +239,8 @@ def test_the_tokens_of_another_data_set(run, texts, folder, tmp_path, few, monke
     monkeypatch.chdir(tmp_path)
     flags = ("--source=other.txt", f"--out_dir={tmp_path / 'b'}")
     code, out, err = run(PREPARE, *flags, "--tokenizer=a")
-    assert code == 0 and f"train.py config/train_shakespeare_char_cpu.py --dataset={tmp_path / 'b'}\n" in out, err
+    next_line = f"train.py config/train_shakespeare_char_cpu.py --dataset={tmp_path / 'b'} --out_dir=out-mine\n"
+    assert code == 0 and next_line in out, err
     a, b = (dataset.read_meta(str(tmp_path / name)) for name in "ab")
     assert a["tokenizer"] == b["tokenizer"]
     ids = np.concatenate([Tokens(str(tmp_path / "b"), file, 8).ids for file in ("train", "val")])
@@ -646,7 +647,7 @@ def test_mistakes(run, tmp_path, folder, texts):
         ((f"--source={folder}", "--val_share=0"), "between 0 and 1"),
         ((f"--source={folder}", "--num_workers=0"), "must be at least 1"),
         ((f"--source={folder}", "--tokenizer=sentencepiece", "--vocab_size=100000"), "no vocabulary of 100,000"),
-        ((f"--source={folder}", "--tokenizer=words"), "none of char, bytes, gpt2, sentencepiece, nor a prepared"),
+        ((f"--source={folder}", "--tokenizer=words"), "not one of char, bytes, gpt2, sentencepiece, and no prepared"),
     ):
         code, _, err = run(PREPARE, f"--out_dir={tmp_path / 'out'}", *flags)
         assert code == 2 and says in err and "Traceback" not in err, (flags, err)

@@ -261,7 +261,7 @@ def test_the_script(run, train, tmp_path):
     for flags, says in (
         ([f"--out_dir={tmp_path / 'none'}"], "there is no checkpoint"),
         (["--out_dir=,"], "--out_dir=, names no folder"),
-        (["--init_from="], "nor a local folder"),
+        (["--init_from="], "no local folder"),
         (["--layer=2"], "--layer=2: " + a + " has the layers 0 to 1"),
         (["--head=4"], "has the heads 0 to 3"),
         (["--head=-1"], "has the heads 0 to 3"),

@@ -95,7 +95,11 @@ def test_any_text_and_mistakes(prepare, text, tmp_path):
     assert meta["source"]["from"] == str(mine) and not (tmp_path / "input.txt").exists()
     code, out, _ = prepare("--url=http://127.0.0.1:9/input.txt")
     assert code == 2 and "nothing to do" not in out  # another text than Tiny Shakespeare does not pass for it
-    for content, says in ((b"", "too little"), (b"\xff\xfe\x00abc" * 20, "not UTF-8"), (None, "No such file")):
+    for content, says in (
+        (b"", "too short to train on"),
+        (b"\xff\xfe\x00abc" * 20, "not UTF-8"),
+        (None, "No such file"),
+    ):
         mine.unlink() if content is None else mine.write_bytes(content)
         code, _, err = prepare(f"--input={mine}")
         assert code == 2 and says in err and str(mine) in err

@@ -181,7 +181,7 @@ def test_from_pretrained_swaps_the_attention_and_refuses_what_needs_other_weight
     for change in ({"qk_norm": "rmsnorm"}, {"n_hidden": 50}, {"n_head": 8}, {"bias": False}):
         with pytest.raises(ValueError, match="is fixed: .* weights were trained with it. You can change dropout"):
             GPT.from_pretrained(str(tmp_path), change)
-    with pytest.raises(ValueError, match="none of gpt2, gpt2-medium"):
+    with pytest.raises(ValueError, match="not one of gpt2, gpt2-medium"):
         GPT.from_pretrained("gtp2")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="cannot convert"):

@@ -394,7 +394,7 @@ def run(
             meta = dataset.read_meta(dataset.folder_of(tokenizer))["tokenizer"]
         except UserError as error:
             known = ", ".join(tokenizers.TOKENIZER)
-            raise UserError(f"tokenizer={tokenizer} is not one of {known}, nor a prepared data set: {error}") from None
+            raise UserError(f"tokenizer={tokenizer} is not one of {known}, and no prepared data set: {error}") from None
         about["of"] = hashlib.sha256(json.dumps(meta).encode()).hexdigest()
     report(prepare(out_dir, splits, meta, about, val_share=val_share, gutenberg=gutenberg, num_workers=num_workers))
 

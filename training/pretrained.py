@@ -165,7 +165,7 @@ def loading(name: str, errors: type[Exception] = Exception) -> Iterator[None]:
 def config_of(name: str, changes: dict) -> tuple[object, dict]:
     """(transformers' config, the fields of GPTConfig) of the model that `load` loads; GPT-2 needs no network."""
     if name not in GPT2 and not os.path.isdir(name) and (name.count("/") != 1 or name[0] in "./~"):
-        raise UserError(f"{name!r} is not one of {', '.join(GPT2)}, nor owner/model of the hub, nor a local folder")
+        raise UserError(f"{name!r} is not one of {', '.join(GPT2)}, no owner/model of the hub and no local folder")
     AutoConfig = optional("transformers", USER).AutoConfig
     if fixed := [key for key in changes if key not in FREE]:
         raise UserError(f"{fixed[0]} is fixed: {name}'s weights were trained with it. You can change {', '.join(FREE)}")
