@@ -16,7 +16,7 @@ class HeadGroup:
         keys = [n_map * value + h % n_map for h, value in zip(heads, values, strict=True)]
         self.window = window
         self.settings = {"window": window}  # arguments of the core for these heads
-        self.n = len(heads)
+        self.heads = heads
         self.q, self.k, self.v = index(heads), index(sorted(set(keys))), index(sorted(set(values)))
         self.k_of = [sorted(set(keys)).index(key) for key in keys]  # for each query head: which of the keys
         self.v_of = [sorted(set(values)).index(value) for value in values]

@@ -700,7 +700,7 @@ def use(model: torch.nn.Module, definition: Callable) -> None:
         (H, G, _), short = layer.sizes, layer.groups[0]
         if len(layer.groups) == 2 and layer.inverse is None and not layer.nope_long:  # short and long heads at once
             together = HeadGroup([*range(H)], H // G, layer.n_map, short.window)
-            together.settings = {"window": short.window, "n_short": short.n}
+            together.settings = {"window": short.window, "n_short": len(short.heads)}
             layer.calls = [together]
 
 

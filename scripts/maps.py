@@ -30,9 +30,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from attention.fast import alike, fixed_inputs, for_values, in_rows
 from attention.probe import probing
 from attention.scores import ByDistance, at_least_float32, spelled_out, visible
-from configurator import NotInstalled, UserError, check_writable, configure, note, refuse, user_errors
+from configurator import UserError, check_writable, configure, note, refuse, user_errors
 from model import ATTENTION, GPT
 from sample import prompt_of
+from text.files import optional
 from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
 
@@ -82,8 +83,7 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
 
     def look(attn, group, q, k, v, *, window=None, scale=None, bias=None, **_):
         weights = weights_at_once(c.attention, q, k, window=window, scale=scale, bias=bias)[0].cpu()
-        heads = range(c.n_head)[group.q] if isinstance(group.q, slice) else group.q
-        found[attn] |= {h: (w, window) for h, w in zip(heads, weights, strict=True)}
+        found[attn] |= {h: (w, window) for h, w in zip(group.heads, weights, strict=True)}
 
     training = model.training
     try:
@@ -152,22 +152,15 @@ def draw(rows: list[list[Map]], tokens: list[str], title: str = ""):
     All maps without weights below 0 have one scale of colours, and all others another. Raises NotInstalled without
     matplotlib.
     """
-    try:
-        from matplotlib.colors import AsinhNorm
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise NotInstalled("maps need matplotlib: pip install matplotlib") from None
+    optional("matplotlib", "a map")
+    from matplotlib.figure import Figure
+
     maps = [m for row in rows for m in row]
     columns, T = max(map(len, rows)), len(tokens)
     large = len(rows) * columns <= 4  # enough room for a label at each token
     size = max(1.4, min(5.5 if len(rows) == 1 else 3.5, 11 / columns))  # of a map, in inches
     size = max(size, min(20.0, T * 7 / 72)) if large else size
-    norms = {}
-    for signed in (False, True):
-        most = max((m.weights.abs().max().item() for m in maps if m.signed == signed), default=0.0)
-        most = max(most, 1e-6 if signed else 1.0)
-        # asinh is linear near 0 and a logarithm further out: a tenth of the largest weight still has a colour
-        norms[signed] = AsinhNorm(most / 10, -most if signed else 0.0, most)
+    norms = colour_scales(maps)
     titles = [m.title.split("\n") for m in maps]
     width = columns * size + 0.7 + 0.9 * len({m.signed for m in maps})
     height = len(rows) * (size + 0.05 + 0.2 * max(map(len, titles))) + (0.8 if title else 0.5)
@@ -203,6 +196,19 @@ def draw(rows: list[list[Map]], tokens: list[str], title: str = ""):
     if title:
         figure.suptitle(title, fontsize=12, parse_math=False)
     return figure
+
+
+def colour_scales(maps: list[Map]) -> dict:
+    """The matplotlib AsinhNorm of all maps that are not signed, and the one of all that are, by Map.signed."""
+    from matplotlib.colors import AsinhNorm
+
+    norms = {}
+    for signed in (False, True):
+        most = max((m.weights.abs().max().item() for m in maps if m.signed == signed), default=0.0)
+        most = max(most, 1e-6 if signed else 1.0)
+        # asinh is linear near 0 and a logarithm further out: a tenth of the largest weight still has a colour
+        norms[signed] = AsinhNorm(most / 10, -most if signed else 0.0, most)
+    return norms
 
 
 def colour_bar(figure, image, axes: list, size: float) -> None:

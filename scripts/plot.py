@@ -17,7 +17,8 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import NotInstalled, UserError, configure, refuse, user_errors
+from configurator import UserError, configure, refuse, user_errors
+from text.files import optional
 
 # What is drawn, and where does it go?
 runs = "out"  # folders of runs of train.py, separated by commas
@@ -108,10 +109,9 @@ def main() -> None:
     logs = {folder.rstrip("/"): read(folder) for folder in runs.split(",") if folder}
     if not logs:
         raise UserError("--runs= names no folder")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise NotInstalled("plots need matplotlib: pip install matplotlib") from None
+    optional("matplotlib", "a plot")
+    from matplotlib.figure import Figure
+
     logged = {key for rows in logs.values() for row in rows for key in row}
     shown = [name for name in what if KEYS[name] in logged or (name == "loss" and "val_loss" in logged)]
     if not shown:

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from test_scripts import SCRIPTS
 
 PAGES = ["README.md", "RESULTS.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
 NOTEBOOK = json.load(open(os.path.join(ROOT, "notebooks", "attention.ipynb"), encoding="utf-8"))
@@ -110,15 +111,9 @@ def test_commands(run):
                     loose.append((path, flag))
                 else:
                     assert flag in flags_of(script), f"{path}: {script} has no {flag}: {line}"
-    known = set().union(*(flags_of(script) for script in SCRIPTS), OTHERS)
+    known = set().union(*(flags_of(script) for script in {*SCRIPTS, "tests/resources.py"}), OTHERS)
     wrong = [(path, flag) for path, flag in loose if flag not in known]
     assert not wrong
-
-
-SCRIPTS = ["train.py", "sample.py", "eval.py", "bench.py", "data/text/prepare.py", "data/shakespeare/prepare.py"]
-SCRIPTS += ["data/openwebtext/prepare.py", "tests/faults.py", "tests/resources.py"]
-SCRIPTS += sorted(glob.glob("scripts/*.py", root_dir=ROOT)) + sorted(glob.glob("experiments/*.py", root_dir=ROOT))
-SCRIPTS.remove("experiments/runs.py")  # a module
 
 
 def test_the_notebook_is_stored_as_it_ran():

@@ -130,8 +130,8 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
     acts = activation_bytes(config, dtype) * micro / 2**30
     peak = peak_flops(device, dtype)
     rate = peak or matmul_rate(device, dtype)
-    machine = f"{count(world, 'process')} on this {device.split(':')[0]}"
-    machine = f"{world} x {torch.cuda.get_device_name()}" if peak else machine
+    kind = device.split(":")[0]
+    machine = f"{world} x {torch.cuda.get_device_name()}" if peak else f"{count(world, 'process')} on this {kind}"
     work = per_token * total / (MFU * world)  # seconds at a rate of one FLOP/s
     return "\n".join([
         f"parameters: {n:,}, {num_params(model):,} without position (and untied token) embeddings",
