@@ -205,10 +205,10 @@ class Run:
         choices = {k: v for k, v in vars(asked).items() if k not in named.split() and v != getattr(GPTConfig, k)}
         rate = f"learning rate {c.learning_rate}"
         rate += f" (Muon's {c.muon_lr}, momentum {c.muon_beta})" if c.optimizer == "muon" else ""
-        rate += ", constant"
         if self.decays:
-            steps = f"from step {math.ceil(self.decay_from)} to {c.lr_decay_iters}"
-            rate = f"{rate.removesuffix('constant')}{c.schedule} decay to {c.min_lr} {steps}"
+            rate += f", {c.schedule} decay to {c.min_lr} from step {math.ceil(self.decay_from)} to {c.lr_decay_iters}"
+        else:
+            rate += ", constant"
         up_to = "" if self.rows == c.batch_size * self.micro_steps * world else "up to "
         look = f"val loss every {count(c.eval_interval, 'step')} (python scripts/plot.py --runs={c.out_dir} draws it)"
         say(
