@@ -34,7 +34,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from attention.fast import CHUNK, fast_form
+from attention.forms import SUMS, fast_form, takes
+from attention.heads import HeadGroup
 from attention.scores import spelled_out
 from choices import POSITION
 from configurator import UserError, check_writable, configure, pick_device, refuse, user_errors
@@ -122,8 +123,10 @@ class Subject:
             y = y[:, ::2] - 0.5 * y[:, 1::2]
             return torch.stack(y.chunk(2, dim=-1), dim=2).flatten(1, 2)
         if self.position:
-            q, k, bias = scheme(self.position, *q.shape[-2:]).to(q.device)(q, k, slice(0, n_head), 0)
-            return core(q.to(v.dtype), k.to(v.dtype), v, bias=bias)
+            group = HeadGroup([*range(n_head)], 1, 1, None)
+            group.decays = takes(ATTENTION[self.core], "decay")
+            q, k, more = scheme(self.position, *q.shape[-2:]).to(q.device)(q, k, group, 0)
+            return core(q.to(v.dtype), k.to(v.dtype), v, **more)
         n = n_short(self.pattern)
         if n == 0:
             return core(q, k, v)
@@ -151,8 +154,8 @@ def n_short(pattern: str) -> int:
 def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
     """The least (FLOPs, numbers read or written) that a head's forward pass over n tokens needs."""
     long = (n + 1) / 2  # keys that a query sees, in the mean
-    if subject.core == "beta":  # half a chunk and the running sums, as in training.estimate.flops
-        long = min(long, (CHUNK + 1) / 2 + 2 * D)
+    if kind := SUMS.get(subject.core):  # half a chunk and the running sums, as in training.estimate.flops
+        long = min(long, (kind.chunk(D) + 1) / 2 + kind.state_size(D, D) / D)
     w = min(window, n - 1)
     short = (w + 1) * (1 - w / (2 * n))
     keys = long + (short - long) * n_short(subject.pattern) / n_head

@@ -14,7 +14,9 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from attention.fast import linear_in_values, takes_dropout
+from attention.cache import Cache
+from attention.documents import Documents
+from attention.forms import linear_in_values, takes
 from attention.scores import ByDistance, at_least_float32
 from configurator import refuse
 
@@ -99,13 +101,14 @@ class Sinusoids(nn.Module):
 
 
 class Scheme(nn.Module):
-    """A position that acts inside attention: forward(q, k, heads, past) -> (q, k, bias).
+    """A position that acts inside attention: forward(q, k, group, past) -> (q, k, more arguments of the attention).
 
-    heads: which of the layer's heads q has. past: the number of tokens before q and k.
+    group: the heads that q and k belong to. past: the number of tokens before q and k.
     """
 
-    scores = True  # whether it gives a bias; beta's running sums cannot hold a bias: with one, beta keeps all keys
+    scores = True  # whether it gives a bias; running sums cannot hold a bias: with one, all keys and values are kept
     shared = False  # whether all layers share one module
+    endless = False  # whether it knows positions past block_size
     extra = 0  # dimensions that it adds to q and k
 
 
@@ -116,18 +119,24 @@ class RoPE(Scheme):
     d and d + D/2: the same model, with the rows of the projections in another order.
     """
 
-    scores, shared = False, True
+    scores, shared, endless = False, True, True
 
     def __init__(self, c):
         super().__init__()
-        rate = c.rope_base ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)
-        angle = torch.outer(torch.arange(c.block_size, dtype=torch.float64), rate)
-        turn = torch.stack((angle.cos(), angle.sin()), dim=-1).float()
-        self.register_buffer("turn", turn, persistent=False)  # (block_size, D / 2, 2)
+        self.base, self.width = c.rope_base, c.head_dim
+        self.register_buffer("turn", self.turn_at(torch.arange(c.block_size)), persistent=False)
 
-    def forward(self, q, k, heads, past):
-        turn = at_least_float32(self.turn[past : past + q.shape[-2]])
-        return rotate(q, turn), rotate(k, turn), None
+    def turn_at(self, at: torch.Tensor) -> torch.Tensor:
+        """cos and sin for positions (n): (n, D / 2, 2)."""
+        rate = self.base ** (-torch.arange(0, self.width, 2, dtype=torch.float64, device=at.device) / self.width)
+        angle = torch.outer(at.double(), rate)
+        return torch.stack((angle.cos(), angle.sin()), dim=-1).float()
+
+    def forward(self, q, k, group, past):
+        end = past + q.shape[-2]
+        turn = self.turn[past:end] if end <= len(self.turn) else self.turn_at(torch.arange(past, end, device=q.device))
+        turn = at_least_float32(turn)
+        return rotate(q, turn), rotate(k, turn), {}
 
 
 def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
@@ -140,31 +149,48 @@ def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 
 
 class ALiBi(Scheme):
-    """Subtracts slope (i - j) from a head's scores: the farther the key, the lower (Press et al. 2021, section 3).
+    """Every weight, before the attention divides it by a sum or a norm, times gamma^(i - j), gamma = exp(-slope).
 
-    With a = slope / scale, -a (i - j) = (a, -a i) . (j, 1): two more dimensions of q and k compute this, in every
-    kernel. A bfloat16 keeps 8 bits of a number, so each number is split into a sum of two, which makes six
-    dimensions. A float16 ends at 65504, so q has a i / 256, and k has 256.
+    For softmax and LASER, whose weights are exp(s), this subtracts slope (i - j) from the scores (Press et al. 2021,
+    section 3): with a = slope / scale, -a (i - j) = (a, -a i) . (j, 1), two more dimensions of q and k, in every
+    kernel. A bfloat16 keeps 8 bits of a number, so each number is split into a sum of two, which makes six dimensions.
+    A float16 ends at 65504, so q has a i / 256, and k has 256. An attention whose weights are not exp(s), as beta,
+    takes the slopes as its argument `decay`.
     """
 
-    scores, shared, extra = False, True, 6
+    scores, shared, endless, extra = False, True, True, 6
 
-    def __init__(self, c):
+    def __init__(self, c, learned: bool = False):
         super().__init__()
         n_map = 2 if c.differential else 1
-        slopes = torch.tensor(alibi_slopes(c.n_head // n_map)).repeat_interleave(n_map)[:, None]
-        j = torch.arange(c.block_size, dtype=torch.float) - c.block_size // 2  # halves the largest number
-        a = (slopes / c.scale).expand(-1, c.block_size)
+        slopes = torch.tensor(alibi_slopes(c.n_head // n_map)).repeat_interleave(n_map)
+        self.scale, self.block_size = c.scale, c.block_size
+        self.log_slopes = nn.Parameter(slopes.log()) if learned else None
+        self.register_buffer("slopes", None if learned else slopes, persistent=False)
+        q, k = (None, None) if learned else self.tables(slopes, torch.arange(c.block_size))
+        self.register_buffer("q", q, persistent=False)
+        self.register_buffer("k", k, persistent=False)
+
+    def tables(self, slopes: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The dimensions for q, (H, n, 6), and for k, (n, 6), at positions (n)."""
+        j = at.float() - self.block_size // 2  # halves the largest number
+        a = (slopes / self.scale)[:, None].expand(-1, len(j))
         a1, a2 = in_two(a)
         ai1, ai2 = in_two(-a * j / 256)
         j1, j2 = in_two(j)
         ones = torch.full_like(j, 256.0)
-        self.register_buffer("q", torch.stack((a1, a1, a2, a2, ai1, ai2), dim=-1), persistent=False)  # (H, T, 6)
-        self.register_buffer("k", torch.stack((j1, j2, j1, j2, ones, ones), dim=-1), persistent=False)  # (T, 6)
+        return torch.stack((a1, a1, a2, a2, ai1, ai2), dim=-1), torch.stack((j1, j2, j1, j2, ones, ones), dim=-1)
 
-    def forward(self, q, k, heads, past):
-        at = slice(past, past + q.shape[-2])
-        return beside(self.q[heads, at], q), beside(self.k[at], k), None
+    def forward(self, q, k, group, past):
+        slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
+        if group.decays:
+            return q, k, {"decay": slopes[group.q][:, None, None]}
+        end = past + q.shape[-2]
+        if self.q is not None and end <= self.block_size:
+            of_q, of_k = self.q[:, past:end], self.k[past:end]
+        else:
+            of_q, of_k = self.tables(slopes, torch.arange(past, end, device=q.device))
+        return beside(of_q[group.q], q), beside(of_k, k), {}
 
 
 def beside(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -197,9 +223,9 @@ class Relative(Scheme):
         self.k = nn.Parameter(0.02 * torch.randn(n, D))
         self.v = nn.Parameter(0.02 * torch.randn(n, 2 * D if c.differential else D))
 
-    def forward(self, q, k, heads, past):
+    def forward(self, q, k, group, past):
         n = past + q.shape[-2]  # there are no larger distances
-        return q, k, ByDistance(self.scale * (q @ self.k[:n].to(q.dtype).mT), self.v[:n])
+        return q, k, {"bias": ByDistance(self.scale * (q @ self.k[:n].to(q.dtype).mT), self.v[:n])}
 
 
 class T5(Scheme):
@@ -212,8 +238,8 @@ class T5(Scheme):
         self.table = nn.Embedding(self.buckets, c.n_head)
         self.register_buffer("bucket", t5_bucket(torch.arange(c.block_size), c.max_distance), persistent=False)
 
-    def forward(self, q, k, heads, past):
-        return q, k, ByDistance(self.table(self.bucket).T[heads][None, :, None])
+    def forward(self, q, k, group, past):
+        return q, k, {"bias": ByDistance(self.table(self.bucket).T[group.q][None, :, None])}
 
 
 def t5_bucket(distance: torch.Tensor, max_distance: int) -> torch.Tensor:
@@ -233,6 +259,37 @@ POSITION: dict[str, tuple[Callable | None, Callable | None]] = {
     "t5": (None, T5),
     "none": (None, None),
 }
+
+# f(c) -> the module of a layer that makes far keys weigh less, beside any position
+DECAY: dict[str, Callable] = {
+    "none": lambda c: None,
+    "alibi": ALiBi,  # fixed slopes
+    "learned": partial(ALiBi, learned=True),  # slopes that begin at ALiBi's and are learned, for each head and layer
+}
+
+
+class ShortConv(nn.Module):
+    """x_t + sum_o w_o x_(t - o), o = 0 to width - 1: a causal convolution over time of each channel alone.
+
+    It begins as the identity. x (B, T, C); w (C, width). memory: as in model.CausalSelfAttention.
+    """
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, width))
+
+    def forward(self, x, memory=None):
+        n, T = self.weight.shape[1] - 1, x.shape[1]
+        before = memory.before(self, x, n) if isinstance(memory, Cache) else x.new_zeros(len(x), n, x.shape[-1])
+        padded = torch.cat((before, x), dim=1)
+        y = x
+        for o, w in enumerate(self.weight.to(x.dtype).unbind(1)):
+            earlier = padded[:, n - o : n - o + T]
+            if isinstance(memory, Documents):  # not those of another document
+                earlier = earlier * (memory.pos >= o)[..., None]
+            y = torch.addcmul(y, earlier, w)
+        return y
+
 
 # -----------------------------------------------------------------------------
 # Activations of the MLP
@@ -263,12 +320,14 @@ ACTIVATION: dict[str, tuple[Callable, bool]] = {
 def with_defaults(c, ATTENTION: dict[str, Callable]):
     """GPTConfig.resolved(): c with its default in the place of each None that stands for a default."""
     window = 50 if c.block_size <= 2048 else 100  # long-short paper, section 5.1
-    attn_dropout = c.dropout if takes_dropout(ATTENTION[c.attention]) else 0.0
+    short = c.short_attention or c.attention
+    drops = all(takes(ATTENTION[name], "dropout") for name in (c.attention, short))
     return replace(
         c,
+        short_attention=short if "S" in c.heads else None,
         n_kv_head=c.n_kv_head or c.n_head,
         head_dim=c.head_dim or c.n_embd // c.n_head,
-        attn_dropout=attn_dropout if c.attn_dropout is None else c.attn_dropout,
+        attn_dropout=(c.dropout if drops else 0.0) if c.attn_dropout is None else c.attn_dropout,
         window=window if c.window is None and "S" in c.heads else c.window,
         rope_base=c.rope_base or (10000.0 if c.position == "rope" else None),
         max_distance=c.max_distance or {"relative": 16, "t5": 128}.get(c.position),  # the papers' values
@@ -291,20 +350,25 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
     near = sorted(sorted(divisors(min(c.n_embd, 2**16)), key=lambda n: abs(n - c.n_head))[:3])
     yield (c.head_dim is None and c.n_embd % c.n_head != 0,
            f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}: set n_head to one of {near}, or set head_dim")
-    tables = {"attention": ATTENTION, "qk_norm": QK_NORM, "position": POSITION, "norm": NORM, "where": WHERE}
-    for name, table in (tables | {"block": ("serial", "parallel"), "mlp": ACTIVATION}).items():
+    tables = {"attention": ATTENTION, "qk_norm": QK_NORM, "position": POSITION, "decay": DECAY, "norm": NORM}
+    tables |= {"where": WHERE, "block": ("serial", "parallel"), "mlp": ACTIVATION}
+    if c.short_attention is not None:
+        tables["short_attention"] = ATTENTION
+    for name, table in tables.items():
         yield getattr(c, name) not in table, f"{name}={getattr(c, name)!r} is not one of {', '.join(table)}"
     for name in ("dropout", "attn_dropout"):
         yield not 0 <= (getattr(c, name) or 0.0) < 1, f"{name}={getattr(c, name)} must be in [0, 1)"
-    yield (bool(c.attn_dropout) and not takes_dropout(ATTENTION[c.attention]),
-           f"attention={c.attention!r} allows no dropout on attention weights (its function takes no `dropout`; in "
-           f"LASER a dropped weight can be log(0)): leave attn_dropout out, or set it to 0")
+    for name in attentions(c):
+        yield (bool(c.attn_dropout) and not takes(ATTENTION[name], "dropout"),
+               f"attention={name!r} allows no dropout on attention weights (its function takes no `dropout`; in "
+               f"LASER a dropped weight can be log(0)): leave attn_dropout out, or set it to 0")
     positive = {"temperature": "; 1.0 changes no score", "logit_softcap": "; Gemma 2's is 30", "rope_base": ""}
     for name, hint in positive.items():
         value = getattr(c, name)
         yield value is not None and not 0 < value < math.inf, f"{name}={value} must be a positive number{hint}"
     yield (c.block == "parallel" and c.where == "post",
            "where='post' has a norm after each of two sums, but a parallel block has one sum: use where='pre'")
+    yield not 0 <= c.conv <= 64, f"conv={c.conv} must be 0 (no convolution) or a width up to 64: 4 is usual"
     yield not 0 < c.norm_eps < 1, f"norm_eps={c.norm_eps} must be between 0 and 1"
     yield not 0 <= c.z_loss < math.inf, f"z_loss={c.z_loss} must not be negative; PaLM's is 1e-4"
     yield from rules_of_heads(c)
@@ -323,6 +387,9 @@ def rules_of_heads(c) -> Iterator[tuple[bool, str]]:
            f"n_layer={c.n_layer} and n_head={c.n_head}")
     yield ("S" not in c.heads and c.window is not None,
            f"window={c.window} needs a short head, but heads={c.heads!r} has no S: use for example --heads=SSSL")
+    yield (c.short_attention not in (None, c.attention) and not {"S", "L"} <= set(c.heads),
+           f"short_attention={c.short_attention!r} needs both short and long heads, but heads={c.heads!r} has one "
+           f"kind: use for example --heads=SSSL, or --attention alone")
     yield c.window is not None and c.window < 0, f"window={c.window} must be 0 (a token sees itself alone) or more"
     if not c.differential:
         return
@@ -340,12 +407,15 @@ def rules_of_position(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool,
            f"position='rope' turns dimensions in pairs, but a head has {D}: head_dim must be even")
     yield (c.position == "sinusoidal" and c.n_embd % 2 == 1,
            f"position='sinusoidal' is made of pairs of a sine and a cosine, but n_embd={c.n_embd} is odd")
-    yield (c.position in ("alibi", "t5") and c.attention == "beta",
-           f"position={c.position!r} lowers the scores of far keys. In beta a score is a weight, so far keys would get "
-           f"large negative weights: use rope, relative, learned, sinusoidal or none with beta")
-    yield (c.position == "relative" and not linear_in_values(ATTENTION[c.attention]),
-           f"position='relative' adds a vector to the values for each distance: the attention must be linear in its "
-           f"values, and {c.attention} is not. Use rope, alibi, t5, learned, sinusoidal or none")
+    for name in attentions(c):
+        yield (c.position == "t5" and takes(ATTENTION[name], "decay"),
+               f"position='t5' adds a number to scores, so that far keys can weigh less. In {name} a low score is no "
+               f"small weight, but a negative or a large one: use alibi, rope, relative, learned, sinusoidal or none")
+        yield (c.position == "relative" and not linear_in_values(ATTENTION[name]),
+               f"position='relative' adds a vector to the values for each distance: the attention must be linear in "
+               f"its values, and {name} is not. Use rope, alibi, t5, learned, sinusoidal or none")
+    yield (c.position == "alibi" and c.decay != "none",
+           f"position='alibi' is a decay itself: leave decay={c.decay!r} out, or use --position=none")
     for name, positions in (("rope_base", ("rope",)), ("max_distance", ("relative", "t5"))):
         value = getattr(c, name)
         yield (value is not None and c.position not in positions,
@@ -360,6 +430,11 @@ def rules_of_position(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool,
            f"nope_long needs both short and long heads, but heads={c.heads!r} has one kind: use --heads=S/S/S/L, or "
            f"--position=none")
 # fmt: on
+
+
+def attentions(c) -> list[str]:
+    """The names of the attentions of a configuration: that of the long heads, then that of the short ones."""
+    return [*dict.fromkeys((c.attention, c.short_attention or c.attention))]
 
 
 def divisors(n: int) -> list[int]:

@@ -21,15 +21,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention.cache import Cache, KeyValues, cache_form
+from attention.cache import Cache, KeyValues, cache_form, why_it_ends
 from attention.documents import Documents
-from attention.fast import fast_form
+from attention.forms import fast_form, takes
 from attention.heads import groups_of, inverse_of
 from attention.probe import probed
-from attention.scores import at_least_float32, check_finite, check_shapes, scores, spelled_out, visible
-from choices import ACTIVATION, POSITION, QK_NORM, WHERE, RMSNorm, Scheme, check, new_norm, with_defaults
+from attention.scores import at_least_float32, check_finite, check_shapes, decayed, scores, spelled_out, visible
+from choices import ACTIVATION, DECAY, POSITION, QK_NORM, WHERE, RMSNorm, Scheme, ShortConv, new_norm, with_defaults
+from choices import check as check_choices
 from configurator import UserError
-from text.sampling import Sampler
+from text.sampling import stream
 
 # -----------------------------------------------------------------------------
 # Attention: f(q, k, v, *, window=None, scale=None, bias=None) -> y, causal.
@@ -40,6 +41,8 @@ from text.sampling import Sampler
 #   bias: added to the scaled scores by `scores`; a tensor that broadcasts to (B, H, Tq, T), or a ByDistance, which
 #     has a number for each distance i - j (attention/scores.py)
 # An attention that can drop its weights takes `dropout` as well: the probability, 0.0 by default, in training alone.
+# One whose weights are not made of exp(s) takes `decay` (H, 1, 1): they are multiplied by exp(-decay (i - j)). For all
+# others a decay becomes more dimensions of q and k, which lower the scores of far keys (choices.ALiBi).
 # y_i may use q_i and the keys and values that query i sees, but neither T nor a key's index, nor other heads or rows.
 # Short heads are computed in blocks of queries: T is then the length of a block, and dimension 1 counts blocks. (To
 # count the keys that a query sees, use seen.sum(-1).) The name of an attention that needs more goes into WHOLE.
@@ -63,14 +66,22 @@ def laser_attention(q, k, v, *, window=None, scale=None, bias=None):
     return (log_weights[..., None] + at_least_float32(v)[..., None, :, :]).logsumexp(-2).to(v.dtype)
 
 
-def beta_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+def beta_attention(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0):
     """y = s / (1 + ||s||) v, ||s|| the L2 norm of a query's scores (the blog post on beta attention in nanoGPT).
 
     Scores that a query does not see are 0. Weights may be negative, and need not sum to 1.
     """
     s, seen = scores(q, k, scale, bias), visible(q, k, window)
-    s = s.masked_fill(~seen, 0.0)
+    s = decayed(s, decay).masked_fill(~seen, 0.0)
     weights = s / (1 + s.norm(dim=-1, keepdim=True))
+    return F.dropout(weights, dropout).to(v.dtype) @ v
+
+
+def beta2_attention(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0):
+    """y = s^2 / (1 + sum s^2) v: beta's square, which gives large scores more weight, and no weight below 0 (ours)."""
+    s, seen = scores(q, k, scale, bias), visible(q, k, window)
+    s2 = decayed(s.square(), decay).masked_fill(~seen, 0.0)
+    weights = s2 / (1 + s2.sum(-1, keepdim=True))
     return F.dropout(weights, dropout).to(v.dtype) @ v
 
 
@@ -78,6 +89,7 @@ ATTENTION: dict[str, Callable] = {
     "softmax": softmax_attention,
     "laser": laser_attention,
     "beta": beta_attention,
+    "beta2": beta2_attention,
 }
 WHOLE: set[str] = set()  # names of attentions that need all queries and keys at once; short heads cost T^2 too
 
@@ -101,15 +113,18 @@ class GPTConfig:
     # Which attention?
     attention: str = "softmax"  # a name in ATTENTION
     heads: str = "L"  # one letter per head: L long, S short; / goes to the next layer; patterns repeat: SSSSSL, S/S/L
+    short_attention: str | None = None  # another attention for short heads: a name in ATTENTION; None: the same
     window: int | None = None  # tokens that a short head sees before its own; None: 50, or 100 if block_size > 2048
     differential: bool = False  # heads work in pairs: the first one's weights minus lambda times the second one's
     qk_norm: str = "none"  # the norm of queries and keys, before their product: a name in choices.QK_NORM
     temperature: float = 1.0  # the attention scores are divided by this number
     per_dim_temperature: bool = False  # each dimension of the queries is multiplied by a learned number, softplus(p)
+    conv: int = 0  # width of a short convolution over time, added to q, k and v: 4 is usual; 0: none
     # How does the model know the order of the tokens?
     position: str = "learned"  # a name in choices.POSITION
     rope_base: float | None = None  # rope: the base of its wavelengths; None: 10000
     max_distance: int | None = None  # relative, t5: larger distances count as this one; None: 16 (relative), 128 (t5)
+    decay: str = "none"  # far keys weigh less, beside any position: weights times exp(-slope distance); choices.DECAY
     nope_long: bool = False  # only short heads know positions, and long heads do not (Command A: --heads=S/S/S/L)
     # What are the blocks made of?
     norm: str = "layernorm"  # the kind of norm: a name in choices.NORM
@@ -128,7 +143,7 @@ class GPTConfig:
     activation_checkpointing: bool = False  # compute blocks again in the backward pass: slower, needs far less memory
 
     def __post_init__(self):
-        check(self, ATTENTION)
+        check_choices(self, ATTENTION)
 
     def resolved(self) -> "GPTConfig":
         """The same choices with every default filled in. Modules read this copy.
@@ -183,10 +198,11 @@ class CausalSelfAttention(nn.Module):
         # softplus(p) is 1 at the start (LASER, section 4: softmax(Q diag(softplus(p)) K^T / sqrt(d)))
         p = torch.full((D,), math.log(math.e - 1)) if c.per_dim_temperature else None
         self.per_dim_temperature = None if p is None else nn.Parameter(p)
+        self.conv = ShortConv((H + 2 * G) * D, c.conv) if c.conv else None
+        self.decay = DECAY[c.decay](c)
         letters = c.layer_heads(layer)
         positioned = c.scheme is not None and ("S" in letters or not c.nope_long)
         self.position = (shared_position or c.scheme(c)) if positioned else None
-        self.nope_long = c.nope_long
         self.scale = c.scale
         self.dropout = {"dropout": c.attn_dropout} if c.attn_dropout else {}
         self.n_map = 2 if c.differential else 1  # query heads that share one value
@@ -195,10 +211,15 @@ class CausalSelfAttention(nn.Module):
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 setattr(self, name, nn.Parameter(0.1 * torch.randn(D)))
             self.ln_head = RMSNorm(2 * D, bias=False, eps=1e-5)
-        definition = ATTENTION[c.attention]
-        self.core = fast_form(c.attention, definition, whole=c.attention in WHOLE, short="S" in letters)
-        self.cache_form = KeyValues if c.long_bias else cache_form(c.attention, definition)
         self.groups = groups_of(letters, H // G, self.n_map, c.window)  # [short heads, long heads], or one of the two
+        for group in self.groups:
+            long = group.window is None
+            group.attention = c.attention if long else c.short_attention
+            definition = ATTENTION[group.attention]
+            group.core = fast_form(group.attention, definition, group.attention in WHOLE, "S" in letters)
+            group.cache = cache_form(group.attention, definition, D, self.n_map * D, c.long_bias or not long)
+            group.decays = takes(definition, "decay")
+            group.schemes = [self.position, self.decay] if not (long and c.nope_long) else [self.decay]
         self.calls = self.groups  # kernels.use changes this: Triton's kernels take both groups in one call
         self.inverse = inverse_of(letters)  # puts the heads back into the layer's order; None if they are in it already
         self.probe = None  # a function that looks into the layer (attention/probe.py)
@@ -208,6 +229,8 @@ class CausalSelfAttention(nn.Module):
         (B, T, _), (H, G, D) = x.shape, self.sizes
         qkv = self.c_attn(x)
         check_finite(qkv)
+        if self.conv is not None:
+            qkv = self.conv(qkv, memory)
         q, k, v = qkv.split((H * D, G * D, G * D), dim=-1)
         q = self.q_norm(q.view(B, T, H, D).transpose(1, 2))  # (B, H, T, D)
         k = self.k_norm(k.view(B, T, G, D).transpose(1, 2))  # (B, G, T, D)
@@ -219,12 +242,12 @@ class CausalSelfAttention(nn.Module):
         y = []
         for group in self.calls if memory is None and self.probe is None else self.groups:
             q_part, k_part, v_part = group.take(q, k, v)
-            bias = None
-            if self.position is not None and not (self.nope_long and group.window is None):
-                q_part, k_part, bias = self.position(q_part, k_part, group.q, past)
+            settings = {**group.settings, "scale": self.scale, **dropout}
+            for scheme in filter(None, group.schemes):
+                q_part, k_part, more = scheme(q_part, k_part, group, past)
+                settings |= more
             q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)  # norms and rotations give float32
-            core = self.core if self.probe is None else probed(self, group)
-            settings = {**group.settings, "scale": self.scale, "bias": bias, **dropout}
+            core = group.core if self.probe is None else probed(self, group)
             if memory is not None:
                 y.append(memory.attend(core, group, q_part, k_part, v_part, **settings))
             else:
@@ -346,10 +369,9 @@ class GPT(nn.Module):
         pos (B, T): positions in documents (text.dataset.positions). A document begins where pos is 0; no token sees
         another document. Raises ValueError for more than block_size tokens.
         """
-        end = idx.shape[1] + (0 if cache is None else cache.length)
-        most = self.config.block_size
-        if idx.shape[1] < 1 or end > most:
-            raise ValueError(f"{end} tokens do not fit: this model takes 1 to block_size={most} tokens")
+        most = self.config.block_size if cache is None else cache.capacity
+        if not 1 <= idx.shape[1] <= most:
+            raise ValueError(f"{idx.shape[1]} tokens do not fit: this model takes 1 to block_size={most} tokens")
         if cache is None:
             return self.predict(self.hidden(idx, None if pos is None else Documents(pos), pos), targets)
         if pos is not None:
@@ -389,15 +411,19 @@ class GPT(nn.Module):
     def run_definitions(self) -> None:
         """Makes the model run the definition of its attention in ATTENTION, not its fast form (train.py --plain)."""
         for block in self.transformer.h:
-            block.attn.core = spelled_out(ATTENTION[self.config.attention])
-            block.attn.cache_form = KeyValues
+            for group in block.attn.groups:
+                group.core, group.cache = spelled_out(ATTENTION[group.attention]), KeyValues
 
     def new_cache(self, capacity: int | None = None) -> Cache:
-        """An empty cache for up to `capacity` tokens, block_size by default. Raises ValueError past block_size."""
-        capacity = self.config.block_size if capacity is None else capacity
-        if not 1 <= capacity <= self.config.block_size:
-            raise ValueError(f"a cache of {capacity} tokens: it must have 1 to block_size={self.config.block_size}")
-        return Cache([block.attn for block in self.transformer.h], capacity)
+        """An empty cache for up to `capacity` tokens, block_size by default; for more only where decoding is endless.
+
+        Raises UserError for another capacity."""
+        most = self.config.block_size
+        capacity = most if capacity is None else capacity
+        why = why_it_ends(self) if capacity > most else "it has none"
+        if not 1 <= capacity <= most and why:
+            raise UserError(f"a cache of {capacity} tokens: it must have 1 to block_size={most} ({why})")
+        return Cache([group for block in self.transformer.h for group in block.attn.groups], capacity)
 
     def crop_block_size(self, block_size: int) -> None:
         """Shortens the context, for fine-tuning a model at a smaller one. Raises UserError for a larger one."""
@@ -415,30 +441,9 @@ class GPT(nn.Module):
 
         return load(name, override_args or {})
 
-    @torch.no_grad()
-    def stream(self, idx: Tensor, n: int, *sampling, use_cache: bool = True, **more) -> Iterator[Tensor]:
-        """Yields the next token of each of the prompts idx (B, T), as (B, 1), up to n times.
-
-        sampling and more: temperature, top_k, top_p, stop, vocab_size, seed (text/sampling.py, Sampler).
-        use_cache: reuse what was computed for earlier tokens; without it the text is the same, but slower. After
-        block_size tokens the window slides: every token changes its position, so the cache is useless, and each step
-        is a whole forward pass.
-        """
-        if idx.shape[1] == 0:
-            raise UserError("the prompt is empty: at least one token is needed")
-        block_size = self.config.block_size
-        sampler = Sampler(len(idx), idx.device, *sampling, **more)
-        cache = self.new_cache(min(block_size, idx.shape[1] + n)) if use_cache else None
-        for _ in range(n):
-            if idx.shape[1] > block_size:
-                cache, idx = None, idx[:, -block_size:]
-            with torch.inference_mode():
-                logits, _ = self(idx if cache is None else idx[:, cache.length :], cache=cache)  # (B, 1, V)
-            token = sampler(logits[:, -1])
-            idx = torch.cat((idx, token), dim=1)
-            yield token
-            if sampler.ended.all():
-                return
+    def stream(self, idx: Tensor, n: int, *args, **kwargs) -> Iterator[Tensor]:
+        """Yields the next token of each of the prompts idx (B, T), as (B, 1), up to n times (text/sampling.py)."""
+        return stream(self, idx, n, *args, **kwargs)
 
     def generate(self, idx: Tensor, max_new_tokens: int, *args, **kwargs) -> Tensor:
         """The prompts idx (B, T), each followed by its new tokens. The arguments are those of `stream`."""

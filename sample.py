@@ -34,11 +34,14 @@ top_k: int | None = 200  # choose among this many most likely tokens; None: amon
 top_p: float | None = None  # choose among the likeliest tokens that sum to this probability; None: among all tokens
 seed = 1337  # decides the random numbers of the first sample; the next samples take seed + 1, seed + 2, ...
 # What does it run on, and how?
+endless = False  # past block_size go on with the cache, at constant speed (beta, beta2, short heads; with rope, alibi)
 use_cache = True  # keep keys and values of earlier tokens; without a cache the text is the same, but slower
 plain = False  # compute attention with the definitions in model.py themselves; the text is the same, but slower
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 or float16 on CUDA, else float32
 compile = False  # compile the model with torch.compile
+
+TAIL = 64  # tokens that are decoded together with the next one
 
 
 def prompt_of(start: str, tok: Tokenizer) -> tuple[str, list[int]]:
@@ -59,7 +62,7 @@ def prompt_of(start: str, tok: Tokenizer) -> tuple[str, list[int]]:
 def text_of(ids: Iterator[torch.Tensor], tok: Tokenizer, stop: str | None, prompt: list[int]) -> Iterator[str]:
     """Yields the text of a stream of tokens in pieces, up to `stop`; half a character or half a `stop` is held back."""
     seen = [*prompt]  # decoded together with the prompt: some tokenizers drop a text's first space
-    before = len(tok.decode(prompt))
+    before = len(tok.decode(prompt))  # characters that are not part of what is yielded
     shown = 0  # characters that have been yielded
     for token in ids:
         seen.append(token.item())
@@ -71,6 +74,9 @@ def text_of(ids: Iterator[torch.Tensor], tok: Tokenizer, stop: str | None, promp
         ready = len(text) - held if held else len(text.rstrip("\ufffd"))
         yield text[shown:ready]  # nothing, if all of it is held back
         shown = max(shown, ready)
+        if shown == len(text) and len(seen) > 2 * TAIL:  # to decode all of a text for each token takes ever longer
+            seen = seen[-TAIL:]
+            before, shown = len(tok.decode(seen)), 0
     yield tok.decode(seen)[before + shown :]
 
 
@@ -88,12 +94,12 @@ def main() -> None:
         torch._dynamo.config.suppress_errors = True  # if compiling fails, go on without it and say why
         model.compile()
     text, prompt = prompt_of(start, tok)
-    if len(prompt) > model.config.block_size:
+    if len(prompt) > model.config.block_size and not endless:
         print(f"the prompt has {len(prompt)} tokens; the model sees the last {model.config.block_size}")
     ids = torch.tensor([prompt], device=device)
     with amp:
         for i in range(num_samples):
-            sampling = {"vocab_size": tok.n_vocab, "seed": seed + i, "use_cache": use_cache}
+            sampling = {"vocab_size": tok.n_vocab, "seed": seed + i, "use_cache": use_cache, "endless": endless}
             tokens = model.stream(ids, max_new_tokens, temperature, top_k, top_p, **sampling)
             print(text, end="")
             for piece in text_of(tokens, tok, stop, prompt):

@@ -1,7 +1,7 @@
 """The cache of decoding: what a model keeps of the tokens that it has seen.
 
-Long heads keep all keys and values, short heads only the last window + 1. Long heads of beta keep running sums
-instead. GPT.new_cache() makes a Cache of all groups.
+Long heads keep all keys and values, short heads only the last window + 1. Long heads of beta and beta2 keep running
+sums instead. A short convolution keeps its last inputs. GPT.new_cache() makes a Cache of all layers.
 """
 
 import contextlib
@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from attention.fast import alike, beta_linear, fixed_inputs, scaled, unchanged
+from attention.forms import SUMS, alike, fixed_inputs, unchanged
 from attention.heads import HeadGroup
 from attention.scores import at_least_float32
+from attention.sums import linear_attention, scaled
 from configurator import note
 
 
@@ -53,70 +54,93 @@ class KeyValues:
         return k, v
 
 
-class BetaSums:
-    """[S | G], the running sums of beta (fast.beta_by_sums): all that its long heads need of the past, however long."""
+class RunningSums:
+    """The state of beta or beta2 (attention/sums.py): all that its long heads need of the past, however long it is."""
 
-    def __init__(self, window: None, capacity: int):
-        self.state = None
+    def __init__(self, kind: type):
+        self.kind, self.state = kind, None
 
-    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
-        """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
-        if dropout:
-            raise ValueError("beta's running sums cannot drop attention weights: call eval() before decoding")
+    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, window=None, scale=None, bias=None, **more):
+        """y (B, H, T, Dv) of the next T tokens, which are added to the sums. more: decay, if there is one."""
+        if more.get("dropout"):
+            raise ValueError("running sums cannot drop attention weights: call eval() before decoding")
         if bias is not None:
-            raise ValueError("beta's running sums cannot hold a bias: a Scheme that gives one must have scores = True")
+            raise ValueError("running sums cannot hold a bias: a Scheme that gives one must have scores = True")
         k, v = group.share(k, v)
+        decay = more.get("decay")
         if self.state is None or q.shape[-2] > 1:
-            y, self.state = beta_linear(q, k, v, scale=scale, state=self.state)
+            y, self.state = linear_attention(self.kind, q, k, v, scale=scale, decay=decay, state=self.state)
             return y
-        with torch.autocast(q.device.type, enabled=False):  # one token: the equation of beta_by_sums itself
-            q, k = scaled(q, scale), at_least_float32(k)
-            self.state = self.state + k.mT * torch.cat((v, k), dim=-1)
-            y, qG = (q @ self.state).split((v.shape[-1], k.shape[-1]), dim=-1)
-            return (y / (1 + (q * qG).sum(-1, keepdim=True).clamp(min=0).sqrt())).to(v.dtype)
-
-
-# The attentions whose long heads need less than all keys and values.
-CACHE: dict[str, Callable] = {"beta": BetaSums}
+        with torch.autocast(q.device.type, enabled=False):
+            one = scaled(q, scale), at_least_float32(k), at_least_float32(v)
+            y, self.state = self.kind.one_token(*one, decay, self.state)
+        return y.to(v.dtype)
 
 
 @functools.cache
-def cache_form(name: str, definition: Callable) -> Callable:
-    """The cache class of long heads without a bias: CACHE[name] if it agrees with the definition, else KeyValues."""
-    if name not in CACHE or not unchanged(name, definition):
+def cache_form(name: str, definition: Callable, D: int, Dv: int, keep_all: bool = False) -> Callable:
+    """f(window, capacity) -> the part of a cache for a group of heads: KeyValues, or running sums if they are smaller.
+
+    D, Dv: widths of keys and values. keep_all: the heads are short, or have a bias, so that there are no sums. Sums are
+    used only if they agree with the definition.
+    """
+    if keep_all or name not in SUMS or not unchanged(name, definition) or not decodes_alike(name, definition):
         return KeyValues
+    kind = SUMS[name]
 
-    def decoded(q, k, v, **settings):
-        group, kept = HeadGroup([0, 1], 1, 1, None), CACHE[name](None, q.shape[-2])
-        sizes = (5, 1, 1, q.shape[-2] - 7)
-        parts = zip(q.split(sizes, dim=-2), k.split(sizes, dim=-2), v.split(sizes, dim=-2), strict=True)
-        return torch.cat([kept.attend(definition, group, *part, **settings) for part in parts], dim=-2)
+    def new(window: int | None, capacity: int) -> KeyValues | RunningSums:
+        smaller = kind.state_size(D, Dv) <= capacity * (D + Dv)
+        return RunningSums(kind) if smaller else KeyValues(window, capacity)
 
+    return new
+
+
+def why_it_ends(model: torch.nn.Module) -> str | None:
+    """Why a GPT's cache cannot go on past block_size; None if it can, with constant memory and speed."""
+    groups = [group for block in model.transformer.h for group in block.attn.groups]
+    for group in groups:
+        if group.window is None and isinstance(group.cache(None, 2**62), KeyValues):
+            return f"long heads of attention={group.attention!r} keep all keys and values"
+    schemes = [scheme for group in groups for scheme in group.schemes if scheme is not None]
+    if "wpe" in model.transformer or not all(scheme.endless for scheme in schemes):
+        return f"position={model.config.position!r} knows no later positions"
+    return None
+
+
+@functools.cache
+def decodes_alike(name: str, definition: Callable) -> bool:
+    """Whether decoding by running sums gives what the definition gives. If not, a line says so."""
     q, k, v, _ = (x.detach() for x in fixed_inputs(20))
-    for settings in ({}, {"scale": 0.3}):
-        if not alike(decoded(q, k, v, **settings), definition(q, k, v, **settings)):
+    for settings in ({}, {"scale": 0.3, "decay": q[0, :, :1, :1].abs()}):
+        group, kept, y = HeadGroup([0, 1], 1, 1, None), RunningSums(SUMS[name]), []
+        for part in zip(*(x.split((5, 1, 1, 13), dim=-2) for x in (q, k, v)), strict=True):
+            y.append(kept.attend(definition, group, *part, **settings))
+        if not alike(torch.cat(y, dim=-2), definition(q, k, v, **settings)):
             note(f"attention={name!r}: its cache and its definition disagree, so decoding keeps all keys and values")
-            return KeyValues
-    return CACHE[name]
+            return False
+    return True
 
 
 class Cache:
     """What a model keeps of the `length` tokens that it has seen, for up to `capacity` tokens in each of `rows` rows.
 
-    layers: the model's attention layers, with their `groups` of heads and the `cache_form` of long ones.
+    groups: the groups of heads of all layers.
     """
 
-    def __init__(self, layers: list, capacity: int):
+    def __init__(self, groups: list[HeadGroup], capacity: int):
         self.capacity, self.length, self.rows, self.broken = capacity, 0, 0, False
-        self.parts = {}
-        for layer in layers:
-            for group in layer.groups:
-                kind = layer.cache_form if group.window is None else KeyValues
-                self.parts[group] = kind(group.window, capacity)
+        self.parts = {group: group.cache(group.window, capacity) for group in groups}
+        self.last = {}  # {a short convolution: its inputs of the last tokens}
 
     def attend(self, core: Callable, group: HeadGroup, q, k, v, **settings) -> torch.Tensor:
         """y (B, H, T, Dv) of a group's next T tokens, which its part of the cache keeps."""
         return self.parts[group].attend(core, group, q, k, v, **settings)
+
+    def before(self, conv: object, x: torch.Tensor, n: int) -> torch.Tensor:
+        """The inputs (B, n, C) of a short convolution for the n tokens before x (B, T, C), whose last n are kept."""
+        x = torch.cat((self.last.get(conv, x.new_zeros(len(x), n, x.shape[-1])), x), dim=1)
+        self.last[conv] = x[:, -n:].clone()
+        return x[:, :n]
 
     @contextlib.contextmanager
     def extended(self, B: int, T: int) -> Iterator[None]:
@@ -138,5 +162,5 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        kept = (x for part in self.parts.values() for x in vars(part).values())
+        kept = [x for part in self.parts.values() for x in vars(part).values()] + [*self.last.values()]
         return sum(x.nbytes for x in kept if isinstance(x, torch.Tensor))

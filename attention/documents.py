@@ -19,6 +19,7 @@ class Documents:
     length = 0  # tokens before x, as in a Cache; here always 0
 
     def __init__(self, pos: torch.Tensor):
+        self.pos = pos
         self.rows_at = rows_at(pos)
 
     @torch.compiler.disable

@@ -1,19 +1,14 @@
 """Fast forms of the attentions of model.py: the same functions in less time and memory.
 
-windowed(definition) makes short heads of any attention cost O(T window). FAST has a function for each attention that
-can be made faster still: it takes the definition and returns a fast form. fast_form(name, definition) compares the fast
-form with the definition, and returns it. If they differ, the definition runs: your edit is never ignored.
+windowed(definition) makes short heads of any attention cost O(T window). fused_softmax and laser_by_exp make softmax
+and LASER faster still; attention/sums.py does it for beta and beta2, and attention/forms.py says which form runs.
 
 Shapes are those of scores.py. Every form has the arguments and the result of a definition (model.py, ATTENTION). A
 "core" is an attention function that other code calls: a definition or a form.
 """
 
-import ast
 import functools
-import hashlib
-import inspect
 import math
-import textwrap
 import warnings
 from collections.abc import Callable
 
@@ -21,14 +16,11 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention.scores import ByDistance, at_least_float32, part_of, scores, spelled_out, visible
-from configurator import note
+from attention.scores import ByDistance, at_least_float32, part_of, spelled_out, visible
 
 CHUNK = 64  # tokens that are computed together; smaller chunks are so many that they cost more than they save
 ROWS = 2**23  # numbers that a few queries may need at once: 32 MiB in float32; on a GPU four times as many
 LASER_RANGE = 60.0  # largest range of a channel: exp(-60) = 9e-27, and its inverse, are far from float32's limits
-BETA_LINEAR_FROM = 256  # tokens; for fewer, the quadratic form of beta is as fast
-BETA_ROWS = 8192  # queries of all heads that a CPU computes at once, so that their tensors stay in its cache
 
 # -----------------------------------------------------------------------------
 # Any attention: short heads in blocks, long heads a few queries at a time
@@ -50,7 +42,7 @@ def in_blocks(core: Callable) -> Callable:
     tokens, whose window would begin before position 0, are a call of their own.
     """
 
-    def attend(q, k, v, *, window=None, scale=None, bias=None, **dropout):
+    def attend(q, k, v, *, window=None, scale=None, bias=None, **more):
         (B, H, Tq, D), T = q.shape, k.shape[-2]
         if isinstance(bias, torch.Tensor):
             bias = bias.expand(torch.broadcast_shapes(bias.shape, (Tq, T)))
@@ -59,13 +51,13 @@ def in_blocks(core: Callable) -> Callable:
         c = CHUNK * max(1, math.ceil((window or 0) / (2 * CHUNK)))
         first = c * math.ceil((window or 0) / c)
         if window is None or min(T, 2 * Tq) <= first + c:
-            return core(q, k, v, window=window, scale=scale, bias=bias, **dropout)
+            return core(q, k, v, window=window, scale=scale, bias=bias, **more)
         if Tq < T:  # many new tokens after a cache
             pad = functools.partial(F.pad, pad=(0, 0, T - Tq, 0))
             if bias is not None:
                 bias = bias.per_query(pad) if isinstance(bias, ByDistance) else pad(bias)
-            return attend(pad(q), k, v, window=window, scale=scale, bias=bias, **dropout)[..., -Tq:, :]
-        settings = {"window": window, "scale": scale, **dropout}
+            return attend(pad(q), k, v, window=window, scale=scale, bias=bias, **more)[..., -Tq:, :]
+        settings = {"window": window, "scale": scale, **more}
         y = []
         if first:
             few = part_of(bias, slice(first), slice(first))
@@ -75,6 +67,8 @@ def in_blocks(core: Callable) -> Callable:
         k_blocks = Windows.apply(pad_rows(k, pad).flatten(0, 1), first, window, c)
         v_blocks = Windows.apply(pad_rows(v, pad).flatten(0, 1), first, window, c)
         bias = bias_blocks(bias, (B, H), pad, first, window, c)
+        if "decay" in more:
+            settings["decay"] = more["decay"].expand(B, H, 1, 1).reshape(B * H, 1, 1, 1)
         blocks = core(q_blocks, k_blocks, v_blocks, bias=bias, **settings)
         y.append(blocks.reshape(B, H, -1, v.shape[-1])[..., : T - first, :])
         return torch.cat(y, dim=-2)
@@ -244,285 +238,3 @@ def wider_than(v: torch.Tensor, limit: float) -> bool:
         sums = "LASER computes its sums in log space, slowly"
         warnings.warn(f"a channel of the values has a range above {limit:.0f}: {sums}", stacklevel=3)
     return wide
-
-
-# -----------------------------------------------------------------------------
-# beta
-
-
-def beta_by_sums(definition: Callable) -> Callable:
-    """y = s / (1 + ||s||) v (the beta post) in linear time, exactly.
-
-    Neither s v nor ||s|| needs the single scores. With s_j = q . k_j, over the keys j that are seen:
-
-        sum_j s_j v_j = q S,  S = sum_j k_j^T v_j        ||s||^2 = sum_j s_j^2 = q G q^T,  G = sum_j k_j^T k_j
-
-    so the running sums S and G, which are D x Dv and D x D, hold all of the past. With dropped weights, a bias or a
-    window there are no such sums; then, and for few tokens, the definition runs. Rounding errors are relative to
-    ||q|| ||k||. Where ||s|| is a hundred times smaller (similar keys, and a query almost orthogonal to them), four
-    digits of a float32 are right; with the definition, six are.
-    """
-    quadratic = windowed(definition, for_bias)
-
-    def attend(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
-        few = q.shape[-2] < max(k.shape[-2], BETA_LINEAR_FROM)
-        if few or window is not None or bias is not None or dropout:
-            return quadratic(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
-        return beta_linear(q, k, v, scale=scale)[0]
-
-    return attend
-
-
-def beta_linear(q, k, v, *, scale=None, state=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, state) of BetaLinear for unscaled queries, in float32 or wider also under autocast; y in v's precision."""
-    with torch.autocast(q.device.type, enabled=False):
-        y, state = BetaLinear.apply(scaled(q, scale), at_least_float32(k), at_least_float32(v), state)
-    return y.to(v.dtype), state
-
-
-def scaled(q: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """scale q, in float32 or wider: its products with the keys are the scores."""
-    return at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
-
-
-class BetaLinear(torch.autograd.Function):
-    """(q, k, v, state) -> (y, state): beta attention from running sums, in chunks.
-
-    q, k (B, H, T, D), v (B, H, T, Dv); state (B, H, D, Dv + D): [S | G] of the tokens before, None for none;
-    it has no gradient. With the values widened to w = [v | k]:
-
-        forward    [N_i | q_i G_i] = sum_j<=i (q_i . k_j) w_j      r_i^2 = q_i G_i q_i^T      y_i = N_i / (1 + r_i)
-        backward   a_i = [dy_i | -(dy_i . y_i) q_i / r_i] / (1 + r_i)
-                   dq_i = sum_j<=i (a_i . w_j) k_j      dk_j = sum_i>=j (a_i . w_j) q_i
-                   dv_j = sum_i>=j (q_i . k_j) a_i[:Dv]
-
-    These are four linear attentions: within a chunk a masked product, between chunks a running sum. A CPU computes a
-    few thousand rows at a time, so that they stay in its cache.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, state):
-        B, H, T, _ = q.shape
-        ctx.step = T
-        if q.device.type == "cpu":
-            ctx.step = max(1, BETA_ROWS // (B * H * CHUNK)) * CHUNK
-        outputs, saved = [], []
-        for parts in zip(*(x.split(ctx.step, dim=2) for x in (q, k, v)), strict=True):
-            y, state, needed = BetaLinear.forward_part(*parts, state)
-            outputs.append(y)
-            saved += needed
-        ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(state)
-        return torch.cat(outputs, dim=2), state
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy, _):
-        saved, state, grads = ctx.saved_tensors, None, []
-        parts = dy.split(ctx.step, dim=2)
-        with torch.autocast(dy.device.type, enabled=False):
-            for i in reversed(range(len(parts))):
-                *part, state = BetaLinear.backward_part(parts[i], *saved[6 * i : 6 * i + 6], state)
-                grads.append(part)
-        return *(torch.cat(x[::-1], dim=2) for x in zip(*grads, strict=True)), None
-
-    @staticmethod
-    def forward_part(q, k, v, state):
-        """(y, state, tensors for the backward pass) of the tokens that follow those of the state."""
-        (B, H, T, D), Dv = q.shape, v.shape[-1]
-        c = min(max(CHUNK, D), T)
-        q, k, v = (pad_rows(x, -T % c).reshape(-1, c, x.shape[-1]) for x in (q, k, v))  # (B H chunks, c, D)
-        w = torch.cat((v, k), dim=-1)
-        before, state = running_sums((k.mT @ w).view(B, H, -1, D, Dv + D), state)
-        past, s = q @ before, (q @ k.mT).tril_()
-        r = (q * past[..., Dv:]).sum(-1, keepdim=True).clamp_(min=0).sqrt_()
-        r = torch.hypot(r, torch.linalg.vector_norm(s, dim=-1, keepdim=True))
-        y = torch.baddbmm(past[..., :Dv], s, v).div_(1 + r)
-        return y.view(B, H, -1, Dv)[:, :, :T], state, (q, w, before, s, r, y)
-
-    @staticmethod
-    def backward_part(dy, q, w, before, s, r, y, state):
-        """(dq, dk, dv, state). state: the sum of q_i^T a_i of later tokens; the returned one includes these tokens."""
-        B, H, T, Dv = dy.shape
-        k = w[..., Dv:]
-        # r is at most |q| sqrt(trace G). Far below that it is only rounding error, and dividing by it would blow the
-        # error up. So the divisor is at least `least`; the number that it divides is as small as r.
-        trace = before[..., Dv:].diagonal(0, -2, -1).sum(-1)[:, None, None]
-        eps = torch.finfo(r.dtype).eps
-        least = (q.square().sum(-1, keepdim=True) * trace).mul_(eps).clamp_(min=eps**4).sqrt_()
-        dv = pad_rows(dy, -T % y.shape[1]).reshape(y.shape) / (1 + r)
-        a = torch.cat((dv, q * ((dv * y).sum(-1, keepdim=True) / -torch.maximum(r, least))), dim=-1)
-        after, state = running_sums((q.mT @ a).view(B, H, -1, *before.shape[1:]), state, reverse=True)
-        aw = (a @ w.mT).tril_()
-        dq = (a @ before.mT).baddbmm_(aw, k)
-        dk = (w @ after.mT).baddbmm_(aw.mT, q)
-        dv = (k @ after[..., :Dv]).baddbmm_(s.mT, dv)
-        return *(x.view(B, H, -1, x.shape[-1])[:, :, :T] for x in (dq, dk, dv)), state
-
-
-def running_sums(x: torch.Tensor, state: torch.Tensor | None, reverse: bool = False) -> tuple:
-    """(state + sum_m<n x_m for each n of dimension 2, state + the sum of all); m > n in reverse.
-
-    x (B, H, chunks, D, E); state (B, H, D, E), None for 0; the first result is (B H chunks, D, E). Sum n leaves x_n
-    out: the rounding of a large x_n would cost the earlier terms their precision.
-    """
-    sums, last = torch.empty_like(x), 0 if reverse else x.shape[2] - 1
-    sums[:, :, x.shape[2] - 1 - last] = 0 if state is None else state
-    if x.device.type == "cpu":  # where cumsum over a middle dimension takes several times as long as this
-        for i in range(x.shape[2] - 1):
-            a, b = (-1 - i, -2 - i) if reverse else (i, i + 1)
-            torch.add(sums[:, :, a], x[:, :, a], out=sums[:, :, b])
-    elif reverse:
-        sums[:, :, :-1] = sums[:, :, -1:] + x[:, :, 1:].flip(2).cumsum(2).flip(2)
-    else:
-        sums[:, :, 1:] = sums[:, :, :1] + x[:, :, :-1].cumsum(2)
-    return sums.flatten(0, 2), sums[:, :, last] + x[:, :, last]
-
-
-# -----------------------------------------------------------------------------
-# Which form runs
-
-FAST: dict[str, Callable] = {
-    "softmax": fused_softmax,
-    "laser": laser_by_exp,
-    "beta": beta_by_sums,
-}
-# The fingerprint of the definition that each fast form was written for. tests/test_forms.py says how to renew it.
-WRITTEN_FOR = {"softmax": "15acaefcf836f259", "laser": "4a58817178a72575", "beta": "61cbe997ad752e79"}
-
-
-@functools.cache
-def fast_form(name: str, definition: Callable, whole: bool = False, short: bool = True) -> Callable:
-    """The form of ATTENTION[name] that runs: FAST[name](definition) or, where there is none, windowed(definition).
-
-    A form is used if it computes what the definition computes. Otherwise the definition runs, and a line says so.
-    whole: the definition needs all queries and keys at once (model.WHOLE). short: whether there are short heads.
-    """
-    if name in FAST and unchanged(name, definition):
-        return FAST[name](definition)
-    if whole:
-        return spelled_out(definition)
-    general = windowed(definition)
-    try:
-        check_causal(name, definition)
-    except Exception:  # a bug, or an attention for a fixed number of heads: the model's call will show the error
-        return general
-    return general if not short or alike_in_blocks(name, definition) else spelled_out(definition)
-
-
-@functools.cache
-def alike_in_blocks(name: str, definition: Callable) -> bool:
-    """Whether `windowed` may cut this attention into blocks. If not, a line says so."""
-    try:
-        alike_there = same(windowed(definition), definition)
-    except Exception:  # an error of the blocks: `check_causal` has called the definition as a whole, without one
-        alike_there = False
-    if not alike_there:
-        note(f"attention={name!r}: outputs on blocks of a text differ from those on all of it: short heads cost T^2")
-    return alike_there
-
-
-@functools.cache
-def unchanged(name: str, definition: Callable) -> bool:
-    """Whether FAST[name] computes what the definition computes. If not, somebody has edited it, and a line says so.
-
-    Comparing outputs cannot prove that two functions are equal. So the code of the definition, without comments and
-    docstrings, must be the code that the fast form was written for, and the outputs must agree as well.
-    """
-    if fingerprint(definition) == WRITTEN_FOR[name] and same(FAST[name](definition), definition):
-        return True
-    note(f"attention={name!r}: its definition was edited, so the definition runs, not its fast form: more slowly")
-    return False
-
-
-def fingerprint(definition: Callable) -> str:
-    """A checksum of the code of a definition and of the functions that it uses, without comments, docstrings, names.
-
-    Empty if the code cannot be read, if another function wraps it, or if its file has other functions by these names.
-    """
-    codes, made_of = [], (scores, visible, at_least_float32)
-    names = getattr(definition, "__globals__", {})
-    if hasattr(definition, "__wrapped__") or any(names.get(f.__name__, f) is not f for f in made_of):
-        return ""
-    for function in (definition, *made_of):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-        except (OSError, TypeError, SyntaxError):  # typed into an interpreter, or no function at all
-            return ""
-        if not isinstance(tree, ast.FunctionDef):  # a lambda
-            return ""
-        body = tree.body[1:] if ast.get_docstring(tree) else tree.body
-        codes += [ast.unparse(part) for part in (*tree.decorator_list, tree.args, *body)]
-    return hashlib.sha256("\n".join(codes).encode()).hexdigest()[:16]
-
-
-@functools.cache
-def check_causal(name: str, definition: Callable) -> None:
-    """Prints a line, once, if a query's output changes when later tokens or earlier queries are left out."""
-    T, n = 40, 25
-    q, k, v, _ = (x.detach() for x in fixed_inputs(T))
-    y = definition(q, k, v)
-    first = definition(q[..., :n, :], k[..., :n, :], v[..., :n, :])
-    last = definition(q[..., n:, :], k, v)
-    if not alike(first, y[..., :n, :]) or not alike(last, y[..., n:, :]):
-        note(
-            f"attention={name!r}: a query's output changes with later tokens, or with their number. "
-            "If it sees later tokens, its losses mean nothing"
-        )
-
-
-def same(fast: Callable, definition: Callable) -> bool:
-    """Whether two attentions give the same outputs and gradients, in float64 on the CPU.
-
-    The program's own random numbers stay as they are.
-    """
-    short, long = 2 * CHUNK + 2, BETA_LINEAR_FROM  # enough for blocks, and for beta's sums
-    cases = [(long, {}), (short, {"window": 20, "scale": 0.3, "bias": True})]
-    if takes_dropout(definition):
-        cases.append((short, {"dropout": 0.3}))
-    for T, settings in cases:
-        found = []
-        for attend in (fast, definition):
-            with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=()):
-                torch.manual_seed(0)
-                q, k, v, dy = fixed_inputs(T)
-                more = {"bias": (q @ k.mT).detach()} if "bias" in settings else {}
-                y = attend(q, k, v, **settings | more)
-                found.append((y, *torch.autograd.grad(y, (q, k, v), dy, allow_unused=True, materialize_grads=True)))
-        if not all(alike(a, b) for a, b in zip(*found, strict=True)):
-            return False
-    return True
-
-
-def fixed_inputs(T: int) -> list[torch.Tensor]:
-    """q, k (1, 2, T, 4), v and dy (1, 2, T, 3), which look random, to compare attentions with. Scores go up to 50."""
-    x = torch.arange(1, 28 * T + 1, dtype=torch.float64, device="cpu").square().mul(0.37).sin()
-    q, k, v, dy = (part.view(1, 2, T, -1) for part in x.split((8 * T, 8 * T, 6 * T, 6 * T)))
-    return [part.detach().requires_grad_() for part in (10 * q, 3 * k, v, dy)]
-
-
-def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal but for the rounding of float64."""
-    return a.shape == b.shape and bool((a - b).abs().max() <= 1e-9 * max(1.0, b.abs().max().item()))
-
-
-@functools.cache
-def linear_in_values(definition: Callable) -> bool:
-    """Whether y is linear in v, as an attention must be for values by distance (ByDistance.v)."""
-    q, k, v, other = (x.detach() for x in fixed_inputs(9))
-    try:
-        return alike(definition(q, k, v + other), definition(q, k, v) + definition(q, k, other))
-    except Exception:  # a bug, or an attention for a fixed number of heads: the model's call will show the error
-        return True
-
-
-@functools.cache
-def takes_dropout(definition: Callable) -> bool:
-    """Whether an attention can drop weights: whether its function takes `dropout`."""
-    return "dropout" in inspect.signature(definition).parameters
-
-
-def linear(config: object) -> bool:
-    """Whether training a GPTConfig takes linear time in long heads: beta, unless something needs its weights."""
-    c = config.resolved()
-    return c.attention == "beta" and not c.long_bias and c.block_size >= BETA_LINEAR_FROM and not c.attn_dropout

@@ -1,5 +1,7 @@
 """The heads of a layer in two groups, short and long: which heads of q, k and v belong to each group."""
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -9,7 +11,16 @@ class HeadGroup:
     heads: their numbers. n_query: how many query heads in a row share one head of keys and values (1 without
     grouped queries). n_map: 2 with differential attention, where heads 2i and 2i + 1 are two maps of one head: they
     have a key each and one value together; else 1. window: None for long heads.
+
+    A layer gives each group its attention: its name, the form that runs (core), whether it takes `decay` (decays), the
+    choices.Schemes that act on its q and k, and f(window, capacity) -> its part of a cache (attention/cache.py).
     """
+
+    attention: str
+    core: Callable
+    decays: bool
+    schemes: list
+    cache: Callable
 
     def __init__(self, heads: list[int], n_query: int, n_map: int, window: int | None):
         values = [h // n_map // n_query for h in heads]

@@ -23,8 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.fast import BETA_LINEAR_FROM, LASER_RANGE, unchanged
+from attention.fast import LASER_RANGE
+from attention.forms import unchanged
 from attention.heads import HeadGroup
+from attention.sums import LINEAR_FROM
 from configurator import UserError
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -486,7 +488,7 @@ class Flash(torch.autograd.Function):
 
 
 # -----------------------------------------------------------------------------
-# beta in linear time: fast.BetaLinear's sums in chunks of N tokens. The scale is applied to products, not to queries
+# beta in linear time: sums.Beta's sums in chunks of N tokens. The scale is applied to products, not to queries
 
 
 @triton.jit
@@ -536,7 +538,7 @@ def beta_forward_kernel(
     q, k, v, before, y, norm, divisor, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, scale, eps, H, T,
     D: tl.constexpr, E: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """y of N tokens of a head, ||s||, and ||s|| as a divisor: not below its rounding error, as in BetaLinear."""
+    """y of N tokens of a head, ||s||, and ||s|| as a divisor: not below its rounding error, as in sums.Beta."""
     part, bh = tl.program_id(0), tl.program_id(1)
     b, h = head_of(bh, H)
     rows, wide = part * N + tl.arange(0, N), tl.arange(0, D)
@@ -602,7 +604,7 @@ def beta_backward_kernel(
 
 
 class Beta(torch.autograd.Function):
-    """(q, k, v, scale) -> y = beta(s) v of q, k (B, H, T, D), v (B, H, T, E), with the equations of BetaLinear."""
+    """(q, k, v, scale) -> y = beta(s) v of q, k (B, H, T, D), v (B, H, T, E), with the equations of sums.Beta."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale):
@@ -660,27 +662,31 @@ def fits(core: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: i
     few = q.shape[0] * q.shape[1] < 2**16 and max(far) < 2**31  # a GPU's limits
     if core == "beta":  # no window, not too few tokens, no heads too wide for a GPU's registers or memory
         most = 32 if v.dtype == torch.float32 else 64 if SMALL or BEFORE_HOPPER else 128
-        few = few and window is None and q.shape[-2] >= BETA_LINEAR_FROM and max(q.shape[-1], v.shape[-1]) <= most
+        few = few and window is None and q.shape[-2] >= LINEAR_FROM and max(q.shape[-1], v.shape[-1]) <= most
     return here and alike and same and few and q.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
 
 
-def never(config: object) -> str | None:
-    """Why the kernels could not train any layer of a GPTConfig's model; None if they can train one."""
-    c = config.resolved()
+def never(model: torch.nn.Module) -> str | None:
+    """Why the kernels could not train any layer of a GPT; None if they can train one."""
+    c, groups = model.config.resolved(), [group for block in model.transformer.h for group in block.attn.groups]
     D = c.head_dim
     E = 2 * D if c.differential else D
     if c.attention not in KERNEL:
         return f"attention={c.attention!r} has no Triton kernel, but {', '.join(KERNEL)} have"
+    if c.short_attention not in (None, c.attention):
+        return f"they take one attention, but short heads have {c.short_attention!r} and long ones {c.attention!r}"
     if c.attn_dropout:
         return f"they cannot drop attention weights, and attn_dropout is {c.attn_dropout}: set --attn_dropout=0"
     if c.long_bias:
         return f"they take no bias by distance, and position={c.position!r} has one"
-    extra = 0 if c.scheme is None or c.nope_long else c.scheme.extra
+    if c.attention == "beta" and any(scheme.extra for group in groups for scheme in group.schemes):
+        return "beta's kernel knows no decay"
+    extra = min(sum(scheme.extra for scheme in group.schemes) for group in groups)
     if not {D + extra, E} <= {*WIDTHS}:
-        why = f" ({extra} of these for {c.position})" if extra else ""
+        why = f" ({extra} of these for {c.position if c.decay == 'none' else 'the decay'})" if extra else ""
         return f"queries are {D + extra} wide{why} and values {E}; the kernels take the widths {WIDTHS}"
-    if c.attention == "beta" and ("L" not in c.heads or c.block_size < BETA_LINEAR_FROM):
-        return f"beta's kernel is for long heads and a block_size of {BETA_LINEAR_FROM} or more"
+    if c.attention == "beta" and ("L" not in c.heads or c.block_size < LINEAR_FROM):
+        return f"beta's kernel is for long heads and a block_size of {LINEAR_FROM} or more"
     return None
 
 
@@ -690,17 +696,19 @@ def use(model: torch.nn.Module, definition: Callable) -> None:
     Raises UserError if they would take none of the model's inputs, or if the definition was edited.
     """
     name = model.config.attention
-    reason = never(model.config)
+    reason = never(model)
     if reason is None and not unchanged(name, definition):
         reason = f"they compute the original attention={name!r}, but its definition in model.py was edited"
     if reason:
         raise UserError(f"Triton's kernels would not be used: {reason}")
     for layer in (block.attn for block in model.transformer.h):
-        layer.core = KERNEL[name](layer.core)
-        (H, G, _), short = layer.sizes, layer.groups[0]
-        if len(layer.groups) == 2 and layer.inverse is None and not layer.nope_long:  # short and long heads at once
-            together = HeadGroup([*range(H)], H // G, layer.n_map, short.window)
-            together.settings = {"window": short.window, "n_short": len(short.heads)}
+        for group in layer.groups:
+            group.core = KERNEL[name](group.core)
+        (H, G, _), (first, *others) = layer.sizes, layer.groups
+        if others and layer.inverse is None and first.schemes == others[0].schemes:  # short and long heads at once
+            together = HeadGroup([*range(H)], H // G, layer.n_map, first.window)
+            together.settings = {"window": first.window, "n_short": len(first.heads)}
+            together.core, together.schemes, together.decays = first.core, first.schemes, first.decays
             layer.calls = [together]
 
 

@@ -33,7 +33,7 @@ def probed(layer: torch.nn.Module, group: HeadGroup) -> Callable:
 
     def core(q, k, v, **settings):
         layer.probe(layer, group, q, k, v, **settings)
-        return layer.core(q, k, v, **settings)
+        return group.core(q, k, v, **settings)
 
     return core
 

@@ -39,6 +39,18 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float | None, bias: "torch.T
     return s if bias is None else s + bias
 
 
+def decayed(x: torch.Tensor, decay: torch.Tensor | None) -> torch.Tensor:
+    """x gamma^(i - j) for query i and key j, gamma = exp(-decay): (B, H, Tq, T).
+
+    decay >= 0: a number for each head, (H, 1, 1) or what broadcasts to (B, H, 1, 1); None: x itself.
+    """
+    if decay is None:
+        return x
+    Tq, T = x.shape[-2:]
+    distance = torch.arange(T - Tq, T, device=x.device)[:, None] - torch.arange(T, device=x.device)
+    return x * (-decay * distance.clamp(min=0)).exp()
+
+
 class ByDistance:
     """A bias that depends on how far key j lies behind query i: values[..., min(i - j, n - 1)].
 

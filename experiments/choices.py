@@ -11,16 +11,12 @@ skipped, so you can stop the script and start it again. The times are those of t
 each row takes one step per round.
 """
 
-import ast
-import concurrent.futures
-import functools
 import json
 import os
 import re
 import statistics
 import sys
-import threading
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -28,12 +24,9 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import UserError, configure, user_errors
-from experiments.runs import finished
-from model import GPT, GPTConfig
+from experiments.runs import as_flags, losses, step_times
 from text.dataset import ROOT
 from text.files import sha256
-from training.optimizers import OPTIMIZER, Settings
-from training.timing import interleaved, medians, ratios, stopwatch
 
 # What is measured?
 what = "train,time"  # the parts to run, separated by commas: train, time, links
@@ -127,10 +120,6 @@ TABLES = {
 }
 
 
-def as_flags(row: Row) -> list[str]:
-    return [f"--{key}" if value is True else f"--{key}={value}" for key, value in row.flags.items()]
-
-
 def link(row: Row) -> str:
     """[choices.py, `RoPE`](../choices.py), where the row's choice is made. Raises UserError where the name is gone."""
     file, name = row.place.split()
@@ -149,50 +138,6 @@ def relinked(page: str) -> str:
     return page
 
 
-def constants(path: str) -> dict:
-    """The constants that a script or a config file assigns at its top level, without running it.
-
-    Raises UserError for a file that is not Python, OSError for one that is not there.
-    """
-    with open(path, encoding="utf-8") as f:
-        source = f.read()
-    try:
-        nodes = [node for node in ast.parse(source).body if isinstance(node, (ast.Assign, ast.AnnAssign))]
-    except SyntaxError as error:
-        raise UserError(f"{path} is no config file: {error}") from None
-    names = [ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) for node in nodes]
-    return {name: x.value.value for name, x in zip(names, nodes, strict=True) if isinstance(x.value, ast.Constant)}
-
-
-def step_times(rows: dict[str, Row]) -> dict[str, tuple[float, float]]:
-    """Of each row: milliseconds of a training step, and their ratio to the first row's in the same round."""
-    settings = constants("train.py") | constants(config_file)
-    model_fields = {field.name for field in fields(GPTConfig)}
-    x = torch.randint(65, (settings["batch_size"], settings["block_size"]))
-    tasks = {}
-    for name, row in rows.items():
-        chosen = settings | row.flags | {"vocab_size": 65}
-        gpt = GPT(GPTConfig(**{k: v for k, v in chosen.items() if k in model_fields})).train()
-        lr = Settings(chosen["learning_rate"], (0.9, chosen["beta2"]), 0.1)
-        tasks[name] = functools.partial(timed_step, gpt, OPTIMIZER[chosen["optimizer"]](gpt, lr), x)
-    interleaved(tasks, "cpu", 3)  # warm-up
-    rounds = interleaved(tasks, "cpu", repeats)
-    return {name: (medians(rounds[name])[0]["ms"], ratios(rounds, name, next(iter(rows)))["ms"]) for name in rounds}
-
-
-def timed_step(gpt: GPT, optimizers: list[torch.optim.Optimizer], x: torch.Tensor) -> dict[str, float]:
-    """Makes a training step; its milliseconds."""
-
-    def step() -> None:
-        gpt(x, x)[1].backward()
-        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        gpt.zero_grad(set_to_none=True)
-
-    return {"ms": stopwatch("cpu", step)[0]}
-
-
 def timed(path: str) -> dict[str, tuple[float, float]]:
     """The times of an earlier run with this config."""
     if not os.path.exists(path):
@@ -205,31 +150,16 @@ def timed(path: str) -> dict[str, tuple[float, float]]:
         raise UserError(f"{path} is damaged; delete it, and the times are taken again") from None
 
 
-def losses(rows: dict[str, Row]) -> dict[str, list[float]]:
+def last_losses(rows: dict[str, Row]) -> dict[str, list[float]]:
     """The last validation loss of each row's runs; seeds in the outer loop."""
-    threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
-    stop = threading.Event()
-
-    def run(seed: int, name: str) -> float | None:
-        if stop.is_set():
-            return None
-        folder = os.path.join(out_dir, f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{seed}")
-        command = [config_file, *as_flags(rows[name]), f"--seed={seed}", *extra.split()]
-        try:
-            log = finished(f"{name}, seed {seed}", command, folder, threads)
-        except BaseException:
-            stop.set()
-            raise
-        return [line["val_loss"] for line in log if "val_loss" in line][-1]
-
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        futures = {(name, seed): pool.submit(run, seed, name) for seed in range(1, seeds + 1) for name in rows}
-        try:
-            concurrent.futures.wait(futures.values())
-        except KeyboardInterrupt:  # the runs get it as well: they save and end
-            stop.set()
-            raise
-    return {name: [futures[name, seed].result() for seed in range(1, seeds + 1)] for name in rows}
+    runs = {}
+    for seed in range(1, seeds + 1):
+        for name, row in rows.items():
+            folder = os.path.join(out_dir, f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{seed}")
+            command = [config_file, *as_flags(row.flags), f"--seed={seed}", *extra.split()]
+            runs[name, seed] = f"{name}, seed {seed}", command, folder
+    found = losses(runs, jobs)
+    return {name: [found[name, seed] for seed in range(1, seeds + 1)] for name in rows}
 
 
 def main() -> None:
@@ -253,17 +183,17 @@ def main() -> None:
     rows = {name: known_rows[name] for name in (base, *names)}
     os.makedirs(out_dir, exist_ok=True)
     ms_path = os.path.join(out_dir, "ms.json")
-    val = losses(rows) if "train" in parts else {}
+    val = last_losses(rows) if "train" in parts else {}
     ms = timed(ms_path)
     if "time" in parts:
-        ms |= step_times(rows)
+        ms |= step_times(config_file, {name: row.flags for name, row in rows.items()}, 65, repeats)
         with open(ms_path, "w") as f:
             json.dump({"config": sha256(os.path.join(ROOT, config_file)), "ms": ms}, f)
     linked = bool(rows[base].place)
     print(f"| | flags | val loss, mean (range) | against {base} | ms per step | |" + " where | paper |" * linked)
     print("|---" * (8 if linked else 6) + "|")
     for name, row in rows.items():
-        flags = f"`{' '.join(as_flags(row))}`" if row.flags else ""
+        flags = f"`{' '.join(as_flags(row.flags))}`" if row.flags else ""
         loss = " | "
         if name in val:
             change = statistics.mean(a - b for a, b in zip(val[name], val[base], strict=True))

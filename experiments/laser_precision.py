@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from attention.fast import fast_form, for_values, windowed
+from attention.fast import for_values, windowed
+from attention.forms import fast_form
 from attention.probe import probing
 from configurator import UserError, configure, pick_device, user_errors
 from experiments.runs import finished

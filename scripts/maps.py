@@ -27,9 +27,11 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from attention.fast import alike, fixed_inputs, for_values, in_rows
+from attention.fast import for_values, in_rows
+from attention.forms import alike, fixed_inputs
 from attention.probe import probing
 from attention.scores import ByDistance, at_least_float32, spelled_out, visible
+from choices import attentions
 from configurator import UserError, check_writable, configure, note, refuse, user_errors
 from model import ATTENTION, GPT
 from sample import prompt_of
@@ -78,12 +80,13 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
     Raises UserError for an attention that has no weights.
     """
     c = model.config.resolved()
-    check_linear(c.attention)
-    found = {block.attn: {} for block in model.transformer.h}  # {layer: {head: (weights (T, T), window)}}
+    for name in attentions(c):
+        check_linear(name)
+    found = {block.attn: {} for block in model.transformer.h}  # {layer: {head: (weights (T, T), window, attention)}}
 
-    def look(attn, group, q, k, v, *, window=None, scale=None, bias=None, **_):
-        weights = weights_at_once(c.attention, q, k, window=window, scale=scale, bias=bias)[0].cpu()
-        found[attn] |= {h: (w, window) for h, w in zip(group.heads, weights, strict=True)}
+    def look(attn, group, q, k, v, *, window=None, scale=None, bias=None, **more):
+        weights = weights_at_once(group.attention, q, k, window=window, scale=scale, bias=bias, **more)[0].cpu()
+        found[attn] |= {h: (w, window, group.attention) for h, w in zip(group.heads, weights, strict=True)}
 
     training = model.training
     try:
@@ -91,16 +94,16 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
             model(idx)
     finally:
         model.train(training)
-    below_0 = any(w.min() < -1e-6 for heads in found.values() for w, _ in heads.values())
+    below_0 = any(w.min() < -1e-6 for heads in found.values() for w, *_ in heads.values())
     layers = []
     for layer, (attn, heads) in enumerate(found.items()):
         maps = []
-        for head, (w, window) in sorted(heads.items()):
+        for head, (w, window, attention) in sorted(heads.items()):
             letter = c.layer_heads(layer)[head]
             span = {"S": f": S, window {window}", "L": ": L"}[letter] if "S" in c.heads else ""
             kind = "signed weights" if below_0 else "weights"
             maps.append(Map(layer, head, kind, letter, window, f"layer {layer}, head {head}{span}", w))
-            if c.differential and head % 2 == 1 and c.attention not in LINEAR_IN:
+            if c.differential and head % 2 == 1 and attention not in LINEAR_IN:
                 factor = attn.lambda_of_pairs().item()
                 sign = "-" if factor >= 0 else "+"
                 title = f"layer {layer}, head {head - 1} {sign} {abs(factor):.2f} head {head}{span}"
@@ -252,7 +255,8 @@ def open_maps(folder: str) -> tuple[str, list[str], list[list[Map]]]:
     if head is not None:
         n_map = 2 if c.differential else 1
         rows = [[m for m in row if m.head // n_map == head // n_map] for row in rows]
-    name = f"{c.attention} (its softmax)" if c.attention == "laser" else c.attention
+    names = [f"{name} (its softmax)" if name == "laser" else name for name in attentions(c)]
+    name = ", ".join(names)
     name += (f", heads {c.heads}" if "S" in c.heads else "") + (", differential" if c.differential else "")
     return name, labels(tok, prompt), rows
 

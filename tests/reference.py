@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from attention.fast import fast_form
+from attention.forms import fast_form
 from attention.scores import ByDistance
 from model import ATTENTION
 
@@ -14,6 +14,7 @@ ONE_QUERY: dict[str, Callable] = {
     "softmax": lambda s, v: (s.softmax(-1)[..., None] * v).sum(-2),
     "laser": lambda s, v: (s.log_softmax(-1)[..., None] + v).logsumexp(-2),  # = log(softmax(s) exp(v))
     "beta": lambda s, v: (s[..., None] * v).sum(-2) / (1 + s.norm(dim=-1, keepdim=True)),
+    "beta2": lambda s, v: (s.square()[..., None] * v).sum(-2) / (1 + s.square().sum(-1, keepdim=True)),
 }
 
 

@@ -8,7 +8,8 @@ from reference import fast, naive_attention, one_query
 from torch.nn import functional as F
 
 from attention import fast as forms
-from attention.fast import BetaLinear
+from attention import sums
+from attention.sums import Beta, Linear
 from model import ATTENTION
 
 T = 37
@@ -124,21 +125,21 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(core, window):
 @pytest.mark.parametrize("T", [1, 63, 130])
 @pytest.mark.parametrize("rows", [128, 10**9])  # 64 tokens at a time, and all at once
 def test_betas_gradients_by_differences(widths, T, rows, monkeypatch):
-    monkeypatch.setattr(forms, "BETA_ROWS", rows)
+    monkeypatch.setattr(sums, "ROWS_AT_ONCE", rows)
     D, Dv = widths
     x = [torch.randn(1, 2, T, d, dtype=torch.float64, requires_grad=True) for d in (D, D, Dv)]
     some = torch.randn(1, 2, T, Dv, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda *x: (BetaLinear.apply(*x, None)[0] * some).sum(), x, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *x: (Linear.apply(Beta, *x, None, None)[0] * some).sum(), x, fast_mode=True)
 
 
 @pytest.mark.parametrize("rows", [128, 10**9])
 def test_betas_sums_go_on_from_a_state(rows, monkeypatch):
-    monkeypatch.setattr(forms, "BETA_ROWS", rows)
+    monkeypatch.setattr(sums, "ROWS_AT_ONCE", rows)
     q, k, v = long_qkv()
-    whole, end = BetaLinear.apply(q, k, v, None)
+    whole, end = Linear.apply(Beta, q, k, v, None, None)
     state, parts = None, []
     for part in zip(*(x.split([1, 1, 100, 64, 134], dim=-2) for x in (q, k, v)), strict=True):
-        y, state = BetaLinear.apply(*part, state)
+        y, state = Linear.apply(Beta, *part, None, state)
         parts.append(y)
     assert close(torch.cat(parts, -2), whole, 1e-12) and close(state, end, 1e-12)
     assert close(state, k.mT @ torch.cat((v, k), -1), 1e-12) and not state.requires_grad

@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 import choices
 from attention import fast as forms
-from attention.cache import BetaSums
+from attention.cache import RunningSums
 from attention.scores import ByDistance
+from attention.sums import Beta
 from choices import ACTIVATION, POSITION, WHERE, alibi_slopes, t5_bucket
 from model import ATTENTION, GPT, GPTConfig
 from training import checkpoint, estimate
@@ -49,7 +50,7 @@ def tokens(B: int = 2, n: int = T) -> torch.Tensor:
 def test_what_is_refused():
     """The only refused pairs are these. Many tests skip refused pairs, so they skip no others."""
     refused = {(a, p) for a in ATTENTION for p in POSITION if not legal(attention=a, position=p)}
-    assert refused == {("beta", "alibi"), ("beta", "t5"), ("laser", "relative")}
+    assert refused == {("beta", "t5"), ("beta2", "t5"), ("laser", "relative")}
 
 
 # -----------------------------------------------------------------------------
@@ -299,8 +300,8 @@ def test_rope_is_the_seeds_matrix(monkeypatch):
     seeds = x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
     for compiling in (False, True):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda c=compiling: c)
-        q, k, bias = rope(x, 2 * x, slice(0, 1), 0)
-        assert bias is None
+        q, k, more = rope(x, 2 * x, None, 0)
+        assert more == {}
         torch.testing.assert_close(q, seeds, rtol=0, atol=1e-5)
         torch.testing.assert_close(k, 2 * seeds, rtol=0, atol=1e-5)
 
@@ -308,7 +309,7 @@ def test_rope_is_the_seeds_matrix(monkeypatch):
 def test_rope_knows_the_distance_alone():
     rope = choices.RoPE(config(position="rope", block_size=200).resolved())
     q, k = (torch.randn(1, 1, 1, D).expand(1, 1, 200, D) for _ in "qk")
-    q, k, _ = rope(q, k, slice(0, 1), 0)
+    q, k, _ = rope(q, k, None, 0)
     s = (q @ k.mT)[0, 0]
     for d in (0, 1, 50, 199):
         torch.testing.assert_close(s.diagonal(-d), s[d, 0].expand(200 - d), rtol=0, atol=1e-4)
@@ -457,7 +458,7 @@ def test_running_sums_refuse_a_bias():
     attn = shaken(config(attention="beta", position="relative")).transformer.h[0].attn
     q = torch.randn(1, H, 1, D)
     with pytest.raises(ValueError, match="scores = True"):
-        BetaSums(None, T).attend(attn.core, attn.groups[0], q, q, q, bias=ByDistance(q))
+        RunningSums(Beta).attend(attn.groups[0].core, attn.groups[0], q, q, q, bias=ByDistance(q))
 
 
 def test_bytes_of_a_cache_shrink_with_shared_heads():
@@ -642,8 +643,8 @@ def test_zero_init_starts_from_the_embedding(where):
         ({"n_hidden": -1}, "n_hidden=-1 must be at least 1"),
         ({"n_kv_head": 1, "differential": True}, "n_kv_head=1 is odd"),
         ({"where": "post", "block": "parallel"}, "a parallel block has one sum"),
-        ({"position": "alibi", "attention": "beta"}, "In beta a score is a weight"),
-        ({"position": "t5", "attention": "beta"}, "In beta a score is a weight"),
+        ({"position": "alibi", "decay": "alibi"}, "position='alibi' is a decay itself"),
+        ({"position": "t5", "attention": "beta"}, "In beta a low score is no small weight"),
         ({"position": "relative", "attention": "laser"}, "must be linear in its values, and laser is not"),
         ({"rope_base": 100.0}, "is used only with position=rope, not 'learned'"),
         ({"rope_base": 0.0, "position": "rope"}, "must be a positive number"),

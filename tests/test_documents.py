@@ -163,7 +163,8 @@ def test_the_largest_score_of_each_layer(core, position, kind, packed, monkeypat
 
     for layer, block in enumerate(gpt.transformer.h):
         seen.append(0.0)
-        block.attn.core = spy(layer, block.attn.core)
+        for group in block.attn.groups:
+            group.core = spy(layer, group.core)
     gpt(idx, pos=pos)
     got = largest_logits(gpt, idx, pos)
     assert got == pytest.approx(seen, rel=1e-5) and min(got) > 0

@@ -11,9 +11,9 @@ from reference import naive_attention
 from torch.nn import functional as F
 
 import model
-from attention import fast as forms
-from attention.cache import BetaSums, KeyValues, cache_form
-from attention.fast import FAST, fast_form, takes_dropout
+from attention import fast, forms
+from attention.cache import KeyValues, RunningSums, cache_form
+from attention.forms import FAST, SUMS, fast_form, takes
 from attention.scores import scores, visible
 from model import ATTENTION, GPT, GPTConfig
 
@@ -65,9 +65,9 @@ EDITS += [("softmax", edited_scores)]
 def test_the_fast_forms_are_used(core, capfd):
     """If this fails after a change of a definition here: WRITTEN_FOR[core] becomes fingerprint(ATTENTION[core])."""
     assert forms.WRITTEN_FOR[core] == forms.fingerprint(ATTENTION[core])
-    form, general = fast_form(core, ATTENTION[core]), forms.windowed(ATTENTION[core])
+    form, general = fast_form(core, ATTENTION[core]), fast.windowed(ATTENTION[core])
     assert form.__qualname__ == FAST[core](ATTENTION[core]).__qualname__ != general.__qualname__
-    assert cache_form(core, ATTENTION[core]) is (BetaSums if core == "beta" else KeyValues)
+    assert type(cache_form(core, ATTENTION[core], 4, 4)(None, 100)) is (RunningSums if core in SUMS else KeyValues)
     assert fast_form(core, ATTENTION[core]) is form  # compared once
     assert capfd.readouterr().err == ""
 
@@ -163,7 +163,7 @@ def test_a_new_attention_has_everything(monkeypatch, capfd):
     for window in (None, 0, 20, 100):
         exact = naive_attention("sigmoid", q, k, v, window=window)
         torch.testing.assert_close(form(q, k, v, window=window), exact, rtol=0, atol=1e-12)
-    assert not takes_dropout(sigmoid_attention) and capfd.readouterr().err == ""
+    assert not takes(sigmoid_attention, "dropout") and capfd.readouterr().err == ""
     sizes = {"block_size": 300, "vocab_size": 11, "n_layer": 2, "n_head": 4, "n_embd": 32, "attention": "sigmoid"}
     idx = torch.randint(11, (2, 300))
     for more in (

@@ -18,6 +18,8 @@ FLOORS = [
     ["text.shakespeare"],
     ["attention.scores", "attention.heads"],
     ["attention.fast", "attention.documents"],
+    ["attention.sums"],
+    ["attention.forms"],
     ["attention.cache", "attention.probe", "attention.kernels"],
     ["choices"],
     ["model"],

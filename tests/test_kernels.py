@@ -55,7 +55,7 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
     ("core", "window"), [("beta", None), *itertools.product(("softmax", "laser"), (None, 0, 20, 64))]
 )  # short beta heads have no kernel
 def test_equal_naive_forward_and_backward(core, window, dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "BETA_LINEAR_FROM", 1)
+    monkeypatch.setattr(kernels, "LINEAR_FROM", 1)
     q, k, v, dy = inputs(dtype)
     held_against(
         lambda *x: naive_attention(core, *x, window=window, scale=0.3),
@@ -66,7 +66,7 @@ def test_equal_naive_forward_and_backward(core, window, dtype, monkeypatch):
 
 @pytest.mark.parametrize("core", kernels.KERNEL)
 def test_short_and_long_heads_together(core, monkeypatch):
-    monkeypatch.setattr(kernels, "BETA_LINEAR_FROM", 1)
+    monkeypatch.setattr(kernels, "LINEAR_FROM", 1)
     q, k, v, dy = inputs(torch.float32, H=3)
 
     def exact(q, k, v):
@@ -116,7 +116,7 @@ def test_lasers_error_in_bfloat16_is_softmaxs(size, T, later):
 @pytest.mark.parametrize("core", kernels.KERNEL)
 def test_what_was_saved_may_come_back_with_other_strides(core, monkeypatch):
     """As from torch.autograd.graph.save_on_cpu: it is in order, (B, H, T, D)."""
-    monkeypatch.setattr(kernels, "BETA_LINEAR_FROM", 1)
+    monkeypatch.setattr(kernels, "LINEAR_FROM", 1)
     q, k, v, dy = inputs(torch.float32, T=36)
     y = kernel(core)(q, k, v)
     with torch.autograd.graph.saved_tensors_hooks(
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_the_fast_form(monkeypatch):
 @pytest.mark.parametrize("core", ONE_QUERY)
 @pytest.mark.parametrize("choices", [{"heads": "SL", "window": 20}, {"differential": True, "n_kv_head": 2}])
 def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
-    monkeypatch.setattr(kernels, "BETA_LINEAR_FROM", 1)
+    monkeypatch.setattr(kernels, "LINEAR_FROM", 1)
     used = []
     for function in (kernels.Flash, kernels.Beta):
         apply = function.apply

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import model as model_file
-from attention.fast import linear_in_values, takes_dropout
+from attention.forms import linear_in_values, takes
 from attention.scores import scores, visible
 from configurator import NotInstalled, UserError
 from model import GPT, GPTConfig
@@ -127,7 +127,7 @@ def new_core(monkeypatch):
     def add(f):
         monkeypatch.setitem(model_file.ATTENTION, "new", f)
         linear_in_values.cache_clear()
-        takes_dropout.cache_clear()
+        takes.cache_clear()
 
     return add
 

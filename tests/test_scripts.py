@@ -18,7 +18,7 @@ import torch
 from conftest import ROOT, SMALL, Workers
 from reference import ONE_QUERY
 
-from attention import fast as forms
+from attention import forms
 from attention.scores import visible
 from choices import ACTIVATION, NORM, POSITION, QK_NORM, WHERE
 from model import ATTENTION, GPT, GPTConfig

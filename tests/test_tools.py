@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, write
 
-from attention.fast import FAST
+from attention.forms import FAST
 from attention.scores import visible
 from experiments.choices import constants
 from model import GPT, GPTConfig

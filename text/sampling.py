@@ -1,4 +1,6 @@
-"""From a model's logits to the next token."""
+"""From a model's logits to the next token, and on to a text."""
+
+from collections.abc import Iterator
 
 import torch
 
@@ -48,3 +50,34 @@ class Sampler:
             beyond = ranked.cumsum(-1) - ranked >= self.top_p  # the likelier tokens already have top_p
             probs = probs.scatter(-1, order, ranked.masked_fill(beyond, 0.0))
         return torch.multinomial(probs, 1, generator=self.generator)
+
+
+@torch.no_grad()
+def stream(model, idx, n: int, *sampling, use_cache=True, endless=False, **more) -> Iterator[torch.Tensor]:
+    """Yields the next token of each of the prompts idx (B, T), as (B, 1), up to n times.
+
+    model: a GPT. sampling and more: temperature, top_k, top_p, stop, vocab_size, seed (Sampler). use_cache: reuse what
+    was computed for earlier tokens; without it the text is the same, but slower. After block_size tokens the window
+    slides: every token changes its position, so the cache is useless, and each step is a whole forward pass. endless:
+    go on with the cache instead, as in a longer text. Raises UserError for a model whose cache cannot go on.
+    """
+    if idx.shape[1] == 0:
+        raise UserError("the prompt is empty: at least one token is needed")
+    if endless and not use_cache:
+        raise UserError("endless decoding goes on with the cache: it needs use_cache")
+    block_size = model.config.block_size
+    sampler = Sampler(len(idx), idx.device, *sampling, **more)
+    length = idx.shape[1] + n
+    cache = model.new_cache(length if endless else min(block_size, length)) if use_cache else None
+    new = idx
+    for _ in range(n):
+        if idx.shape[1] > block_size and not endless:
+            cache, idx = None, idx[:, -block_size:]
+        with torch.inference_mode():
+            logits, _ = model(idx if cache is None else new, cache=cache)  # (B, 1, V)
+        new = sampler(logits[:, -1])
+        if not endless:
+            idx = torch.cat((idx, new), dim=1)
+        yield new
+        if sampler.ended.all():
+            return

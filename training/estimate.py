@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from attention.fast import CHUNK, linear
+from attention.forms import SUMS, linear
 from configurator import pick_device
 from model import GPT, GPTConfig
 from training.distributed import count
@@ -33,11 +33,13 @@ def flops(model: GPT) -> int:
     c = model.config.resolved()
     D = c.head_dim
     Dv = 2 * D if c.differential else D
-    long = min(c.block_size, max(CHUNK, D) + 2 * D) if linear(c) else c.block_size
+    long = c.block_size
+    if linear(c):
+        long = min(long, SUMS[c.attention].chunk(D) + 2 * SUMS[c.attention].state_size(D, Dv) / (D + Dv))
     short = min(c.block_size, (c.window or 0) + 1)
     letters = "".join(c.layer_heads(layer) for layer in range(c.n_layer))
     keys = letters.count("L") * long + letters.count("S") * short
-    return 6 * num_params(model) + 6 * (D + Dv) * keys
+    return int(6 * num_params(model) + 6 * (D + Dv) * keys)
 
 
 def peak_flops(device: str, dtype: str) -> float | None:

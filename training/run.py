@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch
 
-from attention.fast import linear
+from attention.forms import linear
 from configurator import NotInstalled, UserError, fail, first_line, pick_device, refuse
 from model import ATTENTION, GPT, GPTConfig
 from text.dataset import Tokens, folder_of, read_meta
@@ -201,8 +201,11 @@ class Run:
         """Says in six lines what is trained on what, how, and what to look at, before the first step."""
         c, asked, world = self.flags, model.config, distributed.world
         m = asked.resolved()
-        named = "block_size vocab_size n_layer n_head n_embd attention heads window differential dropout attn_dropout"
-        choices = {k: v for k, v in vars(asked).items() if k not in named.split() and v != getattr(GPTConfig, k)}
+        named = (
+            "block_size vocab_size n_layer n_head n_embd attention short_attention heads window differential".split()
+        )
+        named += ["dropout", "attn_dropout"]
+        choices = {k: v for k, v in vars(asked).items() if k not in named and v != getattr(GPTConfig, k)}
         rate = f"learning rate {c.learning_rate}"
         rate += f" (Muon's {c.muon_lr}, momentum {c.muon_beta})" if c.optimizer == "muon" else ""
         if self.decays:
@@ -322,7 +325,10 @@ def shortened(text: str, most: int) -> str:
 def attention_in_words(config: GPTConfig, flags: SimpleNamespace) -> str:
     """Which attention, what is special about it in this run, and which tokens its heads see."""
     m = config.resolved()
-    attention = f"{'differential ' if m.differential else ''}{m.attention} attention"
+    name = m.attention
+    if m.short_attention not in (None, name) and "L" in m.heads:
+        name = f"{m.short_attention} (short heads) and {name} (long heads)"
+    attention = f"{'differential ' if m.differential else ''}{name} attention"
     attention += f" in {count(m.n_head // 2, 'pair')} of heads" if m.differential else ""
     attention += ", by its definition" if flags.plain else ", by its Triton kernels" if flags.triton else ""
     if m.dropout and not m.attn_dropout:
