@@ -209,6 +209,8 @@ def subjects(dev: str, D: int) -> dict[str, Subject]:
         table |= {f"{core} {pattern}".removesuffix(" L"): Subject(core, pattern) for pattern in patterns}
         if n_head % 2 == 0:
             table[f"{core} differential"] = Subject(core, differential=True)
+        if takes(ATTENTION[core], "decay"):
+            table[f"{core} decay"] = Subject(core, position="alibi")
     if suite == "all":
         table |= {name: Subject(position=name) for name, (_, inside) in POSITION.items() if inside}
     if suite != "quick":  # FlexAttention has no backward pass on a CPU

@@ -1,11 +1,11 @@
 """A GPT whose causal self-attention is pluggable: the whole model, to be read from top to bottom.
 
-1. Three attentions: each is a function of a few lines, its definition. ATTENTION is their table.
+1. Four attentions: each is a function of a few lines, its definition. ATTENTION is their table.
 2. GPTConfig, with every choice; then CausalSelfAttention, MLP, Block and GPT: GPT-2, built from these choices.
 
 A new attention is one function and one line in ATTENTION. Nothing else is needed to train it with short and long
 heads, to decode it with a cache, to test it and to time it. To save time and memory, a GPT runs fast forms of these
-functions (attention/fast.py): other code that computes the same. When a GPT is built, each fast form is compared with
+functions (attention/forms.py): other code that computes the same. When a GPT is built, each fast form is compared with
 its definition here. If you have changed the definition, the definition runs: what you edit here is what is trained.
 
 Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary. Attention is
@@ -27,8 +27,7 @@ from attention.forms import fast_form, takes
 from attention.heads import groups_of, inverse_of
 from attention.probe import probed
 from attention.scores import at_least_float32, check_finite, check_shapes, decayed, scores, spelled_out, visible
-from choices import ACTIVATION, DECAY, POSITION, QK_NORM, WHERE, RMSNorm, Scheme, ShortConv, new_norm, with_defaults
-from choices import check as check_choices
+from choices import ACTIVATION, DECAY, POSITION, QK_NORM, WHERE, RMSNorm, ShortConv, check, new_norm, with_defaults
 from configurator import UserError
 from text.sampling import stream
 
@@ -124,7 +123,7 @@ class GPTConfig:
     position: str = "learned"  # a name in choices.POSITION
     rope_base: float | None = None  # rope: the base of its wavelengths; None: 10000
     max_distance: int | None = None  # relative, t5: larger distances count as this one; None: 16 (relative), 128 (t5)
-    decay: str = "none"  # far keys weigh less, beside any position: weights times exp(-slope distance); choices.DECAY
+    decay: str = "none"  # beside any position: weights are multiplied by exp(-slope distance): a name in choices.DECAY
     nope_long: bool = False  # only short heads know positions, and long heads do not (Command A: --heads=S/S/S/L)
     # What are the blocks made of?
     norm: str = "layernorm"  # the kind of norm: a name in choices.NORM
@@ -143,7 +142,7 @@ class GPTConfig:
     activation_checkpointing: bool = False  # compute blocks again in the backward pass: slower, needs far less memory
 
     def __post_init__(self):
-        check_choices(self, ATTENTION)
+        check(self, ATTENTION)
 
     def resolved(self) -> "GPTConfig":
         """The same choices with every default filled in. Modules read this copy.
@@ -158,7 +157,7 @@ class GPTConfig:
         return (self.head_dim or self.n_embd // self.n_head) ** -0.5 / self.temperature
 
     @property
-    def scheme(self) -> type[Scheme] | None:
+    def scheme(self) -> type | None:
         """The class of the position, a choices.Scheme; None for a position that is added to the embedding."""
         return POSITION[self.position][1]
 
@@ -219,7 +218,8 @@ class CausalSelfAttention(nn.Module):
             group.core = fast_form(group.attention, definition, group.attention in WHOLE, "S" in letters)
             group.cache = cache_form(group.attention, definition, D, self.n_map * D, c.long_bias or not long)
             group.decays = takes(definition, "decay")
-            group.schemes = [self.position, self.decay] if not (long and c.nope_long) else [self.decay]
+            schemes = (None if long and c.nope_long else self.position, self.decay)
+            group.schemes = [scheme for scheme in schemes if scheme is not None]
         self.calls = self.groups  # kernels.use changes this: Triton's kernels take both groups in one call
         self.inverse = inverse_of(letters)  # puts the heads back into the layer's order; None if they are in it already
         self.probe = None  # a function that looks into the layer (attention/probe.py)
@@ -243,7 +243,7 @@ class CausalSelfAttention(nn.Module):
         for group in self.calls if memory is None and self.probe is None else self.groups:
             q_part, k_part, v_part = group.take(q, k, v)
             settings = {**group.settings, "scale": self.scale, **dropout}
-            for scheme in filter(None, group.schemes):
+            for scheme in group.schemes:
                 q_part, k_part, more = scheme(q_part, k_part, group, past)
                 settings |= more
             q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)  # norms and rotations give float32
@@ -415,9 +415,7 @@ class GPT(nn.Module):
                 group.core, group.cache = spelled_out(ATTENTION[group.attention]), KeyValues
 
     def new_cache(self, capacity: int | None = None) -> Cache:
-        """An empty cache for up to `capacity` tokens, block_size by default; for more only where decoding is endless.
-
-        Raises UserError for another capacity."""
+        """An empty cache for up to `capacity` tokens, block_size by default; UserError for more than it can hold."""
         most = self.config.block_size
         capacity = most if capacity is None else capacity
         why = why_it_ends(self) if capacity > most else "it has none"

@@ -101,7 +101,7 @@ def why_it_ends(model: torch.nn.Module) -> str | None:
     for group in groups:
         if group.window is None and isinstance(group.cache(None, 2**62), KeyValues):
             return f"long heads of attention={group.attention!r} keep all keys and values"
-    schemes = [scheme for group in groups for scheme in group.schemes if scheme is not None]
+    schemes = [scheme for group in groups for scheme in group.schemes]
     if "wpe" in model.transformer or not all(scheme.endless for scheme in schemes):
         return f"position={model.config.position!r} knows no later positions"
     return None

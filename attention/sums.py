@@ -351,11 +351,7 @@ def with_ones(v: torch.Tensor) -> torch.Tensor:
 
 def products(x: torch.Tensor) -> torch.Tensor:
     """x_a x_b for all a <= b: (..., D (D + 1) / 2)."""
-    D = x.shape[-1]
-    y = x.new_empty(*x.shape[:-1], D * (D + 1) // 2)
-    for a, part in enumerate(y.split([D - a for a in range(D)], dim=-1)):
-        torch.mul(x[..., a : a + 1], x[..., a:], out=part)
-    return y
+    return torch.cat([x[..., a : a + 1] * x[..., a:] for a in range(x.shape[-1])], dim=-1)
 
 
 def d_products(x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.autograd.profiler import profile
 
+from attention.forms import SUMS
 from configurator import UserError, first_line
 from model import ATTENTION, GPT, GPTConfig
 from training.estimate import matmul_rate
@@ -160,6 +161,11 @@ def models(at: Setting, T: int, sizes: dict) -> dict[str, GPT]:
     for core, pattern in itertools.product(ATTENTION, dict.fromkeys(("L", at.heads))):
         config = GPTConfig(block_size=T, attention=core, heads=pattern, **sizes)
         gpts[f"{core} {pattern}"] = tried(f"{core} {pattern}", functools.partial(GPT, config), at.dev)
+    if {"S", "L"} <= set(at.heads):  # softmax in short heads, another attention in long ones, and a short convolution
+        for core in SUMS:
+            mixed = GPTConfig(T, attention=core, short_attention="softmax", heads=at.heads, conv=4, **sizes)
+            name = f"softmax/{core} conv {at.heads}"
+            gpts[name] = tried(name, functools.partial(GPT, mixed), at.dev)
     return {name: gpt.to(at.dev) for name, gpt in gpts.items() if gpt is not None}
 
 
