@@ -17,6 +17,7 @@ from attention.scores import at_least_float32
 
 LINEAR_FROM = 256  # tokens; for fewer, the quadratic form is as fast
 ROWS_AT_ONCE = 8192  # queries of all heads that a CPU computes at once, so that their tensors stay in its cache
+NUMBERS_AT_ONCE = 2**27  # features of all queries that a GPU holds at once: 512 MiB in float32
 
 
 def by_sums(kind: type, definition: Callable) -> Callable:
@@ -42,9 +43,10 @@ def linear_attention(kind: type, q, k, v, *, scale=None, decay=None, state=None)
     decay: as a definition takes it, one number for each head, (H, 1, 1); None: no decay.
     """
     with torch.autocast(q.device.type, enabled=False):
+        q = scaled(q, scale)
         if decay is not None:
-            decay = at_least_float32(decay).expand(q.shape[1], 1, 1).flatten()
-        y, state = Linear.apply(kind, scaled(q, scale), at_least_float32(k), at_least_float32(v), decay, state)
+            decay = decay.to(q.dtype).expand(q.shape[1], 1, 1).flatten()
+        y, state = Linear.apply(kind, q, at_least_float32(k), at_least_float32(v), decay, state)
     return y.to(v.dtype), state
 
 
@@ -56,14 +58,13 @@ def scaled(q: torch.Tensor, scale: float | None) -> torch.Tensor:
 class Linear(torch.autograd.Function):
     """(kind, q, k, v, decay, state) -> (y, state), for q, k (B, H, T, D), v (B, H, T, Dv) and decay (H) or None.
 
-    state (B, H, rows, columns): the sums over the tokens before, None for none; it has no gradient. A CPU computes a
-    few thousand rows at a time, so that they stay in its cache.
+    state (B, H, features, columns): the sums over the tokens before, None for none; it has no gradient.
     """
 
     @staticmethod
     def forward(ctx, kind, q, k, v, decay, state):
         B, H, T, D = q.shape
-        ctx.kind, ctx.sizes = kind, part_sizes(T, kind.chunk(D), B * H, q.device.type == "cpu")
+        ctx.kind, ctx.sizes = kind, part_sizes(kind, T, D, B * H, q.device.type == "cpu")
         outputs, saved = [], []
         for parts in zip(*(x.split(ctx.sizes, dim=2) for x in (q, k, v)), strict=True):
             fade = Fade(decay, min(kind.chunk(D), parts[0].shape[2]), q)
@@ -91,9 +92,14 @@ class Linear(torch.autograd.Function):
         return None, *(torch.cat(x[::-1], dim=2) for x in zip(*grads, strict=True)), d_decay, None
 
 
-def part_sizes(T: int, c: int, heads: int, on_cpu: bool) -> list[int]:
-    """How many of T tokens are computed at once: whole chunks of c; what is left at the end is a part of its own."""
-    step = max(1, ROWS_AT_ONCE // (heads * c)) * c if on_cpu else T
+def part_sizes(kind: type, T: int, D: int, heads: int, on_cpu: bool) -> list[int]:
+    """How many of T tokens are computed at once: whole chunks; what is left at the end is a part of its own.
+
+    A CPU computes a few thousand rows at a time, so that they stay in its cache; a GPU so many that they fit.
+    """
+    c = kind.chunk(D)
+    rows = ROWS_AT_ONCE if on_cpu else NUMBERS_AT_ONCE // kind.features(D)
+    step = max(1, rows // (heads * c)) * c
     whole = T // c * c
     sizes = [min(step, whole - start) for start in range(0, whole, step)]
     return sizes + ([T - whole] if T > whole else [])
@@ -217,6 +223,11 @@ class Beta:
     """
 
     @staticmethod
+    def features(D: int) -> int:
+        """The numbers of a key that the sums are made of."""
+        return D
+
+    @staticmethod
     def chunk(D: int) -> int:
         return max(CHUNK, D)
 
@@ -293,6 +304,10 @@ class Beta2:
     """
 
     @staticmethod
+    def features(D: int) -> int:
+        return D * (D + 1) // 2
+
+    @staticmethod
     def chunk(D: int) -> int:
         return max(CHUNK, 8 * D)
 
@@ -303,7 +318,7 @@ class Beta2:
 
     @staticmethod
     def state_size(D: int, Dv: int) -> int:
-        return D * (D + 1) // 2 * (Dv + 1)
+        return Beta2.features(D) * (Dv + 1)
 
     @staticmethod
     def one_token(q, k, v, decay, state) -> tuple:
