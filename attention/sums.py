@@ -313,8 +313,8 @@ class Beta2:
 
     @staticmethod
     def linear_from(D: int) -> int:
-        """The number of tokens from which the sums are faster than the definition."""
-        return max(LINEAR_FROM, 2 * Beta2.chunk(D))
+        """The number of tokens from which the sums are faster: on a CPU 200 for D = 16, 700 for 32, 1500 for 64."""
+        return LINEAR_FROM if D <= 16 else 24 * D
 
     @staticmethod
     def state_size(D: int, Dv: int) -> int:
