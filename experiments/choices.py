@@ -59,6 +59,9 @@ ROWS = {
     "rope": Row({"position": "rope"}, "choices.py RoPE", "Su et al. 2021"),
     "rope S/S/L": Row(SHORT, "attention/heads.py groups_of", "Su et al. 2021"),
     "rope S/S/L nope_long": Row(SHORT | {"nope_long": True}, "model.py CausalSelfAttention", "Command A (2025)"),
+    "decay alibi": Row({"decay": "alibi"}, "choices.py DECAY", "Press et al. 2021"),
+    "decay learned": Row({"decay": "learned"}, "choices.py DECAY", ""),
+    "conv 4": Row({"conv": 4}, "choices.py ShortConv", "So et al. 2021"),
     # norms
     "bias": Row({"bias": True}, "model.py MLP", "Radford et al. 2019"),
     "rmsnorm": Row({"norm": "rmsnorm"}, "choices.py RMSNorm", "Zhang and Sennrich 2019"),
