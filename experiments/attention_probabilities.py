@@ -26,6 +26,7 @@ from attention.fast import in_rows
 from attention.heads import HeadGroup
 from attention.probe import probing
 from attention.scores import ByDistance, scores, visible
+from choices import attentions
 from configurator import UserError, configure, pick_device, user_errors
 from model import laser_attention, softmax_attention
 from text.dataset import Tokens, folder_of
@@ -90,8 +91,8 @@ def trained_model() -> None:
         raise UserError(f"batches={batches} and batch_size={batch_size} must be at least 1")
     where, _, _ = pick_device(device, "float32")
     model, _, run, about = open_model("resume", out_dir, "best")
-    if model.config.attention == "beta":
-        raise UserError("beta's weights are no probabilities: a model of softmax or LASER goes here")
+    if other := [name for name in attentions(model.config) if name not in ("softmax", "laser")]:
+        raise UserError(f"{other[0]}'s weights are no probabilities: a model of softmax or LASER goes here")
     if block_size is not None:
         model.crop_block_size(block_size)
     model.eval().to(where)

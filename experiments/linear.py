@@ -25,7 +25,7 @@ from text.dataset import ROOT
 # What is measured?
 what = "steps,times,equal,print"  # the parts: runs of equal steps, times of steps, runs of equal time, the tables
 table = "64,256"  # the tables, separated by commas: 64, 256, novels
-only = ""  # the rows to run, separated by commas, without the positions; empty: all
+only = ""  # the rows to run, separated by semicolons, without their positions; empty: all
 seeds = 3  # runs per row, with the seeds 1, 2, ...
 jobs = 2  # runs at the same time; they share the cores of the CPU
 repeats = 40  # number of timed steps per row

@@ -29,7 +29,8 @@ LLAMA_FIELDS = {
 }  # fmt: skip
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs: ours
 # fields that may differ from what the weights were trained with
-FREE = "dropout attn_dropout z_loss attention heads window temperature logit_softcap block_size".split()
+FREE = "dropout attn_dropout z_loss attention short_attention heads window temperature logit_softcap block_size".split()
+FREE += ["decay", "conv"]  # their weights, if they have any, begin as in a new model
 TRAINING = ("dropout", "attn_dropout", "zero_init", "z_loss")  # fields that matter only in training
 USER = "a model of Hugging Face"  # what needs the package transformers
 SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # a vocabulary without such tokens
@@ -135,6 +136,8 @@ def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> Non
     D = model.config.resolved().head_dim
     used = {"lm_head.weight"}  # a tied model has it twice
     for key, ours in model.state_dict().items():
+        if key.endswith(("attn.conv.weight", "attn.decay.log_slopes")):
+            continue
         names = sources(key, family.modules)
         refuse((name not in state, f"it has no {name}, for {key}") for name in names)
         theirs = torch.cat([converted(name, state[name], D, family) for name in names])
