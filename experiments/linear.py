@@ -36,6 +36,9 @@ out_dir = "out-linear"  # the folder for the runs, each in a folder of its own
 SHORT = {"heads": "SSSL", "window": 16}
 CONV = {"conv": 4}
 BETA = {"attention": "beta"}
+BETA2 = {"attention": "beta2"}
+LEARNED = {"decay": "learned"}
+MIXED = {"short_attention": "softmax"} | SHORT
 ROWS = {
     "softmax": {},
     "softmax, conv": CONV,
@@ -43,14 +46,14 @@ ROWS = {
     "LS, conv": SHORT | CONV,
     "beta": BETA,
     "beta, decay": BETA | {"decay": "alibi"},
-    "beta, learned decay": BETA | {"decay": "learned"},
+    "beta, learned decay": BETA | LEARNED,
     "beta, conv": BETA | CONV,
-    "beta, decay, conv": BETA | {"decay": "alibi"} | CONV,
-    "beta2, conv": {"attention": "beta2"} | CONV,
-    "softmax short, beta long": SHORT | BETA | {"short_attention": "softmax"},
-    "softmax short, beta long, conv": SHORT | BETA | {"short_attention": "softmax"} | CONV,
-    "softmax short, beta2 long": SHORT | {"attention": "beta2", "short_attention": "softmax"},
-    "softmax short, beta2 long, conv": SHORT | {"attention": "beta2", "short_attention": "softmax"} | CONV,
+    "beta, learned decay, conv": BETA | LEARNED | CONV,
+    "beta2, conv": BETA2 | CONV,
+    "beta2, learned decay, conv": BETA2 | LEARNED | CONV,
+    "softmax short, beta long, conv": MIXED | BETA | CONV,
+    "softmax short, beta2 long": MIXED | BETA2,
+    "softmax short, beta2 long, conv": MIXED | BETA2 | CONV,
 }
 LINEAR = [name for name in ROWS if "beta" in name]  # their time is linear in the length
 CPU = {"file": "config/train_shakespeare_char_cpu.py", "vocab_size": 65, "steps": 1500}

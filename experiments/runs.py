@@ -46,10 +46,10 @@ def finished(name: str, command: list[str], folder: str, threads: int | None = N
 def losses(runs: dict[object, tuple[str, list[str], str]], jobs: int = 1, then: Callable | None = None) -> dict:
     """The last validation loss of each run, which is given as {key: (its name, command, folder)} of `finished`.
 
-    jobs: how many run at the same time; they share the cores of the CPU. then(key, loss) is called after each.
+    jobs: how many run at the same time; they share the cores of the CPU. then(key, loss) is called after each, once at a time.
     """
     threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
-    stop = threading.Event()
+    stop, lock = threading.Event(), threading.Lock()
 
     def run(key: object) -> float | None:
         if stop.is_set():
@@ -58,7 +58,8 @@ def losses(runs: dict[object, tuple[str, list[str], str]], jobs: int = 1, then: 
             log = finished(*runs[key], threads)
             loss = [line["val_loss"] for line in log if "val_loss" in line][-1]
             if then is not None:
-                then(key, loss)
+                with lock:
+                    then(key, loss)
         except BaseException:
             stop.set()
             raise
