@@ -46,7 +46,7 @@ def finished(name: str, command: list[str], folder: str, threads: int | None = N
 def losses(runs: dict[object, tuple[str, list[str], str]], jobs: int = 1, then: Callable | None = None) -> dict:
     """The last validation loss of each run, which is given as {key: (its name, command, folder)} of `finished`.
 
-    jobs: how many run at the same time; they share the cores of the CPU. then(key, loss) is called after each, once at a time.
+    jobs: how many run at the same time; they share the cores of the CPU. then(key, loss) is called after each.
     """
     threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
     stop, lock = threading.Event(), threading.Lock()
