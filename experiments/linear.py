@@ -139,7 +139,7 @@ def main() -> None:
         t, rows = TABLES[name], of_table(name)
         steps = {row: t["steps"] for row in rows}
         if "steps" in parts:
-            then = lambda key, loss, name=name: note_result(name, key[0], steps={key[1]: loss})  # noqa: E731
+            then = lambda key, loss, name=name: note_result(name, key[0], steps={str(key[1]): loss})  # noqa: E731
             losses(runs_of(name, rows, steps, "steps"), jobs, then)
         if "times" in parts:
             for p in t["positions"]:
@@ -148,7 +148,7 @@ def main() -> None:
                     note_result(name, row, ms=ms, ratio=ratio, n=round(t["steps"] / ratio))
         if "equal" in parts:
             n = {row: entry["n"] for row, entry in saved()[name].items() if "n" in entry}
-            then = lambda key, loss, name=name: note_result(name, key[0], equal={key[1]: loss})  # noqa: E731
+            then = lambda key, loss, name=name: note_result(name, key[0], equal={str(key[1]): loss})  # noqa: E731
             losses(runs_of(name, rows, n, "equal"), jobs, then)
         if "print" in parts:
             show(name)
