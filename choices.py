@@ -154,8 +154,8 @@ class ALiBi(Scheme):
     For softmax and LASER, whose weights are exp(s), this subtracts slope (i - j) from the scores (Press et al. 2021,
     section 3): with a = slope / scale, -a (i - j) = (a, -a i) . (j, 1), two more dimensions of q and k, in every
     kernel. A bfloat16 keeps 8 bits of a number, so each number is split into a sum of two, which makes six dimensions.
-    A float16 ends at 65504, so q has a i / 256, and k has 256. An attention whose weights are not exp(s), as beta,
-    takes the slopes as its argument `decay`.
+    A float16 ends at 65504, so q has (256 a, -a i / 256), and k has (j / 256, 256). An attention whose weights are not
+    exp(s), as beta, takes the slopes as its argument `decay`.
     """
 
     scores, shared, endless, extra = False, True, True, 6
@@ -175,9 +175,9 @@ class ALiBi(Scheme):
         """The dimensions for q, (H, n, 6), and for k, (n, 6), at positions (n)."""
         j = at.float() - self.block_size // 2  # halves the largest number
         a = (slopes / self.scale)[:, None].expand(-1, len(j))
-        a1, a2 = in_two(a)
+        a1, a2 = in_two(256 * a)
         ai1, ai2 = in_two(-a * j / 256)
-        j1, j2 = in_two(j)
+        j1, j2 = in_two(j / 256)
         ones = torch.full_like(j, 256.0)
         return torch.stack((a1, a1, a2, a2, ai1, ai2), dim=-1), torch.stack((j1, j2, j1, j2, ones, ones), dim=-1)
 

@@ -1,7 +1,7 @@
 """Is attention in linear time as good as softmax? Losses at equal steps and in equal time, as a table.
 
     python experiments/linear.py                      # Tiny Shakespeare, contexts of 64 and of 256 characters
-    python experiments/linear.py --table=novels       # n = 2048, after data/pg19/prepare.py (RESULTS.md, "The novels")
+    python experiments/linear.py --table=novels       # n = 2048, after data/pg19/prepare.py
     python experiments/linear.py --what=print         # the tables of what is in --out
 
 For each row and seed train.py makes two runs: one of --steps steps, and one of as many steps as fit into the time that

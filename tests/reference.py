@@ -8,13 +8,14 @@ from attention.forms import fast_form
 from attention.scores import ByDistance
 from model import ATTENTION
 
-# What the three mean, once more: the scores s (B, H, n) of a query over the n keys that it sees, and their values
-# v (B, H, n, Dv), give y (B, H, Dv). An attention that is not here is held against its own definition for one query.
+# What each means, once more: the scores s (B, H, n) of a query over the n keys that it sees, and their values
+# v (B, H, n, Dv), give y (B, H, Dv). A weight is multiplied by f (H, n) before the weights are divided by their sum or
+# norm. An attention that is not here is held against its own definition for one query.
 ONE_QUERY: dict[str, Callable] = {
-    "softmax": lambda s, v: (s.softmax(-1)[..., None] * v).sum(-2),
-    "laser": lambda s, v: (s.log_softmax(-1)[..., None] + v).logsumexp(-2),  # = log(softmax(s) exp(v))
-    "beta": lambda s, v: (s[..., None] * v).sum(-2) / (1 + s.norm(dim=-1, keepdim=True)),
-    "beta2": lambda s, v: (s.square()[..., None] * v).sum(-2) / (1 + s.square().sum(-1, keepdim=True)),
+    "softmax": lambda s, v, f: ((s + f.log()).softmax(-1)[..., None] * v).sum(-2),  # = f exp(s) v / sum(f exp(s))
+    "laser": lambda s, v, f: ((s + f.log()).log_softmax(-1)[..., None] + v).logsumexp(-2),  # = log(softmax(s) exp(v))
+    "beta": lambda s, v, f: ((s * f)[..., None] * v).sum(-2) / (1 + (s * f).norm(dim=-1, keepdim=True)),
+    "beta2": lambda s, v, f: ((s.square() * f)[..., None] * v).sum(-2) / (1 + (s.square() * f).sum(-1, keepdim=True)),
 }
 
 
@@ -23,8 +24,11 @@ def fast(core: str) -> Callable:
     return fast_form(core, ATTENTION[core])
 
 
-def naive_attention(core: str, q, k, v, *, window=None, scale=None, bias=None) -> torch.Tensor:
-    """What fast(core) and ATTENTION[core] must equal. For each query it cuts out the keys that the query sees."""
+def naive_attention(core: str, q, k, v, *, window=None, scale=None, bias=None, decay=None) -> torch.Tensor:
+    """What fast(core) and ATTENTION[core] must equal. For each query it cuts out the keys that the query sees.
+
+    decay (H, 1, 1): the weight of a key is multiplied by exp(-decay distance), in softmax and LASER too.
+    """
     Tq, T = q.shape[-2], k.shape[-2]
     far = None
     if isinstance(bias, ByDistance):
@@ -36,14 +40,17 @@ def naive_attention(core: str, q, k, v, *, window=None, scale=None, bias=None) -
         v_seen = v[..., seen, :]
         if far is not None:
             v_seen = v_seen + far[(i - torch.arange(T)[seen]).clamp(max=len(far) - 1)]
-        y.append(one_query(core, q[..., row, :], k[..., seen, :], v_seen, scale, b))
+        y.append(one_query(core, q[..., row, :], k[..., seen, :], v_seen, scale, b, decay))
     return torch.stack(y, dim=-2)
 
 
-def one_query(core: str, q, k, v, scale, bias) -> torch.Tensor:
+def one_query(core: str, q, k, v, scale, bias, decay=None) -> torch.Tensor:
     """y (B, H, Dv) of q (B, H, D) over all of the keys k (B, H, n, D)."""
     if core not in ONE_QUERY:
         bias = None if bias is None else bias[..., None, :]
-        return ATTENTION[core](q[..., None, :], k, v, scale=scale, bias=bias)[..., 0, :]
+        more = {} if decay is None else {"decay": decay}
+        return ATTENTION[core](q[..., None, :], k, v, scale=scale, bias=bias, **more)[..., 0, :]
     s = (q[..., None, :] * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return ONE_QUERY[core](s if bias is None else s + bias, v)
+    distance = torch.arange(s.shape[-1] - 1, -1, -1, dtype=s.dtype)
+    factor = torch.ones_like(distance) if decay is None else (-decay[:, 0] * distance).exp()
+    return ONE_QUERY[core](s if bias is None else s + bias, v, factor)

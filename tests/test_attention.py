@@ -8,8 +8,7 @@ from reference import fast, naive_attention, one_query
 from torch.nn import functional as F
 
 from attention import fast as forms
-from attention import sums
-from attention.sums import Beta, Linear
+from attention.forms import SUMS, takes
 from model import ATTENTION
 
 T = 37
@@ -91,6 +90,34 @@ def test_a_bias_in_blocks(core, window, shape):
     assert close(ours, theirs, 1e-12)
 
 
+DECAYS = [0.0, 1e-3, 0.5, 20.0, 200.0]  # gamma^n of the last three is below float32's smallest number
+decaying = pytest.mark.parametrize("core", [name for name in ATTENTION if takes(ATTENTION[name], "decay")])
+
+
+@decaying
+@pytest.mark.parametrize("window", [None, 16, 100])
+@pytest.mark.parametrize("form", [fast, ATTENTION.get], ids=["fast", "plain"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_a_decay_forward_and_backward(core, window, form, dtype, tolerance):
+    """Outputs, and the gradients of q, k, v and of each head's decay; D is not Dv, and LONG is no whole of chunks."""
+    x = [torch.randn(2, len(DECAYS), LONG, d, dtype=dtype, requires_grad=True) for d in (8, 8, 5)]
+    x.append(torch.tensor(DECAYS, dtype=dtype)[:, None, None].requires_grad_())
+    exact = [t.detach().double().requires_grad_() for t in x]
+    y = form(core)(*x[:3], window=window, scale=0.4, decay=x[3])
+    y_exact = naive_attention(core, *exact[:3], window=window, scale=0.4, decay=exact[3])
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    y_exact.backward(dy.double())
+    assert close(y, y_exact, tolerance)
+    for ours, theirs in zip(x[:3], exact[:3], strict=True):
+        assert close(ours.grad, theirs.grad, tolerance)
+    for ours, theirs in zip(x[3].grad, exact[3].grad, strict=True):  # they lie thirty orders of magnitude apart
+        assert close(ours, theirs, tolerance)
+    for n in (1, 70, LONG - 1):  # the last queries, as in decoding
+        last = form(core)(x[0][..., -n:, :], *x[1:3], window=window, scale=0.4, decay=x[3])
+        assert close(last, y_exact[..., -n:, :], tolerance)
+
+
 @cores
 @long_windows
 def test_fewer_queries_are_the_last(core, window):
@@ -114,35 +141,11 @@ def saved_bytes(f) -> int:
 @cores
 @pytest.mark.parametrize("window", [None, 20, 100])
 def test_memory_grows_with_the_tokens_and_not_with_their_square(core, window):
-    if window is None and core != "beta":
-        pytest.skip("long heads of softmax and LASER keep their memory in PyTorch's fused kernels")
+    if window is None and core not in SUMS:
+        pytest.skip("only running sums keep no square; long heads of others do in PyTorch's fused kernels")
     x = {n: long_qkv(torch.float32, T=n) for n in (1024, 4096)}
     small, large = (saved_bytes(functools.partial(fast(core), *x[n], window=window)) for n in x)
     assert large <= 4.4 * small
-
-
-@pytest.mark.parametrize("widths", [(3, 3), (2, 5), (5, 2)])
-@pytest.mark.parametrize("T", [1, 63, 130])
-@pytest.mark.parametrize("rows", [128, 10**9])  # 64 tokens at a time, and all at once
-def test_betas_gradients_by_differences(widths, T, rows, monkeypatch):
-    monkeypatch.setattr(sums, "ROWS_AT_ONCE", rows)
-    D, Dv = widths
-    x = [torch.randn(1, 2, T, d, dtype=torch.float64, requires_grad=True) for d in (D, D, Dv)]
-    some = torch.randn(1, 2, T, Dv, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda *x: (Linear.apply(Beta, *x, None, None)[0] * some).sum(), x, fast_mode=True)
-
-
-@pytest.mark.parametrize("rows", [128, 10**9])
-def test_betas_sums_go_on_from_a_state(rows, monkeypatch):
-    monkeypatch.setattr(sums, "ROWS_AT_ONCE", rows)
-    q, k, v = long_qkv()
-    whole, end = Linear.apply(Beta, q, k, v, None, None)
-    state, parts = None, []
-    for part in zip(*(x.split([1, 1, 100, 64, 134], dim=-2) for x in (q, k, v)), strict=True):
-        y, state = Linear.apply(Beta, *part, None, state)
-        parts.append(y)
-    assert close(torch.cat(parts, -2), whole, 1e-12) and close(state, end, 1e-12)
-    assert close(state, k.mT @ torch.cat((v, k), -1), 1e-12) and not state.requires_grad
 
 
 @pytest.mark.parametrize(("size", "tolerance"), [(10.0, 1e-5), (100.0, 1e-3), (1e6, 20.0)])
@@ -183,11 +186,11 @@ def test_scale_bias_and_value_width(core, window, form):
 
 
 @cores
-@windows
-def test_causal_by_gradient(core, window):
+@pytest.mark.parametrize(("T", "window"), [*((T, w) for w in WINDOWS), (LONG, None), (LONG, 16)])
+def test_causal_by_gradient(core, T, window):
     """Output i depends on every key and value of its span, and on nothing else."""
-    q, k, v = qkv()
-    for i in (0, 5, T - 1):
+    q, k, v = qkv(T=T)
+    for i in (0, 5, T // 2, T - 1):
         y = fast(core)(q, k, v, window=window)[..., i, :]
         dq, dk, dv = torch.autograd.grad(y.sum() + (y**2).sum(), (q, k, v))
         distance = i - torch.arange(T)

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 import choices
 from attention import fast as forms
 from attention.cache import RunningSums
+from attention.forms import SUMS
+from attention.heads import HeadGroup
 from attention.scores import ByDistance
 from attention.sums import Beta
 from choices import ACTIVATION, POSITION, WHERE, alibi_slopes, t5_bucket
@@ -126,7 +128,7 @@ def test_no_position_costs_memory_that_grows_with_the_square(position, core, win
     heads = {"heads": "L"} if window is None else {"heads": "S", "window": window}
     if not legal(attention=core, position=position):
         pytest.skip("refused")
-    if position == "rope" and core != "beta" and window is None:
+    if position == "rope" and core not in SUMS and window is None:
         pytest.skip("fused kernels, and no bias")
     monkeypatch.setattr(forms, "ROWS", 2**16)
     largest, kept = {}, {}
@@ -149,25 +151,26 @@ def test_no_position_costs_memory_that_grows_with_the_square(position, core, win
 
 
 def layer(gpt: GPT, i: int, x: torch.Tensor, change, window_of) -> torch.Tensor:
-    """Attention of layer i, head by head and naively; change(q, k, h) gives q, k, a (T, T) bias and an (T, T, D)
-    term of the values."""
+    """Attention of layer i, head by head and naively; change(q, k, h) gives q, k, a (T, T) bias, an (T, T, D) term of
+    the values, and a decay."""
     attn, c = gpt.transformer.h[i].attn, gpt.config
     q, k, v = attn.c_attn(x).split((H * D, c.resolved().n_kv_head * D, c.resolved().n_kv_head * D), dim=2)
     q, k, v = (t.view(*x.shape[:2], -1, D).transpose(1, 2) for t in (q, k, v))
     y = []
     for h in range(H):
         g = h // (H // c.resolved().n_kv_head)
-        qh, kh, bias, far = change(q[:, [h]], k[:, [g]], h)
-        y.append(explicit(c.attention, qh, kh, v[:, [g]], bias, far, window_of(h)))
+        qh, kh, bias, far, decay = change(q[:, [h]], k[:, [g]], h)
+        y.append(explicit(c.attention, qh, kh, v[:, [g]], bias, far, decay, window_of(h)))
     return attn.c_proj(torch.cat(y, 1).transpose(1, 2).flatten(2))
 
 
-def explicit(core, q, k, v, bias, far, window):
+def explicit(core, q, k, v, bias, far, decay, window):
     """One head with all its scores, and a value for every pair of tokens."""
     rows = []
     for i in range(q.shape[-2]):
         seen = slice(0 if window is None else max(0, i - window), i + 1)
-        rows.append(one_query(core, q[:, :, i], k[:, :, seen], v[:, :, seen] + far[i, seen], None, bias[..., i, seen]))
+        of_i = q[:, :, i], k[:, :, seen], v[:, :, seen] + far[i, seen]
+        rows.append(one_query(core, *of_i, None, bias[..., i, seen], torch.full((1, 1, 1), decay)))
     return torch.stack(rows, dim=-2)
 
 
@@ -183,14 +186,14 @@ def scheme(gpt: GPT, i: int):
             turn = torch.polar(torch.ones_like(angle), angle)
             q, k = (torch.complex(t[..., ::2], t[..., 1::2]) * turn for t in (q, k))
             q, k = (torch.stack((t.real, t.imag), -1).flatten(-2) for t in (q, k))
-            return q, k, none, still
+            return q, k, none, still, 0.0
         if c.position == "alibi":
-            return q, k, -(2.0 ** (-8 * (h + 1) / H)) * distance, still
+            return q, k, none, still, 2.0 ** (-8 * (h + 1) / H)
         if c.position == "t5":
-            return q, k, position.table(t5_bucket(distance, c.resolved().max_distance))[..., h], still
+            return q, k, position.table(t5_bucket(distance, c.resolved().max_distance))[..., h], still, 0.0
         assert c.position == "relative", f"no reference for {c.position}: its formula goes here"
         a_k, a_v = (a[distance.clamp(max=c.resolved().max_distance)] for a in (position.k, position.v))  # (T, T, D)
-        return q, k, torch.einsum("bhid,ijd->bhij", q, a_k) * D**-0.5, a_v
+        return q, k, torch.einsum("bhid,ijd->bhij", q, a_k) * D**-0.5, a_v, 0.0
 
     return change
 
@@ -215,7 +218,7 @@ def test_a_position_is_its_papers(position, core, heads, window, n_kv_head, nope
 
         def changed(q, k, h, letters=letters, change=change):
             if nope_long and letters[h] == "L":
-                return q, k, torch.zeros(T, T), torch.zeros(T, T, D)
+                return q, k, torch.zeros(T, T), torch.zeros(T, T, D), 0.0
             return change(q, k, h)
 
         expected = layer(gpt, i, x, changed, lambda h, letters=letters: window if letters[h] == "S" else None)
@@ -323,6 +326,13 @@ def test_alibi_slopes_are_the_papers():
     assert all(len(set(alibi_slopes(n))) == n for n in range(1, 40))
 
 
+def group(n_head: int) -> HeadGroup:
+    """All heads of a layer, with an attention that takes no `decay`."""
+    heads = HeadGroup([*range(n_head)], 1, 1, None)
+    heads.decays = False
+    return heads
+
+
 @pytest.mark.parametrize("n_head", [4, 6])  # slopes that are powers of two, and some that are not
 @pytest.mark.parametrize("differential", [False, True])  # the maps of a pair decay alike
 @pytest.mark.parametrize("past", [0, 1700])
@@ -337,8 +347,8 @@ def test_alibis_products_are_slopes_times_distances(n_head, differential, past):
         (torch.float16, 2e-5),
     ):
         x = torch.zeros(2, n_head, 300, D, dtype=dtype)
-        q, k, bias = choices.ALiBi(c.resolved())(x, x, slice(0, n_head), past)
-        assert bias is None and q.dtype == k.dtype == dtype
+        q, k, more = choices.ALiBi(c.resolved())(x, x, group(n_head), past)
+        assert more == {} and q.dtype == k.dtype == dtype
         s = q.double() @ k.double().mT * c.scale
         assert (s - expected).abs().max() < tolerance * 2000
 
@@ -350,11 +360,11 @@ def test_a_span_survives_a_shorter_context():
 
 
 def test_alibi_stays_within_float16():
-    """At long contexts and low scales too, where slope / scale times a position does not."""
+    """At long contexts and low scales too, where slope / scale times a position does not; and in endless decoding."""
     c = config(position="alibi", n_embd=512, head_dim=128, block_size=65536, temperature=8.0)
     x = torch.zeros(1, H, 100, 128, dtype=torch.float16)
-    for past in (0, 65436):
-        q, k, _ = choices.ALiBi(c.resolved())(x, x, slice(0, H), past)
+    for past in (0, 65436, 400_000):
+        q, k, _ = choices.ALiBi(c.resolved())(x, x, group(H), past)
         s = (q.float() @ k.float().mT * c.scale)[0].diagonal(-50, -2, -1)
         expected = -50 * torch.tensor(alibi_slopes(H))[:, None]
         assert ((s - expected).abs() <= 0.02 * expected.abs() + 0.1).all()
@@ -646,6 +656,16 @@ def test_zero_init_starts_from_the_embedding(where):
         ({"position": "alibi", "decay": "alibi"}, "position='alibi' is a decay itself"),
         ({"position": "t5", "attention": "beta"}, "In beta a low score is no small weight"),
         ({"position": "relative", "attention": "laser"}, "must be linear in its values, and laser is not"),
+        ({"position": "relative", "short_attention": "laser", "heads": "SL"}, "linear in its values, and laser is not"),
+        ({"position": "t5", "short_attention": "beta2", "heads": "SL"}, "In beta2 a low score is no small weight"),
+        ({"attn_dropout": 0.1, "short_attention": "laser", "heads": "SL"}, "attention='laser' allows no dropout"),
+        ({"short_attention": "sofmax", "heads": "SL"}, "short_attention='sofmax' is not one of softmax, laser, beta"),
+        ({"short_attention": "beta"}, "needs both short and long heads, but heads='L' has one kind"),
+        ({"short_attention": "beta", "heads": "S"}, "needs both short and long heads, but heads='S' has one kind"),
+        ({"decay": "linear"}, "decay='linear' is not one of none, alibi, learned"),
+        ({"position": "alibi", "decay": "learned"}, "leave decay='learned' out, or use --position=none"),
+        ({"conv": -1}, "conv=-1 must be 0 (no convolution) or a width up to 64"),
+        ({"conv": 65}, "conv=65 must be 0"),
         ({"rope_base": 100.0}, "is used only with position=rope, not 'learned'"),
         ({"rope_base": 0.0, "position": "rope"}, "must be a positive number"),
         ({"max_distance": 9}, "is used only with position=relative or t5, not 'learned'"),

@@ -125,11 +125,19 @@ def test_an_edited_definition_is_trained(train, tmp_path, monkeypatch):
     assert losses[0][0] != losses[1][0] and losses[0][-1] != losses[1][-1]
 
 
+@pytest.fixture
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @cores
 @pytest.mark.parametrize("heads", ["L", "SSLL"])
 @pytest.mark.parametrize("differential", [[], ["--differential"]])
-def test_plain_and_fast_train_to_the_same_losses(core, heads, differential, run, data, tmp_path):
-    """Short heads in blocks and beta's sums need some length."""
+def test_plain_and_fast_train_to_the_same_losses(core, heads, differential, run, data, tmp_path, in_float64):
+    """Short heads in blocks and running sums need some length. (In float32 rounding alone gives another loss, by 3e-5
+    for beta2, after a few steps. Losses are in float32.)"""
     flags = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, "--block_size=270", "--batch_size=1"]
     flags += ["--max_iters=4", "--eval_interval=4", "--eval_iters=1", "--sample_tokens=8", "--learning_rate=1e-2"]
     flags += ["--gradient_accumulation_steps=1", "--warmup_iters=1", "--lr_decay_iters=20", f"--attention={core}"]
@@ -140,7 +148,7 @@ def test_plain_and_fast_train_to_the_same_losses(core, heads, differential, run,
         assert code == 0 and ("by its definition" in out) == bool(plain), err
         rows = [json.loads(line) for line in open(tmp_path / "out" / "log.jsonl")]
         found.append([row.get("loss", row.get("val_loss")) for row in rows])
-    assert found[0] == pytest.approx(found[1], rel=2e-5) and len(found[0]) == 6
+    assert found[0] == pytest.approx(found[1], rel=3e-7) and len(found[0]) == 6
 
 
 @cores

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from reference import ONE_QUERY, fast, naive_attention
+from reference import fast, naive_attention
 
 from model import ATTENTION, GPT, GPTConfig
 
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_the_fast_form(monkeypatch):
         assert kernel(core)(q, k, v, dropout=0.5).isfinite().all()
 
 
-@pytest.mark.parametrize("core", ONE_QUERY)
+@pytest.mark.parametrize("core", kernels.KERNEL)
 @pytest.mark.parametrize("choices", [{"heads": "SL", "window": 20}, {"differential": True, "n_kv_head": 2}])
 def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
     monkeypatch.setattr(kernels, "LINEAR_FROM", 1)
@@ -178,6 +178,10 @@ def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
     ("choices", "says"),
     [
         ({"attention": "laser"}, "has no Triton kernel, but softmax, beta have"),
+        ({"attention": "beta2"}, "attention='beta2' has no Triton kernel"),
+        ({"short_attention": "beta", "heads": "SL", "window": 2}, "short heads have 'beta' and long ones 'softmax'"),
+        ({"attention": "beta", "block_size": 256, "decay": "alibi", "position": "rope"}, "kernel knows no decay"),
+        ({"decay": "learned"}, r"queries are 22 wide \(6 of these for the decay\) and values 16"),
         ({"attention": "beta"}, "long heads and a block_size of 256 or more"),
         ({"dropout": 0.2}, "attn_dropout is 0.2: set --attn_dropout=0"),
         ({"position": "t5"}, "no bias by distance, and position='t5' has one"),

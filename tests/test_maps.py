@@ -11,7 +11,7 @@ import model as model_file
 from attention.forms import linear_in_values, takes
 from attention.scores import scores, visible
 from configurator import NotInstalled, UserError
-from model import GPT, GPTConfig
+from model import ATTENTION, GPT, GPTConfig
 from scripts.maps import Map, draw, labels, weights_of
 from text.tokenizers import ByteTokenizer, CharTokenizer
 from training import checkpoint
@@ -40,7 +40,7 @@ def layer_by_layer(model: GPT, idx: torch.Tensor) -> list[tuple[torch.Tensor, to
 
     qkv = []
     for block in model.transformer.h:
-        block.attn.c_attn.register_forward_hook(lambda module, args, y: qkv.append(y))
+        (block.attn.conv or block.attn.c_attn).register_forward_hook(lambda module, args, y: qkv.append(y))
         block.attn.c_proj.register_forward_pre_hook(before)
     with torch.no_grad():
         model.eval()(idx)
@@ -58,10 +58,13 @@ CASES = [
     *({"position": name, "heads": "SLSL/L", "window": 4} for name in ("sinusoidal", "rope", "none")),
     *({"position": name, "heads": "SLSL/L", "window": 4} for name in ("alibi", "t5", "relative")),
     {"position": "relative", "differential": True, "max_distance": 3, "heads": "LLSS", "window": 4},
+    {"position": "rope", "decay": "learned", "heads": "SLSL/L", "window": 4, "short_attention": "softmax"},
+    {"position": "alibi", "heads": "SLSL/L", "window": 4, "short_attention": "laser"},
+    {"differential": True, "heads": "LLSS", "window": 4, "short_attention": "beta2", "conv": 3},
 ]
 
 
-@pytest.mark.parametrize("attention", ["softmax", "laser", "beta"])
+@pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ",".join(f"{k}={v}" for k, v in case.items()))
 def test_the_weights_give_what_the_layer_computes(attention, case):
     try:
@@ -81,22 +84,24 @@ def test_the_weights_give_what_the_layer_computes(attention, case):
             distance = torch.arange(T)[:, None] - torch.arange(T)
             v = v + attn.position.v.detach()[distance.clamp(0, len(attn.position.v) - 1)]
         seen = [visible(v[0, 0], v[0, 0], m.window) for m in plain]
-        for m, of in zip(plain, seen, strict=True):
+        names = [c.short_attention if m.letter == "S" else attention for m in plain]
+        for m, of, name in zip(plain, seen, names, strict=True):
             assert m.window == {"S": c.window, "L": None}[m.letter] and not m.weights[~of].any(), m.title
-            assert m.kind == ("signed weights" if attention == "beta" else "weights")
-            if attention != "beta":
+            assert m.kind == ("signed weights" if attention == "beta" else "weights")  # in all maps of a model
+            if name in ("softmax", "laser"):
                 torch.testing.assert_close(m.weights.sum(-1), torch.ones(T).double(), rtol=0, atol=1e-12)
         w = torch.stack([m.weights for m in plain])[..., None]  # (H, T, T, 1)
-        expected = (w * v.exp()).sum(-2).log() if attention == "laser" else (w * v).sum(-2)
+        laser = torch.tensor([name == "laser" for name in names])[:, None, None]
+        expected = torch.where(laser, (w * v.exp()).sum(-2).log(), (w * v).sum(-2))
         if c.differential:
             lam = (attn.lambda_q1 @ attn.lambda_k1).exp() - (attn.lambda_q2 @ attn.lambda_k2).exp() + attn.lambda_init
+            expected = expected[::2] - lam * expected[1::2]
+            linear = ~laser[::2, 0, 0]  # in LASER the difference is one of logarithms
             between = [m.weights for m in maps if m.kind == "difference"]
-            if attention == "laser":
-                assert not between  # the difference is one of logarithms
-                expected = expected[::2] - lam * expected[1::2]
-            else:
-                torch.testing.assert_close(torch.stack(between), w[::2, ..., 0] - lam.detach() * w[1::2, ..., 0])
-                expected = (torch.stack(between)[..., None] * v[::2]).sum(-2)
+            assert len(between) == linear.sum()
+            if between:
+                difference = w[::2, ..., 0] - lam.detach() * w[1::2, ..., 0]
+                torch.testing.assert_close(torch.stack(between), difference[linear])
             expected = attn.ln_head(expected).detach() * (1 - attn.lambda_init)
         torch.testing.assert_close(expected.transpose(0, 1).flatten(1), y, rtol=1e-9, atol=1e-9)
 

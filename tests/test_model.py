@@ -143,8 +143,10 @@ def test_bfloat16_autocast_gradients_stay_near_float32(core, length):
 @pytest.mark.parametrize("position", ["learned", "t5"])
 def test_activation_checkpointing_changes_memory_alone(core, position):
     """The same loss and gradients, bit for bit, dropout included; less is kept for the backward pass."""
-    position = "rope" if core == "beta" and position == "t5" else position
-    c = config(attention=core, heads="SL", window=4, position=position, dropout=0.2, n_layer=4)
+    try:
+        c = config(attention=core, heads="SL", window=4, position=position, dropout=0.2, n_layer=4)
+    except ValueError:
+        pytest.skip("refused")
     plain, again = GPT(c), GPT(replace(c, activation_checkpointing=True))
     again.load_state_dict(plain.state_dict())
     x, found = tokens(), []
@@ -260,6 +262,10 @@ def test_counts():
     beta = {"attention": "beta", "block_size": 300}
     assert estimate.flops(GPT(config(**beta))) == 6 * n + 12 * L * C * (64 + 16)  # linear
     assert estimate.flops(GPT(config(**beta, dropout=0.1))) == 6 * n + 12 * L * C * 300  # not with dropped weights
+    features = 8 * 9 / 2  # of beta2, for heads of 8
+    beta2 = GPT(config(attention="beta2", short_attention="softmax", heads="SL", window=3, block_size=300, conv=4))
+    taps = L * 3 * C * 4
+    assert estimate.flops(beta2) == 6 * (n + taps) + 12 * L * 8 * (2 * (64 + features * 9 / 8) + 2 * 4)
     wide = GPT(config(differential=True))
     assert estimate.flops(wide) == 6 * estimate.num_params(wide) + 18 * L * C * T  # values are twice as wide
     assert estimate.flops(GPT(config(heads="SL", window=3))) == 6 * n + 12 * L * 8 * (2 * T + 2 * 4)
@@ -410,7 +416,7 @@ def test_cached_logits_equal_uncached_at_every_position(core, heads, window, dif
     if differential and heads == "SLLS":
         pytest.skip("refused: a pair needs one span")
     kwargs = {"attention": core, "heads": heads, "window": window, "differential": differential, "qk_norm": qk_norm}
-    gpt, x = warm(block_size=290, per_dim_temperature=differential, **kwargs), torch.randint(V, (2, 290))
+    gpt, x = warm(block_size=290, per_dim_temperature=differential, **kwargs).double(), torch.randint(V, (2, 290))
     full = gpt(x, x)[0]
     for pieces in ([1] * 60, [270, 1, 1, 1, 7, 10], [3, 1, 1, 60, 1, 200, 1]):
         cache, at, logits = gpt.new_cache(), 0, []
@@ -418,7 +424,7 @@ def test_cached_logits_equal_uncached_at_every_position(core, heads, window, dif
             logits.append(gpt(x[:, at : at + n], x[:, at : at + n], cache=cache)[0])
             at += n
             assert cache.length == at
-        torch.testing.assert_close(torch.cat(logits, 1), full[:, :at], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat(logits, 1), full[:, :at], rtol=0, atol=1e-9)
 
 
 @cores

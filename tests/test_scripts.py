@@ -305,7 +305,8 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
         (["--position=rope", "--n_embd=36"], "a head has 9"),
         (["--n_kv_head=3"], "n_head=4 is not a multiple of n_kv_head=3"),
         (["--where=post", "--block=parallel"], "a parallel block has one sum"),
-        (["--position=alibi", "--attention=beta"], "In beta a score is a weight"),
+        (["--position=t5", "--attention=beta2"], "In beta2 a low score is no small weight"),
+        (["--short_attention=beta"], "short_attention='beta' needs both short and long heads"),
         (["--vocab_size=5"], "less than the"),
         (["--batch_size=0"], "at least 1"),
         (["--seed=-1"], "must not be negative"),
@@ -579,6 +580,29 @@ def test_streamed_text_holds_back_halves():
     assert "".join(pieces("one END two", "END")) == "one "
     assert "".join(pieces("one EN two", "END")) == "one EN two"
     assert all("E" not in piece for piece in pieces("one END two", "END"))
+    long = "aé€😀b c" * 40  # of a long text only the last tokens are decoded again, for each token
+    for n in range(len(long) - 8, len(long)):
+        assert "".join(pieces(long[:n])) == long[:n]
+    for n in range(100, 160):
+        assert "".join(pieces("é" + n * "x" + "END more", "END")) == "é" + n * "x"
+        assert "".join(pieces("é" + n * "x" + "EN" + n * "y", "END")) == "é" + n * "x" + "EN" + n * "y"
+
+
+def test_streamed_text_of_a_tokenizer_that_drops_a_texts_first_space():
+    """As SentencePiece does. A long text's last tokens lose no space where they are decoded apart from the others."""
+    sample = runpy.run_path(os.path.join(ROOT, "sample.py"))
+    words = [f" w{i}" for i in range(1000)]
+    lengths = []
+
+    class Words:
+        def decode(self, ids: list[int]) -> str:
+            lengths.append(len(ids))
+            return "".join(words[i] for i in ids)[1:]
+
+    ids = list(range(400))
+    pieces = sample["text_of"](map(torch.tensor, ids), Words(), None, [500, 501])
+    assert "".join(pieces) == "".join(words[:400])
+    assert max(lengths) <= 2 * sample["TAIL"] + 1
 
 
 # -----------------------------------------------------------------------------
@@ -594,7 +618,8 @@ def test_bench_attention(run, tmp_path, monkeypatch):
     code, out, _ = run("bench.py", *small, "--plot")
     assert code == 0 and "WRONG" not in out and "skipped" not in out
     results = json.loads(out_file.read_text())
-    names = ["sdpa", *(f"{core}{kind}" for core in ATTENTION for kind in ("", " SL", " differential"))]
+    names, kinds = ["sdpa"], ("", " SL", " differential", " decay")
+    names += [core + kind for core in ATTENTION for kind in kinds if kind != " decay" or core in forms.SUMS]
     got = [
         (row["subject"], row["n"])
         for row in results["attention"]
@@ -731,6 +756,7 @@ def test_bench_models_steps_and_decoding(run, tmp_path):
     assert code == 0
     results = json.loads((tmp_path / "b.json").read_text())
     names = [f"{core} {pattern}" for core in ATTENTION for pattern in ("L", "SL")]
+    names += [f"softmax/{core} conv SL" for core in forms.SUMS]
     assert [(row["subject"], row["n"]) for row in results["model"]] == [(name, n) for n in (16, 160) for name in names]
     assert [row["subject"] for row in results["step"]] == names
     speeds = [row for row in results["decode"] if "tokens_per_s" in row]
@@ -876,7 +902,7 @@ def test_the_links_of_the_table_of_choices():
     assert module["relinked"](page) == page, "python experiments/choices.py --what=links"
     for name, row in module["ROWS"].items():
         line = next((line for line in page.splitlines() if line.startswith(f"| {name} |")), "")
-        assert module["link"](row) in line and all(flag in line for flag in module["as_flags"](row)), name
+        assert module["link"](row) in line and all(flag in line for flag in module["as_flags"](row.flags)), name
 
 
 def test_the_first_tables_experiment(run, quick, data, tmp_path, monkeypatch):

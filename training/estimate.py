@@ -76,8 +76,11 @@ def activation_bytes(config: GPTConfig, dtype: str) -> float:
     memory grows linearly with the tokens. Dropped weights, and long heads of an attention without a fast form, take
     more for longer texts. On a GPU dropped weights and biases by distance take less.
     """
-    most = 2048 if config.position == "t5" else 512  # tokens; t5 keeps a bias that grows up to some length
-    T = min(config.block_size, most - 64 + config.block_size % 64)  # the same remainder of chunks of 64
+    most, chunk = 2048 if config.position == "t5" else 512, 64  # tokens; t5 keeps a bias that grows up to some length
+    if kind := SUMS.get(config.attention):  # enough for its sums to run
+        D = config.resolved().head_dim
+        most, chunk = max(most, kind.linear_from(D) + 2 * kind.chunk(D)), kind.chunk(D)
+    T = min(config.block_size, most - chunk + config.block_size % chunk)  # the same remainder of chunks
     small = replace(config, block_size=T, nope_long=False, vocab_size=64, activation_checkpointing=False)
     per_layer = {}  # {the letters of its heads: bytes}
     layers = [config.layer_heads(layer) for layer in range(config.n_layer)]

@@ -1,0 +1,267 @@
+"""What goes beside any attention: an attention for each span, a decay beside a position, a short convolution."""
+
+import itertools
+
+import pytest
+import torch
+from reference import naive_attention
+from torch.nn import functional as F
+
+from attention.cache import KeyValues, RunningSums
+from attention.scores import scores, visible
+from attention.sums import LINEAR_FROM
+from choices import alibi_slopes
+from model import ATTENTION, GPT, GPTConfig
+from training import checkpoint
+from training.optimizers import Settings, by_decay
+
+V, C, H, D = 29, 32, 4, 8
+LONG = LINEAR_FROM + 34  # more than beta's and beta2's chunks, and no whole of them
+pairs = pytest.mark.parametrize(("short", "long"), [*itertools.product(ATTENTION, ATTENTION)])
+cores = pytest.mark.parametrize("core", ATTENTION)
+
+
+def config(**kwargs: object) -> GPTConfig:
+    sizes = {"block_size": LONG, "vocab_size": V, "n_layer": 2, "n_head": H, "n_embd": C}
+    return GPTConfig(**sizes | kwargs)
+
+
+def shaken(c: GPTConfig, by: float = 0.1) -> GPT:
+    """A model in float64 far from initialisation: its convolution is not the identity, and heads differ in decay."""
+    gpt = GPT(c).double().eval()
+    for p in gpt.parameters():
+        p.data += by * torch.randn_like(p)
+    return gpt
+
+
+def tokens(n: int = LONG, B: int = 2) -> torch.Tensor:
+    return torch.randint(V, (B, n))
+
+
+# -----------------------------------------------------------------------------
+# a layer by hand
+
+
+def by_hand(gpt: GPT, layer: int, x: torch.Tensor) -> torch.Tensor:
+    """The output of a layer's attention, from the formulas of its parts, head by head and query by query."""
+    c, attn, T = gpt.config.resolved(), gpt.transformer.h[layer].attn, x.shape[1]
+    n_map = 2 if c.differential else 1
+    qkv = attn.c_attn(x)
+    if c.conv:
+        before = qkv.clone()
+        for t in range(T):
+            for o in range(min(c.conv, t + 1)):
+                qkv[:, t] += attn.conv.weight[:, o] * before[:, t - o]
+    q, k, v = qkv.split((H * D, c.n_kv_head * D, c.n_kv_head * D), dim=-1)
+    q, k, v = (t.unflatten(-1, (-1, width)).transpose(1, 2) for t, width in ((q, D), (k, D), (v, n_map * D)))
+    slopes = torch.tensor(alibi_slopes(H // n_map)).repeat_interleave(n_map).double()
+    if c.decay == "learned":
+        slopes = attn.decay.log_slopes.exp()
+    y = []
+    for h, letter in enumerate(c.layer_heads(layer)):
+        value = h // n_map // (H // c.n_kv_head)
+        one = q[:, [h]], k[:, [n_map * value + h % n_map]]
+        if c.position == "rope":
+            angle = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D).double()
+            turned = (
+                torch.view_as_complex(t.unflatten(-1, (-1, 2))) * torch.polar(torch.ones(()).double(), angle)
+                for t in one
+            )
+            one = (torch.view_as_real(t).flatten(-2) for t in turned)
+        decays = c.decay != "none" or (c.position == "alibi" and not (c.nope_long and letter == "L"))
+        name, window = (c.short_attention, c.window) if letter == "S" else (c.attention, None)
+        settings = {"window": window, "scale": c.scale, "decay": slopes[[h], None, None] if decays else None}
+        y.append(naive_attention(name, *one, v[:, [value]], **settings))
+    y = torch.cat(y, dim=1)
+    if c.differential:
+        y = y[:, ::2] - attn.lambda_of_pairs() * y[:, 1::2]
+        y = F.rms_norm(y, (2 * D,), attn.ln_head.weight, 1e-5) * (1 - attn.lambda_init)
+    return attn.c_proj(y.transpose(1, 2).flatten(2))
+
+
+@pairs
+@pytest.mark.parametrize(
+    ("heads", "more"),
+    [
+        ("SLSL/SSSL", {"decay": "learned", "conv": 3}),
+        ("SSLL", {"decay": "learned", "differential": True, "n_kv_head": 2}),
+        ("LSLS", {"decay": "alibi", "position": "rope", "n_kv_head": 2}),
+        ("SLLS", {"position": "alibi", "nope_long": True, "conv": 2}),
+    ],
+)
+def test_each_head_is_its_attention_with_its_span(short, long, heads, more):
+    c = config(attention=long, short_attention=short, heads=heads, window=3, **more)
+    gpt, x = shaken(c), torch.randn(1, 9, C, dtype=torch.float64)
+    fixed = more.get("decay") != "learned"  # tables of fixed positions are in float32
+    for layer, block in enumerate(gpt.transformer.h):
+        torch.testing.assert_close(block.attn(x), by_hand(gpt, layer, x), rtol=0, atol=2e-6 if fixed else 1e-12)
+
+
+@pairs
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"decay": "learned", "conv": 4, "n_kv_head": 2},
+        {"position": "alibi", "nope_long": True, "differential": True, "conv": 6},
+    ],
+    ids=["learned", "nope_long"],
+)
+def test_cached_packed_and_plain_are_the_same(short, long, more):
+    """Logits and every gradient of the fast forms are those of the definitions; a cache and documents change none."""
+    gpt = shaken(config(attention=long, short_attention=short, heads="SSLL", window=20, **more), by=0.05)
+    x, y = tokens(), tokens()
+    logits, loss = gpt(x, y)
+    grads = torch.autograd.grad(loss, gpt.parameters())
+    cuts = [0, 2, 5, 275, LONG]  # documents shorter than the convolution, and one in linear time
+    pos = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(cuts)]).expand(2, -1)
+    with torch.no_grad():
+        packed = gpt(x, y, pos=pos)[0]
+        for a, b in itertools.pairwise(cuts):
+            torch.testing.assert_close(packed[:, a:b], gpt(x[:, a:b], y[:, a:b])[0], rtol=0, atol=1e-6)
+        for pieces in ([1, 1, 1, 2, 1, 7, 1], [267, 1, 3, 1, 18]):  # shorter and longer than the convolution
+            cache, parts = gpt.new_cache(), []
+            for part in x[:, : sum(pieces)].split(pieces, dim=1):
+                parts.append(gpt(part, part, cache=cache)[0])
+            torch.testing.assert_close(torch.cat(parts, 1), logits[:, : sum(pieces)], rtol=0, atol=1e-10)
+    gpt.run_definitions()
+    plain, loss = gpt(x, y)
+    torch.testing.assert_close(logits, plain, rtol=0, atol=1e-10)
+    for ours, theirs in zip(grads, torch.autograd.grad(loss, gpt.parameters()), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+def test_a_cache_is_a_ring_for_short_heads_and_sums_for_long_ones():
+    """Its bytes do not grow with the text."""
+    choices = {"attention": "beta2", "short_attention": "softmax", "heads": "SSSL", "window": 20, "conv": 4}
+    gpt = GPT(config(block_size=1000, position="rope", **choices)).eval()
+    cache = gpt.new_cache()
+    sizes = []
+    for n in (60, 1, 500, 1):
+        gpt(tokens(n, B=1), cache=cache)
+        sizes.append(cache.nbytes)
+    state = D * (D + 1) // 2 * (D + 1)
+    assert set(sizes) == {2 * 4 * (3 * 21 * 2 * D + state + 3 * 3 * C)}  # layers, float32: ring, sums, last tokens
+    kinds = [type(part) for part in cache.parts.values()]
+    assert kinds == [KeyValues, RunningSums] * 2
+
+
+# -----------------------------------------------------------------------------
+# the decay
+
+
+@cores
+def test_the_position_alibi_is_no_position_and_a_decay(core):
+    found = []
+    for choices in ({"position": "alibi"}, {"decay": "alibi", "position": "none"}, {"position": "none"}):
+        torch.manual_seed(1)
+        gpt = GPT(config(attention=core, heads="SL", window=20, **choices)).eval()
+        torch.manual_seed(2)
+        x = tokens()
+        found.append(gpt(x, x)[0])
+    assert torch.equal(found[0], found[1]) and not torch.allclose(found[0], found[2], atol=1e-4)
+
+
+@cores
+def test_learned_slopes_begin_at_alibis_and_are_trained(core, train, tmp_path):
+    torch.manual_seed(1)
+    learned = GPT(config(attention=core, decay="learned"))
+    torch.manual_seed(1)
+    fixed, x = GPT(config(attention=core, decay="alibi")), tokens(40)
+    torch.testing.assert_close(learned(x, x)[0], fixed(x, x)[0], rtol=0, atol=1e-5)
+    slopes = [p for name, p in learned.named_parameters() if name.endswith("attn.decay.log_slopes")]
+    assert [p.shape for p in slopes] == [(H,), (H,)]
+    groups = by_decay([*learned.parameters()], Settings(1e-3, (0.9, 0.99), weight_decay=0.1))
+    assert {group["weight_decay"] for group in groups for p in group["params"] if any(p is s for s in slopes)} == {0.0}
+    code, _, err = train(f"--attention={core}", "--decay=learned", "--max_iters=5")
+    assert code == 0, err
+    state = checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))["model"]
+    moved = torch.stack([p for name, p in state.items() if name.endswith("log_slopes")])
+    assert ((moved - torch.tensor(alibi_slopes(H)).log()).abs() > 1e-6).all()  # in each head of both layers
+
+
+def fading_attention(q, k, v, *, window=None, scale=None, bias=None, decay=None):
+    """A researcher's own: y = sum_j sigmoid(s_ij) gamma^(i - j) v_j."""
+    s, seen = scores(q, k, scale, bias), visible(q, k, window)
+    distance = torch.arange(k.shape[-2] - q.shape[-2], k.shape[-2])[:, None] - torch.arange(k.shape[-2])
+    gamma = 1.0 if decay is None else (-decay * distance.clamp(min=0)).exp()
+    return (s.sigmoid() * gamma).masked_fill(~seen, 0.0).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("takes_decay", [True, False])
+def test_a_new_attention_decays(takes_decay, monkeypatch):
+    """One that takes `decay` gets its heads' slopes, another one ALiBi's bias; in short heads, cut into blocks, too."""
+
+    def own(q, k, v, *, window=None, scale=None, bias=None):
+        return fading_attention(q, k, v, window=window, scale=scale, bias=bias)
+
+    monkeypatch.setitem(ATTENTION, "mine", fading_attention if takes_decay else own)
+    c = config(attention="softmax", short_attention="mine", heads="SLSS", window=20, decay="learned", n_layer=1)
+    gpt, x = shaken(c), torch.randn(1, 200, C, dtype=torch.float64)
+    attn = gpt.transformer.h[0].attn
+    q, k, v = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in attn.c_attn(x).split(C, dim=-1))
+    slopes = attn.decay.log_slopes.exp()[:, None, None]
+    by_distance = -slopes * (torch.arange(200)[:, None] - torch.arange(200))
+    more = {"decay": slopes} if takes_decay else {"bias": by_distance}
+    y = ATTENTION["mine"](q, k, v, window=20, **more)
+    y[:, 1] = naive_attention("softmax", q[:, [1]], k[:, [1]], v[:, [1]], decay=slopes[[1]])[:, 0]
+    torch.testing.assert_close(attn(x), attn.c_proj(y.transpose(1, 2).flatten(2)), rtol=0, atol=1e-11)
+
+
+# -----------------------------------------------------------------------------
+# the short convolution
+
+
+@cores
+def test_a_convolution_begins_as_the_identity(core):
+    x, found = tokens(40), []
+    for width in (0, 4):
+        torch.manual_seed(1)
+        gpt = GPT(config(attention=core, conv=width))
+        found.append(gpt(x, x)[0])
+    assert torch.equal(*found)
+    gpt(x, x)[1].backward()
+    for block in gpt.transformer.h:
+        assert (block.attn.conv.weight.grad.abs() > 0).any(0).all()  # every one of its taps learns
+
+
+@cores
+def test_causal_by_gradient_and_of_one_document_with_all_of_it(core):
+    """More tokens than chunks: no gradient comes from a later token or from another document."""
+    gpt = shaken(config(attention=core, short_attention="softmax", heads="SL", window=20, decay="learned", conv=4))
+    x, seen = tokens(B=1), []
+    gpt.transformer.drop.register_forward_hook(lambda m, a, out: seen.append(out.detach().requires_grad_()) or seen[-1])
+    for start, pos in ((0, None), (100, torch.cat((torch.arange(100), torch.arange(LONG - 100)))[None])):
+        logits = gpt(x, x, pos=pos)[0]
+        for i in (start, start + 1, start + 70, LONG - 1):
+            (grad,) = torch.autograd.grad(logits[:, i].square().sum(), seen[-1], retain_graph=True)
+            reached = grad.abs().sum((0, 2)) > 0
+            assert reached[start] and reached[i] and not reached[i + 1 :].any() and not reached[:start].any()
+
+
+@cores
+def test_bfloat16_autocast_stays_near_float32(core):
+    """Losses, and all gradients together, that of the slopes too."""
+    choices = {"attention": core, "heads": "SSLL", "window": 20, "decay": "learned", "conv": 4}
+    gpt, x, grads = shaken(config(**choices), by=0.02).float(), tokens(), []
+    for half in (False, True):
+        gpt.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            loss = gpt(x, x)[1]
+        loss.backward()
+        grads.append({name: p.grad for name, p in gpt.named_parameters()})
+    for part in ("log_slopes", "conv.weight", "c_attn.weight"):
+        exact, ours = (torch.cat([g.flatten() for name, g in found.items() if name.endswith(part)]) for found in grads)
+        assert 0 < (ours - exact).norm() < 4 * 2**-8 * exact.norm(), part
+
+
+def test_activation_checkpointing_of_all_of_it():
+    """A convolution in packed documents and learned slopes: the same gradients, bit for bit."""
+    choices = {"attention": "beta2", "short_attention": "laser", "heads": "SL", "decay": "learned", "conv": 4}
+    gpt, x, grads = shaken(config(window=20, **choices)).train(), tokens(), []
+    pos = torch.cat((torch.arange(20), torch.arange(LONG - 20))).expand(2, -1)
+    for again in (False, True):
+        gpt.config.activation_checkpointing = again
+        gpt.zero_grad()
+        gpt(x, x, pos=pos)[1].backward()
+        grads.append([p.grad for p in gpt.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
