@@ -42,6 +42,7 @@ MIXED = {"short_attention": "softmax"} | SHORT
 ROWS = {
     "softmax": {},
     "softmax, conv": CONV,
+    "softmax, learned decay, conv": LEARNED | CONV,
     "LS": SHORT,
     "LS, conv": SHORT | CONV,
     "beta": BETA,
