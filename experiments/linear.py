@@ -1,6 +1,6 @@
 """Is attention in linear time as good as softmax? Losses at equal steps and in equal time, as a table.
 
-    python experiments/linear.py                      # Tiny Shakespeare, contexts of 64 and of 256 characters
+    python experiments/linear.py                      # Tiny Shakespeare, contexts of 64 and of 256
     python experiments/linear.py --table=novels       # n = 2048, after data/pg19/prepare.py
     python experiments/linear.py --what=print         # the tables of what is in --out
 

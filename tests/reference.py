@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from attention.forms import fast_form
+from attention.forms import fast_form, takes
 from attention.scores import ByDistance
 from model import ATTENTION
 
@@ -46,11 +46,14 @@ def naive_attention(core: str, q, k, v, *, window=None, scale=None, bias=None, d
 
 def one_query(core: str, q, k, v, scale, bias, decay=None) -> torch.Tensor:
     """y (B, H, Dv) of q (B, H, D) over all of the keys k (B, H, n, D)."""
+    distance, more = torch.arange(k.shape[-2] - 1, -1, -1, dtype=k.dtype), {}
     if core not in ONE_QUERY:
+        if decay is not None and takes(ATTENTION[core], "decay"):
+            more = {"decay": decay}
+        elif decay is not None:
+            bias = (0.0 if bias is None else bias) - decay[:, 0] * distance
         bias = None if bias is None else bias[..., None, :]
-        more = {} if decay is None else {"decay": decay}
         return ATTENTION[core](q[..., None, :], k, v, scale=scale, bias=bias, **more)[..., 0, :]
     s = (q[..., None, :] * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    distance = torch.arange(s.shape[-1] - 1, -1, -1, dtype=s.dtype)
     factor = torch.ones_like(distance) if decay is None else (-decay[:, 0] * distance).exp()
     return ONE_QUERY[core](s if bias is None else s + bias, v, factor)

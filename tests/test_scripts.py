@@ -619,7 +619,9 @@ def test_bench_attention(run, tmp_path, monkeypatch):
     assert code == 0 and "WRONG" not in out and "skipped" not in out
     results = json.loads(out_file.read_text())
     names, kinds = ["sdpa"], ("", " SL", " differential", " decay")
-    names += [core + kind for core in ATTENTION for kind in kinds if kind != " decay" or core in forms.SUMS]
+    names += [
+        core + kind for core in ATTENTION for kind in kinds if kind != " decay" or forms.takes(ATTENTION[core], "decay")
+    ]
     got = [
         (row["subject"], row["n"])
         for row in results["attention"]
@@ -961,7 +963,11 @@ def test_attention_probabilities_and_jacobians():
         s = s @ q[0, h, i] / 2
         p, want = s.softmax(-1), []
         for core in ("softmax", "laser"):
-            want.append(torch.autograd.functional.jacobian(lambda s, f=ONE_QUERY[core], v=values: f(s, v), s).norm())
+            want.append(
+                torch.autograd.functional.jacobian(
+                    lambda s, f=ONE_QUERY[core], v=values: f(s, v, torch.ones(())), s
+                ).norm()
+            )
         want = [len(s), (p < 1e-3).sum(), (p < 1e-7).sum(), *want, 1]
         torch.testing.assert_close(found[0, h, i], torch.tensor(want, dtype=torch.float64))
     assert found[..., 1].sum() > found[..., 2].sum() > 0
