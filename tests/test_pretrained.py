@@ -145,6 +145,8 @@ def test_a_run_without_biases_exports_as_gpt2():
         ({"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "heads": "SL"}, "has no heads='SL'"),
         ({"n_head": 3, "head_dim": 8}, "the nearest, mistral, has no"),
         ({"where": "sandwich", "logit_softcap": 30.0}, "has no where='sandwich', logit_softcap=30.0"),
+        ({"decay": "alibi", "conv": 4}, "gpt2, has no conv=4, decay='alibi'"),
+        ({"short_attention": "beta", "heads": "SL", "window": 3}, "short_attention='beta'"),
     ],
 )
 def test_what_no_family_has_is_not_exported(kwargs, says):
@@ -189,6 +191,19 @@ def test_from_pretrained_swaps_the_attention_and_refuses_what_needs_other_weight
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(OSError, match="cannot load"):
         GPT.from_pretrained(str(tmp_path))
+
+
+def test_pretrained_weights_take_a_convolution_and_a_decay_that_begin_anew(tmp_path):
+    """The convolution begins as the identity, so the model's outputs are those of its weights."""
+    theirs = randomised(gpt2())
+    theirs.save_pretrained(tmp_path)
+    x = torch.randint(V, (2, T))
+    logits = GPT.from_pretrained(str(tmp_path))(x, x)[0]
+    changed = {"conv": 4, "heads": "SSSL", "window": T, "attention": "softmax", "short_attention": "softmax"}
+    assert torch.equal(GPT.from_pretrained(str(tmp_path), {"conv": 4})(x, x)[0], logits)
+    torch.testing.assert_close(GPT.from_pretrained(str(tmp_path), changed)(x, x)[0], logits)
+    linear = GPT.from_pretrained(str(tmp_path), {"attention": "beta2", "decay": "learned", "conv": 4})
+    assert linear.transformer.h[0].attn.decay.log_slopes.requires_grad
 
 
 def test_no_network(monkeypatch):
