@@ -58,101 +58,122 @@ ROWS = {
 }
 LINEAR = [name for name in ROWS if "beta" in name]  # their time is linear in the length
 CPU = {"file": "config/train_shakespeare_char_cpu.py", "vocab_size": 65, "steps": 1500}
-CPU |= {"positions": ["learned", "rope"]}
+CPU |= {"positions": ["learned", "rope"], "window": 16}
+BEST = ["softmax", "softmax, conv", "softmax, learned decay, conv", "LS, conv", "beta, learned decay, conv"]
+BEST += ["beta2, learned decay, conv", "softmax short, beta long, conv", "softmax short, beta2 long, conv"]
+LONG = {"n_layer": 4, "n_head": 8, "n_embd": 128, "heads": "L", "batch_size": 1, "gradient_accumulation_steps": 1}
+LONG |= {"learning_rate": 3e-3, "min_lr": 3e-4, "warmup_iters": 50, "eval_iters": 40, "log_logits": False}
 TABLES = {
     "64": CPU | {"flags": {}, "rows": list(ROWS)},
-    "256": CPU | {"flags": {"block_size": 256, "batch_size": 3, "eval_iters": 145}, "rows": list(ROWS)},
-    "novels": {
-        "file": "config/train_pg19_ls.py",
-        "vocab_size": 10000,
-        "steps": 600,
-        "positions": ["rope"],
-        "flags": {"heads": "L", "n_layer": 4, "n_head": 8, "n_embd": 128, "batch_size": 1, "learning_rate": 3e-3}
-        | {"gradient_accumulation_steps": 1, "min_lr": 3e-4, "warmup_iters": 50, "eval_iters": 40, "mlp": "gelu"},
-        "rows": list(ROWS),
-    },
+    "256": CPU | {"flags": {"block_size": 256, "batch_size": 3, "eval_iters": 145}, "rows": BEST},
+    "novels": {"file": "config/train_pg19_ls.py", "vocab_size": 10000, "steps": 600, "window": 50}
+    | {"positions": ["rope"], "flags": LONG, "rows": BEST},
 }
+
+
+def chosen_rows() -> list[str]:
+    return [part.strip() for part in only.split(";") if part.strip()]
 
 
 def of_table(name: str) -> dict[str, dict]:
     """The flags of each row of a table; its positions are a part of its name."""
     t = TABLES[name]
-    chosen = [part.strip() for part in only.split(";") if part.strip()] or t["rows"]
-    return {f"{row}; {p}": t["flags"] | ROWS[row] | {"position": p} for p in t["positions"] for row in chosen}
+    chosen = chosen_rows() or t["rows"]
+    rows = {f"{row}; {p}": t["flags"] | ROWS[row] | {"position": p} for p in t["positions"] for row in chosen}
+    return {row: flags | ({"window": t["window"]} if "window" in flags else {}) for row, flags in rows.items()}
 
 
-def runs_of(name: str, rows: dict[str, dict], steps: dict[str, int], kind: str) -> dict:
-    """The runs (experiments/runs.py, losses) of each row and seed; seeds in the outer loop."""
-    found = {}
-    for seed in range(1, seeds + 1):
-        for row, flags in rows.items():
-            folder = os.path.join(out_dir, name, kind, f"{re.sub('[^a-z0-9]+', '-', row.lower())}-{seed}")
-            n = {"max_iters": steps[row], "lr_decay_iters": steps[row], "eval_interval": steps[row], "seed": seed}
-            command = [TABLES[name]["file"], *as_flags(flags | n), *extra.split()]
-            found[row, seed] = f"{name}, {row}, seed {seed}: {steps[row]} steps", command, folder
-    return found
+def command(name: str, flags: dict, steps: int, seed: int) -> list[str]:
+    """train.py's arguments for a run, but for its folder."""
+    n = {"max_iters": steps, "lr_decay_iters": steps, "eval_interval": steps, "seed": seed}
+    return [TABLES[name]["file"], *as_flags(flags | n), *extra.split()]
 
 
 def saved() -> dict:
-    """{table: {row: {"steps": {seed: loss}, "equal": {seed: loss}, "ms": , "ratio": , "n": steps in equal time}}}."""
+    """The results so far: {"losses": {a run's command: loss}, "times": {table: {row: [ms, ratio to softmax's]}}}."""
     if not os.path.exists(out):
-        return {}
+        return {"losses": {}, "times": {}}
     with open(out, encoding="utf-8") as f:
         return json.load(f)
 
 
-def note_result(name: str, row: str, **result: object) -> None:
-    """Adds a row's results to the file; dictionaries are merged."""
-    results = saved()
-    entry = results.setdefault(name, {}).setdefault(row, {})
-    for key, value in result.items():
-        entry[key] = entry.get(key, {}) | value if isinstance(value, dict) else value
+def save(results: dict) -> None:
     with open(f"{out}.tmp", "w", encoding="utf-8") as f:
         json.dump(results, f, indent=1, sort_keys=True)
     os.replace(f"{out}.tmp", out)
 
 
-def spread(found: dict[str, float]) -> str:
-    """mean (lowest to highest) of the losses of some seeds."""
-    return f"{statistics.mean(found.values()):.3f} ({min(found.values()):.3f} to {max(found.values()):.3f})"
+def run(name: str, rows: dict[str, dict], steps: dict[str, int]) -> None:
+    """Makes the runs of each row and seed whose loss is not known yet; seeds in the outer loop."""
+    runs, known = {}, saved()["losses"]
+    for seed in range(1, seeds + 1):
+        for row, flags in rows.items():
+            arguments = command(name, flags, steps[row], seed)
+            folder = os.path.join(out_dir, name, f"{re.sub('[^a-z0-9]+', '-', row.lower())}-{steps[row]}-{seed}")
+            if (key := " ".join(arguments)) not in known:
+                runs[key] = f"{name}, {row}, seed {seed}: {steps[row]} steps", arguments, folder
+
+    def then(key: str, loss: float) -> None:
+        results = saved()
+        results["losses"][key] = loss
+        save(results)
+
+    losses(runs, jobs, then)
 
 
-def show(name: str) -> None:
-    """Prints a table, the lowest loss first."""
-    rows = {row: entry for row, entry in saved().get(name, {}).items() if entry.get("steps")}
-    print(f"\n| {name}: attention | positions | loss, equal steps | time of a step | steps | loss, equal time |")
-    print("|---|---|---|---|---|---|")
-    for row, entry in sorted(rows.items(), key=lambda item: statistics.mean(item[1]["steps"].values())):
+def take_times(name: str, rows: dict[str, dict]) -> None:
+    """The times of steps, for each kind of positions together, softmax first."""
+    t, results = TABLES[name], saved()
+    for p in t["positions"]:
+        mine = {row: flags for row, flags in rows.items() if row.endswith(f"; {p}")}
+        results["times"].setdefault(name, {}).update(step_times(t["file"], mine, t["vocab_size"], repeats))
+    save(results)
+
+
+def in_equal_time(name: str) -> dict[str, int]:
+    """How many steps each row makes in the time that softmax with the same positions takes for the table's steps."""
+    times = saved()["times"].get(name, {})
+    return {row: round(TABLES[name]["steps"] / ratio) for row, (_, ratio) in times.items()}
+
+
+def show(name: str, rows: dict[str, dict]) -> None:
+    """Prints a table, the lowest loss first: mean of the seeds, lowest to highest."""
+    known, times, equal = saved()["losses"], saved()["times"].get(name, {}), in_equal_time(name)
+
+    def found(row: str, steps: int) -> list[float]:
+        commands = (" ".join(command(name, rows[row], steps, seed)) for seed in range(1, seeds + 1))
+        return [known[key] for key in commands if key in known]
+
+    def spread(x: list[float]) -> str:
+        return f"{statistics.mean(x):.3f} ({min(x):.3f} to {max(x):.3f})" if x else ""
+
+    measured = {row: x for row in rows if (x := found(row, TABLES[name]["steps"]))}
+    print(f"\n| {name}: attention | positions | seeds | loss | time of a step | steps | loss in equal time |")
+    print("|---" * 7 + "|")
+    for row, x in sorted(measured.items(), key=lambda item: statistics.mean(item[1])):
         attention, position = row.split("; ")
-        time = f"{entry['ratio']:.2f}x | {entry['n']}" if "n" in entry else " | "
-        equal = spread(entry["equal"]) if entry.get("equal") else ""
+        time = f"{times[row][1]:.2f}x | {equal[row]} | {spread(found(row, equal[row]))}" if row in times else " | | "
         mark = "**" if attention in LINEAR else ""
-        print(f"| {mark}{attention}{mark} | {position} | {spread(entry['steps'])} | {time} | {equal} |")
+        print(f"| {mark}{attention}{mark} | {position} | {len(x)} | {spread(x)} | {time} |")
 
 
 def main() -> None:
     os.chdir(ROOT)
     parts, tables = what.split(","), table.split(",")
-    for given, known in ((parts, ["steps", "times", "equal", "print"]), (tables, TABLES)):
+    for given, known in ((parts, ["steps", "times", "equal", "print"]), (tables, TABLES), (chosen_rows(), ROWS)):
         if unknown := [x for x in given if x not in known]:
             raise UserError(f"{unknown[0]!r} is not one of {', '.join(known)}")
     for name in tables:
-        t, rows = TABLES[name], of_table(name)
-        steps = {row: t["steps"] for row in rows}
+        rows = of_table(name)
         if "steps" in parts:
-            then = lambda key, loss, name=name: note_result(name, key[0], steps={str(key[1]): loss})  # noqa: E731
-            losses(runs_of(name, rows, steps, "steps"), jobs, then)
+            run(name, rows, dict.fromkeys(rows, TABLES[name]["steps"]))
         if "times" in parts:
-            for p in t["positions"]:
-                mine = {row: flags for row, flags in rows.items() if row.endswith(p)}
-                for row, (ms, ratio) in step_times(t["file"], mine, t["vocab_size"], repeats).items():
-                    note_result(name, row, ms=ms, ratio=ratio, n=round(t["steps"] / ratio))
+            take_times(name, rows)
         if "equal" in parts:
-            n = {row: entry["n"] for row, entry in saved()[name].items() if "n" in entry}
-            then = lambda key, loss, name=name: note_result(name, key[0], equal={str(key[1]): loss})  # noqa: E731
-            losses(runs_of(name, rows, n, "equal"), jobs, then)
+            steps = in_equal_time(name)
+            run(name, {row: flags for row, flags in rows.items() if row in steps}, steps)
         if "print" in parts:
-            show(name)
+            show(name, rows)
 
 
 if __name__ == "__main__":
