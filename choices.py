@@ -1,8 +1,8 @@
-"""The tables of choices (norms, positions, activations), and the rules about which choices go together.
+"""The tables of choices (norms, positions, decays, activations), and the rules about which choices go together.
 
-QK_NORM, NORM, WHERE, POSITION and ACTIVATION are tables: a new choice is one function or class here, and one line in
-its table. check() raises UserError where choices do not go together. `c` is a model.GPTConfig with its defaults filled
-in (GPTConfig.resolved); check() takes it as the user gave it. Shapes: B batch, H heads, T time, D head width.
+QK_NORM, NORM, WHERE, POSITION, DECAY and ACTIVATION are tables: a new choice is one function or class here, and one
+line in its table. check() raises UserError where choices do not go together. `c` is a model.GPTConfig with its defaults
+filled in (GPTConfig.resolved); check() takes it as the user gave it. Shapes: B batch, H heads, T time, D head width.
 """
 
 import math
@@ -149,13 +149,13 @@ def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 
 
 class ALiBi(Scheme):
-    """Every weight, before the attention divides it by a sum or a norm, times gamma^(i - j), gamma = exp(-slope).
+    """Multiplies every weight, before it is divided by a sum or a norm, by gamma^(i - j), gamma = exp(-slope).
 
     For softmax and LASER, whose weights are exp(s), this subtracts slope (i - j) from the scores (Press et al. 2021,
     section 3): with a = slope / scale, -a (i - j) = (a, -a i) . (j, 1), two more dimensions of q and k, in every
     kernel. A bfloat16 keeps 8 bits of a number, so each number is split into a sum of two, which makes six dimensions.
     A float16 ends at 65504, so q has (256 a, -a i / 256), and k has (j / 256, 256). An attention whose weights are not
-    exp(s), as beta, takes the slopes as its argument `decay`.
+    exp(s), such as beta, takes the slopes as its argument `decay`.
     """
 
     scores, shared, endless, extra = False, True, True, 6

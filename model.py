@@ -215,7 +215,7 @@ class CausalSelfAttention(nn.Module):
             long = group.window is None
             group.attention = c.attention if long else c.short_attention
             definition = ATTENTION[group.attention]
-            group.core = fast_form(group.attention, definition, group.attention in WHOLE, "S" in letters)
+            group.core = fast_form(group.attention, definition, group.attention in WHOLE, short=not long)
             group.cache = cache_form(group.attention, definition, D, self.n_map * D, c.long_bias or not long)
             group.decays = takes(definition, "decay")
             schemes = (None if long and c.nope_long else self.position, self.decay)
@@ -371,7 +371,8 @@ class GPT(nn.Module):
         """
         most = self.config.block_size if cache is None else cache.capacity
         if not 1 <= idx.shape[1] <= most:
-            raise ValueError(f"{idx.shape[1]} tokens do not fit: this model takes 1 to block_size={most} tokens")
+            limit = f"block_size={most}" if cache is None else f"{most}, the capacity of the cache"
+            raise ValueError(f"{idx.shape[1]} tokens do not fit: this model takes 1 to {limit}")
         if cache is None:
             return self.predict(self.hidden(idx, None if pos is None else Documents(pos), pos), targets)
         if pos is not None:
@@ -418,9 +419,10 @@ class GPT(nn.Module):
         """An empty cache for up to `capacity` tokens, block_size by default; UserError for more than it can hold."""
         most = self.config.block_size
         capacity = most if capacity is None else capacity
-        why = why_it_ends(self) if capacity > most else "it has none"
-        if not 1 <= capacity <= most and why:
-            raise UserError(f"a cache of {capacity} tokens: it must have 1 to block_size={most} ({why})")
+        if capacity < 1:
+            raise UserError(f"a cache of {capacity} tokens: it must have room for 1 or more")
+        if capacity > most and (why := why_it_ends(self)):
+            raise UserError(f"a cache of {capacity} tokens: this model ends at block_size={most}, because {why}")
         return Cache([group for block in self.transformer.h for group in block.attn.groups], capacity)
 
     def crop_block_size(self, block_size: int) -> None:

@@ -1,7 +1,8 @@
 """The cache of decoding: what a model keeps of the tokens that it has seen.
 
 Long heads keep all keys and values, short heads only the last window + 1. Long heads of beta and beta2 keep running
-sums instead. A short convolution keeps its last inputs. GPT.new_cache() makes a Cache of all layers.
+sums instead, if these are smaller. A short convolution keeps its last inputs. GPT.new_cache() makes a Cache of all
+layers.
 """
 
 import contextlib
@@ -139,7 +140,7 @@ class Cache:
     def before(self, conv: object, x: torch.Tensor, n: int) -> torch.Tensor:
         """The inputs (B, n, C) of a short convolution for the n tokens before x (B, T, C), whose last n are kept."""
         x = torch.cat((self.last.get(conv, x.new_zeros(len(x), n, x.shape[-1])), x), dim=1)
-        self.last[conv] = x[:, -n:].clone()
+        self.last[conv] = x[:, x.shape[1] - n :].clone()  # not -n: for n = 0 it would keep all
         return x[:, :n]
 
     @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """beta and beta2 in linear time: what they need of the past is a few running sums, so nothing is approximated.
 
 Shapes are those of scores.py: q, k (B, H, T, D), v (B, H, T, Dv). The tokens are computed in chunks of c. Within a
-chunk the scores are computed as in the definition; all earlier chunks enter through their sums. With a decay, scores
-are multiplied by gamma^(i - j), gamma = exp(-decay). A chunk needs three powers of it, and none is above 1, so nothing
-overflows: from the chunk's first token to query i, from key j to the chunk's last token, and over the whole chunk.
+chunk the scores are computed as in the definition; all earlier chunks enter through their sums. With a decay, the
+scores of beta and the squared scores of beta2 are multiplied by gamma^(i - j), gamma = exp(-decay). A chunk needs three
+powers of gamma, and none is above 1, so nothing overflows: from the last token of the chunk before to query i, from key
+j to the chunk's last token, and over the whole chunk.
 """
 
 import itertools

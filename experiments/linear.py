@@ -93,8 +93,11 @@ def saved() -> dict:
     """The results so far: {"losses": {a run's command: loss}, "times": {table: {row: [ms, ratio to softmax's]}}}."""
     if not os.path.exists(out):
         return {"losses": {}, "times": {}}
-    with open(out, encoding="utf-8") as f:
-        return json.load(f)
+    try:
+        with open(out, encoding="utf-8") as f:
+            return json.load(f)
+    except ValueError:
+        raise UserError(f"{out} is damaged; delete it: losses of finished runs are read from --out_dir again") from None
 
 
 def save(results: dict) -> None:
@@ -125,7 +128,8 @@ def take_times(name: str, rows: dict[str, dict]) -> None:
     """The times of steps, for each kind of positions together, softmax first."""
     t, results = TABLES[name], saved()
     for p in t["positions"]:
-        mine = {row: flags for row, flags in rows.items() if row.endswith(f"; {p}")}
+        mine = {f"softmax; {p}": t["flags"] | ROWS["softmax"] | {"position": p}}  # also if it is not in --only
+        mine |= {row: flags for row, flags in rows.items() if row.endswith(f"; {p}")}
         results["times"].setdefault(name, {}).update(step_times(t["file"], mine, t["vocab_size"], repeats))
     save(results)
 
@@ -162,7 +166,9 @@ def main() -> None:
     parts, tables = what.split(","), table.split(",")
     for given, known in ((parts, ["steps", "times", "equal", "print"]), (tables, TABLES), (chosen_rows(), ROWS)):
         if unknown := [x for x in given if x not in known]:
-            raise UserError(f"{unknown[0]!r} is not one of {', '.join(known)}")
+            raise UserError(f"{unknown[0]!r} is not one of {'; '.join(known)}")
+    if jobs < 1 or seeds < 1 or repeats < 1:
+        raise UserError(f"--jobs={jobs}, --seeds={seeds} and --repeats={repeats} must be at least 1")
     for name in tables:
         rows = of_table(name)
         if "steps" in parts:

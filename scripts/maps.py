@@ -256,7 +256,7 @@ def open_maps(folder: str) -> tuple[str, list[str], list[list[Map]]]:
         n_map = 2 if c.differential else 1
         rows = [[m for m in row if m.head // n_map == head // n_map] for row in rows]
     names = [f"{name} (its softmax)" if name == "laser" else name for name in attentions(c)]
-    name = ", ".join(names)
+    name = names[0] if len(names) == 1 else f"{names[1]} in S, {names[0]} in L"
     name += (f", heads {c.heads}" if "S" in c.heads else "") + (", differential" if c.differential else "")
     return name, labels(tok, prompt), rows
 

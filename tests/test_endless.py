@@ -72,12 +72,21 @@ def test_a_cache_that_cannot_go_on_says_why(choices, says):
     gpt, x = model(**choices), torch.zeros(1, 3, dtype=torch.long)
     with pytest.raises(ValueError) as error:
         gpt.new_cache(T + 1)
-    assert f"1 to block_size={T} (" in str(error.value) and says in str(error.value)
+    assert f"this model ends at block_size={T}, because " in str(error.value) and says in str(error.value)
     with pytest.raises(ValueError, match="a cache of 43 tokens"):
         gpt.generate(x, 40, endless=True)
     assert gpt.generate(x, 10, endless=True).shape == (1, 13)  # within block_size
-    with pytest.raises(ValueError, match="it must have 1 to"):
+    with pytest.raises(ValueError, match="room for 1 or more"):
         gpt.new_cache(0)
+
+
+def test_a_convolution_of_width_1_keeps_nothing():
+    gpt = model(attention="beta", position="rope", conv=1)
+    cache, sizes = gpt.new_cache(100), set()
+    for _ in range(5):
+        gpt(torch.zeros(1, 7, dtype=torch.long), cache=cache)
+        sizes.add(cache.nbytes)
+    assert len(sizes) == 1
 
 
 def test_definitions_keep_all_keys_and_values():

@@ -223,6 +223,10 @@ def test_an_attention_that_breaks_the_rule_is_called_as_a_whole(monkeypatch, cap
         return model.softmax_attention(q, k, v, window=window, scale=scale, bias=bias) / k.shape[-2]
 
     monkeypatch.setitem(ATTENTION, "length", by_length)
+    pair = {"attention": "length", "short_attention": "softmax", "heads": "SL", "window": 3}
+    GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16, **pair))
+    assert "cost T^2" not in capfd.readouterr().err  # its short heads have another attention
+    forms.check_causal.cache_clear()
     q, k, v = (torch.randn(1, 2, 300, 8) for _ in "qkv")
     form = fast_form("length", by_length)
     err = capfd.readouterr().err

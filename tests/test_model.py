@@ -472,9 +472,11 @@ def test_a_cache_past_its_end_and_other_misuse():
     with pytest.raises(ValueError, match="is for a batch of 2"):
         gpt(x[:1, 9:10], cache=cache)
     gpt(x[:, 9:10], cache=cache)  # neither broke it
-    for wrong in (0, T + 1):
-        with pytest.raises(ValueError, match=f"block_size={T}"):
+    for wrong, says in ((0, "room for 1 or more"), (T + 1, f"block_size={T}")):
+        with pytest.raises(ValueError, match=says):
             gpt.new_cache(wrong)
+    with pytest.raises(ValueError, match="takes 1 to 10, the capacity of the cache"):
+        gpt(x[:, :11], cache=cache)
     with pytest.raises(ValueError, match="0 tokens do not fit"):
         gpt(x[:, :0])
     beta = GPT(config(attention="beta", dropout=0.1)).train()

@@ -262,6 +262,7 @@ def test_durations(seconds, says):
         {"block_size": 256}, {"block_size": 1024, "heads": "SSSL"}, {"position": "t5"},
         {"position": "rope", "vocab_size": 2000}, {"heads": "S/L", "window": 20},
         {"heads": "SSSL", "window": 20, "short_attention": "softmax", "decay": "learned", "conv": 4},
+        {"heads": "S/L/SL", "window": 20, "short_attention": "softmax"},  # layers with one kind of heads
         {"n_head": 2, "block_size": 1500}, {"n_head": 2, "block_size": 700},  # beta2's sums run from 768 tokens on
     ],
     ids=str,

@@ -77,15 +77,19 @@ def activation_bytes(config: GPTConfig, dtype: str) -> float:
     more for longer texts. On a GPU dropped weights and biases by distance take less.
     """
     most, chunk = 2048 if config.position == "t5" else 512, 64  # tokens; t5 keeps a bias that grows up to some length
-    if kind := SUMS.get(config.attention):  # enough for its sums to run
+    if sums := SUMS.get(config.attention):  # enough for its sums to run
         D = config.resolved().head_dim
-        most, chunk = max(most, kind.linear_from(D) + 2 * kind.chunk(D)), kind.chunk(D)
+        most, chunk = max(most, sums.linear_from(D) + 2 * sums.chunk(D)), sums.chunk(D)
     T = min(config.block_size, most - chunk + config.block_size % chunk)  # the same remainder of chunks
     small = replace(config, block_size=T, nope_long=False, vocab_size=64, activation_checkpointing=False)
     per_layer = {}  # {the letters of its heads: bytes}
     layers = [config.layer_heads(layer) for layer in range(config.n_layer)]
     for letters in dict.fromkeys(layers):
-        alike = replace(small, n_layer=1, heads=letters, window=config.resolved().window if "S" in letters else None)
+        kind = {"heads": letters, "window": config.resolved().window if "S" in letters else None}
+        if len({*letters}) == 1 and config.short_attention:  # short_attention needs heads of both kinds
+            kind |= {"attention": config.short_attention if "S" in letters else config.attention}
+            kind |= {"short_attention": None}
+        alike = replace(small, n_layer=1, **kind)
         one = kept_bytes(alike, dtype)
         two = kept_bytes(replace(alike, n_layer=2), dtype)
         wider = kept_bytes(replace(alike, vocab_size=128), dtype)
