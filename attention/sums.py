@@ -100,7 +100,7 @@ def part_sizes(kind: type, T: int, D: int, heads: int, on_cpu: bool) -> list[int
     """
     c = kind.chunk(D)
     rows = ROWS_AT_ONCE if on_cpu else NUMBERS_AT_ONCE // kind.features(D)
-    step = max(1, rows // (heads * c)) * c
+    step = max(1, rows // max(1, heads * c)) * c
     whole = T // c * c
     sizes = [min(step, whole - start) for start in range(0, whole, step)]
     return sizes + ([T - whole] if T > whole else [])
@@ -381,4 +381,5 @@ def d_products(x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
 
 def how_often(D: int, like: torch.Tensor) -> torch.Tensor:
     """How often each of the products is in (q . k)^2, (D (D + 1) / 2, 1): once if a = b, else twice."""
-    return like.new_tensor([1.0 + (a < b) for a in range(D) for b in range(a, D)])[:, None]
+    a, b = torch.triu_indices(D, D, device=like.device)
+    return (1 + (a < b)).to(like.dtype)[:, None]
