@@ -16,6 +16,7 @@ from configurator import UserError, configure, pick_device, user_errors  # first
 # isort: split
 import torch
 
+from attention.cache import why_it_ends
 from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
 
@@ -90,6 +91,10 @@ def main() -> None:
     model.eval().to(device)
     if plain:
         model.run_definitions()
+    if endless and (why := why_it_ends(model)):
+        raise UserError(f"--endless: this model cannot go on past its block_size={model.config.block_size}: {why}")
+    if endless and model.config.position == "rope" and "L" in model.config.heads and not model.config.nope_long:
+        print("note: past block_size the text may get worse: RoPE's angles in long heads were not trained there")
     if compile:
         torch._dynamo.config.suppress_errors = True  # if compiling fails, go on without it and say why
         model.compile()
