@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Literal
 
-from configurator import UserError, configure, pick_device, user_errors  # first: from here on Ctrl-C is a sentence
+from configurator import UserError, configure, note, pick_device, user_errors  # first: from now Ctrl-C is a sentence
 
 # isort: split
 import torch
@@ -94,7 +94,7 @@ def main() -> None:
     if endless and (why := why_it_ends(model)):
         raise UserError(f"--endless: this model cannot go on past its block_size={model.config.block_size}: {why}")
     if endless and model.config.position == "rope" and "L" in model.config.heads and not model.config.nope_long:
-        print("note: past block_size the text may get worse: RoPE's angles in long heads were not trained there")
+        note("past block_size the text may get worse: RoPE's angles in long heads were not trained there")
     if compile:
         torch._dynamo.config.suppress_errors = True  # if compiling fails, go on without it and say why
         model.compile()

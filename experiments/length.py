@@ -1,22 +1,23 @@
 """What does a longer text cost? Training steps up to n = 65,536, and decoding that goes on after block_size tokens.
 
-    OMP_NUM_THREADS=1 python experiments/length.py                           # everything: more than an hour
-    OMP_NUM_THREADS=1 python experiments/length.py --what=steps,double,draw  # time and memory of training steps
-    OMP_NUM_THREADS=1 python experiments/length.py --what=train,decode,far   # decoding; needs data/shakespeare_char
-    python experiments/length.py --what=draw,print                           # picture and tables of what is in --out
+    OMP_NUM_THREADS=1 python experiments/length.py              # everything: more than an hour
+    OMP_NUM_THREADS=1 python experiments/length.py --what=steps,double,draw  # training steps
+    OMP_NUM_THREADS=1 python experiments/length.py --what=train,decode,far   # decoding
+    python experiments/length.py --what=draw,print              # picture and tables of --out
 
 The parts (--what):
 
-steps   time and peak memory of a training step for each row of ROWS and each length, in a fresh process each. A row
-        ends at a step of more than --patience seconds, or where the next one would need more than --most_memory. The
-        time is the processor's, so that other programs disturb it less; with one thread it is that of an idle machine.
-double  how much longer a step takes when the text gets twice as long, for the last two of --double: the median of
-        rounds in which both lengths take turns.
-train   trains the models of TRAINED, which the next two parts use.
-decode  tokens/s (of the processor's time), cache and memory while a trained model writes --tokens characters with
-        `endless`, and how many of its words the training text has.
-far     the loss of the validation split by position, read in one go through a cache, against a window of block_size
-        tokens that slides.
+steps   time and peak memory of a training step for each row of ROWS and each length, in a fresh
+        process each. A row ends at a step of more than --patience seconds, or where the next one
+        would need more than --most_memory. The time is the processor's, so that other programs
+        disturb it less; with one thread it is that of an idle machine.
+double  how much longer a step takes when the text gets twice as long, for the last two of
+        --double: the median of rounds in which both lengths take turns.
+train   trains the models of TRAINED, which the next two parts use, on Tiny Shakespeare.
+decode  tokens/s (of the processor's time), cache and memory while a trained model writes --tokens
+        characters with `endless`, and how many of its words the training text has.
+far     the loss of the validation split by position, read in one go through a cache, against a
+        window of block_size tokens that slides.
 
 Every result is written to --out at once. Results that are there are not measured again, so you can stop the script and
 start it again.
