@@ -11,7 +11,6 @@ skipped, so you can stop the script and start it again. The times are those of t
 each row takes one step per round.
 """
 
-import json
 import os
 import re
 import statistics
@@ -24,7 +23,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import UserError, configure, user_errors
-from experiments.runs import as_flags, losses, step_times
+from experiments.runs import as_flags, losses, names, save, saved, step_times
 from text.dataset import ROOT
 from text.files import sha256
 
@@ -143,14 +142,8 @@ def relinked(page: str) -> str:
 
 def timed(path: str) -> dict[str, tuple[float, float]]:
     """The times of an earlier run with this config."""
-    if not os.path.exists(path):
-        return {}
-    try:
-        with open(path) as f:
-            stored = json.load(f)
-        return stored["ms"] if stored["config"] == sha256(os.path.join(ROOT, config_file)) else {}
-    except (ValueError, KeyError):
-        raise UserError(f"{path} is damaged; delete it, and the times are taken again") from None
+    stored = saved(path, {"config": "", "ms": {}})
+    return stored["ms"] if stored["config"] == sha256(os.path.join(ROOT, config_file)) else {}
 
 
 def last_losses(rows: dict[str, Row]) -> dict[str, list[float]]:
@@ -170,12 +163,8 @@ def main() -> None:
     torch.set_flush_denormal(True)  # as train.py
     if jobs < 1 or seeds < 1 or repeats < 1:
         raise UserError(f"--jobs={jobs}, --seeds={seeds} and --repeats={repeats} must be at least 1")
-    parts = what.split(",")
     known_rows = TABLES[table][0]
-    names = [name.strip() for name in only.split(",") if name.strip()] or list(known_rows)
-    for given, known in ((names, list(known_rows)), (parts, ["train", "time", "links"])):
-        if unknown := [name for name in given if name not in known]:
-            raise UserError(f"{unknown[0]!r} is not one of {', '.join(known)}")
+    chosen, parts = names(only, known_rows), names(what, ["train", "time", "links"])
     if "links" in parts:
         text = open("docs/choices.md", encoding="utf-8").read()
         with open("docs/choices.md", "w", encoding="utf-8") as f:
@@ -183,15 +172,14 @@ def main() -> None:
         if parts == ["links"]:
             return
     base = next(iter(known_rows))
-    rows = {name: known_rows[name] for name in (base, *names)}
+    rows = {name: known_rows[name] for name in (base, *chosen)}
     os.makedirs(out_dir, exist_ok=True)
     ms_path = os.path.join(out_dir, "ms.json")
     val = last_losses(rows) if "train" in parts else {}
     ms = timed(ms_path)
     if "time" in parts:
         ms |= step_times(config_file, {name: row.flags for name, row in rows.items()}, 65, repeats)
-        with open(ms_path, "w") as f:
-            json.dump({"config": sha256(os.path.join(ROOT, config_file)), "ms": ms}, f)
+        save(ms_path, {"config": sha256(os.path.join(ROOT, config_file)), "ms": ms})
     linked = bool(rows[base].place)
     print(f"| | flags | val loss, mean (range) | against {base} | ms per step | |" + " where | paper |" * linked)
     print("|---" * (8 if linked else 6) + "|")

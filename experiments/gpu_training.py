@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import UserError, check_writable, configure, pick_device, user_errors
+from experiments.runs import names
 from model import ATTENTION, GPT, GPTConfig
 from training.estimate import flops, matmul_rate
 from training.optimizers import OPTIMIZER, Settings
@@ -203,15 +204,13 @@ def longest(step: Callable) -> list[dict]:
 
 
 def main() -> None:
-    wanted = [name for name in only.split(",") if name]
-    if unknown := set(wanted) - set(ROWS):
-        raise UserError(f"--only={only}: {', '.join(sorted(unknown))} is not one of {', '.join(ROWS)}")
+    wanted = names(only, ROWS)
     if steps < 6 or min(batch_size, batches, chunks) < 1 or budget < 0:
         raise UserError("steps must be at least 6, batch_size, batches and chunks positive, and budget not negative")
     check_writable(out)
     GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, vocab_size=vocab_size)  # or why not
     dev, name, amp = pick_device(device, dtype)
-    if profile and (not dev.startswith("cuda") or wanted and "plain" not in wanted):
+    if profile and (not dev.startswith("cuda") or "plain" not in wanted):
         raise UserError("--profile is of the row plain, on a GPU")
     if ":" in dev:
         torch.cuda.set_device(dev)
@@ -224,7 +223,7 @@ def main() -> None:
     columns = "ms", "tokens/s", "x plain", "MFU", "GiB", "first step", "loss"
     print(f"{'':24}" + "".join(f"{c:>12}" for c in columns))
     results = {"about": {"chip": chip, "torch": torch.__version__, "dtype": name, "flops": rate}}
-    for key in wanted or ROWS:
+    for key in wanted:
         if time.monotonic() - began > budget:
             print(f"{key:24}left out (--budget)")
             continue

@@ -10,7 +10,6 @@ Runs that finished with the same command are skipped, so you can stop the script
 to the JSON file --out.
 """
 
-import json
 import os
 import re
 import statistics
@@ -19,7 +18,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import UserError, configure, user_errors
-from experiments.runs import as_flags, losses, step_times
+from experiments.runs import as_flags, losses, names, save, saved, step_times
 from text.dataset import ROOT
 
 # What is measured?
@@ -72,14 +71,10 @@ TABLES = {
 }
 
 
-def chosen_rows() -> list[str]:
-    return [part.strip() for part in only.split(";") if part.strip()]
-
-
 def of_table(name: str) -> dict[str, dict]:
     """The flags of each row of a table; its positions are a part of its name."""
     t = TABLES[name]
-    chosen = chosen_rows() or t["rows"]
+    chosen = names(only, ROWS, ";") if only else t["rows"]
     rows = {f"{row}; {p}": t["flags"] | ROWS[row] | {"position": p} for p in t["positions"] for row in chosen}
     return {row: flags | ({"window": t["window"]} if "window" in flags else {}) for row, flags in rows.items()}
 
@@ -90,26 +85,14 @@ def command(name: str, flags: dict, steps: int, seed: int) -> list[str]:
     return [TABLES[name]["file"], *as_flags(flags | n), *extra.split()]
 
 
-def saved() -> dict:
+def results() -> dict:
     """The results so far: {"losses": {a run's command: loss}, "times": {table: {row: [ms, ratio to softmax's]}}}."""
-    if not os.path.exists(out):
-        return {"losses": {}, "times": {}}
-    try:
-        with open(out, encoding="utf-8") as f:
-            return json.load(f)
-    except ValueError:
-        raise UserError(f"{out} is damaged; delete it: losses of finished runs are read from --out_dir again") from None
-
-
-def save(results: dict) -> None:
-    with open(f"{out}.tmp", "w", encoding="utf-8") as f:
-        json.dump(results, f, indent=1, sort_keys=True)
-    os.replace(f"{out}.tmp", out)
+    return saved(out, {"losses": {}, "times": {}})
 
 
 def run(name: str, rows: dict[str, dict], steps: dict[str, int]) -> None:
     """Makes the runs of each row and seed whose loss is not known yet; seeds in the outer loop."""
-    runs, known = {}, saved()["losses"]
+    runs, known = {}, results()["losses"]
     for seed in range(1, seeds + 1):
         for row, flags in rows.items():
             arguments = command(name, flags, steps[row], seed)
@@ -118,32 +101,32 @@ def run(name: str, rows: dict[str, dict], steps: dict[str, int]) -> None:
                 runs[key] = f"{name}, {row}, seed {seed}: {steps[row]} steps", arguments, folder
 
     def then(key: str, loss: float) -> None:
-        results = saved()
-        results["losses"][key] = loss
-        save(results)
+        found = results()
+        found["losses"][key] = loss
+        save(out, found)
 
     losses(runs, jobs, then)
 
 
 def take_times(name: str, rows: dict[str, dict]) -> None:
     """The times of steps, for each kind of positions together, softmax first."""
-    t, results = TABLES[name], saved()
+    t, found = TABLES[name], results()
     for p in t["positions"]:
         mine = {f"softmax; {p}": t["flags"] | ROWS["softmax"] | {"position": p}}  # also if it is not in --only
         mine |= {row: flags for row, flags in rows.items() if row.endswith(f"; {p}")}
-        results["times"].setdefault(name, {}).update(step_times(t["file"], mine, t["vocab_size"], repeats))
-    save(results)
+        found["times"].setdefault(name, {}).update(step_times(t["file"], mine, t["vocab_size"], repeats))
+    save(out, found)
 
 
 def in_equal_time(name: str) -> dict[str, int]:
     """How many steps each row makes in the time that softmax with the same positions takes for the table's steps."""
-    times = saved()["times"].get(name, {})
+    times = results()["times"].get(name, {})
     return {row: round(TABLES[name]["steps"] / ratio) for row, (_, ratio) in times.items()}
 
 
 def show(name: str, rows: dict[str, dict]) -> None:
     """Prints a table, the lowest loss first: mean of the seeds, lowest to highest."""
-    known, times, equal = saved()["losses"], saved()["times"].get(name, {}), in_equal_time(name)
+    known, times, equal = results()["losses"], results()["times"].get(name, {}), in_equal_time(name)
 
     def found(row: str, steps: int) -> list[float]:
         commands = (" ".join(command(name, rows[row], steps, seed)) for seed in range(1, seeds + 1))
@@ -164,13 +147,10 @@ def show(name: str, rows: dict[str, dict]) -> None:
 
 def main() -> None:
     os.chdir(ROOT)
-    parts, tables = what.split(","), table.split(",")
-    for given, known in ((parts, ["steps", "times", "equal", "print"]), (tables, TABLES), (chosen_rows(), ROWS)):
-        if unknown := [x for x in given if x not in known]:
-            raise UserError(f"{unknown[0]!r} is not one of {'; '.join(known)}")
+    parts = names(what, ["steps", "times", "equal", "print"])
     if jobs < 1 or seeds < 1 or repeats < 1:
         raise UserError(f"--jobs={jobs}, --seeds={seeds} and --repeats={repeats} must be at least 1")
-    for name in tables:
+    for name in names(table, TABLES):
         rows = of_table(name)
         if "steps" in parts:
             run(name, rows, dict.fromkeys(rows, TABLES[name]["steps"]))

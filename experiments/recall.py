@@ -19,7 +19,6 @@ added to the JSON file --out. Runs that are there are skipped, so you can stop t
 import collections
 import contextlib
 import itertools
-import json
 import math
 import os
 import statistics
@@ -31,9 +30,10 @@ from torch.nn import functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import NotFinite, UserError, check_writable, configure, refuse, user_errors
+from configurator import NotFinite, UserError, check_writable, configure, user_errors
+from experiments.runs import names, save, saved
 from model import GPT, GPTConfig
-from text.files import optional, replace
+from text.files import optional
 from training.optimizers import OPTIMIZER, Settings
 
 tasks = "pairs,copying,induction"  # the tasks, separated by commas
@@ -138,12 +138,9 @@ def fit(task: str, flags: dict, rate: float, seed: int) -> dict:
     return {"steps": step + 1, "trained": round(mean, 4), "accuracy": found}
 
 
-def saved(task: str = "", model: str = "") -> list[dict]:
+def results(task: str = "", model: str = "") -> list[dict]:
     """The runs in --out, {"task": , "model": , "rate": , "seed": , and what `fit` returns}; of a task and a model."""
-    if not os.path.exists(out):
-        return []
-    with open(out, encoding="utf-8") as f:
-        found = json.load(f)
+    found = saved(out, {"settings": SIZES | SCALES[scale], "runs": []})
     if found["settings"] != SIZES | SCALES[scale]:
         raise UserError(f"--out={out} has results of other settings: name another file")
     return [run for run in found["runs"] if task in ("", run["task"]) and model in ("", run["model"])]
@@ -151,15 +148,15 @@ def saved(task: str = "", model: str = "") -> list[dict]:
 
 def measure(task: str, model: str, rate: float, seed: int) -> None:
     """Makes a run and adds it to --out, unless it is there."""
-    if all((run["rate"], run["seed"]) != (rate, seed) for run in saved(task, model)):
+    if all((run["rate"], run["seed"]) != (rate, seed) for run in results(task, model)):
         run = {"task": task, "model": model, "rate": rate, "seed": seed, **fit(task, MODELS[model][0], rate, seed)}
-        replace(out, json.dumps({"settings": SIZES | SCALES[scale], "runs": [*saved(), run]}, indent=1).encode())
+        save(out, {"settings": SIZES | SCALES[scale], "runs": [*results(), run]})
         print(f"{task}; {model}; {rate}; seed {seed}; {run['steps']} steps:", *run["accuracy"].values(), flush=True)
 
 
 def best(task: str, model: str) -> list[dict]:
     """A model's runs at its best learning rate: the one whose first run, seed 1, is best at the trained sizes."""
-    runs = saved(task, model)
+    runs = results(task, model)
     rate = max(runs, key=lambda run: (run["seed"] == 1, run["trained"]), default={}).get("rate")
     return [run for run in runs if run["rate"] == rate]
 
@@ -200,16 +197,13 @@ def show(task: str) -> None:
 
 
 def main() -> None:
-    models = [name.strip() for name in only.split(";") if name.strip()] or list(MODELS)
-    refuse((name not in MODELS, f"{name!r} is not one of {'; '.join(MODELS)}") for name in models)
-    chosen = tasks.split(",")
-    refuse((name not in TASKS, f"{name!r} is not one of {', '.join(TASKS)}") for name in chosen)
+    models, chosen = names(only, MODELS, ";"), names(tasks, TASKS)
     check_writable(out)
     check_writable(picture)
     torch.set_flush_denormal(True)
     for task in chosen:
         for rate, model in itertools.product(RATES, models):
-            if not any(run["trained"] >= ENOUGH for run in saved(task, model)):
+            if not any(run["trained"] >= ENOUGH for run in results(task, model)):
                 measure(task, model, rate, 1)
         for seed, model in itertools.product(range(2, seeds + 1), models):
             measure(task, model, best(task, model)[0]["rate"], seed)

@@ -1,14 +1,19 @@
-"""Runs train.py for the experiments, and takes the times of training steps. A run that is finished is not repeated."""
+"""What the experiments share: runs of train.py, times of training steps, and results in a JSON file.
+
+What is finished is not repeated: `finished` and `losses` skip runs, `measured` skips measurements.
+"""
 
 import ast
 import concurrent.futures
 import functools
 import json
+import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 import torch
@@ -16,9 +21,69 @@ import torch
 from configurator import UserError
 from model import GPT, GPTConfig
 from text.dataset import ROOT
-from text.files import sha256
+from text.files import replace, sha256
 from training.optimizers import OPTIMIZER, Settings
 from training.timing import interleaved, medians, ratios, stopwatch
+
+
+def names(given: str, known: Iterable[str], separator: str = ",") -> list[str]:
+    """The names that a flag lists; all known ones if it lists none. Raises UserError for a name that is not known."""
+    found = [name.strip() for name in given.split(separator) if name.strip()]
+    if unknown := [name for name in found if name not in known]:
+        raise UserError(f"{unknown[0]!r} is not one of {f'{separator} '.join(known)}")
+    return found or list(known)
+
+
+def positive(flag: str, given: str) -> list[int]:
+    """The integers that a flag lists, the smallest first. Raises UserError for anything but positive integers."""
+    words = given.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise UserError(f"--{flag} must be positive integers, separated by commas; got {given}")
+    return sorted(map(int, words))
+
+
+def saved(path: str, new: dict) -> dict:
+    """The results in a JSON file; `new` if there is no file. Raises UserError if it has not the keys of `new`."""
+    if not os.path.exists(path):
+        return new
+    try:
+        with open(path, encoding="utf-8") as f:
+            results = json.load(f)
+    except ValueError:
+        results = None
+    if not isinstance(results, dict) or not new.keys() <= results.keys():
+        raise UserError(f"{path} is damaged; delete it, or name another file")
+    return results
+
+
+def save(path: str, results: dict) -> None:
+    """Writes results to a JSON file, in one step: a program that is killed leaves the file as it was."""
+    replace(path, (json.dumps(results, indent=1) + "\n").encode())
+
+
+def measured(path: str, part: str, row: str, size: int, measure: Callable[[], dict]) -> dict:
+    """The numbers of a row in a JSON file, {part: {row: {size: numbers}}}. Without them, adds those of measure()."""
+    found = saved(path, {}).get(part, {}).get(row, {}).get(str(size))
+    if found is None:
+        found = measure()
+        print(f"{part}, {row}, {size}: {json.dumps(found)}", flush=True)
+        results = saved(path, {})  # another process may have added to it
+        results.setdefault(part, {}).setdefault(row, {})[str(size)] = found
+        save(path, results)
+    return found
+
+
+def apart(f: Callable, *args: object) -> object:
+    """f(*args) in a fresh process, whose memory is f's alone."""
+    fresh = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=fresh) as pool:
+        return pool.submit(f, *args).result()
+
+
+def max_rss() -> int:
+    """The most bytes of memory that this process has had."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def finished(name: str, command: list[str], folder: str, threads: int | None = None) -> list[dict]:

@@ -1,5 +1,6 @@
 """Fixtures: a small prepared data set, and the scripts run as a user runs them."""
 
+import concurrent.futures
 import importlib
 import json
 import os
@@ -139,3 +140,10 @@ torch.set_num_threads(1)  # the models are tiny
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a script would start a fresh process it starts a thread: importing torch is slow."""
+    threads = lambda n, mp_context: concurrent.futures.ThreadPoolExecutor(n)  # noqa: E731
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", threads)
