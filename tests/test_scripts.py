@@ -749,7 +749,7 @@ def test_training_on_a_gpu(run, tmp_path):
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5) and 3 < losses[0] < 5
     assert abs(results["beta"]["loss"] - losses[0]) > 1e-6 and results["plain"]["tokens_per_s"] > 0
     code, _, err = run("experiments/gpu_training.py", *small, *args, "--only=plan")
-    assert code == 2 and "plan is not one of plain" in err
+    assert code == 2 and "'plan' is not one of plain" in err
 
 
 def test_bench_models_steps_and_decoding(run, tmp_path):
