@@ -145,7 +145,7 @@ def draw() -> None:
             color = "black" if name == "softmax" else f"C{i}"
             ax.plot([int(n) for n in row], [x[key] / unit for x in row.values()], color=color, label=name, **style)
         ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
-        ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
+        ax.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
         ax.minorticks_off()
         ax.grid(alpha=0.3)
     ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
