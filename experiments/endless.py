@@ -109,8 +109,8 @@ def decode(folder: str, data: str, tokens: int, slide: int) -> dict:
         tenths = []
         for part in [n // 10] * 10:
             speed, ids = written(stream, part)
-            measured = {"tokens_per_s": speed, "known": known(tok.decode(ids), words)}
-            tenths.append(measured | {"cache_bytes": caches[-1].nbytes, "max_rss": max_rss()})
+            found = {"tokens_per_s": speed, "known": known(tok.decode(ids), words)}
+            tenths.append(found | {"cache_bytes": caches[-1].nbytes, "max_rss": max_rss()})
         row[name] = {"first": tenths[0], "last": tenths[-1]}
     new = text(rounds * size + 100, seed=2, endless=True)
     written(new, 100)
