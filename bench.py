@@ -38,7 +38,7 @@ from attention.forms import SUMS, fast_form, takes
 from attention.heads import HeadGroup
 from attention.scores import spelled_out
 from choices import POSITION
-from configurator import UserError, check_writable, configure, pick_device, refuse, user_errors
+from configurator import check_writable, configure, names, pick_device, positive, refuse, user_errors
 from model import ATTENTION, WHOLE, GPTConfig
 from training import timing
 
@@ -226,9 +226,8 @@ def subjects(dev: str, D: int) -> dict[str, Subject]:
     for name, core, make in (("x-transformers", "softmax", x_transformers), ("fla beta", "beta", fla_beta)):
         if run := optional(name, make, dev, foreign=True):
             table[name] = Subject(core, run=run, foreign=True)
-    if unknown := set(filter(None, only.split(","))) - set(table):
-        raise UserError(f"--only={only}: {', '.join(sorted(unknown))} is not one of {', '.join(table)}")
-    return {name: subject for name, subject in table.items() if not only or name in only.split(",")}
+    chosen = names(only, table)
+    return {name: subject for name, subject in table.items() if name in chosen}
 
 
 def derivatives(f: Callable, x: list[torch.Tensor], backward: bool = True) -> list[torch.Tensor]:
@@ -380,11 +379,9 @@ def sequences(length: int) -> int:
 
 
 def numbers(flag: str) -> list[int]:
-    """The integers that a flag lists. Raises UserError for anything but positive integers below 2^31."""
-    words = globals()[flag].split(",")
-    if not all(word.strip().isdecimal() and 0 < int(word) < 2**31 for word in words):
-        raise UserError(f"--{flag} must be positive integers below 2^31, separated by commas; got {globals()[flag]}")
-    return [int(word) for word in words] if flag == "head_dim" else sorted(int(word) for word in words)
+    """The integers that a flag lists: lengths in order of size, the first width of a head as the first."""
+    found = positive(flag, globals()[flag])
+    return found if flag == "head_dim" else sorted(found)
 
 
 # fmt: off

@@ -287,6 +287,22 @@ def _checked(value: object, legal: list, given: str) -> object:
     fail(f"{given}: the flag needs {_words(legal)}")
 
 
+def names(given: str, known: Iterable[str], separator: str = ",") -> list[str]:
+    """The names that a flag lists; all known ones if it lists none. Raises UserError for a name that is not known."""
+    found = [name.strip() for name in given.split(separator) if name.strip()]
+    if unknown := [name for name in found if name not in known]:
+        raise UserError(f"{unknown[0]!r} is not one of {f'{separator} '.join(known)}")
+    return found or list(known)
+
+
+def positive(flag: str, given: str) -> list[int]:
+    """The integers that a flag lists. Raises UserError for anything but positive integers below 2^31."""
+    words = given.split(",")
+    if not all(word.strip().isdecimal() and 0 < int(word) < 2**31 for word in words):
+        raise UserError(f"--{flag} must be positive integers below 2^31, separated by commas; got {given}")
+    return [int(word) for word in words]
+
+
 def check_writable(out: str) -> None:
     """Raises UserError where no file can be written at the path of --out, before there is anything to lose."""
     target = out if os.path.exists(out) else os.path.dirname(os.path.abspath(out))

@@ -22,8 +22,8 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, configure, user_errors
-from experiments.runs import as_flags, losses, names, save, saved, step_times
+from configurator import UserError, configure, names, user_errors
+from experiments.runs import as_flags, losses, save, saved, step_times
 from text.dataset import ROOT
 from text.files import sha256
 

@@ -29,8 +29,8 @@ from torch.nn import functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure, user_errors
-from experiments.runs import apart, as_flags, finished, max_rss, measured, names, positive, saved
+from configurator import configure, names, positive, user_errors
+from experiments.runs import apart, as_flags, finished, max_rss, measured, saved
 from model import GPT
 from text.dataset import ROOT, Tokens, folder_of
 from training.checkpoint import open_model
@@ -170,7 +170,7 @@ def read_far(folder: str, data: str, far: int) -> dict:
 
 
 def measure(part: str) -> None:
-    data, sizes = folder_of(dataset), positive("blocks", blocks)
+    data, sizes = folder_of(dataset), sorted(positive("blocks", blocks))
     for block_size, name in itertools.product(sizes, names(only, TRAINED, ";")):
         folder = trained(name, block_size)
         if part == "decode" and name in DECODED and block_size == sizes[0]:

@@ -28,8 +28,8 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure, user_errors
-from experiments.runs import apart, max_rss, measured, names, positive, saved, timed_step
+from configurator import configure, names, positive, user_errors
+from experiments.runs import apart, max_rss, measured, saved, timed_step
 from model import GPT, GPTConfig
 from text.dataset import ROOT
 from text.files import optional
@@ -116,7 +116,7 @@ def doubled(flags: dict, short: int, long: int, repeats: int) -> dict:
 def measure_steps() -> None:
     for name in names(only, ROWS, ";"):
         ends, before = False, None  # the length before and its numbers
-        for n in positive("lengths", lengths):
+        for n in sorted(positive("lengths", lengths)):
             if before and (ends or before[1]["bytes"] * n / before[0] > most_memory * 2**30):
                 print(f"steps, {name}: no {n} tokens (--patience, --most_memory)")
                 break
@@ -125,7 +125,7 @@ def measure_steps() -> None:
 
 
 def measure_double() -> None:
-    short, long = positive("double", double)[-2:]
+    short, long = sorted(positive("double", double))[-2:]
     for name in names(only, ROWS, ";"):
         measured(out, "double", name, long, functools.partial(apart, doubled, ROWS[name], short, long, repeats))
 

@@ -13,7 +13,7 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields
 
 import torch
@@ -24,22 +24,6 @@ from text.dataset import ROOT
 from text.files import replace, sha256
 from training.optimizers import OPTIMIZER, Settings
 from training.timing import interleaved, medians, ratios, stopwatch
-
-
-def names(given: str, known: Iterable[str], separator: str = ",") -> list[str]:
-    """The names that a flag lists; all known ones if it lists none. Raises UserError for a name that is not known."""
-    found = [name.strip() for name in given.split(separator) if name.strip()]
-    if unknown := [name for name in found if name not in known]:
-        raise UserError(f"{unknown[0]!r} is not one of {f'{separator} '.join(known)}")
-    return found or list(known)
-
-
-def positive(flag: str, given: str) -> list[int]:
-    """The integers that a flag lists, the smallest first. Raises UserError for anything but positive integers."""
-    words = given.split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise UserError(f"--{flag} must be positive integers, separated by commas; got {given}")
-    return sorted(map(int, words))
 
 
 def saved(path: str, new: dict) -> dict:
