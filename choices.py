@@ -370,6 +370,7 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
            "where='post' has a norm after each of two sums, but a parallel block has one sum: use where='pre'")
     yield not 0 <= c.conv <= 64, f"conv={c.conv} must be 0 (no convolution) or a width up to 64: 4 is usual"
     yield not 0 < c.norm_eps < 1, f"norm_eps={c.norm_eps} must be between 0 and 1"
+    yield not 0 <= c.label_smoothing < 1, f"label_smoothing={c.label_smoothing} must be in [0, 1): 0.1 is usual"
     yield not 0 <= c.z_loss < math.inf, f"z_loss={c.z_loss} must not be negative; PaLM's is 1e-4"
     yield from rules_of_heads(c)
     yield from rules_of_position(c, ATTENTION)

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention.cache import Cache, KeyValues, cache_form, why_it_ends
+from attention.cache import Cache, cache_form, why_it_ends
 from attention.documents import Documents
 from attention.forms import fast_form, takes
 from attention.heads import groups_of, inverse_of
+from attention.more import MORE
 from attention.probe import probed
-from attention.scores import at_least_float32, check_finite, check_shapes, decayed, scores, spelled_out, visible
+from attention.scores import at_least_float32, check_finite, check_shapes, decayed, scores, visible
 from choices import ACTIVATION, DECAY, POSITION, QK_NORM, WHERE, RMSNorm, ShortConv, check, new_norm, with_defaults
 from configurator import UserError
 from text.sampling import stream
@@ -89,6 +90,7 @@ ATTENTION: dict[str, Callable] = {
     "laser": laser_attention,
     "beta": beta_attention,
     "beta2": beta2_attention,
+    **MORE,
 }
 WHOLE: set[str] = set()  # names of attentions that need all queries and keys at once; short heads cost T^2 too
 
@@ -138,6 +140,7 @@ class GPTConfig:
     attn_dropout: float | None = None  # dropout on attention weights; None: as dropout, or 0 if the attention has none
     zero_init: bool = False  # the last matrix of each attention and MLP (or the norm after it) starts at zero
     logit_softcap: float | None = None  # c: a logit x becomes c tanh(x / c) (Gemma 2: c = 30); None: it stays x
+    label_smoothing: float = 0.0  # p: the training loss has the target with 1 - p + p / V, other tokens with p / V
     z_loss: float = 0.0  # this number times the mean of (log Z)^2 is added to the training loss (PaLM: 1e-4)
     activation_checkpointing: bool = False  # compute blocks again in the backward pass: slower, needs far less memory
 
@@ -214,7 +217,7 @@ class CausalSelfAttention(nn.Module):
         for group in self.groups:
             long = group.window is None
             group.attention = c.attention if long else c.short_attention
-            definition = ATTENTION[group.attention]
+            group.definition = definition = ATTENTION[group.attention]
             group.core = fast_form(group.attention, definition, group.attention in WHOLE, short=not long)
             group.cache = cache_form(group.attention, definition, D, self.n_map * D, c.long_bias or not long)
             group.decays = takes(definition, "decay")
@@ -363,7 +366,8 @@ class GPT(nn.Module):
         """(logits, loss) for token ids idx (B, T), T <= block_size.
 
         With targets (B, T): logits (B, T, V), and the mean cross-entropy in nats over the targets that are not -1.
-        In training the loss has z_loss mean(log^2 Z) added, Z the sum of a token's exp(logits) (PaLM, section 5).
+        In training label_smoothing acts (Szegedy et al. 2016, section 7), and z_loss mean(log^2 Z) is added, Z the sum
+        of a token's exp(logits) (PaLM, section 5).
         Without targets: the logits of the last position, (B, 1, V), and None.
         cache: from new_cache; it holds the tokens before idx, and idx is added to it.
         pos (B, T): positions in documents (text.dataset.positions). A document begins where pos is 0; no token sees
@@ -403,17 +407,12 @@ class GPT(nn.Module):
         if targets is None:
             return logits, None
         flat, targets = logits.flatten(0, 1).float(), targets.flatten()
-        loss = F.cross_entropy(flat, targets, ignore_index=-1)
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        loss = F.cross_entropy(flat, targets, ignore_index=-1, label_smoothing=smoothing)
         if self.training and self.config.z_loss:
             log_z, counted = flat.logsumexp(-1), targets != -1
             loss = loss + self.config.z_loss * (log_z.square() * counted).sum() / counted.sum()
         return logits, loss
-
-    def run_definitions(self) -> None:
-        """Makes the model run the definition of its attention in ATTENTION, not its fast form (train.py --plain)."""
-        for block in self.transformer.h:
-            for group in block.attn.groups:
-                group.core, group.cache = spelled_out(ATTENTION[group.attention]), KeyValues
 
     def new_cache(self, capacity: int | None = None) -> Cache:
         """An empty cache for up to `capacity` tokens, block_size by default; UserError for more than it can hold."""

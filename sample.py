@@ -16,7 +16,7 @@ from configurator import UserError, configure, note, pick_device, user_errors  #
 # isort: split
 import torch
 
-from attention.cache import why_it_ends
+from attention.cache import run_definitions, why_it_ends
 from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
 
@@ -90,7 +90,7 @@ def main() -> None:
     print(about)
     model.eval().to(device)
     if plain:
-        model.run_definitions()
+        run_definitions(model)
     if endless and (why := why_it_ends(model)):
         raise UserError(f"--endless: this model cannot go on past its block_size={model.config.block_size}: {why}")
     if endless and model.config.position == "rope" and "L" in model.config.heads and not model.config.nope_long:

@@ -24,6 +24,7 @@ from configurator import NotFinite, UserError, configure, user_errors  # first: 
 # isort: split
 import torch
 
+from attention.cache import run_definitions
 from attention.probe import largest_logits
 from model import GPT, GPTConfig
 from text.dataset import Tokens, positions
@@ -51,12 +52,13 @@ batch_size = 12  # sequences per micro-batch; a step has batch_size * gradient_a
 # Which optimizer?
 optimizer: Literal[*OPTIMIZER] = "adamw"  # muon trains the matrices of the blocks, and AdamW the other weights
 weight_decay = 1e-1  # weight decay of matrices and embeddings; biases and norms have none
-beta1 = 0.9  # AdamW and LAMB: decay rate of the mean of the gradients
-beta2 = 0.95  # AdamW and LAMB: decay rate of the mean of the squared gradients
+beta1 = 0.9  # AdamW, NAdamW and LAMB: decay rate of the mean of the gradients
+beta2 = 0.95  # AdamW, NAdamW and LAMB: decay rate of the mean of the squared gradients
+adam_eps = 1e-8  # AdamW and NAdamW divide by the root of that mean plus this number
 muon_beta = 0.95  # Muon: its momentum
 grad_clip = 1.0  # a gradient with a larger norm is scaled down to this norm; 0.0: never
 # How does the learning rate change?
-learning_rate = 6e-4  # the highest learning rate, of AdamW and LAMB
+learning_rate = 6e-4  # the highest learning rate, of AdamW, NAdamW and LAMB
 muon_lr = 0.02  # the highest learning rate, of Muon
 schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # the curve after warm-up; wsd: constant, then linear decay
 decay_share = 0.2  # wsd: the decay is this share of lr_decay_iters; 1.0: it begins right after the warm-up
@@ -116,7 +118,7 @@ with user_errors():
     if triton:
         run.use_triton(model)
     if plain:
-        model.run_definitions()
+        run_definitions(model)
 
 model_args = vars(model.config) | {"window": model.config.resolved().window}  # a new block_size will not change it
 config |= model_args
@@ -254,7 +256,7 @@ if world > 1:
     with user_errors():
         model = shared(model, parallel, run.device, getattr(torch, run.dtype))
 fused = run.device_type in ("cuda", "cpu")
-settings = Settings(learning_rate, (beta1, beta2), weight_decay, fused, muon_lr, muon_beta)
+settings = Settings(learning_rate, (beta1, beta2), weight_decay, adam_eps, fused, muon_lr, muon_beta)
 optimizers = OPTIMIZER[optimizer](raw_model, settings)
 for group in (group for o in optimizers for group in o.param_groups):
     group["scale"] = group["lr"] / learning_rate  # relative to the schedule's learning rate

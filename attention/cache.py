@@ -13,7 +13,7 @@ import torch
 
 from attention.forms import SUMS, alike, fixed_inputs, unchanged
 from attention.heads import HeadGroup
-from attention.scores import at_least_float32
+from attention.scores import at_least_float32, spelled_out
 from attention.sums import linear_attention, scaled
 from configurator import note
 
@@ -120,6 +120,12 @@ def decodes_alike(name: str, definition: Callable) -> bool:
             note(f"attention={name!r}: its cache and its definition disagree, so decoding keeps all keys and values")
             return False
     return True
+
+
+def run_definitions(model: torch.nn.Module) -> None:
+    """Makes a GPT run the definitions of its attentions, not fast forms, and keep all keys and values (--plain)."""
+    for group in (group for block in model.transformer.h for group in block.attn.groups):
+        group.core, group.cache = spelled_out(group.definition), KeyValues
 
 
 class Cache:

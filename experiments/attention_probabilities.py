@@ -1,22 +1,17 @@
 """The LASER paper's figure 1: how small are a trained model's attention probabilities, and attention's gradients?
 
     python experiments/attention_probabilities.py --out_dir=out-shakespeare-char-cpu
-    python experiments/attention_probabilities.py --what=two_values  # a query that sees two values
 
 For each layer, over the validation split, it prints the share of the probabilities p = softmax(s) that are below 1e-3
 and 1e-7. Beside the share below 1e-3 stands the share that equal scores would give, which is due to the length alone.
 Then it prints what the paper concludes from small probabilities (section 3.2): the norm of the Jacobian dy / ds of a
 query's output with respect to its scores. The Jacobian is p_j (v_j - y) for softmax and p_j (exp(v_j - y) - 1) for
 LASER, on the same q, k and v; the norms are means over queries and heads.
-
-With --what=two_values it takes one query and two keys, whose values differ by 5, and prints the gradient of the output
-with respect to the score of the larger value, for three weights of that value.
+experiments/jacobians.py has these Jacobians for all weights.
 """
 
 import os
 import sys
-from collections.abc import Callable
-from typing import Literal
 
 import torch
 
@@ -28,12 +23,10 @@ from attention.probe import probing
 from attention.scores import ByDistance, scores, visible
 from choices import attentions
 from configurator import UserError, configure, pick_device, user_errors
-from model import laser_attention, softmax_attention
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
 
 # What is measured?
-what: Literal["model", "two_values"] = "model"  # a trained model, or one query and two values
 out_dir = "out"  # the folder that train.py wrote
 block_size: int | None = None  # tokens per window, at most the model's block_size; None: the model's block_size
 batches = 10  # batches of validation windows
@@ -69,24 +62,8 @@ def numbers_needed(q, k, v, bias) -> int:
 measures = in_rows(measures_at_once, numbers_needed)
 
 
-def slope(attention: Callable, weight: float, apart: float = 5.0) -> float:
-    """dy / ds by autograd, s the score of the larger of two values, 0 and `apart`, and `weight` its softmax weight."""
-    s = torch.tensor(weight, dtype=torch.float64).logit().requires_grad_()  # the other score is 0
-    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    k = torch.stack((torch.zeros_like(s), s)).view(1, 1, 2, 1)
-    v = torch.tensor((0.0, apart), dtype=torch.float64).view(1, 1, 2, 1)
-    return torch.autograd.grad(attention(q, k, v, scale=1.0).sum(), s)[0].item()
-
-
-def two_values() -> None:
-    print("| weight of the larger value | gradient, softmax | LASER | ratio |\n|---|---|---|---|")
-    for weight in (0.001, 0.5, 0.999):
-        softmax, laser = slope(softmax_attention, weight), slope(laser_attention, weight)
-        print(f"| {weight} | {softmax:.4f} | {laser:.4f} | {laser / softmax:.2f} |")
-
-
 @torch.no_grad()
-def trained_model() -> None:
+def main() -> None:
     if min(batches, batch_size) < 1:
         raise UserError(f"batches={batches} and batch_size={batch_size} must be at least 1")
     where, _, _ = pick_device(device, "float32")
@@ -122,4 +99,4 @@ if __name__ == "__main__":
     config, _ = configure(globals())
     globals().update(config)
     with user_errors():
-        {"model": trained_model, "two_values": two_values}[what]()
+        main()

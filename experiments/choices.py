@@ -5,6 +5,7 @@
     python experiments/choices.py --what=time         # only the times
     python experiments/choices.py --what=links        # write into docs/choices.md where the code is
     python experiments/choices.py --table=speedrun    # the choices of the speedrun (RESULTS.md)
+    python experiments/choices.py --table=warmup      # pre-norm and post-norm, with and without warm-up
 
 It runs train.py with the table's config for each row and seed. Runs that finished with the same command and config are
 skipped, so you can stop the script and start it again. The times are those of training steps in one process, in rounds:
@@ -23,13 +24,15 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import UserError, configure, names, user_errors
-from experiments.runs import as_flags, losses, save, saved, step_times
+from experiments.results import save, saved, spread
+from experiments.runs import as_flags, last, logs
+from experiments.times import step_times
 from text.dataset import ROOT
 from text.files import sha256
 
 # What is measured?
 what = "train,time"  # the parts to run, separated by commas: train, time, links
-table: Literal["choices", "speedrun"] = "choices"  # whose rows: those of docs/choices.md, or the speedrun's
+table: Literal["choices", "speedrun", "warmup"] = "choices"  # whose rows
 only = ""  # the rows to run, separated by commas; empty: all
 config_file: str | None = None  # the config file of every run; None: the CPU config, or the speedrun's
 seeds = 3  # runs per row, with the seeds 1, 2, ...
@@ -83,6 +86,10 @@ ROWS = {
     "geglu": Row({"mlp": "geglu"}, "choices.py ACTIVATION", "Shazeer 2020"),
     "swiglu": Row({"mlp": "swiglu"}, "choices.py ACTIVATION", "Shazeer 2020"),
     "liglu": Row({"mlp": "liglu"}, "choices.py ACTIVATION", "Shazeer 2020"),
+    # depth and width, with as many weights
+    "1 x 164": Row({"n_layer": 1, "n_embd": 164, "n_head": 4}, "model.py GPT", "Kaplan et al. 2020"),
+    "6 x 68": Row({"n_layer": 6, "n_embd": 68, "n_head": 4}, "model.py GPT", "Kaplan et al. 2020"),
+    "12 x 48": Row({"n_layer": 12, "n_embd": 48, "n_head": 4}, "model.py GPT", "Kaplan et al. 2020"),
     # heads
     "GQA 2": Row({"n_kv_head": 2}, "attention/heads.py per_head", "Ainslie et al. 2023"),
     "MQA": Row({"n_kv_head": 1}, "attention/heads.py per_head", "Shazeer 2019"),
@@ -93,6 +100,7 @@ ROWS = {
     "qk_norm layernorm": Row({"qk_norm": "layernorm"}, "choices.py QK_NORM", "Dehghani et al. 2023"),
     "qk_norm rmsnorm": Row({"qk_norm": "rmsnorm"}, "choices.py QK_NORM", "OLMo 2 (2024), Qwen 3 (2025)"),
     "qk_norm l2": Row({"qk_norm": "l2"}, "choices.py QK_NORM", "Henry et al. 2020"),
+    "softcap": Row({"attention": "softcap"}, "attention/more.py softcap_attention", "Gemma 2 (2024)"),
     "logit_softcap 15": Row({"logit_softcap": 15}, "model.py GPT", "Gemma 2 (2024)"),
     "z_loss": Row({"z_loss": 1e-4}, "model.py GPT", "PaLM (Chowdhery et al. 2022)"),
     "zero_init": Row({"zero_init": True}, "model.py GPT", "Goyal et al. 2017; Yang et al. 2022"),
@@ -100,6 +108,10 @@ ROWS = {
     # training
     "muon": Row({"optimizer": "muon"}, "training/optimizers.py Muon", "Jordan et al. 2024"),
     "lamb": Row({"optimizer": "lamb", "learning_rate": 1e-2}, "training/optimizers.py Lamb", "You et al. 2019"),
+    "nadamw": Row({"optimizer": "nadamw"}, "training/optimizers.py nadamw", "Dozat 2016"),
+    "adam_eps 1e-24": Row({"adam_eps": 1e-24}, "training/optimizers.py adamw", "LASER, table 9"),
+    "weight_decay 0": Row({"weight_decay": 0.0}, "training/optimizers.py by_decay", "D'Angelo et al. 2024"),
+    "label_smoothing 0.1": Row({"label_smoothing": 0.1}, "model.py GPT", "Szegedy et al. 2016"),
     "wsd": Row({"schedule": "wsd"}, "train.py get_lr", "MiniCPM (Hu et al. 2024)"),
     "constant": Row({"schedule": "constant"}, "train.py get_lr", ""),
 }
@@ -116,9 +128,16 @@ SPEEDRUN = {  # one choice of the config changed in each row
     "muon_beta 0.95": Row({"muon_beta": 0.95}),
     "AdamW": Row({"optimizer": "adamw", "learning_rate": 6e-3}),
 }
+WARMUP = {
+    f"{where}, {rate:g}, warm-up {n}": Row({"where": where, "learning_rate": rate, "warmup_iters": n})
+    for where in ("pre", "post")
+    for rate in (6e-3, 2e-3, 6e-4)
+    for n in (100, 0, 500)
+}
 TABLES = {
     "choices": (ROWS, "config/train_shakespeare_char_cpu.py"),
     "speedrun": (SPEEDRUN, "config/speedrun_shakespeare_char_cpu.py"),
+    "warmup": (WARMUP, "config/train_shakespeare_char_cpu.py"),
 }
 
 
@@ -154,8 +173,8 @@ def last_losses(rows: dict[str, Row]) -> dict[str, list[float]]:
             folder = os.path.join(out_dir, f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{seed}")
             command = [config_file, *as_flags(row.flags), f"--seed={seed}", *extra.split()]
             runs[name, seed] = f"{name}, seed {seed}", command, folder
-    found = losses(runs, jobs)
-    return {name: [found[name, seed] for seed in range(1, seeds + 1)] for name in rows}
+    found = logs(runs, jobs)
+    return {name: [last(found[name, seed]) for seed in range(1, seeds + 1)] for name in rows}
 
 
 def main() -> None:
@@ -188,7 +207,7 @@ def main() -> None:
         loss = " | "
         if name in val:
             change = statistics.mean(a - b for a, b in zip(val[name], val[base], strict=True))
-            loss = f"{statistics.mean(val[name]):.3f} ({min(val[name]):.3f} to {max(val[name]):.3f}) | {change:+.3f}"
+            loss = f"{spread(val[name])} | {change:+.3f}"
         times = f"{ms[name][0]:.1f} | {ms[name][1]:.2f}x" if name in ms else " | "
         where = f" {link(row)} | {row.paper} |" if linked else ""
         print(f"| {name} | {flags} | {loss} | {times} |{where}")

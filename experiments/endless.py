@@ -30,7 +30,9 @@ from torch.nn import functional as F
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure, names, positive, user_errors
-from experiments.runs import apart, as_flags, finished, max_rss, measured, saved
+from experiments.results import measured, saved
+from experiments.runs import as_flags, finished
+from experiments.times import apart, max_rss
 from model import GPT
 from text.dataset import ROOT, Tokens, folder_of
 from training.checkpoint import open_model

@@ -29,10 +29,10 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure, names, positive, user_errors
-from experiments.runs import apart, max_rss, measured, saved, timed_step
+from experiments.results import drawing, measured, saved
+from experiments.times import apart, max_rss, timed_step
 from model import GPT, GPTConfig
 from text.dataset import ROOT
-from text.files import optional
 from training.optimizers import OPTIMIZER, Settings
 from training.timing import interleaved, medians, ratios
 
@@ -132,25 +132,19 @@ def measure_double() -> None:
 
 def draw() -> None:
     """Time and memory of a training step against the length, on log axes."""
-    optional("matplotlib", "a picture")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5), layout="constrained")
     rows = saved(out, {}).get("steps", {})
     ticks = sorted({int(n) for row in rows.values() for n in row})
     panels = (("s", 1, "seconds of a training step"), ("bytes", 2**20, "peak memory of a step, MiB"))
-    for ax, (key, unit, label) in zip(figure.subplots(1, 2), panels, strict=True):
-        for i, (name, row) in enumerate(rows.items()):
-            style = {"marker": "o", "markersize": 4, "linestyle": "--" if "8 heads" in name else "-"}
-            color = "black" if name == "softmax" else f"C{i}"
-            ax.plot([int(n) for n in row], [x[key] / unit for x in row.values()], color=color, label=name, **style)
-        ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
-        ax.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
-        ax.minorticks_off()
-        ax.grid(alpha=0.3)
-    ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(picture, dpi=110)
-    print(f"wrote {picture}")
+    with drawing(picture, 1, 2, 12, 5) as axes:
+        for ax, (key, unit, label) in zip(axes, panels, strict=True):
+            for i, (name, row) in enumerate(rows.items()):
+                style = {"marker": "o", "markersize": 4, "linestyle": "--" if "8 heads" in name else "-"}
+                color = "black" if name == "softmax" else f"C{i}"
+                ax.plot([int(n) for n in row], [x[key] / unit for x in row.values()], color=color, label=name, **style)
+            ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+            ax.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
+            ax.minorticks_off()
+        ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def show() -> None:

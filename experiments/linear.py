@@ -18,7 +18,9 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import UserError, configure, names, user_errors
-from experiments.runs import as_flags, losses, save, saved, step_times
+from experiments.results import save, saved, spread
+from experiments.runs import as_flags, last, logs
+from experiments.times import step_times
 from text.dataset import ROOT
 
 # What is measured?
@@ -100,12 +102,12 @@ def run(name: str, rows: dict[str, dict], steps: dict[str, int]) -> None:
             if (key := " ".join(arguments)) not in known:
                 runs[key] = f"{name}, {row}, seed {seed}: {steps[row]} steps", arguments, folder
 
-    def then(key: str, loss: float) -> None:
+    def then(key: str, log: list[dict]) -> None:
         found = results()
-        found["losses"][key] = loss
+        found["losses"][key] = last(log)
         save(out, found)
 
-    losses(runs, jobs, then)
+    logs(runs, jobs, then)
 
 
 def take_times(name: str, rows: dict[str, dict]) -> None:
@@ -131,9 +133,6 @@ def show(name: str, rows: dict[str, dict]) -> None:
     def found(row: str, steps: int) -> list[float]:
         commands = (" ".join(command(name, rows[row], steps, seed)) for seed in range(1, seeds + 1))
         return [known[key] for key in commands if key in known]
-
-    def spread(x: list[float]) -> str:
-        return f"{statistics.mean(x):.3f} ({min(x):.3f} to {max(x):.3f})" if x else ""
 
     measured = {row: x for row in rows if (x := found(row, TABLES[name]["steps"]))}
     print(f"\n| {name}: attention | positions | seeds | loss | time of a step | steps | loss in equal time |")

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import NotFinite, UserError, check_writable, configure, names, user_errors
-from experiments.runs import save, saved
+from experiments.results import save, saved
 from model import GPT, GPTConfig
 from text.files import optional
 from training.optimizers import OPTIMIZER, Settings

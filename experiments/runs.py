@@ -1,118 +1,76 @@
-"""What the experiments share: runs of train.py, times of training steps, and results in a JSON file.
-
-What is finished is not repeated: `finished` and `losses` skip runs, `measured` skips measurements.
-"""
+"""What the experiments share: runs of train.py, and what their logs say. Finished runs are not repeated."""
 
 import ast
 import concurrent.futures
-import functools
+import itertools
 import json
-import multiprocessing
 import os
-import resource
+import re
+import statistics
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import fields
-
-import torch
 
 from configurator import UserError
-from model import GPT, GPTConfig
+from experiments.results import save, saved
 from text.dataset import ROOT
-from text.files import replace, sha256
-from training.optimizers import OPTIMIZER, Settings
-from training.timing import interleaved, medians, ratios, stopwatch
+from text.files import sha256
 
 
-def saved(path: str, new: dict) -> dict:
-    """The results in a JSON file; `new` if there is no file. Raises UserError if it has not the keys of `new`."""
-    if not os.path.exists(path):
-        return new
-    try:
-        with open(path, encoding="utf-8") as f:
-            results = json.load(f)
-    except ValueError:
-        results = None
-    if not isinstance(results, dict) or not new.keys() <= results.keys():
-        raise UserError(f"{path} is damaged; delete it, or name another file")
-    return results
-
-
-def save(path: str, results: dict) -> None:
-    """Writes results to a JSON file, in one step: a program that is killed leaves the file as it was."""
-    replace(path, (json.dumps(results, indent=1) + "\n").encode())
-
-
-def measured(path: str, part: str, row: str, size: int, measure: Callable[[], dict]) -> dict:
-    """The numbers of a row in a JSON file, {part: {row: {size: numbers}}}. Without them, adds those of measure()."""
-    found = saved(path, {}).get(part, {}).get(row, {}).get(str(size))
-    if found is None:
-        found = measure()
-        print(f"{part}, {row}, {size}: {json.dumps(found)}", flush=True)
-        results = saved(path, {})  # another process may have added to it
-        results.setdefault(part, {}).setdefault(row, {})[str(size)] = found
-        save(path, results)
-    return found
-
-
-def apart(f: Callable, *args: object) -> object:
-    """f(*args) in a fresh process, whose memory is f's alone."""
-    fresh = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=fresh) as pool:
-        return pool.submit(f, *args).result()
-
-
-def max_rss() -> int:
-    """The most bytes of memory that this process has had."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
-
-
-def finished(name: str, command: list[str], folder: str, threads: int | None = None) -> list[dict]:
+def finished(
+    name: str, command: list[str], folder: str, threads: int | None = None, may_diverge: bool = False
+) -> list[dict]:
     """The rows of the log of `train.py command --out_dir=folder`. Runs it, unless folder has this run, finished.
 
     command: the config file, then flags; if the config file has changed, it runs again. threads: of the run; None: as
-    PyTorch chooses. Raises UserError for a run that fails.
+    PyTorch chooses. may_diverge: the log of a run that ended because its loss was not finite has
+    {"iter": step, "diverged": true} as its last row. Raises UserError for a run that fails.
     """
     command = ["train.py", *command, f"--out_dir={folder}", "--sample_tokens=0"]
     what = f"{' '.join(command)}\n{sha256(os.path.join(ROOT, command[1]))}\n"
-    done = os.path.join(folder, "done")
+    done, log = os.path.join(folder, "done"), os.path.join(folder, "log.jsonl")
     if not os.path.exists(done) or open(done).read() != what:
         print(name, flush=True)
         if os.path.exists(done):
             os.remove(done)
         env = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
-        if subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, cwd=ROOT, env=env).returncode:
-            raise UserError(f"this run failed: python {' '.join(command)}")
+        run = [sys.executable, *command]
+        ended = subprocess.run(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+        not_finite = re.search(r"^step (\d+): .*stopped before the optimizer used it", ended.stderr, re.MULTILINE)
+        if may_diverge and not_finite:
+            with open(log, "a") as f:
+                f.write(json.dumps({"iter": int(not_finite[1]), "diverged": True}) + "\n")
+        else:
+            sys.stderr.write(ended.stderr)
+            if ended.returncode:
+                raise UserError(f"this run failed: python {' '.join(command)}")
         with open(done, "w") as f:
             f.write(what)
-    with open(os.path.join(folder, "log.jsonl")) as f:
+    with open(log) as f:
         return [json.loads(line) for line in f]
 
 
-def losses(runs: dict[object, tuple[str, list[str], str]], jobs: int = 1, then: Callable | None = None) -> dict:
-    """The last validation loss of each run, which is given as {key: (its name, command, folder)} of `finished`.
+def logs(runs: dict, jobs: int = 1, then: Callable | None = None, may_diverge: bool = False) -> dict:
+    """The log of each run, which is given as {key: (its name, command, folder)} of `finished`.
 
-    jobs: how many run at the same time; they share the cores of the CPU. then(key, loss) is called after each.
+    jobs: how many run at the same time; they share the cores of the CPU. then(key, log) is called after each.
     """
     threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
     stop, lock = threading.Event(), threading.Lock()
 
-    def run(key: object) -> float | None:
+    def run(key: object) -> list[dict] | None:
         if stop.is_set():
             return None
         try:
-            log = finished(*runs[key], threads)
-            loss = [line["val_loss"] for line in log if "val_loss" in line][-1]
+            log = finished(*runs[key], threads, may_diverge)
             if then is not None:
                 with lock:
-                    then(key, loss)
+                    then(key, log)
         except BaseException:
             stop.set()
             raise
-        return loss
+        return log
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = {key: pool.submit(run, key) for key in runs}
@@ -122,6 +80,75 @@ def losses(runs: dict[object, tuple[str, list[str], str]], jobs: int = 1, then: 
             stop.set()
             raise
     return {key: future.result() for key, future in futures.items()}
+
+
+def last(log: list[dict], what: str = "val_loss") -> float:
+    """The last number of this name in a log."""
+    return [row[what] for row in log if what in row][-1]
+
+
+def curve(log: list[dict], what: str, most: int = 60) -> dict[str, list]:
+    """{"iter": steps, what: numbers} of a log, each the mean of some rows in a row, so that at most 60 are left.
+
+    Of lists, which have a number for each layer, the largest number. Five digits: for a JSON file and a picture.
+    """
+    rows = [row for row in log if what in row]
+    size = max(1, -(-len(rows) // most))
+    found = {"iter": [], what: []}
+    for part in (rows[i : i + size] for i in range(0, len(rows), size)):
+        x = [row[what] for row in part]
+        number = max(map(max, x)) if isinstance(x[0], list) else statistics.mean(x)
+        found["iter"].append(part[-1]["iter"])
+        found[what].append(float(f"{number:.5g}"))
+    return found
+
+
+def record(path: str, runs: dict[str, list[str]], out_dir: str, jobs: int, make: bool, keep: tuple = ("norm",)) -> dict:
+    """The results of the runs {name: train.py's arguments}: {name: {...}}. Makes those that a JSON file does not have.
+
+    make: False: raises UserError instead.
+
+    Each result has "command"; "val": the last validation loss, "best": the lowest, "train": the last training loss;
+    "ms": the median time of a step; "diverged": the step at which a loss was not finite, or None; "curves": those of
+    the losses and of the names in `keep`, {name: {"iter": steps, name: numbers}}; "spikes", see `spikes`.
+    """
+    done = saved(path, {"runs": {}})["runs"]
+    missing = {}
+    for name, command in runs.items():
+        if done.get(name, {}).get("command") != " ".join(command):
+            missing[name] = name, command, os.path.join(out_dir, re.sub("[^a-z0-9.]+", "-", name.lower()))
+
+    def then(name: str, log: list[dict]) -> None:
+        results = saved(path, {"runs": {}})
+        results["runs"][name] = {
+            "command": " ".join(runs[name]),
+            "val": last(log),
+            "train": last(log, "train_loss"),
+            "best": min(row["val_loss"] for row in log if "val_loss" in row),
+            "ms": statistics.median(row["ms"] for row in log if "ms" in row),
+            "diverged": next((row["iter"] for row in log if "diverged" in row), None),
+            "spikes": spikes([row["loss"] for row in log if "loss" in row]),
+            "curves": {what: curve(log, what) for what in ("val_loss", "train_loss", "loss", *keep)},
+        }
+        save(path, results)
+
+    if missing and not make:
+        raise UserError(f"{path} has no results of {next(iter(missing))!r}: train it first")
+    logs(missing, jobs, then, may_diverge=True)
+    done = saved(path, {"runs": {}})["runs"]
+    return {name: done[name] for name in runs}
+
+
+def spikes(losses: list[float], last: int = 50, times: float = 5.0) -> int:
+    """How often the loss rises above the mean of the last steps by more than some of their standard deviations.
+
+    Steps in a row count once.
+    """
+    high = [False]
+    for i in range(last, len(losses)):
+        before = losses[i - last : i]
+        high.append(losses[i] > statistics.mean(before) + times * statistics.stdev(before))
+    return sum(b and not a for a, b in itertools.pairwise(high))
 
 
 def as_flags(flags: dict) -> list[str]:
@@ -142,32 +169,3 @@ def constants(path: str) -> dict:
         raise UserError(f"{path} is no config file: {error}") from None
     names = [ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) for node in nodes]
     return {name: x.value.value for name, x in zip(names, nodes, strict=True) if isinstance(x.value, ast.Constant)}
-
-
-def step_times(config_file: str, rows: dict[str, dict], vocab_size: int, repeats: int) -> dict[str, tuple]:
-    """Of each row, {name: flags}: milliseconds of a training step, and their ratio to the first row's in that round."""
-    settings = constants("train.py") | constants(config_file)
-    model_fields = {field.name for field in fields(GPTConfig)}
-    tasks = {}
-    for name, flags in rows.items():
-        chosen = settings | flags | {"vocab_size": vocab_size}
-        gpt = GPT(GPTConfig(**{k: v for k, v in chosen.items() if k in model_fields})).train()
-        lr = Settings(chosen["learning_rate"], (0.9, chosen["beta2"]), 0.1)
-        x = torch.randint(vocab_size, (chosen["batch_size"], chosen["block_size"]))
-        tasks[name] = functools.partial(timed_step, gpt, OPTIMIZER[chosen["optimizer"]](gpt, lr), x)
-    interleaved(tasks, "cpu", 3)  # warm-up
-    rounds = interleaved(tasks, "cpu", repeats)
-    return {name: (medians(rounds[name])[0]["ms"], ratios(rounds, name, next(iter(rows)))["ms"]) for name in rounds}
-
-
-def timed_step(gpt: GPT, optimizers: list[torch.optim.Optimizer], x: torch.Tensor) -> dict[str, float]:
-    """Makes a training step; its milliseconds."""
-
-    def step() -> None:
-        gpt(x, x)[1].backward()
-        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        gpt.zero_grad(set_to_none=True)
-
-    return {"ms": stopwatch("cpu", step)[0]}

@@ -17,7 +17,8 @@ from typing import Literal
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import UserError, configure, user_errors
-from experiments.runs import finished
+from experiments.results import spread
+from experiments.runs import finished, last
 from text.dataset import ROOT
 
 # What is measured?
@@ -60,13 +61,10 @@ def main() -> None:
     for name, runs in logs.items():
         curves = [[row["val_loss"] for row in rows if "val_loss" in row] for rows in runs]
         best = [min(curve) for curve in curves]
-        last = statistics.mean(curve[-1] for curve in curves)
+        at_end = statistics.mean(map(last, runs))
         ms = statistics.median(row["ms"] for rows in runs for row in rows if "ms" in row)
         flags = " ".join(RUNS[table][name])
-        print(
-            f"| {name} | {f'`{flags}`' if flags else ''} | {statistics.mean(best):.3f} "
-            f"({min(best):.3f} to {max(best):.3f}) | {last:.3f} | {ms:.0f} |"
-        )
+        print(f"| {name} | {f'`{flags}`' if flags else ''} | {spread(best)} | {at_end:.3f} | {ms:.0f} |")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from model import ATTENTION
 # norm. An attention that is not here is held against its own definition for one query.
 ONE_QUERY: dict[str, Callable] = {
     "softmax": lambda s, v, f: ((s + f.log()).softmax(-1)[..., None] * v).sum(-2),  # = f exp(s) v / sum(f exp(s))
+    "softcap": lambda s, v, f: ((50 * (s + f.log()).div(50).tanh()).softmax(-1)[..., None] * v).sum(-2),
     "laser": lambda s, v, f: ((s + f.log()).log_softmax(-1)[..., None] + v).logsumexp(-2),  # = log(softmax(s) exp(v))
     "beta": lambda s, v, f: ((s * f)[..., None] * v).sum(-2) / (1 + (s * f).norm(dim=-1, keepdim=True)),
     "beta2": lambda s, v, f: ((s.square() * f)[..., None] * v).sum(-2) / (1 + (s.square() * f).sum(-1, keepdim=True)),

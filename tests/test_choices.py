@@ -621,6 +621,18 @@ def test_z_loss_is_palms_and_in_training_alone():
     torch.testing.assert_close(gpt.train()(x, targets)[1], plain + 0.01 * (z**2).mean())
 
 
+def test_labels_are_smoothed_in_training_alone():
+    """Section 7 of Szegedy et al. 2016: the target has 1 - p + p / V, every other token p / V."""
+    gpt, x = shaken(config(label_smoothing=0.1)), tokens()
+    targets = x.roll(-1, 1)
+    targets[:, -3:] = -1  # ignored
+    logits, loss = gpt(x, targets)
+    log_p = logits[:, :-3].log_softmax(-1)
+    plain = -log_p.gather(-1, targets[:, :-3, None]).mean()
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(gpt.train()(x, targets)[1], 0.9 * plain - 0.1 * log_p.mean())
+
+
 @pytest.mark.parametrize("where", ["pre", "sandwich", "olmo2"])
 def test_zero_init_starts_from_the_embedding(where):
     gpt, x = GPT(config(zero_init=True, where=where)), tokens()
@@ -676,6 +688,7 @@ def test_zero_init_starts_from_the_embedding(where):
         ({"nope_long": True, "position": "rope", "heads": "S"}, "has one kind"),
         ({"norm_eps": 0.0}, "between 0 and 1"),
         ({"z_loss": -1.0}, "must not be negative"),
+        ({"label_smoothing": 1.0}, "must be in [0, 1)"),
         ({"logit_softcap": 0.0}, "must be a positive number"),
     ],
 )

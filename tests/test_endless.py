@@ -11,6 +11,7 @@ from conftest import ROOT
 from test_scripts import quick  # noqa: F401
 from torch.nn import functional as F
 
+from attention.cache import run_definitions
 from model import GPT, GPTConfig
 from text.tokenizers import ByteTokenizer
 from training import checkpoint
@@ -101,7 +102,7 @@ def test_a_convolution_of_width_1_keeps_nothing():
 def test_definitions_keep_all_keys_and_values():
     gpt = model(attention="beta", position="rope")
     assert gpt.generate(torch.zeros(1, 3, dtype=torch.long), 40, endless=True).shape == (1, 43)
-    gpt.run_definitions()
+    run_definitions(gpt)
     with pytest.raises(ValueError, match="keep all keys and values"):
         gpt.new_cache(T + 1)
 

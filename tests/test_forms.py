@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import model
 from attention import fast, forms
-from attention.cache import KeyValues, RunningSums, cache_form
+from attention.cache import KeyValues, RunningSums, cache_form, run_definitions
 from attention.forms import FAST, SUMS, fast_form, takes
 from attention.scores import scores, visible
 from model import ATTENTION, GPT, GPTConfig
@@ -184,7 +184,7 @@ def test_a_new_attention_has_everything(monkeypatch, capfd):
         cache = gpt.new_cache()
         parts = [gpt(part, part, cache=cache)[0] for part in idx.split([280, *20 * [1]], dim=1)]
         torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-5)
-        gpt.run_definitions()
+        run_definitions(gpt)
         torch.testing.assert_close(gpt(idx, idx)[0], full, rtol=0, atol=1e-5)
 
 

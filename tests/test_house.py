@@ -17,7 +17,7 @@ FLOORS = [
     ["text.corpus"],
     ["text.shakespeare"],
     ["attention.scores", "attention.heads"],
-    ["attention.fast", "attention.documents"],
+    ["attention.fast", "attention.documents", "attention.more"],
     ["attention.sums"],
     ["attention.forms"],
     ["attention.cache", "attention.probe", "attention.kernels"],

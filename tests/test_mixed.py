@@ -7,7 +7,7 @@ import torch
 from reference import naive_attention
 from torch.nn import functional as F
 
-from attention.cache import KeyValues, RunningSums
+from attention.cache import KeyValues, RunningSums, run_definitions
 from attention.scores import scores, visible
 from attention.sums import LINEAR_FROM
 from choices import alibi_slopes
@@ -123,7 +123,7 @@ def test_cached_packed_and_plain_are_the_same(short, long, more):
             for part in x[:, : sum(pieces)].split(pieces, dim=1):
                 parts.append(gpt(part, part, cache=cache)[0])
             torch.testing.assert_close(torch.cat(parts, 1), logits[:, : sum(pieces)], rtol=0, atol=1e-10)
-    gpt.run_definitions()
+    run_definitions(gpt)
     plain, loss = gpt(x, y)
     torch.testing.assert_close(logits, plain, rtol=0, atol=1e-10)
     for ours, theirs in zip(grads, torch.autograd.grad(loss, gpt.parameters()), strict=True):

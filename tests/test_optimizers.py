@@ -67,6 +67,36 @@ def test_lamb_is_the_papers():
             torch.testing.assert_close(q, p, rtol=1e-12, atol=1e-12)
 
 
+def test_nadamw_is_dozats_with_decoupled_decay():
+    """Nesterov's momentum in Adam (Dozat 2016, algorithm 8), over three steps; the decay does not pass through it."""
+    b1, b2, eps, lr, decay = 0.9, 0.95, 1e-3, 0.01, 0.1
+    gpt = model()
+    (o,) = OPTIMIZER["nadamw"](gpt, Settings(lr, (b1, b2), decay, eps))
+    p = gpt.lm_head.weight
+    w, m, v, product = p.detach().double(), 0.0, 0.0, 1.0
+    for t in (1, 2, 3):
+        p.grad = torch.randn_like(p)
+        g = p.grad.double()
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        now, following = (b1 * (1 - 0.5 * 0.96 ** (0.004 * i)) for i in (t, t + 1))
+        product *= now
+        nesterov = following * m / (1 - product * following) + (1 - now) * g / (1 - product)
+        w = (1 - lr * decay) * w - lr * nesterov / ((v / (1 - b2**t)).sqrt() + eps)
+        o.step()
+        torch.testing.assert_close(p.double(), w, rtol=1e-5, atol=1e-7)
+
+
+def test_adamw_divides_by_the_root_plus_epsilon():
+    """Its first step is lr g / (|g| + eps): with a large eps it grows with the gradient."""
+    gpt = model()
+    p = gpt.transformer.ln_f.weight  # not decayed
+    (o,) = OPTIMIZER["adamw"](gpt, Settings(0.1, (0.9, 0.99), 0.1, eps=2.0))
+    before = p.detach().clone()
+    p.grad = torch.linspace(0.5, 3, len(p))
+    o.step()
+    torch.testing.assert_close(before - p.detach(), 0.1 * p.grad / (p.grad + 2.0))
+
+
 @pytest.mark.parametrize("shape", [(32, 32), (96, 32), (32, 128)])
 def test_muon_is_torchs_in_float32(shape):
     ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))

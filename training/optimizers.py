@@ -1,4 +1,4 @@
-"""The optimizers: AdamW for everything; Muon for the matrices of the blocks, beside AdamW for the rest; LAMB."""
+"""The optimizers: AdamW, NAdamW or LAMB for everything; Muon for the matrices of the blocks, beside AdamW."""
 
 import math
 from collections.abc import Callable
@@ -13,9 +13,10 @@ from configurator import refuse
 class Settings:
     """The flags of train.py that optimizers read."""
 
-    lr: float  # the schedule's largest learning rate, for AdamW or LAMB
-    betas: tuple[float, float]  # of AdamW or LAMB
+    lr: float  # the schedule's largest learning rate, for AdamW, NAdamW or LAMB
+    betas: tuple[float, float]  # of AdamW, NAdamW or LAMB
     weight_decay: float
+    eps: float = 1e-8  # AdamW and NAdamW divide by sqrt(v) + eps
     fused: bool = True  # one kernel for AdamW's step, on CUDA and CPU
     muon_lr: float = 0.02  # the schedule's largest learning rate, for Muon
     muon_beta: float = 0.95  # its momentum
@@ -103,7 +104,12 @@ def by_decay(params: list, settings: Settings) -> list[dict]:
 
 
 def adamw(params: list, s: Settings) -> torch.optim.AdamW:
-    return torch.optim.AdamW(by_decay(params, s), lr=s.lr, betas=s.betas, fused=s.fused)
+    return torch.optim.AdamW(by_decay(params, s), lr=s.lr, betas=s.betas, eps=s.eps, fused=s.fused)
+
+
+def nadamw(params: list, s: Settings) -> torch.optim.NAdam:
+    """Adam with Nesterov's momentum (Dozat 2016), and decoupled weight decay as in AdamW."""
+    return torch.optim.NAdam(by_decay(params, s), lr=s.lr, betas=s.betas, eps=s.eps, decoupled_weight_decay=True)
 
 
 def muon(model: torch.nn.Module, s: Settings) -> list[torch.optim.Optimizer]:
@@ -116,6 +122,7 @@ def muon(model: torch.nn.Module, s: Settings) -> list[torch.optim.Optimizer]:
 # {name: (model, settings) -> its optimizers}: every parameter that is trained is in exactly one of them
 OPTIMIZER: dict[str, Callable] = {
     "adamw": lambda model, s: [adamw(list(model.parameters()), s)],
+    "nadamw": lambda model, s: [nadamw(list(model.parameters()), s)],
     "muon": muon,
     "lamb": lambda model, s: [Lamb(by_decay(list(model.parameters()), s), lr=s.lr, betas=s.betas)],
 }

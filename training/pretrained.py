@@ -30,8 +30,8 @@ LLAMA_FIELDS = {
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs: ours
 # fields that may differ from what the weights were trained with
 FREE = "dropout attn_dropout z_loss attention short_attention heads window temperature logit_softcap block_size".split()
-FREE += ["decay", "conv"]  # their weights, if they have any, begin as in a new model
-TRAINING = ("dropout", "attn_dropout", "zero_init", "z_loss")  # fields that matter only in training
+FREE += ["label_smoothing", "decay", "conv"]  # their weights, if they have any, begin as in a new model
+TRAINING = ("dropout", "attn_dropout", "zero_init", "label_smoothing", "z_loss")  # fields that matter only in training
 USER = "a model of Hugging Face"  # what needs the package transformers
 SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # a vocabulary without such tokens
 

@@ -33,7 +33,8 @@ from training.log import Log, Outcome
 from training.pretrained import FREE, TRAINING, config_of
 
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
-RESHAPABLE = ("dropout", "attn_dropout", "z_loss", "activation_checkpointing")  # what a resumed run may change
+# what a resumed run may change
+RESHAPABLE = ("dropout", "attn_dropout", "label_smoothing", "z_loss", "activation_checkpointing")
 PASSING = ("init_from", "out_dir", "eval_only", "dry_run", "allow_other_data", "plain")  # flags for one call only
 
 
@@ -363,8 +364,8 @@ def wrong_flags(run: Run) -> Iterator[tuple[bool, str]]:
     for name in "batch_size gradient_accumulation_steps eval_interval log_interval eval_iters keep_checkpoints".split():
         yield getattr(c, name) < 1, f"--{name}={getattr(c, name)} must be at least 1"
         yield getattr(c, name) > 2**31, f"--{name}={getattr(c, name)} is too large"
-    or_zero = "seed max_iters save_interval sample_tokens warmup_iters min_lr weight_decay grad_clip loss_spike"
-    for name in or_zero.split():
+    or_zero = "seed max_iters save_interval sample_tokens warmup_iters min_lr weight_decay adam_eps grad_clip"
+    for name in (*or_zero.split(), "loss_spike"):
         yield getattr(c, name) < 0, f"--{name}={getattr(c, name)} must not be negative"
     yield (run.decays and c.lr_decay_iters <= c.warmup_iters,
            f"lr_decay_iters={c.lr_decay_iters} must be greater than warmup_iters={c.warmup_iters}: the "
@@ -375,6 +376,7 @@ def wrong_flags(run: Run) -> Iterator[tuple[bool, str]]:
         yield not 0 <= getattr(c, name) < 1, f"--{name}={getattr(c, name)} must be in [0, 1)"
     yield not 0 < c.decay_share <= 1, f"--decay_share={c.decay_share} must be above 0 and at most 1"
     for name, used, by in (
+        ("adam_eps", c.optimizer != "lamb", "another --optimizer than lamb"),
         ("muon_lr", c.optimizer == "muon", "--optimizer=muon"),
         ("muon_beta", c.optimizer == "muon", "--optimizer=muon"),
         ("decay_share", c.decay_lr and c.schedule == "wsd", "--schedule=wsd"),

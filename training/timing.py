@@ -204,18 +204,25 @@ def forward_or_step(at: Setting, length: int, B: int, train: bool) -> list[dict]
     return rows
 
 
+def writers(at: Setting, T: int) -> dict[str, GPT]:
+    """The models of `decoding`: those of `models`, and softmax with 2 heads of keys and values (GQA) and with 1 (MQA)."""
+    shared = {"softmax L, GQA 2": 2, "softmax L, MQA": 1}
+    gpts = {name: GPT(GPTConfig(block_size=T, n_kv_head=n, **GPT_10M)).to(at.dev) for name, n in shared.items()}
+    return models(at, T, GPT_10M) | gpts
+
+
 def decoding(at: Setting, n: int) -> list[dict]:
     """Tokens/s of one sequence from one token to n, and the size of the cache; prints both tables."""
     print("\ndecoding, 6 layers, 384 wide, 6 heads")
     print(f"{f'one sequence to {n} tokens':30}{'tokens/s':>16}{'first tenth':>16}{'last tenth':>16}")
     rows = []
-    for name, gpt in models(at, n, GPT_10M).items():
+    for name, gpt in writers(at, n).items():
         for cached in (True, False) if name == "softmax L" else (True,):
             subject = name if cached else f"{name}, no cache"
             if row := tried(subject, functools.partial(speeds, at, gpt.eval(), n, cached), at.dev):
                 rows.append({"subject": subject, "n": n, **row})
                 print(f"{subject:30}" + "".join(f"{x:16.1f}" for x in row.values()), flush=True)
-    gpts = {T: models(at, T, GPT_10M) for T in (1024, 8192)}
+    gpts = {T: writers(at, T) for T in (1024, 8192)}
     print(f"\n{'bytes of its cache':30}" + "".join(f"{f'n = {T}':>16}" for T in gpts))
     most = None
     for name in gpts[8192]:
