@@ -1,9 +1,9 @@
-"""The experiments that repeat the papers' figures, at a tiny scale: laser.py, long_short.py, beta_post.py, jacobians.py;
-and what they share (runs.py, results.py)."""
+"""The experiments laser.py, long_short.py, beta_post.py and jacobians.py at a tiny scale; and runs.py."""
 
 import json
 import math
 import os
+import runpy
 
 import pytest
 from conftest import ROOT
@@ -70,8 +70,6 @@ def test_laser(tiny, data, run, tmp_path):
 
 
 def test_a_power_law_is_found():
-    import runpy
-
     law = runpy.run_path(os.path.join(ROOT, "experiments", "laser.py"))["power_law"]
     a, b = law([1000, 5000, 70000], [3 * n**-0.08 for n in (1000, 5000, 70000)])
     assert (a, b) == (pytest.approx(3), pytest.approx(-0.08))

@@ -205,7 +205,7 @@ def forward_or_step(at: Setting, length: int, B: int, train: bool) -> list[dict]
 
 
 def writers(at: Setting, T: int) -> dict[str, GPT]:
-    """The models of `decoding`: those of `models`, and softmax with 2 heads of keys and values (GQA) and with 1 (MQA)."""
+    """The models of `decoding`: those of `models`, and softmax with 2 heads of keys and values (GQA) and 1 (MQA)."""
     shared = {"softmax L, GQA 2": 2, "softmax L, MQA": 1}
     gpts = {name: GPT(GPTConfig(block_size=T, n_kv_head=n, **GPT_10M)).to(at.dev) for name, n in shared.items()}
     return models(at, T, GPT_10M) | gpts
