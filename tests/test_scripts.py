@@ -762,10 +762,14 @@ def test_bench_models_steps_and_decoding(run, tmp_path):
     assert [(row["subject"], row["n"]) for row in results["model"]] == [(name, n) for n in (16, 160) for name in names]
     assert [row["subject"] for row in results["step"]] == names
     speeds = [row for row in results["decode"] if "tokens_per_s" in row]
-    assert [row["subject"] for row in speeds] == ["softmax L", "softmax L, no cache", *names[1:]]
+    assert [row["subject"] for row in speeds] == [
+        *names, "softmax L, GQA 2", "softmax L, MQA", "softmax L, no cache"
+    ]  # fmt: skip
+    assert speeds[0]["ratio"] == 1 and all(row["ratio"] > 0 for row in speeds[:-1])
     size = {(row["subject"], row["n"]): row["cache_bytes"] for row in results["decode"] if "cache_bytes" in row}
     assert size["softmax L", 8192] == 8 * size["softmax L", 1024] == 6 * 2 * 384 * 8192 * 4
     assert size["beta L", 8192] == size["beta L", 1024]
+    assert size["softmax L", 1024] == 3 * size["softmax L, GQA 2", 1024] == 6 * size["softmax L, MQA", 1024]
 
 
 @pytest.mark.parametrize(

@@ -212,16 +212,24 @@ def writers(at: Setting, T: int) -> dict[str, GPT]:
 
 
 def decoding(at: Setting, n: int) -> list[dict]:
-    """Tokens/s of one sequence from one token to n, and the size of the cache; prints both tables."""
+    """Tokens/s of one sequence from one token to n, and the size of the cache; prints both tables.
+
+    Medians of up to three rounds, but without a cache one run. Speeds are compared in each round.
+    """
     print("\ndecoding, 6 layers, 384 wide, 6 heads")
     print(f"{f'one sequence to {n} tokens':30}{'tokens/s':>16}{'first tenth':>16}{'last tenth':>16}")
-    rows = []
-    for name, gpt in writers(at, n).items():
-        for cached in (True, False) if name == "softmax L" else (True,):
-            subject = name if cached else f"{name}, no cache"
-            if row := tried(subject, functools.partial(speeds, at, gpt.eval(), n, cached), at.dev):
-                rows.append({"subject": subject, "n": n, **row})
-                print(f"{subject:30}" + "".join(f"{x:16.1f}" for x in row.values()), flush=True)
+    gpts, rows = writers(at, n), []
+    tasks = {name: functools.partial(speeds, at, gpt.eval(), n, True) for name, gpt in gpts.items()}
+    rounds, base = interleaved(tasks, at.dev, min(at.repeats, 3)), next(iter(gpts))
+    slow = {f"{base}, no cache": functools.partial(speeds, at, gpts[base], n, False)}
+    for name, columns in (rounds | interleaved(slow, at.dev, 1)).items():
+        row = {"subject": name, "n": n, **medians(columns)[0]}
+        print(f"{name:30}" + "".join(f"{row[key]:16.1f}" for key in columns), end="")
+        if name in rounds and base in rounds:
+            row["ratio"] = ratios(rounds, name, base)["tokens_per_s"]
+            print(f"{row['ratio']:10.2f}x", end="")
+        print(flush=True)
+        rows.append(row)
     gpts = {T: writers(at, T) for T in (1024, 8192)}
     print(f"\n{'bytes of its cache':30}" + "".join(f"{f'n = {T}':>16}" for T in gpts))
     most = None
