@@ -36,4 +36,5 @@ min_lr = 0.0  # "decay to zero"
 warmup_iters = 2100  # 5% of the steps, as in the paper's appendix A.1; it gives no number for these models
 weight_decay = 1e-1  # the paper tried 1e-2, 1e-1 and 1
 beta1 = 0.9
-beta2 = 0.99  # the paper's epsilon is 1e-24; here it is PyTorch's 1e-8
+beta2 = 0.99
+adam_eps = 1e-24
