@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from attention import more
 from model import GPT, GPTConfig
 from text import tokenizers
 from training import checkpoint, pretrained
@@ -319,10 +320,12 @@ def test_the_export_script(run, tmp_path):
 # families that other choices come from: copied by hand, for these tests alone
 
 
-def test_equals_gemma_2():
-    """Sandwich norms, soft-capped logits, GeGLU, short and long layers, a head dim of its own."""
+@pytest.mark.parametrize("cap", [None, 0.3])
+def test_equals_gemma_2(cap, monkeypatch):
+    """Sandwich norms, soft-capped logits and scores, GeGLU, short and long layers, a head dim of its own."""
+    monkeypatch.setattr(more, "SOFTCAP", cap)
     c = llama(transformers.Gemma2Config, head_dim=12, query_pre_attn_scalar=12, sliding_window=6,
-              final_logit_softcapping=5.0, attn_logit_softcapping=None, tie_word_embeddings=False)  # fmt: skip
+              final_logit_softcapping=5.0, attn_logit_softcapping=cap, tie_word_embeddings=False)  # fmt: skip
     theirs = randomised(c)
     modules = {k: list(v) for k, v in LLAMA_MODULES.items()} | {
         "transformer.h.*.ln_1_after": ["model.layers.*.post_attention_layernorm"],
@@ -331,7 +334,8 @@ def test_equals_gemma_2():
     }
     ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=H, n_kv_head=G, head_dim=12, n_embd=C,
                          n_hidden=HIDDEN, position="rope", norm="rmsnorm", norm_eps=c.rms_norm_eps, where="sandwich",
-                         mlp="geglu", bias=False, heads="S/L", window=5, logit_softcap=5.0, tied=False))  # fmt: skip
+                         mlp="geglu", bias=False, heads="S/L", window=5, logit_softcap=5.0, tied=False,
+                         attention="softcap" if cap else "softmax"))  # fmt: skip
     state = {k: 1 + p if "norm" in k else p for k, p in theirs.state_dict().items()}  # theirs are 1 + weight
     state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"] * C**0.5  # theirs scales the embedding
     family = Family(None, None, modules, halves=True)
