@@ -94,21 +94,21 @@ def lengths(make: bool) -> dict[tuple, list[dict]]:
 
 
 def border(make: bool) -> dict[tuple, dict]:
-    """{(kind, learning rate): result}, for rates up to the first at which both kinds break."""
+    """{(kind, learning rate): result with "breaks"}, for rates up to the first at which both kinds break.
+
+    A run breaks if its loss is not finite, or ends half a nat above the lowest validation loss of its kind.
+    """
     n, rates = SCALES[scale]["border"]
-    found = {}
+    found, lowest = {}, dict.fromkeys(("long", "LS"), math.inf)
     for rate in rates:
-        keys = [("long", rate), ("LS", rate)]
-        now = results({f"border, {kind}, {rate:g}": command(kind, 6, n, learning_rate=rate) for kind, _ in keys}, make)
-        found |= dict(zip(keys, now.values(), strict=True))
-        if all(map(broken, now.values())):
+        made = results({f"border, {kind}, {rate:g}": command(kind, 6, n, learning_rate=rate) for kind in lowest}, make)
+        for kind, r in zip(lowest, made.values(), strict=True):
+            lowest[kind] = min(lowest[kind], r["best"])
+            breaks = r["diverged"] is not None or not r["val"] < lowest[kind] + 0.5
+            found[kind, rate] = r | {"breaks": breaks}
+        if all(found[kind, rate]["breaks"] for kind in lowest):
             break
     return found
-
-
-def broken(result: dict) -> bool:
-    """Whether a run's loss was not finite, or at the end half a nat above its lowest validation loss."""
-    return result["diverged"] is not None or not result["val"] < result["best"] + 0.5
 
 
 def largest(result: dict) -> float:
@@ -158,7 +158,7 @@ def show(by_length: dict, by_rate: dict) -> None:
     print("\n| learning rate | | last val loss | lowest | largest score | spikes | |\n" + "|---" * 7 + "|")
     for (kind, rate), r in by_rate.items():
         cells = [f"{rate:g}", kind, f"{r['val']:.3f}", f"{r['best']:.3f}", f"{largest(r):.1f}", str(r["spikes"])]
-        print(f"| {' | '.join(cells)} | {'breaks' if broken(r) else ''} |")
+        print(f"| {' | '.join(cells)} | {'breaks' if r['breaks'] else ''} |")
 
 
 def main() -> None:

@@ -41,9 +41,10 @@ def step_times(config_file: str, rows: dict[str, dict], vocab_size: int, repeats
     tasks = {}
     for name, flags in rows.items():
         gpt, chosen = model_of(config_file, flags, vocab_size)
-        lr = Settings(chosen["learning_rate"], (0.9, chosen["beta2"]), 0.1)
+        adam = chosen["beta1"], chosen["beta2"]
+        settings = Settings(chosen["learning_rate"], adam, chosen["weight_decay"], chosen["adam_eps"])
         x = torch.randint(vocab_size, (chosen["batch_size"], chosen["block_size"]))
-        tasks[name] = functools.partial(timed_step, gpt.train(), OPTIMIZER[chosen["optimizer"]](gpt, lr), x)
+        tasks[name] = functools.partial(timed_step, gpt.train(), OPTIMIZER[chosen["optimizer"]](gpt, settings), x)
     interleaved(tasks, "cpu", 3)  # warm-up
     rounds = interleaved(tasks, "cpu", repeats)
     return {name: (medians(rounds[name])[0]["ms"], ratios(rounds, name, next(iter(rows)))["ms"]) for name in rounds}
