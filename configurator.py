@@ -303,6 +303,11 @@ def positive(flag: str, given: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def at_least_one(**flags: int) -> None:
+    """Raises UserError for a flag below 1: at_least_one(jobs=jobs)."""
+    refuse((n < 1, f"--{name}={n} must be at least 1") for name, n in flags.items())
+
+
 def check_writable(out: str) -> None:
     """Raises UserError where no file can be written at the path of --out, before there is anything to lose."""
     target = out if os.path.exists(out) else os.path.dirname(os.path.abspath(out))

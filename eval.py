@@ -15,7 +15,7 @@ different tokenizers, unless a tokenizer drops a part of the text (SentencePiece
 import math
 from typing import Literal
 
-from configurator import NotFinite, UserError, configure, pick_device, user_errors  # first, as in sample.py
+from configurator import NotFinite, UserError, at_least_one, configure, pick_device, user_errors  # first, as in sample.py
 
 # isort: split
 import torch
@@ -59,8 +59,7 @@ def exp(x: float) -> str:
 
 
 def main() -> None:
-    if batch_size < 1:
-        raise UserError(f"batch_size={batch_size} must be at least 1")
+    at_least_one(batch_size=batch_size)
     kind, _, amp = pick_device(config["device"], config["dtype"])
     device = f"cuda:{local_rank}" if kind == "cuda" else kind
     torch.set_flush_denormal(True)  # as train.py: on a CPU the tiniest numbers become zeros

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Literal
 
-from configurator import UserError, configure, note, pick_device, user_errors  # first: from now Ctrl-C is a sentence
+from configurator import UserError, at_least_one, configure, note, pick_device, user_errors  # first: as in train.py
 
 # isort: split
 import torch
@@ -82,8 +82,7 @@ def text_of(ids: Iterator[torch.Tensor], tok: Tokenizer, stop: str | None, promp
 
 
 def main() -> None:
-    if num_samples < 1 or max_new_tokens < 1:
-        raise UserError(f"num_samples={num_samples} and max_new_tokens={max_new_tokens} must be at least 1")
+    at_least_one(num_samples=num_samples, max_new_tokens=max_new_tokens)
     device, _, amp = pick_device(config["device"], config["dtype"])
     torch.set_flush_denormal(True)  # as train.py: on a CPU the tiniest numbers become zeros
     model, tok, _, about = open_model(init_from, out_dir, which)

@@ -22,7 +22,7 @@ from attention.heads import HeadGroup
 from attention.probe import probing
 from attention.scores import ByDistance, scores, visible
 from choices import attentions
-from configurator import UserError, configure, pick_device, user_errors
+from configurator import UserError, at_least_one, configure, pick_device, user_errors
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
 
@@ -64,8 +64,7 @@ measures = in_rows(measures_at_once, numbers_needed)
 
 @torch.no_grad()
 def main() -> None:
-    if min(batches, batch_size) < 1:
-        raise UserError(f"batches={batches} and batch_size={batch_size} must be at least 1")
+    at_least_one(batches=batches, batch_size=batch_size)
     where, _, _ = pick_device(device, "float32")
     model, _, run, about = open_model("resume", out_dir, "best")
     if other := [name for name in attentions(model.config) if name not in ("softmax", "laser")]:

@@ -15,7 +15,7 @@ from typing import Literal
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure, names, user_errors
+from configurator import at_least_one, configure, names, user_errors
 from experiments.results import drawing, spread
 from experiments.runs import as_flags, record
 from text import corpus, sources, tokenizers
@@ -96,6 +96,7 @@ def show(found: dict) -> None:
 
 def main() -> None:
     os.chdir(ROOT)
+    at_least_one(jobs=jobs, seeds=seeds)
     parts = names(what, ["train", "draw", "print"])
     found = train("train" in parts)
     if "draw" in parts:

@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, configure, names, user_errors
+from configurator import UserError, at_least_one, configure, names, user_errors
 from experiments.results import save, saved, spread
 from experiments.runs import as_flags, last, logs
 from experiments.times import step_times
@@ -180,8 +180,7 @@ def last_losses(rows: dict[str, Row]) -> dict[str, list[float]]:
 def main() -> None:
     os.chdir(ROOT)
     torch.set_flush_denormal(True)  # as train.py
-    if jobs < 1 or seeds < 1 or repeats < 1:
-        raise UserError(f"--jobs={jobs}, --seeds={seeds} and --repeats={repeats} must be at least 1")
+    at_least_one(jobs=jobs, seeds=seeds, repeats=repeats)
     known_rows = TABLES[table][0]
     chosen, parts = names(only, known_rows), names(what, ["train", "time", "links"])
     if "links" in parts:

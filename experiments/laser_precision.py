@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from attention.fast import for_values, windowed
 from attention.forms import fast_form
 from attention.probe import probing
-from configurator import UserError, configure, pick_device, user_errors
+from configurator import at_least_one, configure, pick_device, user_errors
 from experiments.runs import finished
 from model import ATTENTION, GPT
 from text.dataset import ROOT, Tokens, folder_of
@@ -84,8 +84,7 @@ def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list
 
 @torch.no_grad()
 def main() -> None:
-    if min(batches, batch_size) < 1:
-        raise UserError(f"batches={batches} and batch_size={batch_size} must be at least 1")
+    at_least_one(batches=batches, batch_size=batch_size)
     os.chdir(ROOT)
     flags = [config_file, "--attention=laser", *extra.split()]
     finished("LASER", flags, out_dir)

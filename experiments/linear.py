@@ -17,7 +17,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, configure, names, user_errors
+from configurator import at_least_one, configure, names, user_errors
 from experiments.results import save, saved, spread
 from experiments.runs import as_flags, last, logs
 from experiments.times import step_times
@@ -147,8 +147,7 @@ def show(name: str, rows: dict[str, dict]) -> None:
 def main() -> None:
     os.chdir(ROOT)
     parts = names(what, ["steps", "times", "equal", "print"])
-    if jobs < 1 or seeds < 1 or repeats < 1:
-        raise UserError(f"--jobs={jobs}, --seeds={seeds} and --repeats={repeats} must be at least 1")
+    at_least_one(jobs=jobs, seeds=seeds, repeats=repeats)
     for name in names(table, TABLES):
         rows = of_table(name)
         if "steps" in parts:

@@ -18,7 +18,7 @@ from typing import Literal
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import configure, names, user_errors
+from configurator import at_least_one, configure, names, user_errors
 from experiments.results import drawing, spread
 from experiments.runs import as_flags, record
 from text.dataset import ROOT
@@ -163,6 +163,7 @@ def show(by_length: dict, by_rate: dict) -> None:
 
 def main() -> None:
     os.chdir(ROOT)
+    at_least_one(jobs=jobs, seeds=seeds)
     parts = names(what, ["lengths", "border", "draw", "print"])
     found = lengths("lengths" in parts), border("border" in parts)
     if "draw" in parts:

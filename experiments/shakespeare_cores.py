@@ -16,7 +16,7 @@ from typing import Literal
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, configure, user_errors
+from configurator import at_least_one, configure, user_errors
 from experiments.results import spread
 from experiments.runs import finished, last
 from text.dataset import ROOT
@@ -48,8 +48,7 @@ RUNS = {"cores": CORES, "laser": {a + b: x + y for b, y in VARIANTS.items() for 
 
 
 def main() -> None:
-    if seeds < 1:
-        raise UserError(f"seeds={seeds} must be at least 1")
+    at_least_one(seeds=seeds)
     os.chdir(ROOT)
     logs = {name: [] for name in RUNS[table]}
     for seed in range(1, seeds + 1):

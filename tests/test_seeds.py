@@ -123,6 +123,13 @@ def test_jacobians(run, tmp_path):
     assert run("experiments/jacobians.py", "--apart=0")[0] == 2
 
 
+@pytest.mark.parametrize("script", ["laser", "long_short", "beta_post"])
+@pytest.mark.parametrize("flag", ["--seeds=0", "--jobs=0"])
+def test_counts_are_positive(script, flag, run):
+    code, _, err = run(f"experiments/{script}.py", flag)
+    assert code == 2 and f"{flag} must be at least 1" in err
+
+
 # -----------------------------------------------------------------------------
 
 
