@@ -15,7 +15,7 @@ different tokenizers, unless a tokenizer drops a part of the text (SentencePiece
 import math
 from typing import Literal
 
-from configurator import NotFinite, UserError, at_least_one, configure, pick_device, user_errors  # first: as in train.py
+from configurator import NotFinite, UserError, at_least_one, configure, pick_device, user_errors  # first: see train.py
 
 # isort: split
 import torch

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Literal
 
-from configurator import UserError, at_least_one, configure, note, pick_device, user_errors  # first: as in train.py
+from configurator import UserError, at_least_one, configure, note, pick_device, user_errors  # first: see train.py
 
 # isort: split
 import torch
