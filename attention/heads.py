@@ -69,7 +69,7 @@ def taken(x: torch.Tensor, heads: slice | list[int]) -> torch.Tensor:
 
 def per_head(x: torch.Tensor, of: list[int]) -> torch.Tensor:
     """(B, H, T, D): for each query head h the head of[h] of x (B, G, T, D)."""
-    if x.shape[1] == 1:  # MQA: a view, so that decoding copies no keys and values
+    if x.shape[1] == 1 < len(of):  # MQA: a view, so that decoding copies no keys and values
         return x.expand(-1, len(of), -1, -1)
     n = len(of) // x.shape[1]
     if of == [g for g in range(x.shape[1]) for _ in range(n)]:

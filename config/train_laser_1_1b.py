@@ -35,5 +35,4 @@ min_lr = 0.0  # "decay to zero"
 warmup_iters = 8000  # 5% of the steps, as in the paper's appendix A.1; it gives no number for these models
 weight_decay = 1e-1  # the paper tried 1e-2, 1e-1 and 1
 beta1 = 0.9
-beta2 = 0.99
-adam_eps = 1e-24
+beta2 = 0.99  # the paper's epsilon is 1e-24: docs/choices.md says why it is not used here

@@ -129,7 +129,7 @@ SPEEDRUN = {  # one choice of the config changed in each row
     "AdamW": Row({"optimizer": "adamw", "learning_rate": 6e-3}),
 }
 WARMUP = {
-    f"{where}, {rate:g}, warm-up {n}": Row({"where": where, "learning_rate": rate, "warmup_iters": n})
+    f"{where} {rate:g} warm-up {n}": Row({"where": where, "learning_rate": rate, "warmup_iters": n})
     for where in ("pre", "post")
     for rate in (6e-3, 1e-3)
     for n in (100, 0, 500)

@@ -138,9 +138,10 @@ def draw() -> None:
     with drawing(picture, 1, 2, 12, 5) as axes:
         for ax, (key, unit, label) in zip(axes, panels, strict=True):
             for i, (name, row) in enumerate(rows.items()):
-                style = {"marker": "o", "markersize": 4, "linestyle": "--" if "8 heads" in name else "-"}
+                style = {"label": name if ax is axes[-1] else None, "marker": "o", "markersize": 4}
+                style |= {"linestyle": "--" if "8 heads" in name else "-"}
                 color = "black" if name == "softmax" else f"C{i}"
-                ax.plot([int(n) for n in row], [x[key] / unit for x in row.values()], color=color, label=name, **style)
+                ax.plot([int(n) for n in row], [x[key] / unit for x in row.values()], color=color, **style)
             ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
             ax.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
             ax.minorticks_off()

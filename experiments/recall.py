@@ -198,8 +198,7 @@ def show(task: str) -> None:
 
 def main() -> None:
     models, chosen = names(only, MODELS, ";"), names(tasks, TASKS)
-    check_writable(out)
-    check_writable(picture)
+    check_writable(out, picture)
     torch.set_flush_denormal(True)
     for task in chosen:
         for rate, model in itertools.product(RATES, models):

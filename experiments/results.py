@@ -14,7 +14,7 @@ from text.files import optional, replace
 
 
 def saved(path: str, new: dict) -> dict:
-    """The results in a JSON file; `new` if there is no file. Raises UserError if it has not the keys of `new`."""
+    """The results in a JSON file; `new` if there is no file. Raises UserError if it is made otherwise than `new`."""
     if not os.path.exists(path):
         return new
     try:
@@ -22,7 +22,7 @@ def saved(path: str, new: dict) -> dict:
             results = json.load(f)
     except ValueError:
         results = None
-    if not isinstance(results, dict) or not new.keys() <= results.keys():
+    if not isinstance(results, dict) or any(type(results.get(key)) is not type(x) for key, x in new.items()):
         raise UserError(f"{path} is damaged; delete it, or name another file")
     return results
 
@@ -51,7 +51,10 @@ def spread(x: list[float]) -> str:
 
 @contextlib.contextmanager
 def drawing(path: str, rows: int, columns: int, width: float, height: float) -> Iterator[list]:
-    """Gives a picture's axes, row by row, to draw in, and then writes the picture. width, height: in inches."""
+    """Gives a picture's axes, row by row, to draw in. Adds grids and legends, and writes the picture.
+
+    width, height: in inches.
+    """
     optional("matplotlib", "a picture")
     from matplotlib.figure import Figure
 
@@ -60,5 +63,8 @@ def drawing(path: str, rows: int, columns: int, width: float, height: float) -> 
     yield axes
     for ax in axes:
         ax.grid(alpha=0.3)
+        ax.title.set_fontsize(10)
+        if ax.get_legend() is None and ax.get_legend_handles_labels()[0]:
+            ax.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     print(f"wrote {path}")

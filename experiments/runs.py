@@ -4,6 +4,7 @@ import ast
 import concurrent.futures
 import itertools
 import json
+import math
 import os
 import re
 import statistics
@@ -88,9 +89,9 @@ def last(log: list[dict], what: str = "val_loss") -> float:
 
 
 def curve(log: list[dict], what: str, most: int = 60) -> dict[str, list]:
-    """{"iter": steps, what: numbers} of a log, each the mean of some rows in a row, so that at most 60 are left.
+    """{"iter": steps, what: numbers} of a log. A long log is cut into at most 60 pieces, and each becomes its mean.
 
-    Of lists, which have a number for each layer, the largest number. Five digits: for a JSON file and a picture.
+    Of numbers that are lists, one for each layer, a piece becomes the largest. Five digits: for a JSON file, a picture.
     """
     rows = [row for row in log if what in row]
     size = max(1, -(-len(rows) // most))
@@ -104,50 +105,59 @@ def curve(log: list[dict], what: str, most: int = 60) -> dict[str, list]:
 
 
 def record(path: str, runs: dict[str, list[str]], out_dir: str, jobs: int, make: bool, keep: tuple = ("norm",)) -> dict:
-    """The results of the runs {name: train.py's arguments}: {name: {...}}. Makes those that a JSON file does not have.
+    """The results of the runs {name: train.py's arguments} in a JSON file: {name: {...}}. Makes those that are missing.
 
-    make: False: raises UserError instead.
-
-    Each result has "command"; "val": the last validation loss, "best": the lowest, "train": the last training loss;
-    "ms": the median time of a step; "diverged": the step at which a loss was not finite, or None; "curves": those of
-    the losses and of the names in `keep`, {name: {"iter": steps, name: numbers}}; "spikes", see `spikes`.
+    make: False: a missing run is an error. A run is missing too if its arguments or its config file have changed.
+    Each result has "val": the last validation loss, "best": the lowest, "train": the last training loss; "diverged":
+    the step at which a loss was not finite, or None; "spikes": see `spikes`; "first": the first 100 losses in the log;
+    "curves": those of the losses and of the names in `keep`, {name: {"iter": steps, name: numbers}}.
+    Raises UserError for a missing run, and for a run that fails otherwise than by a loss that is not finite.
     """
-    done = saved(path, {"runs": {}})["runs"]
-    missing = {}
+    known, missing = saved(path, {"runs": {}})["runs"], {}
+    about = {
+        name: {"command": " ".join(command), "config": sha256(os.path.join(ROOT, command[0]))[:16]}
+        for name, command in runs.items()
+    }
     for name, command in runs.items():
-        if done.get(name, {}).get("command") != " ".join(command):
+        if name not in known or make and known[name] != known[name] | about[name]:
             missing[name] = name, command, os.path.join(out_dir, re.sub("[^a-z0-9.]+", "-", name.lower()))
+    if missing and not make:
+        raise UserError(f"{path} has no results of {next(iter(missing))!r}: train it first")
 
     def then(name: str, log: list[dict]) -> None:
+        losses = [row["loss"] for row in log if "loss" in row]
         results = saved(path, {"runs": {}})
-        results["runs"][name] = {
-            "command": " ".join(runs[name]),
+        results["runs"][name] = about[name] | {
             "val": last(log),
             "train": last(log, "train_loss"),
             "best": min(row["val_loss"] for row in log if "val_loss" in row),
-            "ms": statistics.median(row["ms"] for row in log if "ms" in row),
             "diverged": next((row["iter"] for row in log if "diverged" in row), None),
-            "spikes": spikes([row["loss"] for row in log if "loss" in row]),
+            "spikes": spikes(losses),
+            "first": [float(f"{loss:.5g}") for loss in losses[:100]],
             "curves": {what: curve(log, what) for what in ("val_loss", "train_loss", "loss", *keep)},
         }
         save(path, results)
 
-    if missing and not make:
-        raise UserError(f"{path} has no results of {next(iter(missing))!r}: train it first")
     logs(missing, jobs, then, may_diverge=True)
-    done = saved(path, {"runs": {}})["runs"]
-    return {name: done[name] for name in runs}
+    known = saved(path, {"runs": {}})["runs"]
+    return {name: known[name] for name in runs}
 
 
-def spikes(losses: list[float], last: int = 50, times: float = 5.0) -> int:
-    """How often the loss rises above the mean of the last steps by more than some of their standard deviations.
+def final(result: dict) -> float:
+    """The last validation loss of a run of `record`; infinity if the run diverged."""
+    return result["val"] if result["diverged"] is None else math.inf
 
-    Steps in a row count once.
+
+def spikes(losses: list[float], before: int = 20, times: float = 8.0) -> int:
+    """How often the loss jumps up: above the median of the 20 steps before by 8 times their median distance from it.
+
+    Steps in a row count once. The first 10 steps are not looked at.
     """
     high = [False]
-    for i in range(last, len(losses)):
-        before = losses[i - last : i]
-        high.append(losses[i] > statistics.mean(before) + times * statistics.stdev(before))
+    for i in range(before // 2, len(losses)):
+        x = losses[max(0, i - before) : i]
+        middle = statistics.median(x)
+        high.append(losses[i] > middle + times * statistics.median(abs(loss - middle) for loss in x))
     return sum(b and not a for a, b in itertools.pairwise(high))
 
 

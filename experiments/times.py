@@ -30,8 +30,11 @@ def max_rss() -> int:
 
 
 def model_of(config_file: str, flags: dict, vocab_size: int) -> tuple[GPT, dict]:
-    """(the model that train.py would build from a config file and flags, all settings)."""
-    settings = constants("train.py") | constants(config_file) | flags | {"vocab_size": vocab_size}
+    """(the model that train.py would build from a config file and flags, all settings).
+
+    vocab_size: the data set's, for a config file that does not name it.
+    """
+    settings = constants("train.py") | {"vocab_size": vocab_size} | constants(config_file) | flags
     model_fields = {field.name for field in fields(GPTConfig)}
     return GPT(GPTConfig(**{k: v for k, v in settings.items() if k in model_fields})), settings
 

@@ -58,15 +58,15 @@ def test_laser(tiny, data, run, tmp_path):
     for row in rows:
         softmax, laser = (
             [r["val"] for name, r in found["runs"].items()
-             if name.startswith(f"{row[0]}, {a}, {row[2]}, {float(rate):g},")]
+             if name.startswith(f"tiny, {row[0]}, {a}, {row[2]}, {float(rate):g},")]
             for a, rate in (("softmax", row[4]), ("laser", row[6]))
         )  # fmt: skip
         assert len(softmax) == 2 and row[7] == ", ".join(f"{b - a:+.3f}" for a, b in zip(softmax, laser, strict=True))
     assert out.count("b = ") == 2 and "fewer parameters with LASER" in out
     again, same = tiny("laser", small)
     assert same == found and "seed 1" not in again and tables(again) == tables(out)
-    code, _, err = run("experiments/laser.py", "--scale=tiny", "--what=print", f"--out={tmp_path / 'no.json'}")
-    assert code == 2 and "has no results of '1 x 8, softmax, adamw, 0.001, seed 1'" in err
+    code, _, err = run("experiments/laser.py", "--scale=tiny", "--what=show", f"--out={tmp_path / 'no.json'}")
+    assert code == 2 and "has no results of 'tiny, 1 x 8, softmax, adamw, 0.001, seed 1'" in err
 
 
 def test_a_power_law_is_found():
@@ -77,23 +77,44 @@ def test_a_power_law_is_found():
 
 @pytest.mark.slow
 def test_long_short(tiny, data):
-    """All kinds and lengths; scores are measured; at a senseless rate both break, and the border ends there."""
-    out, found = tiny("long_short", f"--extra=--dataset={data} --device=cpu")
+    """All kinds and lengths; scores and times are measured; at a senseless rate all runs break."""
+    small = f"--extra=--dataset={data} --device=cpu"
+    out, found = tiny("long_short", small)
     lengths, border = tables(out)
     kinds = ["long", "LS", "short", "QK-norm"]
-    assert [row[:3] for row in lengths] == [[n, "6", kind] for n in ("16", "32") for kind in kinds] + [
-        [n, "2", kind] for n in ("16", "32") for kind in ("long", "LS")
-    ]
-    for n, heads, kind, val, perplexity, score, _ in lengths:
-        of = [r for name, r in found["runs"].items() if name.startswith(f"{n}, {heads} heads, {kind}, ")]
+    assert [row[:3] for row in lengths] == [[n, h, kind] for h in "62" for n in ("16", "32") for kind in kinds]
+    for n, heads, kind, val, perplexity, score, ms, ratio in lengths:
+        of = [r for name, r in found["runs"].items() if name.startswith(f"tiny, {n}, {heads}, {kind}, ")]
         assert len(of) == (2 if heads == "6" else 1) and val.startswith(f"{sum(r['val'] for r in of) / len(of):.3f}")
         assert float(perplexity) == pytest.approx(sum(math.exp(r["val"]) for r in of) / len(of), abs=0.01)
-        assert float(score) >= 0 and len(of[0]["curves"]["max_logit"]["iter"]) == 4
-    assert [row[:2] + row[6:] for row in border[2:]] == [["1e+18", "long", "breaks"], ["1e+18", "LS", "breaks"]]
-    wide = [r["command"] for name, r in found["runs"].items() if ", LS" in name or ", short" in name]
-    assert wide and all("--window=" in c for c in wide)
-    again, same = tiny("long_short", f"--extra=--dataset={data} --device=cpu")
-    assert same == found and tables(again) == [lengths, border]
+        assert float(score) >= 0 and float(ms) >= 0 and (float(ratio[:-1]) == 1 or kind != "long")
+        assert all(len(r["curves"]["max_logit"]["iter"]) == 4 for r in of)
+        assert all(("--window=" in r["command"]) == (kind in ("LS", "short")) for r in of)
+    assert [[row[0], row[1], row[5]] for row in border] == [
+        ["0.006", "long", "0 of 2"], ["0.006", "LS", "0 of 2"], ["1e+18", "long", "2 of 2"], ["1e+18", "LS", "2 of 2"]
+    ]  # fmt: skip
+    again, same = tiny("long_short", small)
+    assert same == found and tables(again) == [lengths, border] and "seed" not in again
+
+
+def test_a_run_breaks_half_a_nat_above_the_usual():
+    breaks = runpy.run_path(os.path.join(ROOT, "experiments", "long_short.py"))["breaks"]
+    usual = [{"val": 2.0, "diverged": None}, {"val": 2.2, "diverged": None}]
+    for val, diverged, broken in ((2.4, None, False), (2.6, None, True), (1.9, 7, True), (math.nan, None, True)):
+        assert breaks({"val": val, "diverged": diverged}, usual) is broken
+
+
+def test_two_heads_have_as_many_weights_as_six():
+    """Section 5.1: what attention loses, the MLP gets."""
+    from experiments.times import model_of
+
+    script = runpy.run_path(os.path.join(ROOT, "experiments", "long_short.py"))
+    for scale, s in script["SCALES"].items():
+        n = {}
+        for heads in (6, 2):
+            flags = s["flags"] | (s["two"] if heads == 2 else {}) | {"heads": "L"}
+            n[heads] = sum(p.numel() for p in model_of(os.path.join(ROOT, s["file"]), flags, 65)[0].parameters())
+        assert n[2] == n[6], scale
 
 
 @pytest.mark.slow
@@ -103,7 +124,9 @@ def test_beta_post(tiny, data, tmp_path):
     rows = tables(out)[0]
     assert [row[:2] for row in rows] == [[a, d] for d in ("0.2", "0") for a in ("softmax", "beta")]
     assert rows[0][5] == "1.6204, 0.7140" and len(found["runs"]) == 8
-    whole, part = (json.load(open(os.path.join(d, "meta.json")))["files"] for d in (data, tmp_path / "r" / "text"))
+    commands = [r["command"] for r in found["runs"].values()]
+    (text,) = {command.split("--dataset=")[1].split()[0] for command in commands}
+    whole, part = (json.load(open(os.path.join(d, "meta.json")))["files"] for d in (data, text))
     assert part["train.bin"]["tokens"] == whole["train.bin"]["tokens"] // 10
     assert part["val.bin"] == whole["val.bin"]
 
