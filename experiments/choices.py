@@ -32,14 +32,14 @@ from text.files import sha256
 
 # What is measured?
 what = "train,time"  # the parts to run, separated by commas: train, time, links
-table: Literal["choices", "speedrun", "warmup"] = "choices"  # whose rows
+table: Literal["choices", "speedrun", "warmup"] = "choices"  # choices: of docs/choices.md; the others: of RESULTS.md
 only = ""  # the rows to run, separated by commas; empty: all
-config_file: str | None = None  # the config file of every run; None: the CPU config, or the speedrun's
+config_file: str | None = None  # the config file of every run; None: the table's
 seeds = 3  # runs per row, with the seeds 1, 2, ...
 extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
 jobs = 1  # runs at the same time; they share the cores of the CPU
 repeats = 40  # number of timed steps per row
-out_dir: str | None = None  # the folder for the runs, each in a folder of its own; None: out-choices, out-speedrun
+out_dir: str | None = None  # the folder for the runs, each in a folder of its own; None: out-choices, out-speedrun, out-warmup
 
 
 @dataclass

@@ -22,9 +22,10 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, configure, user_errors
+from configurator import UserError, check_writable, configure, user_errors
 from experiments.results import drawing
 from model import beta_attention, laser_attention, softmax_attention
+from text.dataset import ROOT
 
 apart = 5.0  # the value of the first key; that of the second is 0
 other = 1.0  # beta: the second key's score
@@ -84,8 +85,10 @@ def draw() -> None:
 
 
 def main() -> None:
-    if not apart > 0 or other == 0:
-        raise UserError(f"--apart={apart} must be positive, and --other={other} not 0")
+    os.chdir(ROOT)
+    check_writable(picture)
+    if not 0 < apart < 700 or other == 0:
+        raise UserError(f"--apart={apart} must be between 0 and 700, and --other={other} not 0")
     s, v = 5 * torch.randn(2, 1000, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     print("| | closed form against autograd: largest error | two values: largest gradient | at the weight |")
     print("|---|---|---|---|")

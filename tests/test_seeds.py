@@ -10,7 +10,7 @@ from conftest import ROOT
 from test_scripts import quick  # noqa: F401
 
 from configurator import UserError
-from experiments import runs
+from experiments import results, runs
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -54,6 +54,14 @@ def test_laser(tiny, data, run, tmp_path):
             ]
             assert sum("--seed=2" in c for c in mine) == 1
     rows = tables(out)[0]
+    for row in rows:
+        for attention, at in (("softmax", 4), ("laser", 6)):
+            first = {
+                name.split(", ")[4]: r["val"]
+                for name, r in found["runs"].items()
+                if name.startswith(f"tiny, {row[0]}, {attention}, {row[2]}, ") and name.endswith("seed 1")
+            }
+            assert row[at] == min(first, key=first.get)  # the best rate
     assert [row[:3:2] for row in rows] == [["1 x 8", "adamw"], ["1 x 16", "adamw"], ["1 x 8", "lamb"]]
     for row in rows:
         softmax, laser = (
@@ -69,10 +77,14 @@ def test_laser(tiny, data, run, tmp_path):
     assert code == 2 and "has no results of 'tiny, 1 x 8, softmax, adamw, 0.001, seed 1'" in err
 
 
-def test_a_power_law_is_found():
-    law = runpy.run_path(os.path.join(ROOT, "experiments", "laser.py"))["power_law"]
-    a, b = law([1000, 5000, 70000], [3 * n**-0.08 for n in (1000, 5000, 70000)])
+def test_the_statistics_of_laser():
+    script = runpy.run_path(os.path.join(ROOT, "experiments", "laser.py"))
+    a, b = script["power_law"]([1000, 5000, 70000], [3 * n**-0.08 for n in (1000, 5000, 70000)])
     assert (a, b) == (pytest.approx(3), pytest.approx(-0.08))
+    # a law of LASER that reaches every loss with 3/4 of the parameters
+    assert script["saved_share"](1.5, (3.0, -0.1), (3.0 * 0.75**0.1, -0.1)) == pytest.approx(0.25)
+    softmax, laser = ({"curves": {"norm": {"norm": norms}}} for norms in ([1.0, 2.0], [3.0, 3.0, 9.0]))
+    assert script["norm_ratio"](softmax, laser) == [3.0, 1.5]
 
 
 @pytest.mark.slow
@@ -124,6 +136,10 @@ def test_beta_post(tiny, data, tmp_path):
     rows = tables(out)[0]
     assert [row[:2] for row in rows] == [[a, d] for d in ("0.2", "0") for a in ("softmax", "beta")]
     assert rows[0][5] == "1.6204, 0.7140" and len(found["runs"]) == 8
+    for row in rows:
+        of = [r for name, r in found["runs"].items() if name.startswith(f"tiny, {row[0]}, dropout {row[1]}, ")]
+        for cell, key in zip(row[2:5], ("best", "val", "train"), strict=True):
+            assert cell == results.spread([r[key] for r in of])
     commands = [r["command"] for r in found["runs"].values()]
     (text,) = {command.split("--dataset=")[1].split()[0] for command in commands}
     whole, part = (json.load(open(os.path.join(d, "meta.json")))["files"] for d in (data, text))
@@ -171,9 +187,32 @@ def test_a_diverged_run_is_a_result_only_where_that_is_asked(data, tmp_path, cap
 def test_spikes_are_counted_once():
     flat = [3.0 + 0.01 * (i % 7) for i in range(200)]
     assert runs.spikes(flat) == 0
+    flat[15] = flat[30] = flat[40] = flat[180] = 9.0
     flat[100:104] = [9.0] * 4
-    flat[180] = 9.0
-    assert runs.spikes(flat) == 2
+    assert runs.spikes(flat) == 5
+    assert runs.spikes([5.0 - 0.02 * i for i in range(200)]) == 0
+
+
+def test_a_changed_command_or_config_is_run_again_and_shown_as_it_is(data, tmp_path):
+    config, path = tmp_path / "c.py", str(tmp_path / "x.json")
+    text = f"dataset = {data!r}\ndevice = 'cpu'\nmax_iters = 1\neval_iters = 1\nn_layer = 1\nblock_size = 8\n"
+    text += "n_head = 1\nn_embd = 8\nbatch_size = 1\ngradient_accumulation_steps = 1\n"
+    config.write_text(text)
+
+    def val(make: bool, *flags: str) -> float:
+        return runs.record(path, {"a": [str(config), *flags]}, str(tmp_path / "r"), 1, make)["a"]["val"]
+
+    with pytest.raises(UserError, match="no results of 'a'"):
+        val(False)
+    first = val(True)
+    assert first == val(True) == val(False)
+    second = val(True, "--learning_rate=1.0", "--warmup_iters=0")
+    assert second != first
+    config.write_text(text.replace("n_embd = 8", "n_embd = 4"))
+    assert val(False) == second and val(True) not in (first, second)
+    (tmp_path / "x.json").write_text('{"runs": []}')
+    with pytest.raises(UserError, match="is damaged"):
+        val(True)
 
 
 def test_a_curve_is_means_of_numbers_and_the_largest_of_layers():
