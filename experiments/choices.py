@@ -39,7 +39,7 @@ seeds = 3  # runs per row, with the seeds 1, 2, ...
 extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
 jobs = 1  # runs at the same time; they share the cores of the CPU
 repeats = 40  # number of timed steps per row
-out_dir: str | None = None  # the folder for the runs, each in a folder of its own; None: out-choices, out-speedrun, out-warmup
+out_dir: str | None = None  # the folder for the runs, each in a folder of its own; None: out-choices and so on
 
 
 @dataclass
