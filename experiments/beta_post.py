@@ -37,7 +37,7 @@ CPU = "config/train_shakespeare_char_cpu.py"
 POCKET = {"max_iters": 3000, "lr_decay_iters": 3000, "eval_interval": 250, "eval_iters": 73}
 TINY = {"n_layer": 1, "n_embd": 24, "max_iters": 4, "eval_interval": 2, "eval_iters": 1, "block_size": 16}
 SCALES = {  # config file, flags, share of the training split
-    "paper": ("config/train_shakespeare_char.py", {"max_iters": 10000}, 1.0),
+    "paper": ("config/train_shakespeare_char.py", {"max_iters": 10000}, 1.0),  # the learning rate decays in 5000
     "pocket": (CPU, POCKET, 0.025),
     "tiny": (CPU, TINY, 0.1),
 }
