@@ -48,7 +48,7 @@ def same(a: dict, b: dict) -> bool:
 @pytest.mark.parametrize(
     "flags",
     [  # the first: 10 sequences, five micro-batches of 2; or for each of two processes micro-batches of 2, 2 and 1
-        ("--batch_size=2", "--gradient_accumulation_steps=5", "--n_kv_head=2", "--position=t5"),
+        ("--batch_size=2", "--gradient_accumulation_steps=5", "--n_kv_head=2", "--position=t5", "--optimizer=nadamw"),
         ("--attention=laser", "--heads=SSSL", "--window=4", "--position=alibi", "--optimizer=muon", "--muon_lr=2e-3"),
         ("--attention=beta", "--position=relative", "--optimizer=lamb", "--n_layer=1", "--activation_checkpointing"),
     ],

@@ -133,8 +133,14 @@ def test_resume_is_exact(train, tmp_path, core):
     assert same(weights(tmp_path), straight) and rows(tmp_path) == log
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "lamb"])
-@pytest.mark.parametrize("schedule", [("--schedule=wsd", "--decay_share=0.9"), ("--schedule=constant",)])
+@pytest.mark.parametrize(
+    ("optimizer", "schedule"),
+    [
+        ("muon", ("--schedule=wsd", "--decay_share=0.9")),
+        ("lamb", ("--schedule=constant",)),
+        ("nadamw", ("--label_smoothing=0.1", "--adam_eps=1e-6")),
+    ],
+)
 def test_resume_is_exact_with_another_optimizer_and_schedule(train, tmp_path, optimizer, schedule):
     flags = (f"--optimizer={optimizer}", *schedule, "--position=t5")
     train(*flags)
