@@ -161,8 +161,7 @@ def draw(found: dict, same: dict) -> None:
         title = f"losses, {large} (paper's 301M: LASER 2.595, softmax 2.641)"
         loss.set(title=title, xlabel="step", ylabel="loss", ylim=(None, 3.5))
         norm.set(title="LASER's gradient norm / softmax's, same rate (paper: above 1)", xlabel="step")
-        title = "training loss, each size 2 above the last, same rate (paper: LASER has fewer spikes)"
-        first.set(title=title, xlabel="step")
+        first.set(title="first losses, sizes 2 apart, same rate (paper: LASER has fewer spikes)", xlabel="step")
 
 
 def show(found: dict, same: dict) -> None:

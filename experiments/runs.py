@@ -2,7 +2,6 @@
 
 import ast
 import concurrent.futures
-import itertools
 import json
 import math
 import os
@@ -148,17 +147,9 @@ def final(result: dict) -> float:
     return result["val"] if result["diverged"] is None else math.inf
 
 
-def spikes(losses: list[float], before: int = 20, times: float = 8.0) -> int:
-    """How often the loss jumps up: above the median of the 20 steps before by 8 times their median distance from it.
-
-    Steps in a row count once. The first 10 steps are not looked at.
-    """
-    high = [False]
-    for i in range(before // 2, len(losses)):
-        x = losses[max(0, i - before) : i]
-        middle = statistics.median(x)
-        high.append(losses[i] > middle + times * statistics.median(abs(loss - middle) for loss in x))
-    return sum(b and not a for a, b in itertools.pairwise(high))
+def spikes(losses: list[float], before: int = 10, by: float = 0.2) -> int:
+    """How often a loss is higher than all of the 10 before it, by more than 0.2."""
+    return sum(losses[i] > max(losses[max(0, i - before) : i]) + by for i in range(1, len(losses)))
 
 
 def as_flags(flags: dict) -> list[str]:

@@ -186,11 +186,10 @@ def test_a_diverged_run_is_a_result_only_where_that_is_asked(data, tmp_path, cap
 
 def test_spikes_are_counted_once():
     flat = [3.0 + 0.01 * (i % 7) for i in range(200)]
-    assert runs.spikes(flat) == 0
-    flat[15] = flat[30] = flat[40] = flat[180] = 9.0
-    flat[100:104] = [9.0] * 4
+    assert runs.spikes(flat) == runs.spikes([5.0 - 0.02 * i for i in range(200)]) == 0
+    flat[3] = flat[15] = flat[30] = flat[180] = 3.3
+    flat[100:104] = [9.0, 9.1, 9.0, 9.1]
     assert runs.spikes(flat) == 5
-    assert runs.spikes([5.0 - 0.02 * i for i in range(200)]) == 0
 
 
 def test_a_changed_command_or_config_is_run_again_and_shown_as_it_is(data, tmp_path):
