@@ -160,7 +160,7 @@ def draw(by_length: dict, by_rate: dict) -> None:
                 score_border.plot([*rates], [*map(largest, rates.values())], **style)
         loss.set(title=f"training loss, n = {n} (figures 1a, 3b, 4a, 4b)", xlabel="step")
         score.set(title=f"largest score, n = {n} (figures 1b, 4c)", xlabel="step", yscale="log")
-        end.set(title="validation perplexity (figures 5, 6)", xlabel="n", xscale="log")
+        end.set(title="perplexity (figures 5, 6: LS 36, short 42, QK-norm 112)", xlabel="n", xscale="log")
         score_end.set(title="largest score of the whole run (figure 4c)", xlabel="n", xscale="log", yscale="log")
         at_border.set(title=f"last validation loss, n = {s['border'][0]}", xlabel="learning rate", xscale="log")
         score_border.set(title="largest score of the whole run", xlabel="learning rate", xscale="log", yscale="log")
