@@ -1,4 +1,4 @@
-"""Do short heads keep the training of long texts stable? (long-short paper, figures 1, 3, 4, 5 and 6)
+"""Do short heads keep the training of long texts stable? (long-short paper, figures 1 and 3 to 6)
 
     OMP_NUM_THREADS=1 python experiments/long_short.py --jobs=2  # on two cores
     python experiments/long_short.py --scale=paper               # the paper's model on PG-19, on a GPU
