@@ -5,7 +5,7 @@
     python experiments/choices.py --what=time         # only the times
     python experiments/choices.py --what=links        # write into docs/choices.md where the code is
     python experiments/choices.py --table=speedrun    # the choices of the speedrun (RESULTS.md)
-    python experiments/choices.py --table=warmup      # pre-norm and post-norm, warm-ups, rates (RESULTS.md)
+    python experiments/choices.py --table=warmup      # pre-norm and post-norm (RESULTS.md)
 
 It runs train.py with the table's config for each row and seed. Runs that finished with the same command and config are
 skipped, so you can stop the script and start it again. The times are those of training steps in one process, in rounds:

@@ -1,7 +1,7 @@
 """Do short heads keep the training of long texts stable? (long-short paper, figures 1 and 3 to 6)
 
     OMP_NUM_THREADS=1 python experiments/long_short.py --jobs=2  # on two cores
-    python experiments/long_short.py --scale=paper               # the paper's model on PG-19, on a GPU
+    python experiments/long_short.py --scale=paper               # the paper's model, on a GPU
     python experiments/long_short.py --what=show                 # picture and tables of --out
 
 The part `lengths` trains long heads, short heads and one long head (LS), short heads alone, and long heads with
