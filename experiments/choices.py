@@ -130,9 +130,8 @@ SPEEDRUN = {  # one choice of the config changed in each row
 }
 WARMUP = {
     f"{where} {rate:g} warm-up {n}": Row({"where": where, "learning_rate": rate, "warmup_iters": n})
-    for where in ("pre", "post")
     for rate in (6e-3, 1e-3)
-    for n in (100, 0, 500)
+    for where, n in (("pre", 100), ("pre", 0), ("post", 100), ("post", 0), ("post", 500))
 }
 TABLES = {
     "choices": (ROWS, "config/train_shakespeare_char_cpu.py"),
