@@ -143,6 +143,7 @@ def perplexity(results: list[dict]) -> float:
 def draw(by_length: dict, by_rate: dict) -> None:
     """Training losses and largest scores over steps (figures 1, 3, 4); losses at the end (5, 6); the border."""
     s, n = SCALES[scale], max(SCALES[scale]["lengths"])
+    x = [*map(str, s["lengths"])]
     with drawing(picture, 2, 3, 15, 8) as (loss, score, at_border, end, score_end, score_border):
         for i, kind in enumerate(s["kinds"]):
             color = "black" if i == 0 else f"C{i - 1}"
@@ -152,16 +153,16 @@ def draw(by_length: dict, by_rate: dict) -> None:
                     curve = by_length[n, heads, kind][0]["curves"][key]
                     ax.plot(curve["iter"], curve[key], **style)
                 rows = [by_length[m, heads, kind] for m in s["lengths"]]
-                end.plot([*s["lengths"]], [*map(perplexity, rows)], marker="o", **style)
-                score_end.plot([*s["lengths"]], [*map(largest, rows)], marker="o", **style)
+                end.plot(x, [*map(perplexity, rows)], marker="o", **style)
+                score_end.plot(x, [*map(largest, rows)], marker="o", **style)
             style = {"color": color, "marker": "o", "label": f"{kind}, 6 heads"}
             if rates := {rate: found for (rate, of), found in by_rate.items() if of == kind}:
                 at_border.plot([*rates], [statistics.mean(map(final, found)) for found in rates.values()], **style)
                 score_border.plot([*rates], [*map(largest, rates.values())], **style)
         loss.set(title=f"training loss, n = {n} (figures 1a, 3b, 4a, 4b)", xlabel="step")
         score.set(title=f"largest score, n = {n} (figures 1b, 4c)", xlabel="step", yscale="log")
-        end.set(title="perplexity (figures 5, 6: LS 36, short 42, QK-norm 112)", xlabel="n", xscale="log")
-        score_end.set(title="largest score of the whole run (figure 4c)", xlabel="n", xscale="log", yscale="log")
+        end.set(title="perplexity (figures 5, 6: LS 36, short 42, QK-norm 112)", xlabel="n")
+        score_end.set(title="largest score of the whole run (figure 4c)", xlabel="n", yscale="log")
         at_border.set(title=f"last validation loss, n = {s['border'][0]}", xlabel="learning rate", xscale="log")
         score_border.set(title="largest score of the whole run", xlabel="learning rate", xscale="log", yscale="log")
 
@@ -173,12 +174,11 @@ def show(by_length: dict, by_rate: dict, ms: dict) -> None:
         cells = [*map(str, row), spread([*map(final, found)]), f"{perplexity(found):.2f}", f"{largest(found):.1f}"]
         cells += [f"{ms[row][0]:.0f}", f"{ms[row][1]:.2f}x"] if row in ms else ["", ""]
         print(f"| {' | '.join(cells)} |")
-    print("\n| learning rate | | last val loss | lowest | largest score | breaks |\n" + "|---" * 6 + "|")
+    print("\n| learning rate | | last val loss | largest score | breaks |\n" + "|---" * 5 + "|")
     usual = next(found for (_, kind), found in by_rate.items() if kind == "LS")
     for (rate, kind), found in by_rate.items():
-        cells = [f"{rate:g}", kind, spread([*map(final, found)]), spread([r["best"] for r in found])]
-        broken = sum(breaks(r, usual) for r in found)
-        print(f"| {' | '.join(cells)} | {largest(found):.1f} | {broken} of {len(found)} |")
+        broken = f"{sum(breaks(r, usual) for r in found)} of {len(found)}"
+        print(f"| {rate:g} | {kind} | {spread([*map(final, found)])} | {largest(found):.1f} | {broken} |")
 
 
 def main() -> None:

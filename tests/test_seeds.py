@@ -102,7 +102,7 @@ def test_long_short(tiny, data):
         assert float(score) >= 0 and float(ms) >= 0 and (float(ratio[:-1]) == 1 or kind != "long")
         assert all(len(r["curves"]["max_logit"]["iter"]) == 4 for r in of)
         assert all(("--window=" in r["command"]) == (kind in ("LS", "short")) for r in of)
-    assert [[row[0], row[1], row[5]] for row in border] == [
+    assert [[row[0], row[1], row[4]] for row in border] == [
         ["0.006", "long", "0 of 2"], ["0.006", "LS", "0 of 2"], ["1e+18", "long", "2 of 2"], ["1e+18", "LS", "2 of 2"]
     ]  # fmt: skip
     again, same = tiny("long_short", small)
