@@ -85,7 +85,7 @@ def draw(found: dict) -> None:
                         curve = result["curves"][f"{split}_loss"]
                         style = {"color": color, "linewidth": 1, "label": None if i else f"{row}, {split}"}
                         ax.plot(curve["iter"], curve[f"{split}_loss"], line, **style)
-            ax.set(title=f"dropout {dropout:g}", xlabel="step", ylabel="loss", ylim=(0.4, 2.6))
+            ax.set(title=f"dropout {dropout:g}", xlabel="step", ylabel="loss", ylim=(0.4, 4.0))
 
 
 def show(found: dict) -> None:
