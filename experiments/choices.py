@@ -128,10 +128,11 @@ SPEEDRUN = {  # one choice of the config changed in each row
     "muon_beta 0.95": Row({"muon_beta": 0.95}),
     "AdamW": Row({"optimizer": "adamw", "learning_rate": 6e-3}),
 }
+PRE_OR_POST = [("pre", 6e-3, 100), ("pre", 6e-3, 0), ("post", 6e-3, 500), ("pre", 1e-3, 100), ("pre", 1e-3, 0)]
+PRE_OR_POST += [("post", 1e-3, 100), ("post", 1e-3, 0), ("post", 1e-3, 500)]  # post-norm, 6e-3, 100 is in ROWS
 WARMUP = {
     f"{where} {rate:g} warm-up {n}": Row({"where": where, "learning_rate": rate, "warmup_iters": n})
-    for rate in (6e-3, 1e-3)
-    for where, n in (("pre", 100), ("pre", 0), ("post", 100), ("post", 0), ("post", 500))
+    for where, rate, n in PRE_OR_POST
 }
 TABLES = {
     "choices": (ROWS, "config/train_shakespeare_char_cpu.py"),
