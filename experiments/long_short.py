@@ -28,7 +28,7 @@ from text.dataset import ROOT
 # What is measured?
 what = "lengths,border,show"  # the parts to run, separated by commas; show: the picture and the tables
 scale: Literal["pocket", "paper", "tiny"] = "pocket"  # pocket: for two CPU cores; paper: the paper's; tiny: a test
-seeds = 3  # runs of each row with 6 heads, and of each learning rate of the border
+seeds = 3  # runs of each row, and of each learning rate of the border
 jobs = 1  # runs at the same time; they share the cores of the CPU
 extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
 out = "experiments/long_short.json"  # the results
@@ -91,10 +91,10 @@ def results(runs: dict[tuple, dict], make: bool) -> dict[tuple, dict]:
 
 
 def lengths(make: bool) -> dict[tuple, list[dict]]:
-    """{(n, heads, kind): results of the seeds}; with 2 heads of one seed."""
+    """{(n, heads, kind): results of the seeds}."""
     s = SCALES[scale]
     rows = [(n, heads, kind) for heads in (6, 2) for n in s["lengths"] for kind in s["kinds"]]
-    keys = [(*row, seed) for seed in range(1, seeds + 1) for row in rows if row[1] == 6 or seed == 1]
+    keys = [(*row, seed) for seed in range(1, seeds + 1) for row in rows]
     made = results({key: flags(*key[:3]) | {"seed": key[3]} for key in keys}, make)
     return {row: [made[key] for key in keys if key[:3] == row] for row in rows}
 

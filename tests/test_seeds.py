@@ -97,7 +97,7 @@ def test_long_short(tiny, data):
     assert [row[:3] for row in lengths] == [[n, h, kind] for h in "62" for n in ("16", "32") for kind in kinds]
     for n, heads, kind, val, perplexity, score, ms, ratio in lengths:
         of = [r for name, r in found["runs"].items() if name.startswith(f"tiny, {n}, {heads}, {kind}, ")]
-        assert len(of) == (2 if heads == "6" else 1) and val.startswith(f"{sum(r['val'] for r in of) / len(of):.3f}")
+        assert len(of) == 2 and val.startswith(f"{sum(r['val'] for r in of) / len(of):.3f}")
         assert float(perplexity) == pytest.approx(sum(math.exp(r["val"]) for r in of) / len(of), abs=0.01)
         assert float(score) >= 0 and float(ms) >= 0 and (float(ratio[:-1]) == 1 or kind != "long")
         assert all(len(r["curves"]["max_logit"]["iter"]) == 4 for r in of)
