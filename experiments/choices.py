@@ -93,7 +93,7 @@ ROWS = {
     # heads
     "GQA 2": Row({"n_kv_head": 2}, "attention/heads.py per_head", "Ainslie et al. 2023"),
     "MQA": Row({"n_kv_head": 1}, "attention/heads.py per_head", "Shazeer 2019"),
-    "head_dim 32": Row({"head_dim": 32}, "choices.py with_defaults", "Vaswani et al. 2017, table 3"),
+    "head_dim 32": Row({"head_dim": 32}, "rules.py with_defaults", "Vaswani et al. 2017, table 3"),
     "dropout": Row({"dropout": 0.1}, "model.py CausalSelfAttention", "Srivastava et al. 2014"),
     "dropout of weights alone": Row({"attn_dropout": 0.1}, "model.py softmax_attention", "Vaswani et al. 2017's code"),
     # stability

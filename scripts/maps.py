@@ -31,9 +31,9 @@ from attention.fast import for_values, in_rows
 from attention.forms import alike, fixed_inputs
 from attention.probe import probing
 from attention.scores import ByDistance, at_least_float32, spelled_out, visible
-from choices import attentions
 from configurator import UserError, check_writable, configure, note, refuse, user_errors
 from model import ATTENTION, GPT
+from rules import attentions
 from sample import prompt_of
 from text.files import optional
 from text.tokenizers import Tokenizer

@@ -22,6 +22,7 @@ FLOORS = [
     ["attention.forms"],
     ["attention.cache", "attention.probe", "attention.kernels"],
     ["choices"],
+    ["rules"],
     ["model"],
     ["training.distributed", "training.optimizers", "training.state"],
     ["training.sharded"],
