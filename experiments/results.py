@@ -45,7 +45,7 @@ def measured(path: str, part: str, row: str, size: int, measure: Callable[[], di
 
 
 def spread(x: list[float]) -> str:
-    """The mean of the seeds, the lowest and the highest, as tables show them; empty if there are none."""
+    """The mean of the seeds, the lowest and the highest, as tables show them; of a single seed its number."""
     if len(x) < 2:
         return f"{x[0]:.3f}" if x else ""
     return f"{statistics.mean(x):.3f} ({min(x):.3f} to {max(x):.3f})"
