@@ -38,7 +38,8 @@ from attention.forms import SUMS, fast_form, takes
 from attention.heads import HeadGroup
 from attention.scores import spelled_out
 from choices import POSITION
-from configurator import check_writable, configure, names, pick_device, positive, refuse, user_errors
+from configurator import check_writable, configure, names, pick_device, positive, user_errors
+from errors import refuse
 from model import ATTENTION, WHOLE, GPTConfig
 from training import timing
 

@@ -30,45 +30,17 @@ import types
 import typing
 from collections.abc import Iterable, Iterator
 
+from errors import UserError, first_line, note, refuse
+
 WORDS = {"none": None, "true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}  # in flags
 WIDTH = 100  # columns of --help
 COLUMN = 36  # where --help begins the text of a flag
-
-
-class UserError(ValueError):
-    """A mistake of the user's, raised on purpose: the scripts print its sentence and exit with code 2."""
-
-
-class NotInstalled(UserError, ImportError):
-    """An optional package is missing; the sentence says how to install it."""
-
-
-class NotFinite(UserError):
-    """A NaN or an infinity where a model or its loss should have numbers: the training has diverged."""
-
-
-def refuse(rules: Iterable[tuple[bool, str]]) -> None:
-    """Raises UserError with the sentence of the first of (what is wrong, the sentence) that is wrong."""
-    for wrong, sentence in rules:
-        if wrong:
-            raise UserError(sentence)
-
-
-def note(message: str) -> None:
-    """Prints a line on stderr; of the processes that torchrun starts on a machine, the first one speaks for all."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
 
 
 def fail(message: object) -> typing.NoReturn:
     """Prints a user's mistake on stderr and exits with code 2."""
     note(f"{os.path.basename(sys.argv[0])}: {message}")
     sys.exit(2)
-
-
-def first_line(error: BaseException) -> str:
-    """Of an error's message, or its kind where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ different tokenizers, unless a tokenizer drops a part of the text (SentencePiece
 import math
 from typing import Literal
 
-from configurator import NotFinite, UserError, at_least_one, configure, pick_device, user_errors  # first: see train.py
+from configurator import at_least_one, configure, pick_device, user_errors  # first: see train.py
+from errors import NotFinite, UserError
 
 # isort: split
 import torch

@@ -29,7 +29,7 @@ from attention.more import MORE
 from attention.probe import probed
 from attention.scores import at_least_float32, check_finite, check_shapes, decayed, scores, visible
 from choices import ACTIVATION, DECAY, POSITION, QK_NORM, WHERE, RMSNorm, ShortConv, new_norm
-from configurator import UserError
+from errors import UserError
 from rules import check, with_defaults
 from text.sampling import stream
 

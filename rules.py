@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from attention.forms import linear_in_values, takes
 from choices import ACTIVATION, DECAY, NORM, POSITION, QK_NORM, T5, WHERE
-from configurator import refuse
+from errors import refuse
 
 
 def with_defaults(c, ATTENTION: dict[str, Callable]):

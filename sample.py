@@ -11,7 +11,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Literal
 
-from configurator import UserError, at_least_one, configure, note, pick_device, user_errors  # first: see train.py
+from configurator import at_least_one, configure, pick_device, user_errors  # first: see train.py
+from errors import UserError, note
 
 # isort: split
 import torch

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from configurator import NotFinite, UserError, configure, user_errors  # first: from here on Ctrl-C prints a sentence
+from configurator import configure, user_errors  # first: from here on Ctrl-C prints a sentence
+from errors import NotFinite, UserError
 
 # isort: split
 import torch

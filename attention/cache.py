@@ -15,7 +15,7 @@ from attention.forms import SUMS, alike, fixed_inputs, unchanged
 from attention.heads import HeadGroup
 from attention.scores import at_least_float32, spelled_out
 from attention.sums import linear_attention, scaled
-from configurator import note
+from errors import note
 
 
 class KeyValues:

@@ -18,7 +18,7 @@ import torch
 from attention.fast import CHUNK, fused_softmax, laser_by_exp, windowed
 from attention.scores import at_least_float32, decayed, scores, spelled_out, visible
 from attention.sums import LINEAR_FROM, Beta, Beta2, by_sums
-from configurator import note
+from errors import note
 
 SUMS = {"beta": Beta, "beta2": Beta2}  # the attentions whose past is a few running sums
 FAST: dict[str, Callable] = {

@@ -27,7 +27,7 @@ from attention.fast import LASER_RANGE
 from attention.forms import unchanged
 from attention.heads import HeadGroup
 from attention.sums import LINEAR_FROM
-from configurator import UserError
+from errors import UserError
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(math.log2(math.e))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from configurator import NotFinite
+from errors import NotFinite
 
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:

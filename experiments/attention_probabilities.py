@@ -21,7 +21,8 @@ from attention.fast import in_rows
 from attention.heads import HeadGroup
 from attention.probe import probing
 from attention.scores import ByDistance, scores, visible
-from configurator import UserError, at_least_one, configure, pick_device, user_errors
+from configurator import at_least_one, configure, pick_device, user_errors
+from errors import UserError
 from rules import attentions
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model

@@ -23,7 +23,8 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, at_least_one, configure, names, user_errors
+from configurator import at_least_one, configure, names, user_errors
+from errors import UserError
 from experiments.results import save, saved, spread
 from experiments.runs import as_flags, last, logs
 from experiments.times import step_times

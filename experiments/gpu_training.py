@@ -31,7 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, check_writable, configure, names, pick_device, user_errors
+from configurator import check_writable, configure, names, pick_device, user_errors
+from errors import UserError
 from model import ATTENTION, GPT, GPTConfig
 from training.estimate import flops, matmul_rate
 from training.optimizers import OPTIMIZER, Settings

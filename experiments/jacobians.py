@@ -22,7 +22,8 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, check_writable, configure, user_errors
+from configurator import check_writable, configure, user_errors
+from errors import UserError
 from experiments.results import drawing
 from model import beta_attention, laser_attention, softmax_attention
 from text.dataset import ROOT

@@ -25,7 +25,8 @@ from torch.nn import functional as F
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from attention.scores import visible
-from configurator import UserError, check_writable, configure, pick_device, user_errors
+from configurator import check_writable, configure, pick_device, user_errors
+from errors import UserError
 
 # What is the task?
 n = 2500  # number of tokens

@@ -30,7 +30,8 @@ from torch.nn import functional as F
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import NotFinite, UserError, check_writable, configure, names, user_errors
+from configurator import check_writable, configure, names, user_errors
+from errors import NotFinite, UserError
 from experiments.results import save, saved
 from model import GPT, GPTConfig
 from text.files import optional

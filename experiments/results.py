@@ -9,7 +9,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 
-from configurator import UserError
+from errors import UserError
 from text.files import optional, replace
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from configurator import UserError
+from errors import UserError
 from experiments.results import save, saved
 from text.dataset import ROOT
 from text.files import sha256

@@ -19,7 +19,8 @@ from collections.abc import Callable
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, configure, user_errors
+from configurator import configure, user_errors
+from errors import UserError
 from text import corpus, sources, tokenizers
 
 # Which text, and how is it measured?

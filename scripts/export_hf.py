@@ -14,7 +14,8 @@ from typing import Literal
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, configure, user_errors
+from configurator import configure, user_errors
+from errors import UserError
 from training import checkpoint
 from training.pretrained import export
 

@@ -31,7 +31,8 @@ from attention.fast import for_values, in_rows
 from attention.forms import alike, fixed_inputs
 from attention.probe import probing
 from attention.scores import ByDistance, at_least_float32, spelled_out, visible
-from configurator import UserError, check_writable, configure, note, refuse, user_errors
+from configurator import check_writable, configure, user_errors
+from errors import UserError, note, refuse
 from model import ATTENTION, GPT
 from rules import attentions
 from sample import prompt_of

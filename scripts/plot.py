@@ -17,7 +17,8 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import UserError, configure, refuse, user_errors
+from configurator import configure, user_errors
+from errors import UserError, refuse
 from text.files import optional
 
 # What is drawn, and where does it go?

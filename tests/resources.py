@@ -20,7 +20,8 @@ from triton.compiler import ASTSource
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from attention import kernels
-from configurator import UserError, configure, user_errors
+from configurator import configure, user_errors
+from errors import UserError
 
 widths = "32,64,128"  # of heads: 16, 32, 64 or 128
 dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of q, k and v

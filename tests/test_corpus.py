@@ -702,7 +702,8 @@ def test_a_users_own_prepare(tmp_path):
     (tmp_path / "prepare.py").write_text(f"""
 import sys
 sys.path.insert(0, {conftest.ROOT!r})
-from configurator import UserError, configure, user_errors
+from configurator import configure, user_errors
+from errors import UserError
 from text import corpus, sources
 
 mistake = False  # a flag

@@ -9,6 +9,7 @@ from conftest import ROOT
 
 # From the bottom up; files of one line do not import each other, but for those of a folder, in the order below.
 FLOORS = [
+    ["errors"],
     ["configurator"],
     ["text.files", "text.sampling"],
     ["text.tokenizers"],

@@ -10,7 +10,7 @@ import torch
 import model as model_file
 from attention.forms import linear_in_values, takes
 from attention.scores import scores, visible
-from configurator import NotInstalled, UserError
+from errors import NotInstalled, UserError
 from model import ATTENTION, GPT, GPTConfig
 from scripts.maps import Map, draw, labels, weights_of
 from text.tokenizers import ByteTokenizer, CharTokenizer

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from test_scripts import quick  # noqa: F401
 
-from configurator import UserError
+from errors import UserError
 from experiments import results, runs
 
 pytestmark = pytest.mark.usefixtures("quick")

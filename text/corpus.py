@@ -23,7 +23,7 @@ from functools import partial
 
 import numpy as np
 
-from configurator import UserError
+from errors import UserError
 from text import dataset, tokenizers
 from text.files import TextError, optional, replace, sha256, sync_folder
 from text.sources import MANY, Document, Split, in_two, mapped, open_source, without_gutenberg

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from configurator import UserError
+from errors import UserError
 from text.files import sha256, version
 from text.tokenizers import tokenizer
 

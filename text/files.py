@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from configurator import NotInstalled, UserError
+from errors import NotInstalled, UserError
 
 
 class TextError(UserError):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from configurator import NotFinite, UserError
+from errors import NotFinite, UserError
 
 
 class Sampler:

@@ -13,7 +13,7 @@ import re
 import urllib.request
 from dataclasses import dataclass
 
-from configurator import UserError
+from errors import UserError
 from text import corpus, dataset, files, sources
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from configurator import UserError, first_line
+from errors import UserError, first_line
 from text.files import TextError, optional, version
 
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # read by pyarrow: its own pools keep freed memory

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from configurator import NotInstalled, UserError, first_line
+from errors import NotInstalled, UserError, first_line
 from text.files import TextError, from_wheel, optional, replace
 
 END = "<|endoftext|>"  # the text of the boundary between two documents, with every tokenizer

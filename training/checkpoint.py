@@ -16,7 +16,7 @@ from typing import IO
 
 import torch
 
-from configurator import UserError, first_line
+from errors import UserError, first_line
 from model import GPT, GPTConfig
 from text import dataset, tokenizers
 from text.files import written_aside

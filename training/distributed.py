@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from configurator import NotInstalled, UserError, first_line
+from errors import NotInstalled, UserError, first_line
 
 # torchrun starts the processes, and tells each its RANK, its LOCAL_RANK on this machine and the WORLD_SIZE
 rank = int(os.environ.get("RANK", 0))

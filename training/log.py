@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from configurator import UserError
+from errors import UserError
 from text.files import optional, replace
 from training import checkpoint, distributed
 from training.distributed import by_master, say

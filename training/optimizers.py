@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configurator import refuse
+from errors import refuse
 
 
 @dataclass

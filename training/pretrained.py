@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from choices import norm_has_bias
-from configurator import NotInstalled, UserError, first_line, refuse
+from errors import NotInstalled, UserError, first_line, refuse
 from model import GPT, GPTConfig
 from text.files import optional
 from text.tokenizers import GPT2_VOCAB_SIZE, hub_args

@@ -22,7 +22,8 @@ from typing import NoReturn
 import torch
 
 from attention.forms import linear
-from configurator import NotInstalled, UserError, fail, first_line, pick_device, refuse
+from configurator import fail, pick_device
+from errors import NotInstalled, UserError, first_line, refuse
 from model import ATTENTION, GPT, GPTConfig
 from text.dataset import Tokens, folder_of, read_meta
 from text.tokenizers import GPT2_VOCAB_SIZE, tokenizer

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from configurator import UserError
+from errors import UserError
 from text.files import sync_folder, written_aside
 from training import distributed
 from training.state import check_finite, mapped, tensors, writing

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from configurator import UserError, first_line
+from errors import UserError, first_line
 
 WRITE_ERRORS = ("unexpected pos", "PytorchStreamWriter failed")  # what torch.save says when a disk is full or fails
 

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from attention.forms import SUMS
-from configurator import UserError, first_line
+from errors import UserError, first_line
 from model import ATTENTION, GPT, GPTConfig
 from training.estimate import matmul_rate
 from training.optimizers import OPTIMIZER, Settings

@@ -17,7 +17,8 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from configurator import UserError, configure, user_errors  # first: from here on Ctrl-C prints a sentence
+from configurator import configure, user_errors  # first: from here on Ctrl-C prints a sentence
+from errors import UserError
 from text import corpus
 
 # Which text?
