@@ -393,7 +393,7 @@ class GPT(nn.Module):
         if "wpe" in self.transformer:
             past = 0 if memory is None else memory.length
             at = torch.arange(past, past + idx.shape[1], device=idx.device) if pos is None else pos
-            x = x + self.transformer.wpe(at)
+            x = x + self.transformer.wpe(at).to(x.dtype)
         x = self.transformer.drop(x)
         recompute = self.config.activation_checkpointing and self.training and not isinstance(memory, Cache)
         for block in self.transformer.h:

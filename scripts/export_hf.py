@@ -1,14 +1,17 @@
-"""Writes a checkpoint as a model of Hugging Face's transformers library: config.json and model.safetensors.
+"""Writes a checkpoint as a model of Hugging Face's transformers: config, weights (safetensors), tokenizer.
 
     python scripts/export_hf.py --out_dir=out-shakespeare-char --to=exported
-    python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('exported')"
+    python scripts/export_hf.py --out_dir=out-laser --to=exported-laser --custom
+    python sample.py --init_from=exported-laser
 
-The model becomes a GPT-2, Llama, Mistral or Qwen 3. If it has a choice that none of them has, the script names the
-choice and writes nothing. The tokenizer is not exported: tokens mean what they mean in the data set. For data in
-GPT-2's tokens, the tokenizer is "gpt2" on the hub.
+Without --custom the model becomes a GPT-2, Llama, Mistral or Qwen 3. If it has a choice that none of them has, such as
+another attention, the script names the choice and writes nothing. With --custom every model can be exported: the folder
+then also has the code of the model, and transformers loads it with trust_remote_code=True, without this repository.
 """
 
+import json
 import os
+import re
 import sys
 from typing import Literal
 
@@ -16,22 +19,104 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure, user_errors
 from errors import UserError
+from model import GPT, GPTConfig
+from text.dataset import ROOT
+from text.files import optional, replace
+from text.tokenizer_json import fast
+from text.tokenizers import OWN_FILE
 from training import checkpoint
-from training.pretrained import export
+from training.pretrained import USER, export
 
 # What is exported, and where does it go?
 out_dir = "out"  # the folder of a run of train.py
 to = "exported"  # the new folder
 which: Literal["best", "latest"] = "best"  # best: best.pt, or ckpt.pt if there is no best.pt; latest: ckpt.pt
+custom = False  # write the model's code too, so that every attention and every other choice can be exported
+
+CODE = "training.modeling_nanoattn"  # the module that transformers is told to load
+CARD = """---
+library_name: transformers
+tags: [nanoattn]
+---
+A GPT of nanoattn, which differs from GPT-2 (124M) in: {choices}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})
+tokenizer = AutoTokenizer.from_pretrained(FOLDER{trust})
+ids = tokenizer(TEXT, return_tensors="pt").input_ids
+print(tokenizer.decode(model.generate(ids, max_new_tokens=100, do_sample=True)[0]))
+```
+"""
+
+
+def code_files() -> dict[str, str]:
+    """{name: code} of CODE and of every file of ours that it imports, for one folder: they import .name, not module.
+
+    A function that imports a file of ours (GPT.from_pretrained) needs this repository: there it raises an error.
+    """
+
+    def flat(module: str) -> str:
+        return "modeling_nanoattn" if module == CODE else module.replace(".", "_")
+
+    def rewritten(line: re.Match) -> str:
+        indent, module, names = line.groups()
+        if not os.path.exists(path_of(module)):
+            return line[0]
+        if indent:
+            return f'{indent}raise NotImplementedError("this needs the whole repository, not an exported model")'
+        waiting.append(module)
+        return f"from .{flat(module)} import{names}"
+
+    files, waiting = {}, [CODE]
+    while waiting:
+        module = waiting.pop()
+        with open(path_of(module), encoding="utf-8") as f:
+            files[flat(module)] = re.sub(r"^( *)from (\S+) import(.*)", rewritten, f.read(), flags=re.M)
+        waiting = [module for module in waiting if flat(module) not in files]
+    return files
+
+
+def path_of(module: str) -> str:
+    return os.path.join(ROOT, *module.split(".")) + ".py"
+
+
+def customised(model: GPT) -> object:
+    """Our model as the PreTrainedModel whose code goes along."""
+    optional("transformers", USER)
+    from training.modeling_nanoattn import NanoattnConfig, NanoattnForCausalLM
+
+    theirs = NanoattnForCausalLM(NanoattnConfig(gpt=vars(model.config)))
+    theirs.gpt.load_state_dict(model.state_dict())
+    names = {"AutoConfig": NanoattnConfig, "AutoModelForCausalLM": NanoattnForCausalLM}
+    theirs.config.auto_map = {auto: f"modeling_nanoattn.{cls.__name__}" for auto, cls in names.items()}
+    return theirs
 
 
 def main() -> None:
     if not to or (os.path.exists(to) and (not os.path.isdir(to) or os.listdir(to))):
         raise UserError(f"--to={to} must name a folder that is empty or not there yet")
     path = checkpoint.path_of(out_dir, which)
-    theirs = export(checkpoint.model_of(checkpoint.load(path)))
+    state = checkpoint.load(path)
+    model, tok = checkpoint.model_of(state), checkpoint.tokenizer_of(state)
+    their_tok = fast(tok, model.config.block_size)
+    theirs = customised(model) if custom else export(model)
+    for c in (theirs.config, theirs.generation_config):
+        c.bos_token_id = c.eos_token_id = c.pad_token_id = tok.eot
     theirs.save_pretrained(to)
+    their_tok.save_pretrained(to)
+    files = {f"{name}.py": code for name, code in code_files().items()} if custom else {}
+    files |= {OWN_FILE: json.dumps({"tokenizer": tok.meta}), "README.md": card(model.config)}
+    for name, text in files.items():
+        replace(os.path.join(to, name), text.encode())
     print(f"{path} is {to}: {type(theirs).__name__}, {theirs.num_parameters():,} parameters")
+
+
+def card(c: GPTConfig) -> str:
+    """The README.md of an exported folder."""
+    own = [f"{name}={value!r}" for name, value in vars(c).items() if value != getattr(GPTConfig, name)]
+    return CARD.format(choices=", ".join(own), trust=", trust_remote_code=True" if custom else "")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ FLOORS = [
     ["configurator"],
     ["text.files", "text.sampling"],
     ["text.tokenizers"],
-    ["text.sources"],
+    ["text.sources", "text.tokenizer_json"],
     ["text.dataset"],
     ["text.corpus"],
     ["text.shakespeare"],
@@ -29,13 +29,19 @@ FLOORS = [
     ["training.sharded"],
     ["training.checkpoint"],
     ["training.estimate"],
+    ["training.modeling_nanoattn"],
     ["training.pretrained"],
     ["training.log", "training.timing"],
     ["training.run"],
     ["train", "sample", "eval", "bench"],
 ]
 # Optional, and heavy or not for every machine: inside the function that needs it. Of our own only this one.
-INSIDE = {("model", "training.pretrained"), ("training.run", "attention.kernels"), ("bench", "attention.kernels")}
+INSIDE = {
+    ("training.pretrained", "training.modeling_nanoattn"),
+    ("model", "training.pretrained"),
+    ("training.run", "attention.kernels"),
+    ("bench", "attention.kernels"),
+}
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 
 

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import io
 import itertools
+import json
 import os
 import tempfile
 import types
@@ -16,6 +17,7 @@ import numpy as np
 from errors import NotInstalled, UserError, first_line
 from text.files import TextError, from_wheel, optional, replace
 
+OWN_FILE = "nanoattn.json"  # in a folder of weights: the meta of the tokenizer of a model that was exported here
 END = "<|endoftext|>"  # the text of the boundary between two documents, with every tokenizer
 
 
@@ -238,12 +240,26 @@ class HubTokenizer(Tokenizer):
         return self._tok.decode(ids, skip_special_tokens=True)
 
 
+def own_meta(folder: str) -> dict | None:
+    """The meta of the tokenizer of a model that scripts/export_hf.py wrote; None for other folders and names."""
+    try:
+        with open(os.path.join(folder, OWN_FILE), encoding="utf-8") as f:
+            return json.load(f)["tokenizer"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{os.path.join(folder, OWN_FILE)} is damaged: {first_line(error)}") from None
+
+
 def pretrained_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer beside pretrained weights (a folder, or a name on the hub).
 
-    GPT-2's names get GPT-2's, and so does a folder with weights only, unless its vocab_size differs (UserError).
+    A folder that scripts/export_hf.py wrote has the tokenizer of its run. GPT-2's names get GPT-2's, and so does a
+    folder with weights only, unless its vocab_size differs (UserError).
     """
     is_folder = os.path.isdir(name)
+    if meta := own_meta(name):
+        return tokenizer(meta)
     alone = is_folder and not any("token" in f or "vocab" in f for f in os.listdir(name))
     if alone and vocab_size != GPT2_VOCAB_SIZE:
         raise UserError(f"{name} has no tokenizer beside its weights, and its {vocab_size} tokens are not GPT-2's")

@@ -106,6 +106,8 @@ def optimizer_states(path: str, state: dict, optimizers: list) -> list[dict]:
 
 def open_model(init_from: str, out_dir: str, which: str) -> tuple[GPT, tokenizers.Tokenizer, dict, str]:
     """(model, tokenizer, settings of its run, a line about it), of out_dir's checkpoint or of pretrained weights."""
+    if names(init_from):  # the folder of a run
+        init_from, out_dir = "resume", init_from
     if init_from != "resume":  # the name of pretrained weights, which have no run
         model = GPT.from_pretrained(init_from)
         return model, tokenizers.pretrained_tokenizer(init_from, model.config.vocab_size), {}, init_from

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -14,7 +15,8 @@ from choices import norm_has_bias
 from errors import NotInstalled, UserError, first_line, refuse
 from model import GPT, GPTConfig
 from text.files import optional
-from text.tokenizers import GPT2_VOCAB_SIZE, hub_args
+from text.tokenizers import GPT2_VOCAB_SIZE, hub_args, own_meta
+from training import checkpoint
 
 # layers, heads, width
 GPT2 = {"gpt2": (12, 12, 768), "gpt2-medium": (24, 16, 1024), "gpt2-large": (36, 20, 1280), "gpt2-xl": (48, 25, 1600)}
@@ -30,8 +32,12 @@ LLAMA_FIELDS = {
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs: ours
 # fields that may differ from what the weights were trained with
 FREE = "dropout attn_dropout z_loss attention short_attention heads window temperature logit_softcap block_size".split()
-FREE += ["label_smoothing", "decay", "conv"]  # their weights, if they have any, begin as in a new model
-TRAINING = ("dropout", "attn_dropout", "zero_init", "label_smoothing", "z_loss")  # fields that matter only in training
+FREE += ["label_smoothing", "activation_checkpointing"]
+FREE += ["decay", "conv"]  # their weights, if they have any, begin as in a new model
+NEW = ("attn.conv.weight", "attn.decay.log_slopes")
+OURS = "nanoattn"  # the family of models that scripts/export_hf.py --custom writes
+# fields that matter only in training
+TRAINING = ("dropout", "attn_dropout", "zero_init", "label_smoothing", "z_loss", "activation_checkpointing")
 USER = "a model of Hugging Face"  # what needs the package transformers
 SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # a vocabulary without such tokens
 
@@ -136,7 +142,7 @@ def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> Non
     D = model.config.resolved().head_dim
     used = {"lm_head.weight"}  # a tied model has it twice
     for key, ours in model.state_dict().items():
-        if key.endswith(("attn.conv.weight", "attn.decay.log_slopes")):
+        if key.endswith(NEW):
             continue
         names = sources(key, family.modules)
         refuse((name not in state, f"it has no {name}, for {key}") for name in names)
@@ -166,12 +172,15 @@ def loading(name: str, errors: type[Exception] = Exception) -> Iterator[None]:
 
 
 def config_of(name: str, changes: dict) -> tuple[object, dict]:
-    """(transformers' config, the fields of GPTConfig) of the model that `load` loads; GPT-2 needs no network."""
+    """(transformers' config, the fields of GPTConfig) of the model that `load` loads; GPT-2 needs no network.
+
+    The config of a run's folder is None.
+    """
+    if checkpoint.names(name):
+        return None, _changed(name, run_in(name)["model_args"], changes)
     if name not in GPT2 and not os.path.isdir(name) and (name.count("/") != 1 or name[0] in "./~"):
         raise UserError(f"{name!r} is not one of {', '.join(GPT2)}, no owner/model of the hub and no local folder")
-    AutoConfig = optional("transformers", USER).AutoConfig
-    if fixed := [key for key in changes if key not in FREE]:
-        raise UserError(f"{fixed[0]} is fixed: {name}'s weights were trained with it. You can change {', '.join(FREE)}")
+    AutoConfig = with_ours().AutoConfig
     if name in GPT2 and not os.path.isdir(name):
         n_layer, n_head, n_embd = GPT2[name]
         c = AutoConfig.for_model("gpt2", n_layer=n_layer, n_head=n_head, n_embd=n_embd)
@@ -179,27 +188,73 @@ def config_of(name: str, changes: dict) -> tuple[object, dict]:
         with loading(name):
             c = AutoConfig.from_pretrained(name, **hub_args(name))
     with loading(name, UserError):
-        if c.model_type not in FAMILIES:
+        if c.model_type == OURS:
+            fields = c.gpt
+        elif c.model_type in FAMILIES:
+            fields = FAMILIES[c.model_type].ours(c)
+        else:
             raise UserError(f"the family {c.model_type} is not one of {', '.join(FAMILIES)}")
-        args = FAMILIES[c.model_type].ours(c) | changes
+    return c, _changed(name, fields, changes)
+
+
+def _changed(name: str, fields: dict, changes: dict) -> dict:
+    """The fields of GPTConfig with these changes. Raises UserError for one that the weights do not allow."""
+    if fixed := [key for key in changes if key not in FREE]:
+        raise UserError(f"{fixed[0]} is fixed: {name}'s weights were trained with it. You can change {', '.join(FREE)}")
+    args = fields | changes
     if "S" not in args.get("heads", "L") and "window" not in changes:
         args.pop("window", None)  # the heads are no longer short
-    return c, args
+    return args
+
+
+def with_ours() -> ModuleType:
+    """The package transformers, which then knows the models that scripts/export_hf.py --custom writes."""
+    transformers = optional("transformers", USER)
+    from training.modeling_nanoattn import NanoattnConfig, NanoattnForCausalLM  # here: it needs transformers
+
+    transformers.AutoConfig.register(OURS, NanoattnConfig, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(NanoattnConfig, NanoattnForCausalLM, exist_ok=True)
+    return transformers
+
+
+def run_in(folder: str) -> dict:
+    """The checkpoint of a run's folder that has the lowest validation loss."""
+    return checkpoint.load(checkpoint.path_of(folder, "best"), lazily=True)
+
+
+def tokens_of(name: str) -> dict | None:
+    """The meta of the tokenizer that a model was trained with; None if its folder or name does not tell."""
+    return run_in(name).get("tokenizer") if checkpoint.names(name) else own_meta(name)
 
 
 def load(name: str, changes: dict) -> GPT:
-    """The GPT with pretrained weights, from the hub or a local folder. changes: fields of GPTConfig to change."""
+    """The GPT with pretrained weights: of the hub, a local folder, a run's folder. changes: fields of GPTConfig."""
     c, args = config_of(name, changes)
+    if c is None:
+        return with_changes(checkpoint.model_of(run_in(name)), args)
     settings = {"dtype": torch.float32, "output_loading_info": True} | hub_args(name)
     with loading(name):
-        theirs, found = optional("transformers", USER).AutoModelForCausalLM.from_pretrained(name, **settings)
+        theirs, found = with_ours().AutoModelForCausalLM.from_pretrained(name, **settings)
     tied = {"lm_head.weight"} if c.tie_word_embeddings else set()
     if missing := sorted(set(found["missing_keys"]) - tied):  # transformers has filled it with random numbers
         raise UserError(f"cannot convert {name}: its file has no {missing[0]}")
+    if c.model_type == OURS:
+        return with_changes(theirs.gpt, args)
     learned = "position" not in args  # then all positions are copied first, and cropped afterwards
     model = GPT(GPTConfig(**args | ({"block_size": c.n_positions} if learned else {})))
     with loading(name, UserError):
         copy_from(model, theirs.state_dict(), FAMILIES[c.model_type])
+    if learned:
+        model.crop_block_size(args["block_size"])
+    return model
+
+
+def with_changes(trained: GPT, args: dict) -> GPT:
+    """A GPT with the fields args and the weights of one of ours. The weights of NEW choices begin anew."""
+    learned = trained.config.position == "learned"  # then all positions are copied first, and cropped afterwards
+    model = GPT(GPTConfig(**args | ({"block_size": trained.config.block_size} if learned else {})))
+    unused = model.load_state_dict(trained.state_dict(), strict=False).unexpected_keys
+    refuse((True, f"the changed model has no place for the trained weight {name}") for name in unused)
     if learned:
         model.crop_block_size(args["block_size"])
     return model

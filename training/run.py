@@ -31,7 +31,7 @@ from training import checkpoint, distributed
 from training.distributed import by_all, by_master, connect, count, gathered, launch, say, summed
 from training.estimate import VOCAB_SIZE, num_params, report
 from training.log import Log, Outcome
-from training.pretrained import FREE, TRAINING, config_of
+from training.pretrained import FREE, TRAINING, config_of, tokens_of
 
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
 # what a resumed run may change
@@ -170,8 +170,10 @@ class Run:
         """The model with --init_from's weights and with the fields that the user changed; prints what that means."""
         name, dataset = self.flags.init_from, self.flags.dataset
         model = GPT.from_pretrained(name, self.free)
-        if (meta["tokenizer"]["kind"], model.config.vocab_size) != ("gpt2", GPT2_VOCAB_SIZE):
-            say(f"{name} may have other tokens than {dataset}: then the same ids mean other texts to it")
+        theirs = tokens_of(name) or ({"kind": "gpt2"} if model.config.vocab_size == GPT2_VOCAB_SIZE else None)
+        if meta["tokenizer"] != theirs:
+            other = "has" if theirs else "may have"
+            say(f"{name} {other} other tokens than {dataset}: then the same ids mean other texts to it")
         swapped = [f"{k}={v}" for k, v in self.free.items() if k not in (*TRAINING, "block_size")]
         new = f"; they were trained without {', '.join(swapped)}, so the loss begins higher" if swapped else ""
         say(f"{name}: all of its weights carry over, the optimizer starts anew{new}")
