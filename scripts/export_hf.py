@@ -18,7 +18,7 @@ from typing import Literal
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure, user_errors
-from errors import UserError
+from errors import UserError, note
 from model import GPT, GPTConfig
 from text.dataset import ROOT
 from text.files import optional, replace
@@ -99,15 +99,21 @@ def main() -> None:
         raise UserError(f"--to={to} must name a folder that is empty or not there yet")
     path = checkpoint.path_of(out_dir, which)
     state = checkpoint.load(path)
-    model, tok = checkpoint.model_of(state), checkpoint.tokenizer_of(state)
-    their_tok = fast(tok, model.config.block_size)
+    model = checkpoint.model_of(state)
     theirs = customised(model) if custom else export(model)
-    for c in (theirs.config, theirs.generation_config):
-        c.bos_token_id = c.eos_token_id = c.pad_token_id = tok.eot
-    theirs.save_pretrained(to)
-    their_tok.save_pretrained(to)
     files = {f"{name}.py": code for name, code in code_files().items()} if custom else {}
-    files |= {OWN_FILE: json.dumps({"tokenizer": tok.meta}), "README.md": card(model.config)}
+    files["README.md"] = card(model.config)
+    try:
+        tok = checkpoint.tokenizer_of(state)
+        their_tok = fast(tok, model.config.block_size)
+    except (UserError, OSError) as error:
+        note(f"no tokenizer is exported: {error}")
+    else:
+        files[OWN_FILE] = json.dumps({"tokenizer": tok.meta})
+        for c in (theirs.config, theirs.generation_config):
+            c.bos_token_id = c.eos_token_id = c.pad_token_id = tok.eot
+        their_tok.save_pretrained(to)
+    theirs.save_pretrained(to)
     for name, text in files.items():
         replace(os.path.join(to, name), text.encode())
     print(f"{path} is {to}: {type(theirs).__name__}, {theirs.num_parameters():,} parameters")

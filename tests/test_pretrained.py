@@ -300,8 +300,9 @@ def test_the_export_script(run, tmp_path):
     flags = [f"--out_dir={tmp_path}", f"--to={tmp_path / 'to'}"]
     code, out, err = run("scripts/export_hf.py", *flags)
     assert code == 0, err
-    assert "LlamaForCausalLM" in out and sorted(os.listdir(tmp_path / "to"))[0] == "config.json"
-    assert "model.safetensors" in os.listdir(tmp_path / "to")
+    assert "LlamaForCausalLM" in out and "no tokenizer is exported: this checkpoint names no tokenizer" in err
+    written = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "to")) == written
     assert json.loads((tmp_path / "to" / "config.json").read_text())["num_key_value_heads"] == 2
     theirs, x = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to"), torch.randint(V, (2, T))
     torch.testing.assert_close(theirs(x).logits, ours(x, x)[0], rtol=0, atol=1e-5)

@@ -297,7 +297,8 @@ def _fitting(config: GPTConfig) -> tuple[Family, object]:
         raise UserError("transformers has no model of these sizes: n_head, head_dim and n_embd do not fit there")
     nearest, fields = min(misfits.items(), key=lambda entry: len(entry[1]))
     asked = [f"{key}={getattr(config, key)!r}" for key in fields if getattr(config, key) is not None]
-    raise UserError(f"transformers has no such model; the nearest, {nearest}, has no {', '.join(asked or fields)}")
+    lacks = f"the nearest, {nearest}, has no {', '.join(asked or fields)}"
+    raise UserError(f"transformers has no such model; {lacks}. export_hf.py --custom exports every model")
 
 
 def _choices(config: GPTConfig) -> dict:
