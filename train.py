@@ -79,6 +79,7 @@ sample_tokens = 300  # length of the text that the model writes at the end, in t
 wandb_log = False  # also log to Weights & Biases
 wandb_project = "owt"  # name of the project in Weights & Biases
 wandb_run_name = "gpt2"  # name of the run in Weights & Biases
+tensorboard = False  # also log to TensorBoard: tensorboard --logdir=.
 # What is saved, and where?
 out_dir = "out"  # the folder for checkpoints and log.jsonl
 always_save_checkpoint = True  # save ckpt.pt at every evaluation; False: only at the end and after an interruption

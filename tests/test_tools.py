@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import struct
+import sys
 import time
 
 import pytest
@@ -495,6 +496,35 @@ def test_wandb_offline(train, tmp_path, monkeypatch):
         ids.add(run.run_id)
         time.sleep(1.1)  # folders have their second in the name
     assert len(ids) == 1
+
+
+def test_tensorboard(train, tmp_path):
+    """Its curves are log.jsonl's, also of a resumed run; a new run does not mix with an older one's."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def read() -> object:
+        return events.EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
+
+    flags = ("--tensorboard", "--log_logits", "--sample_tokens=20")
+    for extra in (("--max_iters=10",), ("--init_from=resume", "--max_iters=15"), ("--max_iters=7",)):
+        code, _, err = train(*flags, *extra)
+        assert code == 0, err
+        with open(tmp_path / "out" / "log.jsonl") as f:
+            logged = [*map(json.loads, f)]
+        found = read()
+        for key in ("loss", "norm", "lr", "val_loss"):
+            theirs = {event.step: event.value for event in found.Scalars(key)}
+            assert theirs == pytest.approx({row["iter"]: row[key] for row in logged if key in row})
+        assert "max_logit/1" in found.Tags()["scalars"]
+        settings, sample = (found.Tensors(f"{key}/text_summary")[-1] for key in ("settings", "sample"))
+        assert b"attention = 'softmax'" in settings.tensor_proto.string_val[0]
+        assert sample.step == int(extra[-1].split("=")[1]) and len(sample.tensor_proto.string_val[0]) > 20
+
+
+def test_missing_tensorboard_says_what_to_install(train, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    code, _, err = train("--tensorboard")
+    assert code == 2 and "--tensorboard needs tensorboard: pip install tensorboard" in err
 
 
 # -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from training.sharded import check_shards, put, read_tensors, save_sharded
 from training.state import check_finite, mapped, snapshot, writing
 
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"  # files in a run's folder; an FSDP run's checkpoints have no .pt
+BOARD = "tensorboard"  # a folder in a run's folder
 FOLDER = 16  # the attribute that marks a zip entry as a folder: PyTorch trusts it, and no checksum covers it
 KEYS = ("model", "model_args", "iter_num", "best_val_loss", "config")
 VERSION = 1  # of the format; nanoGPT's files have none
@@ -293,7 +294,7 @@ def set_aside(out_dir: str) -> None:
     """Moves a run that is already in out_dir to out_dir/previous, and says so. What was in previous is deleted."""
     if not names(out_dir):  # no run to keep: if a run died before its first checkpoint, its log is overwritten
         return
-    files = [name for name in (*names(out_dir), LOG) if os.path.exists(os.path.join(out_dir, name))]
+    files = [name for name in (*names(out_dir), LOG, BOARD) if os.path.exists(os.path.join(out_dir, name))]
     previous = os.path.join(out_dir, "previous")
     replaced = ", in the place of an older run" if os.path.exists(previous) else ""
     shutil.rmtree(previous, ignore_errors=True)

@@ -1,7 +1,8 @@
-"""The log of a run while it trains: log.jsonl, lines in the terminal, Weights & Biases."""
+"""The log of a run while it trains: log.jsonl, lines in the terminal, Weights & Biases, TensorBoard."""
 
 import collections
 import contextlib
+import html
 import json
 import os
 import re
@@ -33,7 +34,7 @@ class Outcome(NamedTuple):
 
 
 class Log:
-    """log.jsonl, the terminal and wandb. Opening it claims out_dir for this run; an older run there is set aside."""
+    """log.jsonl, the terminal, wandb and TensorBoard. Opening it claims out_dir; an older run there is set aside."""
 
     def __init__(self, run: object, model: torch.nn.Module):
         self.c = c = run.flags
@@ -42,7 +43,7 @@ class Log:
         self.flops = flops(model)
         self.tokens_per_step = run.rows * model.config.block_size
         self.path = os.path.join(c.out_dir, checkpoint.LOG)
-        self.file, self.wandb = None, None
+        self.file, self.wandb, self.board = None, None, None
         self.wandb_id = run.saved.get("wandb_id") if run.saved else None  # a resumed run goes on in the same place
         self.recent = collections.deque(maxlen=100)  # losses
         self.high = 0  # losses in a row that were too high
@@ -54,8 +55,15 @@ class Log:
             except self.wandb.Error as error:
                 raise UserError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from None
             self.wandb_id = self.wandb.run.id
+        if c.tensorboard:
+            optional("tensorboard", "--tensorboard")
         if not c.eval_only:
             by_master(lambda: self.open(run.start))
+            if c.tensorboard and distributed.master:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.board = SummaryWriter(os.path.join(c.out_dir, checkpoint.BOARD), purge_step=run.start)
+                self.board.add_text("settings", "".join(f"    {k} = {v!r}\n" for k, v in run.config.items()))
         self.since, self.since_step = time.perf_counter(), run.start  # of the last step that was printed
 
     def open(self, start: int) -> None:
@@ -74,15 +82,19 @@ class Log:
         checkpoint.claim(self.file)
 
     def write(self, row: dict, line: str, passing: bool = False) -> None:
-        """A row to log.jsonl and wandb, and its line; in a terminal the next line overwrites a passing one."""
+        """A row to the logs, and its line to the terminal, where the next line overwrites a passing one."""
         if self.file:
             try:
                 self.file.write(json.dumps(row) + "\n")
             except OSError as error:  # a full disk ends no run
                 say(f"\ncannot write {self.path} ({error}): training continues without this line of the log")
+        step, layers = row["iter"], {f"max_logit/{i}": x for i, x in enumerate(row.get("max_logit", []))}
+        values = {name: x for name, x in row.items() if name not in ("iter", "max_logit")} | layers
         if self.wandb:
-            layers = {f"max_logit/{i}": x for i, x in enumerate(row.pop("max_logit", []))}
-            self.wandb.log(row | layers, step=row["iter"])
+            self.wandb.log(values | {"iter": step}, step=step)
+        if self.board:
+            for name, x in values.items():
+                self.board.add_scalar(name, x, step)
         if self.terminal:
             line = "\r" + line[: shutil.get_terminal_size().columns - 1] + "\x1b[K"
         say(line, end="" if self.terminal and passing else "\n")
@@ -117,6 +129,20 @@ class Log:
             line += f", {(c.max_iters - step) * seconds / 60:.1f} min left"
         self.write(row, line, passing=True)
         self.since, self.since_step = time.perf_counter(), step + 1
+
+    def sample(self, text: str) -> None:
+        """The text that the model writes at the end, to wandb and TensorBoard."""
+        if self.wandb:
+            self.wandb.log({"sample": self.wandb.Html(f"<pre>{html.escape(text)}</pre>")})
+        if self.board:
+            self.board.add_text("sample", "    " + text.replace("\n", "\n    "), self.c.max_iters)
+
+    def close(self) -> None:
+        """Waits until wandb and TensorBoard have everything."""
+        if self.wandb:
+            self.wandb.finish()
+        if self.board:
+            self.board.close()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

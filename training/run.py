@@ -6,7 +6,6 @@ the optimizers as they are trained. Agreement: what the processes agree on after
 
 import atexit
 import collections
-import html
 import importlib.util
 import math
 import os
@@ -310,8 +309,7 @@ class Run:
                 ids = model.eval().generate(prompt, c.sample_tokens, 0.8, vocab_size=n_vocab, seed=c.seed)
             if distributed.master:
                 text = tokenizer(meta["tokenizer"]).decode(ids[0].tolist())
-                if log.wandb:
-                    log.wandb.log({"sample": log.wandb.Html(f"<pre>{html.escape(text)}</pre>")})
+                log.sample(text)
                 say(f"\na sample (more of them: python sample.py --out_dir={c.out_dir}):\n{text}")
         except (UserError, OSError) as error:  # the run itself is done and saved
             say(f"\nno sample can be made: {error}")
@@ -506,8 +504,7 @@ def finish(run: Run, agreement: Agreement, it: int, seconds: float, model: GPT, 
         say(f"\nstopped by signal after {count(it, 'step')}; {c.out_dir} is saved: {resume}")
     else:
         run.print_sample(model, meta, val, agreement.log)
-    if agreement.log.wandb:
-        agreement.log.wandb.finish()
+    agreement.log.close()
     stopped = 128 + (agreement.signal or signal.SIGTERM)  # another process may have got the signal
     code = 2 if agreement.failed else stopped if agreement.stop else 0
     if distributed.world > 1:
