@@ -65,6 +65,8 @@ class Tokens:
     Raises UserError for a file that is missing, not what meta.json promises, or shorter than block_size + 1 tokens.
     """
 
+    beginning = 1  # of the ids: what a sample of a model's text begins with
+
     def __init__(self, folder: str, split: str, block_size: int):
         self.meta = read_meta(folder)
         self.block_size = block_size
@@ -99,13 +101,23 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def places(self) -> int:
+        """The number of places where a window can begin."""
+        return len(self) - self.block_size
+
+    @property
+    def apart(self) -> int:
+        """The number of windows that fit without overlap."""
+        return (len(self) - 1) // self.block_size
+
     def batch(self, step: int, size: int, *, seed: int = 0, rank: int = 0, world: int = 1) -> tuple:
         """(x, y), int64 (size / world, T) each: this rank's rows of a step's global batch of `size` windows.
 
         y is x one token later. Windows are drawn uniformly, with replacement, from (seed, step) alone. Ranks take
         turns, so the global batch does not depend on world. Raises UserError for a changed file or too large an id.
         """
-        offsets = np.random.default_rng([seed, step]).integers(0, len(self) - self.block_size, size)
+        offsets = np.random.default_rng([seed, step]).integers(0, self.places, size)
         return self._windows(offsets[rank::world])
 
     def eval_batches(self, n: int, size: int, *, rank: int = 0, world: int = 1) -> Iterator[tuple]:
@@ -114,8 +126,7 @@ class Tokens:
         Every call, in every run, gives the same windows: at most as many as fit without overlap. Every rank gets the
         same number of batches. A rank that has no rows left for its last one gets a row whose y is -1 (ignored).
         """
-        count = min(n * size, (len(self) - 1) // self.block_size)
-        all_offsets = np.linspace(0, len(self) - 1 - self.block_size, count).astype(np.int64)
+        all_offsets = np.linspace(0, self.places - 1, min(n * size, self.apart)).astype(np.int64)
         offsets = all_offsets[rank::world]
         for i in range(0, len(all_offsets[::world]), size):
             has_rows = i < len(offsets)

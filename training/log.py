@@ -41,7 +41,7 @@ class Log:
         self.terminal = sys.stdout.isatty()
         self.peak = peak_flops(run.device, run.dtype)
         self.flops = flops(model)
-        self.tokens_per_step = run.rows * model.config.block_size
+        self.tokens_per_step = run.tokens_per_step
         self.path = os.path.join(c.out_dir, checkpoint.LOG)
         self.file, self.wandb, self.board = None, None, None
         self.wandb_id = run.saved.get("wandb_id") if run.saved else None  # a resumed run goes on in the same place

@@ -203,7 +203,8 @@ class Run:
     def describe(self, model: GPT, data: dict, meta: dict) -> None:
         """Says in six lines what is trained on what, how, and what to look at, before the first step."""
         c, asked, world = self.flags, model.config, distributed.world
-        m = asked.resolved()
+        m, T = asked.resolved(), data["train"].block_size
+        self.tokens_per_step = self.rows * T
         named = (
             "block_size vocab_size n_layer n_head n_embd attention short_attention heads window differential".split()
         )
@@ -226,7 +227,7 @@ class Run:
             f"{attention_in_words(asked, c)}\n"
             f"dropout {m.dropout}{' (on attention weights too)' if m.dropout and m.dropout == m.attn_dropout else ''}; "
             f"{c.optimizer}, {rate}\n"
-            f"a step: {count(self.rows, 'sequence')} x {m.block_size} = {count(self.rows * m.block_size, 'token')}; "
+            f"a step: {count(self.rows, 'sequence')} x {T} = {count(self.tokens_per_step, 'token')}; "
             f"{count(world, 'process')} x {count(self.micro_steps, 'micro-batch')} of {up_to}{c.batch_size}; "
             f"{self.device}, {self.dtype}{', ' + c.parallel if world > 1 else ''}\n"
             f"look at: {'the losses below; nothing is trained or written' if c.eval_only else look}"
@@ -292,7 +293,7 @@ class Run:
         return checkpoint.Keeper(c.out_dir, c.keep_checkpoints, background, self.sharded, step=step)
 
     def print_sample(self, model: GPT, meta: dict, val: Tokens, log: Log) -> None:
-        """Prints text from the trained model. The prompt is a line end, or the first token of val if there is none."""
+        """Prints text from the trained model, after a line end or, without one, after val's first token or prompt."""
         c = self.flags
         if not c.sample_tokens or c.eval_only or not (distributed.master or self.sharded):
             return
@@ -300,7 +301,7 @@ class Run:
         def begin_with() -> tuple[list[int], int]:
             tok = tokenizer(meta["tokenizer"])
             newline = "\n" in meta["tokenizer"].get("vocab", "\n")
-            return tok.start("\n") if newline else val.ids[:1].tolist(), tok.n_vocab
+            return tok.start("\n") if newline and val.beginning == 1 else val.ids[: val.beginning].tolist(), tok.n_vocab
 
         try:
             ids, n_vocab = by_master(begin_with) if self.sharded else begin_with()
