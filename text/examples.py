@@ -1,7 +1,8 @@
 """Prompts with their answers, to fine-tune a model on a task: from JSONL to tokens on disk, and batches of them.
 
 A line of the JSONL is {"prompt": "...", "answer": "..."}; other keys, such as the "choices" of scripts/lm_eval.py, are
-left alone. The text is the prompt, a space and the answer, as in lm-eval. Only the answer's tokens are targets.
+left alone. The text is the prompt and, directly after it, the answer, which often begins with a space. Only the
+answer's tokens are targets.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ def sources_of(source: str) -> dict[str, str]:
 def encode(tok: Tokenizer, prompt: str, answer: str) -> tuple[np.ndarray, int]:
     """(ids of an example, how many of them are the prompt's); eot ends the answer, if the tokenizer has one."""
     before = tok.ids(prompt)
-    ids = tok.ids(f"{prompt} {answer}")
+    ids = tok.ids(prompt + answer)
     end = [] if tok.eot is None else [tok.eot]
     return np.concatenate((ids, np.array(end, dtype=ids.dtype))), min(len(before), len(ids) - 1)
 
@@ -66,7 +67,7 @@ def prepare(folder: str, source: str, tok: Tokenizer) -> dict:
             answers.append([size + begin, size + len(example)])
             size += len(example)
             ids.append(example)
-            texts.append(f"{prompt} {answer}")
+            texts.append(prompt + answer)
         if not ids:
             raise TextError(f"{path} holds no examples")
         data[f"{split}.bin"] = written = np.concatenate(ids).astype(dtype).tobytes()

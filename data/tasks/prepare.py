@@ -4,8 +4,8 @@
     python train.py config/finetune_task.py --init_from=out-books --dataset=endings --out_dir=out-endings
 
 The source is a folder with train.jsonl, val.jsonl and maybe test.jsonl. Each line is an example:
-{"prompt": "The capital of France is", "answer": "Paris"}. The text is the prompt, a space and the answer. In training
-only the answer's tokens are targets. The tokens are those of the model that will be fine-tuned.
+{"prompt": "The capital of France is", "answer": " Paris"}. The model sees the prompt and, directly after it, the
+answer. In training only the answer's tokens are targets. The tokens are those of the model that will be fine-tuned.
 """
 
 import os
