@@ -33,7 +33,7 @@ out_dir = "out-endings"  # the folder for the data, the runs and endings.json
 n_train = 3000  # examples to fine-tune on
 n_test = 1000  # examples to measure with; a fifth as many are for validation
 # How long is the training?
-max_iters = 3000  # steps of training from scratch
+max_iters = 1500  # steps of training from scratch
 task_iters = 300  # steps of fine-tuning
 
 ATTENTIONS = {"softmax": [], "LASER": ["--attention=laser"]}
@@ -47,7 +47,7 @@ doc_to_text: "{{prompt}}"
 target_delimiter: ""
 doc_to_choice: "{{choices}}"
 doc_to_target: "{{choices.index(answer)}}"
-metric_list: [{metric: acc}]
+metric_list: [{metric: acc_norm, aggregation: mean, higher_is_better: true}]
 """
 
 
@@ -99,14 +99,16 @@ def divided() -> tuple[list[str], list[str]]:
 
 def script(*command: str) -> None:
     """Runs a script of ours. Raises UserError if it fails."""
-    if subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL).returncode:
-        raise UserError(f"this failed: python {' '.join(command)}")
+    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    if ended.returncode:
+        raise UserError(f"{ended.stderr}\nthis failed: python {' '.join(command)}")
 
 
 def accuracy(run: str, task: str, out: str) -> dict:
+    """The share of the examples whose true ending has the higher log p per byte (the other may be longer or shorter)."""
     script("scripts/lm_eval.py", f"--out_dir={run}", f"--tasks={task}/endings.yaml", "--batch_size=32", f"--out={out}")
     with open(out) as f:
-        return {"acc": json.load(f)["results"]["endings"]["acc,none"]}
+        return {"acc_norm": json.load(f)["results"]["endings"]["acc_norm,none"]}
 
 
 def main() -> None:
@@ -128,13 +130,14 @@ def main() -> None:
         for name, flags in ATTENTIONS.items():
             before, after, tokens = (os.path.join(out_dir, f"{name}-{seed}{x}") for x in ("", "-task", "-tokens"))
             more = [f"--dataset={data}", *MODEL, f"--max_iters={max_iters}", f"--lr_decay_iters={max_iters}"]
-            more += ["--learning_rate=2e-3", "--eval_interval=500", f"--seed={seed}", *flags]
+            more += ["--learning_rate=2e-3", "--eval_interval=500", f"--warmup_iters={max_iters // 30}"]
+            more += [f"--seed={seed}", *flags]
             scratch = finished(f"{name}, seed {seed}", ["config/train_shakespeare_char_cpu.py", *more], before)
             if not os.path.exists(os.path.join(tokens, "meta.json")):
                 script("data/tasks/prepare.py", f"--source={task}", f"--init_from={before}", f"--out_dir={tokens}")
             more = [f"--init_from={before}", f"--dataset={tokens}", f"--max_iters={task_iters}", f"--seed={seed}"]
-            command = ["config/finetune_task.py", *more, f"--lr_decay_iters={task_iters}"]
-            tuned = finished(f"{name}, seed {seed}, fine-tuned", command, after)
+            more += [f"--lr_decay_iters={task_iters}", f"--warmup_iters={task_iters // 15}"]
+            tuned = finished(f"{name}, seed {seed}, fine-tuned", ["config/finetune_task.py", *more], after)
             vals = [row["val_loss"] for row in tuned if "val_loss" in row]
             losses[name][seed] = last(scratch), vals[0], min(vals)
             for which, run in (("before", before), ("after", after)):
@@ -146,7 +149,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for name, found in losses.items():
         novel, first, best = (spread(list(x)) for x in zip(*found.values(), strict=True))
-        acc = [spread([results[name][w][str(seed)]["acc"] for seed in found]) for w in ("before", "after")]
+        acc = [spread([results[name][w][str(seed)]["acc_norm"] for seed in found]) for w in ("before", "after")]
         print(f"| {name} | {novel} | {first}, {best} | {' | '.join(acc)} |")
 
 
