@@ -105,7 +105,7 @@ def script(*command: str) -> None:
 
 
 def accuracy(run: str, task: str, out: str) -> dict:
-    """The share of the examples whose true ending has the higher log p per byte (the other may be longer or shorter)."""
+    """The share of the examples whose true ending has the higher log p per byte: the two differ in length."""
     script("scripts/lm_eval.py", f"--out_dir={run}", f"--tasks={task}/endings.yaml", "--batch_size=32", f"--out={out}")
     with open(out) as f:
         return {"acc_norm": json.load(f)["results"]["endings"]["acc_norm,none"]}

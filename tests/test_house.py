@@ -15,7 +15,7 @@ FLOORS = [
     ["text.tokenizers"],
     ["text.sources", "text.tokenizer_json"],
     ["text.dataset"],
-    ["text.corpus"],
+    ["text.corpus", "text.examples"],
     ["text.shakespeare"],
     ["attention.scores", "attention.heads"],
     ["attention.fast", "attention.documents", "attention.more"],
