@@ -1,7 +1,7 @@
 """Prepares prompts and answers, to fine-tune a model on a task. Writes train.bin, val.bin and meta.json.
 
     python data/tasks/prepare.py --source=endings --init_from=out-books --out_dir=data/endings
-    python train.py config/finetune_task.py --init_from=out-books --dataset=endings --out_dir=out-endings
+    python train.py config/finetune_task.py --init_from=out-books --dataset=endings
 
 The source is a folder with train.jsonl, val.jsonl and maybe test.jsonl. Each line is an example:
 {"prompt": "The capital of France is", "answer": " Paris"}. The model sees the prompt and, directly after it, the
