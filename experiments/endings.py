@@ -2,11 +2,11 @@
 
     python experiments/endings.py --source=books     # a folder of novels, a .txt file for each
 
-It needs lm_eval. An example is a passage of a novel (some 50 words), the next sentence, and another sentence of the same novel. The
-novels are divided: most are for training from scratch, the rest for the task's examples (train, val, test). For each
-attention and seed: train.py trains a small model on the novels, then train.py fine-tunes it on the task's true endings
-(data/tasks/prepare.py), and scripts/lm_eval.py says how often the true ending is the likelier one, before and after.
-Finished runs are skipped. The results are in out_dir/endings.json.
+It needs lm_eval. An example is a passage of a novel (some 50 words), the next sentence, and another sentence of the
+same novel. The novels are divided: most are for training from scratch, the rest for the task's examples (train, val,
+test). For each attention and seed: train.py trains a small model on the novels, then train.py fine-tunes it on the
+task's true endings (data/tasks/prepare.py), and scripts/lm_eval.py says how often the true ending is the likelier one,
+before and after. Finished runs are skipped. The results are in out_dir/endings.json.
 """
 
 import json
