@@ -166,6 +166,15 @@ class Cache:
             yield
         self.broken, self.rows, self.length = False, B, self.length + T
 
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps these rows, in this order; a row may be taken twice: for choices after one text, for beams."""
+        for part in self.parts.values():
+            for name, x in vars(part).items():
+                if isinstance(x, torch.Tensor):
+                    setattr(part, name, x[rows])
+        self.last = {conv: x[rows] for conv, x in self.last.items()}
+        self.rows = len(rows)
+
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
