@@ -1,6 +1,6 @@
-"""Evaluates a model on tasks, with lm-eval (the Language Model Evaluation Harness): pip install lm_eval.
+"""Evaluates a model on tasks with lm-eval, the Language Model Evaluation Harness (pip install lm_eval).
 
-    python scripts/lm_eval.py --out_dir=out-shakespeare-char-cpu --tasks=config/tasks/rest_of_line.yaml
+    python scripts/lm_eval.py --out_dir=out-shakespeare-char-cpu --tasks=config/tasks/line_ends.yaml
     python scripts/lm_eval.py --init_from=gpt2 --tasks=hellaswag,piqa --limit=100
     python scripts/lm_eval.py --out_dir=out --tasks=laser --num_fewshot=1
 
@@ -26,7 +26,7 @@ from errors import NotFinite, UserError, first_line, note
 import torch
 from torch.nn import functional as F
 
-from text.files import optional
+from text.files import optional, replace
 from text.tokenizers import Tokenizer, hub_args
 from training.checkpoint import open_model
 
@@ -48,10 +48,10 @@ batch_size = 8  # texts that are computed together
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 or float16 on CUDA, else float32
 
-# In the order of the LASER paper's table 2, then ArcE of tables 6 and 7. Where lm-eval has not the paper's task:
-# - WSC: the percentages of table 2 are of 285 questions; lm-eval has the 104 of SuperGLUE's validation set.
-# - StoryCloze: its data are given to those who ask its authors; xstorycloze_en has most of its questions.
-# - RaceM: lm-eval has only RaceH (as race); race_middle.yaml is ours.
+# The 16 tasks of the LASER paper's table 2, in its order, and ArcE of tables 6 and 7. Three are not quite the paper's:
+# - WSC: the paper's percentages are multiples of 1/285; lm-eval has SuperGLUE's validation set of 104 questions.
+# - StoryCloze: lm-eval's storycloze_2016 needs data from its authors; xstorycloze_en is made from its validation set.
+# - RaceM: lm-eval's race is RaceH. race_middle.yaml is ours.
 LASER = ["wsc", "winogrande", "wsc273", "wic", "xstorycloze_en", "sglue_rte", "record",
          os.path.join(HERE, "..", "config", "tasks", "race_middle.yaml"), "race", "piqa", "openbookqa", "multirc",
          "hellaswag", "copa", "cb", "boolq", "arc_easy"]  # fmt: skip
@@ -106,40 +106,37 @@ def adapter(model: torch.nn.Module, tok: Tokenizer, batch_size: int, device: str
         def scored(self, rows: list[tuple[int, list[int], int]]) -> list[tuple[float, bool]]:
             """The same for a batch of (length of the context, ids, _). What rows share is computed once, in a cache."""
             past = min(n for n, _, _ in rows) - 1  # the last token of a context predicts the first one of its answer
-            contexts = {tuple(ids[:past]): None for _, ids, _ in rows}
-            cache = None
-            if past and len(contexts) < len(rows):
-                cache = model.new_cache(max(len(ids) for _, ids, _ in rows) - 1)
-                model(tensor(list(contexts)), cache=cache)
-                number = {context: i for i, context in enumerate(contexts)}
-                cache.select(tensor([number[tuple(ids[:past])] for _, ids, _ in rows]))
-            past = 0 if cache is None else past
+            shared = [tuple(ids[:past]) for _, ids, _ in rows]
+            contexts = {context: i for i, context in enumerate(dict.fromkeys(shared))}
+            if len(contexts) == len(rows):  # no two rows share a context
+                past = 0
+            cache = model.new_cache(max(len(ids) for _, ids, _ in rows) - 1) if past else None
             inputs = [ids[past:-1] for _, ids, _ in rows]
             longest = max(map(len, inputs))
             x = tensor([ids + [0] * (longest - len(ids)) for ids in inputs])  # no token sees what is on its right
-            with amp, contextlib.nullcontext() if cache is None else cache.extended(*x.shape):
-                h = model.hidden(x, cache)
-                h = torch.cat(
-                    [row[n - 1 - past : len(ids) - 1 - past] for row, (n, ids, _) in zip(h, rows, strict=True)]
-                )
-                targets = tensor([token for n, ids, _ in rows for token in ids[n:]])
+            spans = [slice(n - 1 - past, len(ids) - 1 - past) for n, ids, _ in rows]  # where the answers are predicted
+            targets = tensor([token for n, ids, _ in rows for token in ids[n:]])
+            with amp:
+                if cache is not None:
+                    model(tensor(list(contexts)), cache=cache)
+                    cache.select(tensor([contexts[context] for context in shared]))
+                with contextlib.nullcontext() if cache is None else cache.extended(*x.shape):
+                    h = model.hidden(x, cache)
+                h = torch.cat([row[span] for row, span in zip(h, spans, strict=True)])
                 logits = model.predict(h[None], targets[None])[0][0].float()
             if not logits.isfinite().all():
                 raise NotFinite("the model's logits are not finite; has its training diverged?")
             sizes = [len(ids) - n for n, ids, _ in rows]
-            log_p = -F.cross_entropy(logits, targets, reduction="none")
-            greedy = logits.argmax(-1) == targets
-            return [
-                (p.sum().item(), g.all().item()) for p, g in zip(log_p.split(sizes), greedy.split(sizes), strict=True)
-            ]
+            log_p = (-F.cross_entropy(logits, targets, reduction="none")).split(sizes)
+            greedy = (logits.argmax(-1) == targets).split(sizes)
+            return [(p.sum().item(), g.all().item()) for p, g in zip(log_p, greedy, strict=True)]
 
         def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
             """log p of whole texts, in windows of block_size tokens; each token is predicted once."""
             windows, owners = [], []
             for i, (text,) in enumerate(request.args for request in requests):
-                pairs = get_rolling_token_windows(
-                    tok.encode(text), self.prefix_token_id, self.max_length, context_len=1
-                )
+                ids, first = tok.encode(text), self.prefix_token_id
+                pairs = get_rolling_token_windows(ids, first, self.max_length, context_len=1)
                 windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
                 owners += [i] * (len(windows) - len(owners))
             sums = [0.0] * len(requests)
@@ -155,11 +152,9 @@ def adapter(model: torch.nn.Module, tok: Tokenizer, batch_size: int, device: str
                 if unknown := set(settings) - GENERATION:
                     known = ", ".join(sorted(GENERATION))
                     raise UserError(f"the task's generation_kwargs have {unknown.pop()!r}; known here are {known}")
-                if (room := self.max_length - settings["max_gen_toks"]) < 1:
+                if (room := self.max_length - (most := settings["max_gen_toks"])) < 1:
                     why = f"block_size={self.max_length} leaves no room for the question"
-                    raise UserError(
-                        f"the task takes answers of {settings['max_gen_toks']} tokens (max_gen_toks): {why}"
-                    )
+                    raise UserError(f"the task takes answers of {most} tokens (max_gen_toks): {why}")
                 prompt = (tok.encode(context) or [self.prefix_token_id])[-room:]
                 groups.setdefault((len(prompt), repr(settings)), []).append((i, prompt, settings))
             groups = [g[at : at + batch_size] for g in groups.values() for at in range(0, len(g), batch_size)]
@@ -171,19 +166,21 @@ def adapter(model: torch.nn.Module, tok: Tokenizer, batch_size: int, device: str
 
         def written(self, prompts: tuple[list[int], ...], settings: dict) -> list[str]:
             """The texts after prompts of one length, up to one of `until`, the end of the text or max_gen_toks."""
-            sampling = settings.get("temperature", 0.0), settings.get("top_k", 50), settings.get("top_p")  # as HFLM
+            # as HFLM: greedy, unless the task says more; top_k is 50 in transformers, and 0 means all tokens
+            sampling = settings.get("temperature", 0.0), settings.get("top_k", 50) or None, settings.get("top_p")
+            limits = {"stop": tok.eot, "vocab_size": tok.n_vocab}
             rows, until = [[] for _ in prompts], [stop for stop in settings["until"] if stop]
+
+            def ended(row: list[int]) -> bool:
+                return tok.eot in row or any(stop in tok.decode(row) for stop in until)
+
             with amp:
-                limits = {"stop": tok.eot, "vocab_size": tok.n_vocab}
                 for tokens in model.stream(tensor(prompts), settings["max_gen_toks"], *sampling, **limits):
                     for row, token in zip(rows, tokens[:, 0].tolist(), strict=True):
                         row.append(token)
-                    ended = [tok.eot in row for row in rows]
-                    texts = [
-                        tok.decode(row[: row.index(tok.eot)] if e else row) for row, e in zip(rows, ended, strict=True)
-                    ]
-                    if all(e or any(stop in text for stop in until) for text, e in zip(texts, ended, strict=True)):
+                    if all(map(ended, rows)):
                         break
+            texts = [tok.decode(row[: row.index(tok.eot)] if tok.eot in row else row) for row in rows]
             return [postprocess_generated_text(text, until, None) for text in texts]
 
     return Adapter()
@@ -213,7 +210,9 @@ def load(names: list[str], num_fewshot: int | None) -> dict:
         if twice := set(found["tasks"]) & set(more["tasks"]):
             raise UserError(f"--tasks names the task {twice.pop()} twice")
         found = {key: found[key] | more[key] for key in found}
-    for task in found["tasks"].values():  # as lm-eval: --num_fewshot changes no task that says 0
+    for name, task in found["tasks"].items():  # as lm-eval: --num_fewshot changes no task that says 0
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            raise UserError(f"the task {name} runs code that the model writes, or shows it more than text: not here")
         said = task.get_config("num_fewshot")
         if said is None or (num_fewshot is not None and said != 0):
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
@@ -243,8 +242,7 @@ def main() -> None:
     if results.get("groups"):
         print(utils.make_table(results, "groups"))
     if out is not None:
-        with open(out, "w", encoding="utf-8") as f:
-            json.dump(results, f, indent=2, ensure_ascii=False, default=utils.handle_non_serializable)
+        replace(out, json.dumps(results, indent=2, default=utils.handle_non_serializable).encode())
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def test_spaces_belong_to_the_answer():
 def test_log_p_of_whole_texts(case):
     """Windows of T tokens; the last one has a full context, and predicts only what is left."""
     model = gpt(**CASES[case])
-    texts = ["a", "abcdefg hi. abcd", "abcdefg hi. abcde", "the".replace("t", "a") + " abc def ghi." * 5, ""]
+    texts = ["a", "abcdefg hi. abcd", "abcdefg hi. abcde", "ahe" + " abc def ghi." * 5, ""]
     got = adapter(model).loglikelihood_rolling(requests("rolling", *[(text,) for text in texts]), disable_tqdm=True)
     for text, log_p in zip(texts, got, strict=True):
         ids, total = [TOK.eot, *TOK.encode(text)], 0.0
@@ -181,6 +181,7 @@ def test_sampling_settings():
         return lm.generate_until(requests("", ("abc", {"max_gen_toks": 12} | settings)), disable_tqdm=True)[0]
 
     greedy = text()
+    assert text(temperature=3.0, top_k=0) == text(temperature=3.0, top_k=TOK.n_vocab)
     assert greedy == text(do_sample=False, temperature=1.5) == text(temperature=0.0) == text(temperature=9.0, top_k=1)
     warm = text(temperature=3.0, do_sample=True)
     assert warm == text(temperature=3.0) != greedy
@@ -203,6 +204,19 @@ def test_choices_of_one_question_share_its_computation(case, monkeypatch):
     assert len(caches) == 1 and caches[0].rows == 8
     for one, other in zip(alone, together, strict=True):
         assert one[0] == pytest.approx(other[0], abs=1e-4) and one[1] == other[1]
+
+
+def test_autocast_is_for_all_of_a_batch(monkeypatch):
+    """In bfloat16 the shared part is computed in bfloat16 as well."""
+    model = gpt()
+    pairs = [("abcdefg", answer) for answer in (" a", " bcd", ".")]
+    exact = adapter(model).loglikelihood(requests("", *pairs), disable_tqdm=True)
+    caches, new_cache = [], model.new_cache
+    monkeypatch.setattr(model, "new_cache", lambda n: caches.append(new_cache(n)) or caches[-1])
+    lm = script.adapter(model, TOK, 4, "cpu", torch.autocast("cpu", dtype=torch.bfloat16))
+    for one, other in zip(exact, lm.loglikelihood(requests("", *pairs), disable_tqdm=True), strict=True):
+        assert one[0] == pytest.approx(other[0], abs=0.3)
+    assert all(part.k.dtype == torch.bfloat16 for part in caches[0].parts.values())
 
 
 @pytest.mark.parametrize("more", [{}, {"heads": "SL", "window": 3, "conv": 4}])
@@ -366,14 +380,14 @@ def test_a_task_of_ones_own(train, run, tmp_path, monkeypatch):
 
 
 def test_the_example_task(train, run, tmp_path, monkeypatch):
-    """config/tasks/rest_of_line.yaml loads, from any folder, and --limit and --num_fewshot are heard."""
+    """config/tasks/line_ends.yaml loads, from any folder, and --limit and --num_fewshot are heard."""
     monkeypatch.chdir(tmp_path)
-    (path,) = glob.glob(os.path.join(ROOT, "config", "tasks", "rest_of_line.yaml"))
+    (path,) = glob.glob(os.path.join(ROOT, "config", "tasks", "line_ends.yaml"))
     (task,) = script.load([path], num_fewshot=None)["tasks"].values()
     assert len(task.eval_docs) == 100 and task.get_config("num_fewshot") == 0
     for row in task.eval_docs:
         assert row["answer"] in row["choices"] and len(set(row["choices"])) == 2
-    assert script.load([path], num_fewshot=2)["tasks"]["rest_of_line"].get_config("num_fewshot") == 2
+    assert script.load([path], num_fewshot=2)["tasks"]["line_ends"].get_config("num_fewshot") == 2
 
 
 class FewTasks(TaskManager):
@@ -431,6 +445,8 @@ def test_mistakes(train, mistake, run, tmp_path, monkeypatch):
     with open(tmp_path / "rows.jsonl", "a") as f:
         f.write(json.dumps({"prompt": "the cäsar", "answer": "a", "choices": ["a", "the"]}) + "\n")
     mistake("the text holds 'ä'", f"--tasks={path}")
+    monkeypatch.setitem(KINDS, "unsafe", KINDS["write"] | {"unsafe_code": True})
+    mistake("the task mine_unsafe runs code", f"--tasks={save_task(tmp_path, 'unsafe')}")
     (tmp_path / "broken.yaml").write_text("task: [")
     mistake(f"cannot load the task {tmp_path / 'broken.yaml'}: ParserError", f"--tasks={tmp_path / 'broken.yaml'}")
     (tmp_path / "rows.jsonl").unlink()
