@@ -50,7 +50,7 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloa
 
 # The 16 tasks of the LASER paper's table 2, in its order, and ArcE of tables 6 and 7. Three are not quite the paper's:
 # - WSC: the paper's percentages are multiples of 1/285; lm-eval has SuperGLUE's validation set of 104 questions.
-# - StoryCloze: lm-eval's storycloze_2016 needs data from its authors; xstorycloze_en is made from its validation set.
+# - StoryCloze: lm-eval's storycloze_2016 needs data from its authors; xstorycloze_en was made from these data.
 # - RaceM: lm-eval's race is RaceH. race_middle.yaml is ours.
 LASER = ["wsc", "winogrande", "wsc273", "wic", "xstorycloze_en", "sglue_rte", "record",
          os.path.join(HERE, "..", "config", "tasks", "race_middle.yaml"), "race", "piqa", "openbookqa", "multirc",

@@ -13,8 +13,6 @@ import torch
 from conftest import ROOT, write
 
 pytest.importorskip("lm_eval")
-os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # before `datasets` is imported
-
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
@@ -26,6 +24,14 @@ from text.tokenizers import END, ByteTokenizer, CharTokenizer
 spec = importlib.util.spec_from_file_location("scripts_lm_eval", os.path.join(ROOT, "scripts", "lm_eval.py"))
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """No test asks the hub. (The environment's HF_HUB_OFFLINE would be read once, for the tests of other files too.)"""
+    for holder in (pytest.importorskip("huggingface_hub").constants, pytest.importorskip("datasets").config):
+        monkeypatch.setattr(holder, "HF_HUB_OFFLINE", True)
+
 
 LETTERS = "\n abcdefghi."
 TOK = CharTokenizer(LETTERS, eot=True)
@@ -300,24 +306,9 @@ def give_tokenizer(folder: str, tok: CharTokenizer) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=theirs, **special).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_numbers_are_those_of_lm_evals_own_model(name, train, run, tmp_path):
-    """The same weights, exported: log p, greedy flags, texts and every task's results."""
-    hf = pytest.importorskip("lm_eval.models.huggingface")
-    from lm_eval import evaluate
-
-    from training.checkpoint import open_model
-
-    flags, export = MODELS[name]
-    folder = str(tmp_path / "exported")
-    assert train("--max_iters=30", *flags)[0] == 0
-    assert run("scripts/export_hf.py", f"--out_dir={tmp_path / 'out'}", f"--to={folder}", *export)[0] == 0
-    model, tok, _, _ = open_model("resume", str(tmp_path / "out"), "best")
-    give_tokenizer(folder, tok)
-    theirs = hf.HFLM(pretrained=folder, device="cpu", batch_size=3, dtype="float32", trust_remote_code=True)
-    ours = adapter(model.eval(), tok, batch_size=4)
+def same_answers(ours, theirs) -> None:
+    """Asserts that two models of lm-eval answer alike: short and long contexts, one with none, whole texts, writing."""
     assert theirs.max_length == ours.max_length and theirs.prefix_token_id == ours.prefix_token_id
-
     long = "the lord of all speaks: noble Rome! and citizens, "
     contexts = ["the lord", "the lord", "the lord", "", long, long[:31], "of all the "]
     answers = [" of", " and", "s", "the lord", "citizens", "R", "lord"]
@@ -333,6 +324,28 @@ def test_numbers_are_those_of_lm_evals_own_model(name, train, run, tmp_path):
     ):
         ask = requests("generate_until", *[(context or "R", settings) for context in contexts])
         assert ours.generate_until(ask) == theirs.generate_until(ask)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_are_those_of_lm_evals_own_model(name, train, run, tmp_path):
+    """The same weights, exported: log p, greedy flags, texts and every task's results."""
+    hf = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval import evaluate
+
+    from training.checkpoint import open_model
+
+    flags, export = MODELS[name]
+    folder = str(tmp_path / "exported")
+    assert train("--max_iters=30", *flags)[0] == 0
+    assert run("scripts/export_hf.py", f"--out_dir={tmp_path / 'out'}", f"--to={folder}", *export)[0] == 0
+    model, tok, _, _ = open_model("resume", str(tmp_path / "out"), "best")
+    give_tokenizer(folder, tok)
+    theirs = hf.HFLM(pretrained=folder, device="cpu", batch_size=3, dtype="float32", trust_remote_code=True)
+    ours = adapter(model.eval(), tok)
+    same_answers(ours, theirs)
+    if not export:  # our model, opened from the exported folder, with the tokenizer that lies there
+        model, tok, _, _ = open_model(folder, "", "best")
+        same_answers(adapter(model.eval(), tok), theirs)
 
     paths = [save_task(tmp_path, kind) for kind in KINDS]
     results = []
@@ -404,7 +417,8 @@ def test_the_tasks_of_the_laser_paper(monkeypatch):
     names = [name for name in script.LASER if not name.endswith(".yaml")]
     assert len(set(script.LASER)) == 17 and len(names) == 16
     assert set(names) <= set(FewTasks(True).all_subtasks)
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     row = {"example_id": "middle1.txt", "article": "Tom has a dog.", "answer": "B", "question": "What has Tom?",
            "options": ["A cat", "A dog", "Two", "None"]}  # fmt: skip
     asked, rows = [], datasets.Dataset.from_list([row])
@@ -457,10 +471,12 @@ def test_mistakes(train, mistake, run, tmp_path, monkeypatch):
 
 def test_without_a_network(train, mistake, monkeypatch):
     """A task of the hub: a sentence, at once."""
+    import datasets
+    import huggingface_hub
+
     from text import tokenizers
 
-    constants, datasets = pytest.importorskip("huggingface_hub").constants, pytest.importorskip("datasets")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(tokenizers, "hub_args", lambda name: {"local_files_only": True})
     assert train("--max_iters=1")[0] == 0
