@@ -30,6 +30,7 @@ class Tokenizer:
 
     n_vocab: int
     eot: int | None = None  # the id of the boundary between two documents; None: the vocabulary has none
+    bos: int | None = None  # the id that a text begins with, where a tokenizer from the hub has one
     meta: dict  # a description, for meta.json and checkpoints: tokenizer(meta) makes the same tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -232,6 +233,7 @@ class HubTokenizer(Tokenizer):
         except Exception as error:  # the classes of several libraries
             raise UserError(f"cannot load the tokenizer of {name}: {first_line(error)}") from None
         self.n_vocab = len(self._tok)
+        self.bos, self.eot = self._tok.bos_token_id, self._tok.eos_token_id
 
     def encode(self, text: str) -> list[int]:
         return self._tok.encode(text)
