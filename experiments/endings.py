@@ -5,8 +5,8 @@
 It needs lm_eval. An example is a passage of a novel (some 50 words), the next sentence, and another sentence of the
 same novel. The novels are divided: most are for training from scratch, the rest for the task's examples (train, val,
 test). For each attention and seed: train.py trains a small model on the novels, then train.py fine-tunes it on the
-task's true endings (data/tasks/prepare.py), and scripts/lm_eval.py says how often the true ending is the likelier one,
-before and after. Finished runs are skipped. The results are in out_dir/endings.json.
+task's true endings (data/tasks/prepare.py), and scripts/lm_eval.py says how often the passage points at the true
+ending, before and after. Finished runs are skipped. The results are in out_dir/endings.json.
 """
 
 import json
@@ -47,7 +47,7 @@ doc_to_text: "{{prompt}}"
 target_delimiter: ""
 doc_to_choice: "{{choices}}"
 doc_to_target: "{{choices.index(answer)}}"
-metric_list: [{metric: acc_norm, aggregation: mean, higher_is_better: true}]
+metric_list: [{metric: acc_mutual_info, aggregation: mean, higher_is_better: true}]
 """
 
 
@@ -105,10 +105,14 @@ def script(*command: str) -> None:
 
 
 def accuracy(run: str, task: str, out: str) -> dict:
-    """The share of the examples whose true ending has the higher log p per byte: the two differ in length."""
+    """The share of the examples whose passage makes the true ending likelier by more than it does the other one.
+
+    lm-eval compares log p(ending after the passage) - log p(ending alone): the endings differ in length, and in how
+    usual their words are.
+    """
     script("scripts/lm_eval.py", f"--out_dir={run}", f"--tasks={task}/endings.yaml", "--batch_size=32", f"--out={out}")
     with open(out) as f:
-        return {"acc_norm": json.load(f)["results"]["endings"]["acc_norm,none"]}
+        return {"acc": json.load(f)["results"]["endings"]["acc_mutual_info,none"]}
 
 
 def main() -> None:
@@ -149,7 +153,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for name, found in losses.items():
         novel, first, best = (spread(list(x)) for x in zip(*found.values(), strict=True))
-        acc = [spread([results[name][w][str(seed)]["acc_norm"] for seed in found]) for w in ("before", "after")]
+        acc = [spread([results[name][w][str(seed)]["acc"] for seed in found]) for w in ("before", "after")]
         print(f"| {name} | {novel} | {first}, {best} | {' | '.join(acc)} |")
 
 
