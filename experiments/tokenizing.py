@@ -43,7 +43,7 @@ def prepare(train: sources.Split, tok: tokenizers.Tokenizer) -> None:
     """What a prepare.py does: it looks at the whole text first, then writes its tokens."""
     for _ in range(copies):
         sources.open_source(source)
-    share = max(0.1, 1.1 / train.documents)  # at least one document for val
+    share = max(0.1, 1.1 / train.count(11))  # at least one document for val
     with tempfile.TemporaryDirectory() as folder:
         corpus.prepare(folder, {"train": train}, tok.meta, {}, val_share=share, num_workers=num_workers)
 
@@ -52,10 +52,10 @@ def main() -> None:
     if source is None or min(copies - 1, rounds, num_workers) < 1:
         raise UserError("--source= says which text; --copies= is at least 2, --rounds= and --num_workers= 1")
     split = sources.open_source(source).get("train")
-    if split is None or split.characters is None:
-        raise UserError(f"{source} has no .txt files of a train split")
-    texts = ["".join(document) for shard in split.shards for document in shard()] * copies
-    train = sources.Split(split.shards * copies, split.about, split.size * copies, split.documents * copies)
+    if split is None:
+        raise UserError(f"{source} has no train split")
+    texts = ["".join(document) for document in split.documents()] * copies
+    train = sources.Split(split.shards * copies, split.about, split.size * copies)
     mb = train.size / 1e6
     gpt2 = tokenizers.GPT2Tokenizer()
     sp = corpus.new_tokenizer({"kind": "sentencepiece", "vocab_size": vocab_size}, {"train": split}, 0.0, True)

@@ -171,6 +171,65 @@ def test_one_document_is_cut_as_in_nanogpt(tmp_path):
     assert tok.eot is None and tok.decode(train.ids) == text[:n] and tok.decode(val.ids) == text[n:]
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_one_document_and_several_from_every_kind_of_source(n, texts, tmp_path):
+    """One document is cut; of several every 1/val_share-th is val, and a boundary follows each of them."""
+    for name in ("txt", "lines"):
+        (tmp_path / name).mkdir()
+    for i, text in enumerate(texts[:n]):
+        (tmp_path / "txt" / f"{i}.txt").write_text(text, encoding="utf-8")
+    write_parquet(str(tmp_path / "a.parquet"), texts[:n])
+    write_lines(str(tmp_path / "lines"), [{"text": text} for text in texts[:n]])
+    kinds = ("txt", "a.parquet", "lines")
+    made = [prepare(tmp_path / f"out-{kind}", str(tmp_path / kind), val_share=0.5) for kind in kinds]
+    assert made[0] == made[1] == made[2]
+    ends = 0 if n == 1 else n
+    out = b"".join(bytes(Tokens(str(tmp_path / "out-txt"), split, 8).ids) for split in ("train", "val"))
+    assert out.count(b"\xff") == ends and len(out) == sum(len(text.encode()) for text in texts[:n]) + ends
+    for kind in kinds:
+        if n == 3:  # of 3 documents a tenth is none
+            with pytest.raises(ValueError, match="number of documents is 3; --val_share=0.37 fits"):
+                prepare(tmp_path / "none", str(tmp_path / kind), val_share=0.1)
+
+
+def test_a_vocabulary_is_the_same_from_every_kind_of_source(texts, tmp_path, monkeypatch):
+    """Of few documents each gives an equal share of the sample, however they are stored."""
+    monkeypatch.setattr(corpus, "SAMPLE", 40000)
+    monkeypatch.setattr(corpus, "PER_DOCUMENT", 100)
+    write_parquet(str(tmp_path / "a.parquet"), texts)
+    write_lines(str(tmp_path / "lines"), [{"text": text} for text in texts])
+    made = [prepare(tmp_path / f"out-{kind}", str(tmp_path / kind), "sentencepiece") for kind in ("a.parquet", "lines")]
+    assert made[0] == made[1]
+
+
+def test_a_row_that_is_not_utf8(run, tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    bad = pyarrow.array([b"good", b"good", b"good", b"bad \xff"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": bad}), str(tmp_path / "a.parquet"))
+    code, _, err = run(
+        PREPARE, f"--source={tmp_path / 'a.parquet'}", "--tokenizer=bytes", f"--out_dir={tmp_path / 'o'}"
+    )
+    assert code == 2 and "a.parquet (UnicodeDecodeError: 'utf-8' codec can't decode" in err and "Traceback" not in err
+    assert not os.path.exists(tmp_path / "o") or os.listdir(tmp_path / "o") == []
+
+
+@pytest.mark.slow
+def test_a_parquet_file_that_is_left_in_its_middle(tmp_path):
+    """An error between two rows ends the process with a sentence. With the readers of `datasets` 5.2 it may hang."""
+    (tmp_path / "a.txt").write_text("abcdefg \n" * 1000)
+    prepare(tmp_path / "letters", str(tmp_path / "a.txt"), "char", val_share=0.5)
+    rows = ["abcdefg " * 1000] * 6000
+    write_parquet(str(tmp_path / "a.parquet"), rows[:3000] + ["Z"] + rows[3000:], row_group_size=2000)
+    flags = [f"--source={tmp_path / 'a.parquet'}", f"--tokenizer={tmp_path / 'letters'}", f"--out_dir={tmp_path / 'o'}"]
+    command = [sys.executable, os.path.join(conftest.ROOT, PREPARE), *flags]
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "the text holds 'Z', which the" in done.stderr.splitlines()[-1], done
+        assert os.listdir(tmp_path / "o") == []
+
+
 def test_the_sources_own_splits(texts, tmp_path):
     for name, part in (("train", texts[:3]), ("validation", texts[3:4]), ("test", texts[4:])):
         os.makedirs(tmp_path / "books" / name)
@@ -461,7 +520,7 @@ def test_the_split_of_a_name(tmp_path):
     (tmp_path / ".ipynb_checkpoints").mkdir()
     for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".hidden.txt"):
         (tmp_path / name).write_text("text")
-    assert sources.open_source(str(tmp_path))["train"].documents == 1
+    assert sources.open_source(str(tmp_path))["train"].count(9) == 1
 
 
 def test_what_a_vocabulary_is_made_of_breaks_off():
@@ -638,7 +697,7 @@ def test_mistakes(run, tmp_path, folder, texts):
         ((), "--source= says which text"),
         (("--source=nowhere",), "no file, no folder, and no owner/name"),
         ((f"--source={tmp_path / 'a.parquet'}", "--column=story"), "no column 'story', but id, text"),
-        ((f"--source={tmp_path / 'a.parquet'}", "--column=id"), "the column 'id' holds int64, not text"),
+        ((f"--source={tmp_path / 'a.parquet'}", "--column=id"), "the column 'id' holds int, not text"),
         (("--source=nowhere/a.txt",), "no file, no folder, and no owner/name"),
         ((f"--source={tmp_path / 'a.jsonl'}",), "takes a folder of such files"),
         ((f"--source={tmp_path / 'blank.txt'}", "--tokenizer=sentencepiece"), "it holds no words"),

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -26,14 +27,14 @@ import numpy as np
 from errors import UserError
 from text import dataset, tokenizers
 from text.files import TextError, optional, replace, sha256, sync_folder
-from text.sources import MANY, Document, Split, in_two, mapped, open_source, without_gutenberg
+from text.sources import Document, Split, in_two, mapped, open_source, without_gutenberg
 
 PIECE = 2**14  # characters that are tokenised together, roughly
 BATCH = 2**20  # characters that a thread takes at once, roughly
 JOURNAL = "prepare.tmp"  # the name of the journal's file
 SYNC_BYTES = 2**26  # bytes of text between two entries of the journal
 SAMPLE = 2 * 10**7  # characters that SentencePiece is trained on
-PER_DOCUMENT = 10**5  # of them, from one document, unless an equal share of each document is more
+PER_DOCUMENT = 10**5  # of them, from one document; of fewer than 200 documents, an equal share of each
 BEGINNING = {"shard": 0, "pieces": 0, "documents": 0}  # the place at which a corpus begins
 CUT = re.compile(rf".{{{PIECE},{8 * PIECE}}}?(?<!\s)(?=[ \n])|.{{1,{8 * PIECE}}}", re.S)
 
@@ -160,7 +161,7 @@ def prepare(
     """
     if num_workers is not None and num_workers < 1:
         raise UserError(f"num_workers={num_workers} must be at least 1")
-    several = sum(split.documents for split in splits.values()) > 1
+    several = sum(split.count(2) for split in splits.values()) > 1
     if gutenberg:
         splits = {name: mapped(split, without_gutenberg) for name, split in splits.items()}
     splits, val_share = _with_val(splits, val_share)
@@ -199,11 +200,10 @@ def _with_val(splits: dict[str, Split], share: float) -> tuple[dict[str, Split],
         return splits, 0.0
     if not 0 < share < 1:
         raise UserError(f"val_share={share} must be between 0 and 1: the source has no validation split")
-    train = splits["train"]
-    n = train.documents
-    if n == len(train.shards) == 1:
-        return splits | in_two(train, share), 0.0
-    if n < MANY and not 0 < int(n * share) < n:
+    n = splits["train"].count(math.ceil(1 / share) + 1)  # enough for one of val
+    if n == 1:
+        return splits | in_two(splits["train"], share), 0.0
+    if int(n * share) == 0:
         hint = f"; --val_share={1.1 / n:.2g} fits" if n > 1 else ""
         few = f"the number of documents is {n}{hint}"
         raise UserError(f"val_share={share} leaves no document for train or for val: {few}")
@@ -282,9 +282,8 @@ class Journal:
         found = {}
         with contextlib.suppress(OSError, ValueError, TypeError), open(self.path, encoding="utf-8") as f:
             found = dict(json.load(f))
-        self.left = list(found.get("files", []))  # by an interrupted command
-        self.others = found.get("id", digest) != digest  # whether that was a different command
-        same = found.keys() == self.state.keys() and found["id"] == digest  # other keys: an earlier version wrote it
+        self.others = found.get("id", digest) != digest  # whether a different command was interrupted
+        same = found.keys() == self.state.keys() and not self.others  # other keys: an earlier version wrote it
         if same and all(self._is_there(name, found) for name in found["files"]):
             self.state = found
             if self.n_tokens():
@@ -304,17 +303,14 @@ class Journal:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """A context in which tokens can be added."""
+        """A context in which tokens can be added. If it ends with an error, the next call goes on from there."""
         if not self.n_tokens():
-            self._remove(map(self._aside, self.left))
+            self.discard()  # what an interrupted command left
         self._sync()  # first: no journal may promise more than the files hold
         try:
             yield
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._sync()  # the next call goes on from here
-            raise
-        self._sync()
+        finally:
+            self._sync()
 
     def add(self, piece: Piece, tokens: bytes, counts: dict) -> None:
         """Appends the tokens up to this piece to what the journal notes of their file, and notes the new end."""
@@ -348,7 +344,7 @@ class Journal:
         with contextlib.suppress(UserError):  # it is missing or damaged
             old = dataset.read_meta(self.folder)["files"]
             os.remove(meta_path)  # first, because it describes the others
-            self._remove(os.path.join(self.folder, name) for name in old if name not in self.state["files"])
+            self._remove(old.keys() - self.state["files"].keys())
         for name in self.state["files"]:
             if os.path.exists(self._aside(name)):
                 os.replace(self._aside(name), os.path.join(self.folder, name))
@@ -359,13 +355,12 @@ class Journal:
         return meta
 
     def discard(self) -> None:
-        self._remove([*map(self._aside, {*self.state["files"], *self.left}), self.path])
+        self._remove(name for name in os.listdir(self.folder) if name.endswith(".bin.tmp") or name == JOURNAL)
 
-    @staticmethod
-    def _remove(paths: Iterable[str]) -> None:
-        for path in paths:
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
             with contextlib.suppress(OSError):
-                os.remove(path)
+                os.remove(os.path.join(self.folder, name))
 
 
 def report(meta: dict) -> None:
@@ -404,7 +399,7 @@ def new_tokenizer(meta: dict, splits: dict[str, Split], val_share: float, eot: b
     if "vocab_size" in meta:
         return tokenizers.train_sentencepiece(_sample(splits["train"], val_share), meta["vocab_size"])
     if meta == {"kind": "char"}:
-        documents = (document for split in splits.values() for shard in split.shards for document in shard())
+        documents = itertools.chain.from_iterable(split.documents() for split in splits.values())
         characters = itertools.chain.from_iterable(itertools.chain.from_iterable(documents))
         return tokenizers.CharTokenizer("".join(sorted(set(characters))), eot)
     return tokenizers.tokenizer(meta)
@@ -412,7 +407,8 @@ def new_tokenizer(meta: dict, splits: dict[str, Split], val_share: float, eot: b
 
 def _sample(train: Split, val_share: float) -> Iterator[str]:
     """The lines that SentencePiece is trained on, SAMPLE characters: the beginnings of train's first documents."""
-    share = max(PER_DOCUMENT, SAMPLE // train.documents)
+    n = train.count(SAMPLE // PER_DOCUMENT)
+    share = SAMPLE // max(1, n)
     total = of_this = 0  # characters: of all documents so far, and of the current one
     for batch in (b for b in batches({"train": train}, val_share, BEGINNING) if b[0].file == "train"):
         for piece in batch:

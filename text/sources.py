@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import hashlib
 import io
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -24,12 +25,16 @@ class Split:
 
     shards: list[Callable[[], Iterator[Document]]]
     about: list  # names and versions of the files, to see whether they changed
-    size: int  # bytes of text, roughly
-    documents: int
-    characters: int | None = None  # None: not counted
+    size: int  # bytes of text, roughly; 0: unknown
+
+    def documents(self) -> Iterator[Document]:
+        return itertools.chain.from_iterable(shard() for shard in self.shards)
+
+    def count(self, most: int) -> int:
+        """The number of documents, or `most` if there are more. Of parquet files it reads the first rows alone."""
+        return sum(1 for _ in itertools.islice(self.documents(), most))
 
 
-MANY = 10**9  # the number of documents, if it is unknown
 SPLITS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "dev": "val", "test": "test"}  # to ours
 
 
@@ -41,29 +46,26 @@ def open_source(source: str, column: str = "text") -> dict[str, Split]:
     on the hub. In a folder, files whose names (or whose folders' names) begin with train, val, dev or test belong to
     that split, and all others to train. column: the name of the column that holds the text.
     """
-    if os.path.isfile(source):
+    if os.path.isdir(source):
+        files = _files(source)
+    elif os.path.isfile(source):
         if source.endswith((".jsonl", ".json", ".csv", ".gz", ".zst", ".zip")):
             raise UserError(f"{source} is no .txt or .parquet file: --source= takes a folder of such files")
-        return {"train": _parquet([source], column) if source.endswith(".parquet") else _text_files([source], source)}
-    if os.path.isdir(source):
-        return _folder(source, column)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source) or source.endswith((".txt", ".parquet")):
+        files = [source]
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source) or source.endswith((".txt", ".parquet")):
         raise UserError(f"--source={source} is no file, no folder, and no owner/name of the Hugging Face hub")
-    return _hub(source, column)
-
-
-def _folder(folder: str, column: str) -> dict[str, Split]:
-    files = _files(folder)
+    else:
+        return _hub(source, column)
     parquet = [path for path in files if path.endswith(".parquet")]
-    paths = parquet or [path for path in files if path.endswith(".txt")]
+    paths = parquet or [path for path in files if path.endswith(".txt") or path == source]
     if not paths:
-        return _through_datasets(folder, "", column, [[path, *version(path)] for path in files])
+        return _through_datasets(source, "", column, [[path, *version(path)] for path in files])
     if others := len(files) - len(paths):
-        print(f"{folder}: {len(paths)} {os.path.splitext(paths[0])[1]} files are read, {others} others are not")
+        print(f"{source}: {len(paths)} {os.path.splitext(paths[0])[1]} files are read, {others} others are not")
     by_split = {}
     for path in paths:
-        by_split.setdefault(_split_of(os.path.relpath(path, folder)), []).append(path)
-    read = partial(_parquet, column=column) if parquet else partial(_text_files, folder=folder)
+        by_split.setdefault(_split_of(os.path.relpath(path, source)), []).append(path)
+    read = partial(_parquet, column=column) if parquet else partial(_text_files, folder=source)
     return {split: read(found) for split, found in by_split.items()}
 
 
@@ -87,12 +89,12 @@ def _split_of(path: str) -> str:
 def _text_files(paths: list[str], folder: str) -> Split:
     """One document per file. Each file is read once here, to find one that is no text before anything is written."""
     versions = {path: version(path) for path in paths}
-    lengths = {path: sum(map(len, blocks_of_file(path))) for path in paths}
-    if empty := [path for path in paths if not lengths[path]]:
-        raise TextError(f"{empty[0]} is empty")
+    for path in paths:
+        if not sum(map(len, blocks_of_file(path))):
+            raise TextError(f"{path} is empty")
     shards = [lambda path=path, first=first: iter([_unchanged(path, first)]) for path, first in versions.items()]
     about = [[os.path.relpath(path, folder), *first] for path, first in versions.items()]
-    return Split(shards, about, sum(size for size, _ in versions.values()), len(paths), sum(lengths.values()))
+    return Split(shards, about, sum(size for size, _ in versions.values()))
 
 
 def _unchanged(path: str, first: list[int]) -> Document:
@@ -133,8 +135,8 @@ def _reading(name: str) -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ == "ArrowInvalid" and name.endswith(".parquet"):
             raise UserError(f"{name} is no intact parquet file: {first_line(error)}") from None
-        damaged = isinstance(error, OSError) and error.errno is None and os.path.isfile(name)  # in its content
-        kind = TextError if damaged else OSError
+        is_content = isinstance(error, UnicodeError) or getattr(error, "errno", 0) is None  # and not the network
+        kind = TextError if is_content and os.path.isfile(name) else OSError
         raise kind(f"cannot read {name} ({type(error).__name__}: {_why(error)})") from None
 
 
@@ -152,31 +154,22 @@ def _why(error: Exception) -> str:
 
 def _parquet(paths: list[str], column: str, revision: str | None = None) -> Split:
     """The rows of parquet files: local ones or, with a revision, files of the hub (hf://...)."""
-    pyarrow = optional("pyarrow", "a parquet file")
-    split = Split([], [revision, column], 0, 0)
+    optional("pyarrow", "a parquet file")
+    split = Split([], [revision, column], 0)
     for path in paths:
         with _parquet_file(path) as file:
-            names = file.schema_arrow.names
-            if column not in names:
-                raise UserError(f"{path} has no column {column!r}, but {', '.join(names)}: give one as --column=")
-            kind = file.schema_arrow.field(column).type
-            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if str(kind) not in ("string", "large_string", "string_view"):
-                raise UserError(f"{path}: the column {column!r} holds {kind}, not text: give another --column=")
+            _has_column(path, column, file.schema_arrow.names)
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-            split.size += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
-            split.documents += file.metadata.num_rows
+        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+        split.size += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
         split.shards.append(partial(_rows, path, column))
         split.about.append([os.path.basename(path), *([] if revision else version(path))])
-    if not split.documents:
-        raise UserError(f"there are no rows in {' and '.join(paths)}")
     return split
 
 
 @contextlib.contextmanager
 def _parquet_file(path: str) -> Iterator:
-    """An open pyarrow.parquet.ParquetFile. docs/data.md has the memory that it takes."""
+    """An open pyarrow.parquet.ParquetFile. docs/data.md says why `datasets` does not read it, and the memory."""
     import pyarrow.parquet
 
     hub = optional("huggingface_hub", "the hub") if path.startswith("hf://") else None
@@ -189,19 +182,20 @@ def _parquet_file(path: str) -> Iterator:
 
 def _rows(path: str, column: str) -> Iterator[Document]:
     with _parquet_file(path) as file:
-        for batch in _each(file.iter_batches(8, columns=[column], use_threads=False), path):
-            for row in batch.column(0):
-                try:
-                    text = row.as_py()
-                except UnicodeDecodeError as error:
-                    raise TextError(f"{path} holds a text that is not UTF-8: {error.reason}") from None
-                yield _document(text, path, column)
+        batches = file.iter_batches(8, columns=[column], use_threads=False)
+        for text in _each((text for batch in batches for text in batch.column(0).to_pylist()), path):
+            yield _document(text, path, column)
 
 
-def _document(text: object, path: str, column: str) -> Document:
+def _has_column(name: str, column: str, columns: Iterable[str]) -> None:
+    if column not in columns:
+        raise UserError(f"{name} has no column {column!r}, but {', '.join(columns)}: give one as --column=")
+
+
+def _document(text: object, name: str, column: str) -> Document:
     """The document of a row with this text. A null is an empty document."""
     if not isinstance(text, str | None):
-        raise TextError(f"{path}: the column {column!r} holds a {type(text).__name__}, not text")
+        raise TextError(f"{name}: the column {column!r} holds {type(text).__name__}, not text: give another --column=")
     return [(text or "").removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")]
 
 
@@ -214,8 +208,7 @@ def _through_datasets(name: str, config: str, column: str, about: list) -> dict[
     except Exception as error:  # the classes of several libraries
         why = _why(error)
         raise UserError(f"{name} holds no .parquet or .txt files, and `datasets` cannot read it: {why}") from None
-    if column not in first_row:
-        raise UserError(f"{name} has no column {column!r}, but {', '.join(first_row)}: give one as --column=")
+    _has_column(name, column, first_row)
 
     def rows(stream, i: int) -> Iterator[Document]:
         for row in _each(stream.shard(stream.num_shards, i), name):
@@ -224,9 +217,9 @@ def _through_datasets(name: str, config: str, column: str, about: list) -> dict[
     splits = {}
     for split, stream in found.items():
         shards = [partial(rows, stream, i) for i in range(stream.num_shards)]
-        known = (stream.info.splits or {}).get(split)  # its sizes, if the hub has them
-        size, documents = (known.num_bytes, known.num_examples) if known else (0, MANY)
-        splits[SPLITS.get(str(split), str(split))] = Split(shards, [*about, column], size or 0, documents or MANY)
+        known = (stream.info.splits or {}).get(split)  # its size, if the hub has it
+        size = known.num_bytes if known else 0
+        splits[SPLITS.get(str(split), str(split))] = Split(shards, [*about, column], size or 0)
     return splits
 
 
@@ -252,23 +245,22 @@ def _hub(source: str, column: str) -> dict[str, Split]:
 def of_text(text: str) -> Split:
     """The split of one document that is in memory."""
     data = text.encode("utf-8", "surrogatepass")
-    return Split([lambda: iter([[text]])], [hashlib.sha256(data).hexdigest()], len(data), 1, len(text))
+    return Split([lambda: iter([[text]])], [hashlib.sha256(data).hexdigest()], len(data))
 
 
 def mapped(split: Split, f: Callable[[Document], Document]) -> Split:
-    """The split with f(document) in the place of each document; the number of characters becomes unknown."""
-    shards = [lambda shard=shard: map(f, shard()) for shard in split.shards]
-    return Split(shards, split.about, split.size, split.documents)
+    """The split with f(document) in the place of each document."""
+    return Split([lambda shard=shard: map(f, shard()) for shard in split.shards], split.about, split.size)
 
 
 def in_two(split: Split, share: float) -> dict[str, Split]:
     """A split of one document as two: train, its first 1 - share characters, and val, the rest (as in nanoGPT)."""
-    n = split.characters or sum(len(block) for document in split.shards[0]() for block in document)
+    n = sum(len(block) for document in split.documents() for block in document)
     cut = int(n * (1 - share))
     parts = {}
     for name, start, end in (("train", 0, cut), ("val", cut, n)):
         shards = mapped(split, partial(_excerpt, start=start, end=end)).shards
-        parts[name] = Split(shards, [*split.about, start], (end - start) * split.size // max(1, n), 1, end - start)
+        parts[name] = Split(shards, [*split.about, start], (end - start) * split.size // max(1, n))
     return parts
 
 
