@@ -215,21 +215,6 @@ def test_a_row_that_is_not_utf8(run, tmp_path):
     assert not os.path.exists(tmp_path / "o") or os.listdir(tmp_path / "o") == []
 
 
-@pytest.mark.slow
-def test_a_parquet_file_that_is_left_in_its_middle(tmp_path):
-    """An error between two rows ends the process with a sentence. With the readers of `datasets` 5.2 it may hang."""
-    (tmp_path / "a.txt").write_text("abcdefg \n" * 1000)
-    prepare(tmp_path / "letters", str(tmp_path / "a.txt"), "char", val_share=0.5)
-    rows = ["abcdefg " * 1000] * 6000
-    write_parquet(str(tmp_path / "a.parquet"), rows[:3000] + ["Z"] + rows[3000:], row_group_size=2000)
-    flags = [f"--source={tmp_path / 'a.parquet'}", f"--tokenizer={tmp_path / 'letters'}", f"--out_dir={tmp_path / 'o'}"]
-    command = [sys.executable, os.path.join(conftest.ROOT, PREPARE), *flags]
-    for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and "the text holds 'Z', which the" in done.stderr.splitlines()[-1], done
-        assert os.listdir(tmp_path / "o") == []
-
-
 def test_the_sources_own_splits(texts, tmp_path):
     for name, part in (("train", texts[:3]), ("validation", texts[3:4]), ("test", texts[4:])):
         os.makedirs(tmp_path / "books" / name)
