@@ -6,7 +6,7 @@ It needs lm_eval. An example is a passage of a novel (some 50 words), the next s
 same novel. The novels are divided: most are for training from scratch, the rest for the task's examples (train, val,
 test). For each attention and seed: train.py trains a small model on the novels, then train.py fine-tunes it on the
 task's true endings (data/tasks/prepare.py), and scripts/lm_eval.py says how often the passage points at the true
-ending, before and after. Finished runs are skipped. The results are in out_dir/endings.json.
+ending, before and after. Finished runs are skipped. The results are in out_dir/accuracy.json.
 """
 
 import json
@@ -28,7 +28,7 @@ from text.files import replace
 # Which text, and how many runs?
 source = "books"  # a folder of novels, one .txt file for each; every fourth one is for the task
 seeds = 3  # runs per attention, with the seeds 1, 2, ...
-out_dir = "out-endings"  # the folder for the data, the runs and endings.json
+out_dir = "out-endings"  # the folder for the data, the runs and accuracy.json
 # How large is the task?
 n_train = 3000  # examples to fine-tune on
 n_test = 1000  # examples to measure with; a fifth as many are for validation
@@ -128,7 +128,7 @@ def main() -> None:
         write_task(task, of_task)
     prepare = ["--tokenizer=sentencepiece", "--vocab_size=4000", f"--out_dir={data}"]
     script("data/text/prepare.py", f"--source={text}", *prepare)
-    path = os.path.join(out_dir, "endings.json")
+    path = os.path.join(out_dir, "accuracy.json")
     losses = {name: {} for name in ATTENTIONS}
     for seed in range(1, seeds + 1):
         for name, flags in ATTENTIONS.items():
