@@ -18,7 +18,8 @@ PAGES = ["README.md", "RESULTS.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT
 NOTEBOOK = json.load(open(os.path.join(ROOT, "notebooks", "attention.ipynb"), encoding="utf-8"))
 LINK = re.compile(r"""\[([^\]]*)\]\(<?([^)>\s]+)>?(?:\s+["'][^)]*)?\)""")  # [words](target "title")
 OTHER_LINK = re.compile(r"(?m)^ *\[[^\]]+\]:|<[^>]*\b(?:src|href) *=")  # [words]: target, and HTML
-OTHERS = {"--model", "--model_args", "--include_path", "--logdir",   # flags of torchrun and pytest, and words for a flag
+OTHERS = {  # flags of torchrun, pytest, lm_eval and tensorboard, and words for a flag
+    "--model", "--model_args", "--include_path", "--logdir",
     "--standalone", "--nproc_per_node", "--nnodes", "--max-restarts", "--rdzv_backend", "--rdzv_id", "--rdzv_endpoint",
     "--flag", "--key",
 }  # fmt: skip
