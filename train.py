@@ -180,13 +180,14 @@ def estimate_loss() -> dict[str, float] | None:
     raw_model.eval()
     losses = {}
     for split, tokens in data.items():
-        total = torch.zeros(2, dtype=torch.float64)  # loss, windows
+        total = torch.zeros(2, dtype=torch.float64)  # loss, windows (of prompts and answers: their share of targets)
         for windows in read_by_all(tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world)):
             if agreement.stops_now():
                 return None
             loss = loss_of(eval_model, *to_device(windows)).item()
-            if (windows[1] >= 0).any():  # a process with fewer windows than others gets windows without targets
-                total += torch.tensor([loss * len(windows[0]), len(windows[0])])
+            # a process with fewer windows than others gets windows without targets
+            if weight := (windows[1] >= 0).sum().item() / windows[1].shape[1]:
+                total += torch.tensor([loss * weight, weight], dtype=torch.float64)
         total = summed(total)
         losses[split] = (total[0] / total[1]).item()
     raw_model.train()

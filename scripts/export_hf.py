@@ -73,7 +73,13 @@ def code_files() -> dict[str, str]:
     while waiting:
         module = waiting.pop()
         with open(path_of(module), encoding="utf-8") as f:
-            files[flat(module)] = re.sub(r"^( *)from (\S+) import(.*)", rewritten, f.read(), flags=re.M)
+            code = f.read()
+        for other in re.findall(r"^ *import (\S+)", code, re.M):
+            if os.path.exists(path_of(other)):
+                raise UserError(
+                    f"{path_of(module)}: for an export write `from {other} import ...`, not `import {other}`"
+                )
+        files[flat(module)] = re.sub(r"^( *)from (\S+) import(.*)", rewritten, code, flags=re.M)
         waiting = [module for module in waiting if flat(module) not in files]
     return files
 

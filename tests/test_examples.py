@@ -65,6 +65,21 @@ def test_a_long_prompt_loses_its_beginning_and_a_long_answer_is_refused(tasks):
         Examples(folder, "val", 4)
 
 
+def test_a_token_across_the_boundary_is_the_answers(bpe):
+    bpe(b" P", b" Pa", b"ba", pattern=r" ?\S+|\s+")
+    tok = tokenizers.GPT2Tokenizer()
+    for prompt, answer, first in (("is ", "Pan", " Pa"), ("a b", "an", "ba"), ("is", " Pa", " Pa")):
+        ids, n = examples.encode(tok, prompt, answer)
+        assert tok.decode(ids[n : n + 1]) == first
+        assert tok.decode(ids[:n]) + tok.decode(ids[n:-1]) == prompt + answer and ids[-1] == tok.eot
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_examples(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\ufeff{"prompt": "a", "answer": "b"}\r\n\r\n{"prompt": "c", "answer": "d"}\n\n'.encode())
+    assert list(examples.read_examples(str(path))) == [("a", "b"), ("c", "d")]
+
+
 def test_batches_are_drawn_as_those_of_running_text(tasks):
     data = Examples(tasks(tokenizers.CharTokenizer("abcd "), ROWS * 5), "train", 32)
     whole = data.batch(3, 8, seed=1)
@@ -99,11 +114,11 @@ def test_fine_tuning(run, train, trained, tmp_path):
     assert vals[-1] < 0.3 * vals[0] and "\nthe " in out
 
     model = checkpoint.model_of(checkpoint.load(os.path.join(trained, "best.pt"))).eval()
-    means = []
+    losses = []
     for x, y in Examples(to, "val", 32).eval_batches(2, 4):
         logits = model(x, x)[0]
-        means.append(F.cross_entropy(logits[y >= 0], y[y >= 0]).item())
-    assert vals[0] == pytest.approx(sum(means) / 2, abs=1e-4)
+        losses.append(F.cross_entropy(logits[y >= 0], y[y >= 0], reduction="none"))
+    assert vals[0] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-4)
 
     code, out, err = train("--init_from=resume", *more[:2], "--max_iters=65", "--lr_decay_iters=65")
     assert code == 0 and "going on from" in out, err
@@ -121,6 +136,8 @@ def test_fine_tuning(run, train, trained, tmp_path):
         ('{"prompt": "the", "answer": 3}\n', "must be text"),
         ('{"prompt": "the", "answer": ""}\n', "not empty"),
         ("[1]\n", "line 1"),
+        ('{"prompt": "the", "answer": "\\ud800"}\n', "surrogates not allowed"),
+        (b'{"prompt": "the", "answer": "\xe4"}\n', "line 1"),
         ('{"prompt": "the", "answer": " €"}\n', "'€', which the"),
     ],
 )
@@ -129,7 +146,7 @@ def test_a_users_mistakes_are_sentences(run, trained, tmp_path, lines, says):
     source.mkdir()
     if lines is not None:
         for split in ("train", "val"):
-            (source / f"{split}.jsonl").write_text(lines)
+            (source / f"{split}.jsonl").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
     flags = [f"--source={source}", f"--init_from={trained}", f"--out_dir={tmp_path / 'task'}"]
     code, _, err = run("data/tasks/prepare.py", *flags)
     assert code == 2 and says in err and not os.path.exists(tmp_path / "task" / "meta.json")

@@ -96,7 +96,7 @@ def test_every_choice_as_a_model_of_transformers(tmp_path, case):
     assert theirs.generate(ids, **greedy).equal(own)
     assert theirs.generate(batch, attention_mask=mask, **greedy)[0, 3:].equal(own[0])
     few = greedy | {"max_new_tokens": 10}
-    assert theirs.generate(ids, use_cache=False, **few).equal(own[:, :17])
+    assert theirs.generate(ids, use_cache=False, **greedy).equal(own)
     beams = theirs.generate(ids, num_beams=3, use_cache=False, **few)
     assert theirs.generate(batch, attention_mask=mask, num_beams=3, **few)[0, 3 : 3 + beams.shape[1]].equal(beams[0])
 
@@ -117,6 +117,22 @@ def test_their_loss_and_gradients_are_ours(tmp_path):
         torch.testing.assert_close(p.grad, q.grad, msg=name)
 
 
+def test_labels_with_use_cache_keep_the_gradient(tmp_path):
+    theirs = theirs_of(ours_of({}), tmp_path)
+    theirs(
+        torch.zeros(1, 5, dtype=torch.long), labels=torch.zeros(1, 5, dtype=torch.long), use_cache=True
+    ).loss.backward()
+    assert all(p.grad is not None for p in theirs.parameters())
+
+
+def test_several_tokens_across_the_end_of_the_window_are_refused(tmp_path):
+    theirs = theirs_of(ours_of({}), tmp_path)
+    x = torch.randint(V, (1, T + 3))
+    past = theirs(x[:, : T - 2], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="5 tokens do not fit after 22: block_size is 24"):
+        theirs(x[:, T - 2 :], past_key_values=past)
+
+
 def test_bfloat16(tmp_path):
     ours = ours_of({"attention": "laser", "position": "sinusoidal", "norm": "rmsnorm"})
     theirs = theirs_of(ours, tmp_path, dtype=torch.bfloat16)
@@ -132,6 +148,7 @@ def test_bfloat16(tmp_path):
         ({"attention_mask": torch.tensor([[0, 0, 0]])}, "one run of ones in each row"),
         ({"attention_mask": torch.tensor([[1, 1, 0]]), "use_cache": True}, "padding_side = 'left'"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "does not take inputs_embeds"),
+        ({"input_ids": None}, "needs input_ids"),
         ({"output_attentions": True}, "does not take output_attentions"),
         ({"past_key_values": ()}, "must be what this model returned"),
         ({"input_ids": torch.zeros(1, T + 1, dtype=torch.long)}, f"1 to block_size={T}"),
@@ -277,8 +294,16 @@ def test_a_run_begins_with_the_weights_of_another(run, train, trained, tmp_path)
 def test_a_changed_model_needs_a_place_for_every_trained_weight(train, tmp_path):
     code, _, err = train("--conv=3", "--max_iters=2")
     assert code == 0, err
-    code, _, err = train(f"--init_from={tmp_path / 'out'}", "--conv=0", f"--out_dir={tmp_path / 'more'}")
-    assert code == 2 and "has no place for the trained weight transformer.h.0.attn.conv.weight" in err
+    flags = [f"--init_from={tmp_path / 'out'}", f"--out_dir={tmp_path / 'more'}"]
+    for width in (0, 4):
+        code, _, err = train(*flags, f"--conv={width}")
+        assert code == 2 and "has no place for the trained weight transformer.h.0.attn.conv.weight" in err
+    code, out, err = train(*flags, "--conv=3", "--attention=softmax", "--max_iters=1")
+    assert code == 0 and "trained without" not in out, err
+    short = ("--position=relative", "--nope_long", "--heads=S/L", "--window=4", "--max_iters=2")
+    assert train(*short)[0] == 0
+    code, _, err = train(*flags, "--heads=S/SL")
+    assert code == 2 and "needs transformer.h.1.attn.position.k, which was not trained" in err
 
 
 def test_other_tokens_are_told(train, trained, tmp_path):

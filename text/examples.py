@@ -23,13 +23,16 @@ from text.tokenizers import Tokenizer
 
 def read_examples(path: str) -> Iterator[tuple[str, str]]:
     """Yields (prompt, answer) of each line of a JSONL file. Raises TextError, naming the line that is wrong."""
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
+            if not line.strip():
+                continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
                 prompt, answer = row["prompt"], row["answer"]
                 if not (isinstance(prompt, str) and isinstance(answer, str) and prompt and answer):
                     raise TypeError("prompt and answer must be text, and not empty")
+                (prompt + answer).encode()  # half a character is an error
             except (ValueError, KeyError, TypeError) as error:
                 what = f"{type(error).__name__}: {error}"
                 need = 'a line must be {"prompt": "...", "answer": "..."}'
@@ -48,11 +51,15 @@ def sources_of(source: str) -> dict[str, str]:
 
 
 def encode(tok: Tokenizer, prompt: str, answer: str) -> tuple[np.ndarray, int]:
-    """(ids of an example, how many of them are the prompt's); eot ends the answer, if the tokenizer has one."""
-    before = tok.ids(prompt)
-    ids = tok.ids(prompt + answer)
+    """(ids of an example, how many of them are the prompt's); eot ends the answer, if the tokenizer has one.
+
+    A token with the prompt's end and the answer's beginning, such as " Paris" after "France is ", is the answer's.
+    """
+    before, ids = tok.ids(prompt), tok.ids(prompt + answer)
+    n = min(len(before), len(ids) - 1)
+    differ = np.flatnonzero(before[:n] != ids[:n])
     end = [] if tok.eot is None else [tok.eot]
-    return np.concatenate((ids, np.array(end, dtype=ids.dtype))), min(len(before), len(ids) - 1)
+    return np.concatenate((ids, np.array(end, dtype=ids.dtype))), int(differ[0]) if len(differ) else n
 
 
 def prepare(folder: str, source: str, tok: Tokenizer) -> dict:

@@ -247,7 +247,7 @@ def own_meta(folder: str) -> dict | None:
     try:
         with open(os.path.join(folder, OWN_FILE), encoding="utf-8") as f:
             return json.load(f)["tokenizer"]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{os.path.join(folder, OWN_FILE)} is damaged: {first_line(error)}") from None

@@ -69,11 +69,13 @@ class NanoattnCache:
                 with cache.extended(*new.shape):
                     x = self.gpt.hidden(new, cache)
             else:
+                if cache is not None and 1 < n and past > start:
+                    raise ValueError(f"{n} tokens do not fit after {past - start}: block_size is {block_size}")
                 self.caches[start] = None
                 with torch.no_grad():
                     x = self.gpt.hidden(text[:, -block_size:])
             x = x[:, -n:]
-            y[rows, n - x.shape[1] :] = x.to(y.dtype)
+            y[rows, n - x.shape[1] :] = x.to(y)
         return y
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -138,7 +140,7 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         past_key_values: NanoattnCache | None = None,
@@ -149,13 +151,18 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits (B, T, V), or of the last logits_to_keep tokens; the loss with labels (B, T), -100 where none counts.
 
         attention_mask: (B, T) or, with past_key_values, (B, all tokens so far), 1 for text: padding may be on the left
-        or, without a cache, on the right. use_cache: also return the cache; there is no gradient then.
+        or, without a cache, on the right. use_cache: also return the cache, which has no gradient (not with labels).
         """
         for name in REFUSED:
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise ValueError(f"this model does not take {name}")
-        n = logits_to_keep or input_ids.shape[1]
-        if past_key_values is None and use_cache:
+        if input_ids is None:
+            raise ValueError("this model needs input_ids")
+        n, block_size = logits_to_keep or input_ids.shape[1], self.gpt.config.block_size
+        if n < input_ids.shape[1] and past_key_values is None and not use_cache:  # generate without a cache
+            input_ids = input_ids[:, -max(n, block_size) :]
+            attention_mask = None if attention_mask is None else attention_mask[:, -max(n, block_size) :]
+        if past_key_values is None and use_cache and labels is None:
             past_key_values = NanoattnCache(self.gpt, attention_mask, input_ids)
         if past_key_values is not None:
             if not isinstance(past_key_values, NanoattnCache):

@@ -224,7 +224,8 @@ def run_in(folder: str) -> dict:
 
 def tokens_of(name: str) -> dict | None:
     """The meta of the tokenizer that a model was trained with; None if its folder or name does not tell."""
-    return run_in(name).get("tokenizer") if checkpoint.names(name) else own_meta(name)
+    with contextlib.suppress(UserError):
+        return checkpoint.tokenizer_of(run_in(name)).meta if checkpoint.names(name) else own_meta(name)
 
 
 def load(name: str, changes: dict) -> GPT:
@@ -253,8 +254,12 @@ def with_changes(trained: GPT, args: dict) -> GPT:
     """A GPT with the fields args and the weights of one of ours. The weights of NEW choices begin anew."""
     learned = trained.config.position == "learned"  # then all positions are copied first, and cropped afterwards
     model = GPT(GPTConfig(**args | ({"block_size": trained.config.block_size} if learned else {})))
-    unused = model.load_state_dict(trained.state_dict(), strict=False).unexpected_keys
-    refuse((True, f"the changed model has no place for the trained weight {name}") for name in unused)
+    theirs, ours = trained.state_dict(), model.state_dict()
+    new = [key for key in ours if key not in theirs and not key.endswith(NEW)]
+    refuse((True, f"the changed model needs {key}, which was not trained") for key in new)
+    lost = [key for key, p in theirs.items() if key not in ours or ours[key].shape != p.shape]
+    refuse((True, f"the changed model has no place for the trained weight {key}") for key in lost)
+    model.load_state_dict(theirs, strict=False)
     if learned:
         model.crop_block_size(args["block_size"])
     return model

@@ -173,7 +173,9 @@ class Run:
         if meta["tokenizer"] != theirs:
             other = "has" if theirs else "may have"
             say(f"{name} {other} other tokens than {dataset}: then the same ids mean other texts to it")
-        swapped = [f"{k}={v}" for k, v in self.free.items() if k not in (*TRAINING, "block_size")]
+        was = config_of(name, {})[1]
+        changed = {k: v for k, v in self.free.items() if was.get(k, getattr(GPTConfig, k)) != v}
+        swapped = [f"{k}={v}" for k, v in changed.items() if k not in (*TRAINING, "block_size")]
         new = f"; they were trained without {', '.join(swapped)}, so the loss begins higher" if swapped else ""
         say(f"{name}: all of its weights carry over, the optimizer starts anew{new}")
         self.check_weights(model.config)
