@@ -178,6 +178,8 @@ def config_of(name: str, changes: dict) -> tuple[object, dict]:
     """
     if checkpoint.names(name):
         return None, _changed(name, run_in(name)["model_args"], changes)
+    if os.path.isfile(name):
+        raise UserError(f"{name} is a file: give the folder of a run or of a model")
     if name not in GPT2 and not os.path.isdir(name) and (name.count("/") != 1 or name[0] in "./~"):
         raise UserError(f"{name!r} is not one of {', '.join(GPT2)}, no owner/model of the hub and no local folder")
     AutoConfig = with_ours().AutoConfig
