@@ -230,6 +230,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_the_repository_loads_and_samples_it(run, trained, tmp_path):
     to = str(tmp_path / "exported")
     code, out, err = run("scripts/export_hf.py", f"--out_dir={trained}", f"--to={to}", "--custom")
