@@ -219,13 +219,15 @@ def with_ours() -> ModuleType:
     return transformers
 
 
-def run_in(folder: str) -> dict:
-    """The checkpoint of a run's folder that has the lowest validation loss."""
-    return checkpoint.load(checkpoint.path_of(folder, "best"), lazily=True)
+def run_in(folder: str, verify: bool = False) -> dict:
+    """The checkpoint with the lowest validation loss in a run's folder. verify: read all of it, for its checksums."""
+    return checkpoint.load(checkpoint.path_of(folder, "best"), verify, lazily=True)
 
 
 def tokens_of(name: str) -> dict | None:
     """The meta of the tokenizer that a model was trained with; None if its folder or name does not tell."""
+    if name in GPT2 and not os.path.isdir(name):
+        return {"kind": "gpt2"}
     with contextlib.suppress(UserError):
         return checkpoint.tokenizer_of(run_in(name)).meta if checkpoint.names(name) else own_meta(name)
 
@@ -234,7 +236,7 @@ def load(name: str, changes: dict) -> GPT:
     """The GPT with pretrained weights: of the hub, a local folder, a run's folder. changes: fields of GPTConfig."""
     c, args = config_of(name, changes)
     if c is None:
-        return with_changes(checkpoint.model_of(run_in(name)), args)
+        return with_changes(checkpoint.model_of(run_in(name, verify=True)), args)
     settings = {"dtype": torch.float32, "output_loading_info": True} | hub_args(name)
     with loading(name):
         theirs, found = with_ours().AutoModelForCausalLM.from_pretrained(name, **settings)

@@ -173,7 +173,7 @@ class Run:
         if meta["tokenizer"] != theirs:
             other = "has" if theirs else "may have"
             say(f"{name} {other} other tokens than {dataset}: then the same ids mean other texts to it")
-        was = config_of(name, {})[1]
+        was = config_of(name, {})[1] if self.free else {}
         changed = {k: v for k, v in self.free.items() if was.get(k, getattr(GPTConfig, k)) != v}
         swapped = [f"{k}={v}" for k, v in changed.items() if k not in (*TRAINING, "block_size")]
         new = f"; they were trained without {', '.join(swapped)}, so the loss begins higher" if swapped else ""

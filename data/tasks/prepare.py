@@ -29,7 +29,7 @@ globals().update(config)
 with user_errors():
     if source is None:
         raise UserError("--source= says which examples: a folder with train.jsonl and val.jsonl")
-    meta = tokens_of(init_from) or ({"kind": "gpt2"} if init_from in GPT2 else None)
+    meta = tokens_of(init_from)
     if meta is None:
         raise UserError(f"--init_from={init_from} is no folder of a run or an export, nor one of {', '.join(GPT2)}")
     corpus.report(examples.prepare(out_dir, source, tokenizers.tokenizer(meta)))
