@@ -93,8 +93,7 @@ def customised(model: GPT) -> object:
     optional("transformers", USER)
     from training.modeling_nanoattn import NanoattnConfig, NanoattnForCausalLM
 
-    theirs = NanoattnForCausalLM(NanoattnConfig(gpt=vars(model.config)))
-    theirs.gpt.load_state_dict(model.state_dict())
+    theirs = NanoattnForCausalLM.of(model)
     names = {"AutoConfig": NanoattnConfig, "AutoModelForCausalLM": NanoattnForCausalLM}
     theirs.config.auto_map = {auto: f"modeling_nanoattn.{cls.__name__}" for auto, cls in names.items()}
     return theirs

@@ -52,11 +52,9 @@ def ours_of(case: dict) -> GPT:
 def theirs_of(ours: GPT, folder: object, **kwargs: object) -> torch.nn.Module:
     """The same model, written and loaded again by transformers, with all of its weights."""
     hf = pretrained.with_ours()
-    from training.modeling_nanoattn import NanoattnConfig, NanoattnForCausalLM
+    from training.modeling_nanoattn import NanoattnForCausalLM
 
-    theirs = NanoattnForCausalLM(NanoattnConfig(gpt=vars(ours.config)))
-    theirs.gpt.load_state_dict(ours.state_dict())
-    theirs.save_pretrained(folder)
+    NanoattnForCausalLM.of(ours).save_pretrained(folder)
     theirs, found = hf.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
     assert not any(found.values()), found
     return theirs

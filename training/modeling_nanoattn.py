@@ -121,6 +121,13 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
         self._tied_weights_keys = tied
         self.post_init()
 
+    @classmethod
+    def of(cls, gpt: GPT) -> "NanoattnForCausalLM":
+        """The same model as gpt, with a copy of its weights."""
+        model = cls(NanoattnConfig(gpt=vars(gpt.config)))
+        model.gpt.load_state_dict(gpt.state_dict())
+        return model
+
     def _init_weights(self, module: torch.nn.Module) -> None:
         """Computes a module's tables (of RoPE, ALiBi, ...), which are in no file: transformers leaves them empty."""
         for name in module._non_persistent_buffers_set:
