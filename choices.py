@@ -106,6 +106,7 @@ class Scheme(nn.Module):
     scores = True  # whether it gives a bias; running sums cannot hold a bias: with one, all keys and values are kept
     shared = False  # whether all layers share one module
     endless = False  # whether it knows positions past block_size
+    both_sides = False  # whether a query may see later tokens (attention/bidirectional.py)
     extra = 0  # dimensions that it adds to q and k
 
 
@@ -116,7 +117,7 @@ class RoPE(Scheme):
     d and d + D/2: the same model, with the rows of the projections in another order.
     """
 
-    scores, shared, endless = False, True, True
+    scores, shared, endless, both_sides = False, True, True, True
 
     def __init__(self, c):
         super().__init__()

@@ -13,7 +13,7 @@ Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head widt
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,8 @@ from text.sampling import stream
 #   bias: added to the scaled scores by `scores`; a tensor that broadcasts to (B, H, Tq, T), or a ByDistance, which
 #     has a number for each distance i - j (attention/scores.py)
 # An attention that can drop its weights takes `dropout` as well: the probability, 0.0 by default, in training alone.
+# One that need not be causal takes `causal` and `seen`, and passes them to `visible` (examples/bert.py): with
+# causal=False, all keys are seen, or those with |i - j| <= window; seen (B, 1, 1, T) is False where a key is padding.
 # One whose weights are not made of exp(s) takes `decay` (H, 1, 1): they are multiplied by exp(-decay (i - j)). For all
 # others a decay becomes more dimensions of q and k, which lower the scores of far keys (choices.ALiBi).
 # y_i may use q_i and the keys and values that query i sees, but neither T nor a key's index, nor other heads or rows.
@@ -49,38 +51,38 @@ from text.sampling import stream
 # count the keys that a query sees, use seen.sum(-1).) The name of an attention that needs more goes into WHOLE.
 
 
-def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0, causal=True, seen=None):
     """y = softmax(s) v ("Attention Is All You Need", Vaswani et al. 2017, equation 1)."""
-    s, seen = scores(q, k, scale, bias), visible(q, k, window)  # (B, H, Tq, T), (Tq, T)
+    s, seen = scores(q, k, scale, bias), visible(q, k, window, causal, seen)  # (B, H, Tq, T), (Tq, T)
     weights = s.masked_fill(~seen, -math.inf).softmax(-1)
     return F.dropout(weights, dropout).to(v.dtype) @ v
 
 
-def laser_attention(q, k, v, *, window=None, scale=None, bias=None):
+def laser_attention(q, k, v, *, window=None, scale=None, bias=None, causal=True, seen=None):
     """y = log(softmax(s) exp(v)) ("LASER: Attention with Exponential Transformation", Duvvuri and Dhillon, equation 6).
 
     The sum is taken in log space, where exp cannot overflow. This needs T x T x D numbers for each head. There is no
     dropout: the first query has a single weight, and dropping it would give log(0).
     """
-    s, seen = scores(q, k, scale, bias), visible(q, k, window)
+    s, seen = scores(q, k, scale, bias), visible(q, k, window, causal, seen)
     log_weights = s.masked_fill(~seen, -math.inf).log_softmax(-1)
     return (log_weights[..., None] + at_least_float32(v)[..., None, :, :]).logsumexp(-2).to(v.dtype)
 
 
-def beta_attention(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0):
+def beta_attention(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0, causal=True, seen=None):
     """y = s / (1 + ||s||) v, ||s|| the L2 norm of a query's scores (the blog post on beta attention in nanoGPT).
 
     Scores that a query does not see are 0. Weights may be negative, and need not sum to 1.
     """
-    s, seen = scores(q, k, scale, bias), visible(q, k, window)
+    s, seen = scores(q, k, scale, bias), visible(q, k, window, causal, seen)
     s = decayed(s, decay).masked_fill(~seen, 0.0)
     weights = s / (1 + s.norm(dim=-1, keepdim=True))
     return F.dropout(weights, dropout).to(v.dtype) @ v
 
 
-def beta2_attention(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0):
+def beta2_attention(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0, causal=True, seen=None):
     """y = s^2 / (1 + sum s^2) v: beta's square, which gives large scores more weight, and no weight below 0 (ours)."""
-    s, seen = scores(q, k, scale, bias), visible(q, k, window)
+    s, seen = scores(q, k, scale, bias), visible(q, k, window, causal, seen)
     s2 = decayed(s.square(), decay).masked_fill(~seen, 0.0)
     weights = s2 / (1 + s2.sum(-1, keepdim=True))
     return F.dropout(weights, dropout).to(v.dtype) @ v
@@ -229,16 +231,12 @@ class CausalSelfAttention(nn.Module):
         self.probe = None  # a function that looks into the layer (attention/probe.py)
 
     def forward(self, x, memory=None):
-        """memory: a Cache of the tokens before x; or Documents (which tokens of x see each other); or None."""
+        """memory: None, or what else x sees: a Cache of earlier tokens, Documents, Bidirectional (not causal)."""
         (B, T, _), (H, G, D) = x.shape, self.sizes
-        qkv = self.c_attn(x)
-        check_finite(qkv)
-        if self.conv is not None:
-            qkv = self.conv(qkv, memory)
-        q, k, v = qkv.split((H * D, G * D, G * D), dim=-1)
+        q, k, v = self.project(x, memory)
         q = self.q_norm(q.view(B, T, H, D).transpose(1, 2))  # (B, H, T, D)
-        k = self.k_norm(k.view(B, T, G, D).transpose(1, 2))  # (B, G, T, D)
-        v = v.view(B, T, -1, self.n_map * D).transpose(1, 2)  # (B, G, T, D) or, differential, (B, G / 2, T, 2 D)
+        k = self.k_norm(k.view(B, -1, G, D).transpose(1, 2))  # (B, G, T, D)
+        v = v.view(B, k.shape[2], -1, self.n_map * D).transpose(1, 2)  # (B, G, T, D); differential: (B, G / 2, T, 2 D)
         if self.per_dim_temperature is not None:
             q = q * F.softplus(self.per_dim_temperature)
         past = 0 if memory is None else memory.length
@@ -264,6 +262,15 @@ class CausalSelfAttention(nn.Module):
             y = self.ln_head(y[:, ::2] - self.lambda_of_pairs() * y[:, 1::2]) * (1 - self.lambda_init)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, H * D))
         return self.resid_dropout(y) if self.training else y  # each module call costs time when decoding one token
+
+    def project(self, x, memory):
+        """The rows of q, k and v before they are cut into heads: (B, T, H D), (B, T, G D) and (B, T, G D)."""
+        H, G, D = self.sizes
+        qkv = self.c_attn(x)
+        check_finite(qkv)
+        if self.conv is not None:
+            qkv = self.conv(qkv, memory)
+        return qkv.split((H * D, G * D, G * D), dim=-1)
 
     def lambda_of_pairs(self):
         """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, of all pairs of the layer."""
@@ -298,15 +305,14 @@ class Block(nn.Module):
 
     def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
         super().__init__()
-        before, after, added = WHERE[c.where]
-        self.added = added
+        before, after, self.added = WHERE[c.where]
         self.parallel = c.block == "parallel"
 
         def norm(wanted: bool) -> nn.Module:
             return new_norm(c, c.norm, c.n_embd) if wanted else nn.Identity()
 
-        self.ln_1 = norm(before or added)
-        self.ln_2 = norm((before or added) and not self.parallel)
+        self.ln_1 = norm(before or self.added)
+        self.ln_2 = norm((before or self.added) and not self.parallel)
         self.ln_1_after = norm(after)
         self.ln_2_after = norm(after)
         self.attn = CausalSelfAttention(c, layer, shared_position)
@@ -419,8 +425,6 @@ class GPT(nn.Module):
         """An empty cache for up to `capacity` tokens, block_size by default; UserError for more than it can hold."""
         most = self.config.block_size
         capacity = most if capacity is None else capacity
-        if capacity < 1:
-            raise UserError(f"a cache of {capacity} tokens: it must have room for 1 or more")
         if capacity > most and (why := why_it_ends(self)):
             raise UserError(f"a cache of {capacity} tokens: this model ends at block_size={most}, because {why}")
         return Cache([group for block in self.transformer.h for group in block.attn.groups], capacity)
@@ -441,10 +445,6 @@ class GPT(nn.Module):
 
         return load(name, override_args or {})
 
-    def stream(self, idx: Tensor, n: int, *args, **kwargs) -> Iterator[Tensor]:
-        """Yields the next token of each of the prompts idx (B, T), as (B, 1), up to n times (text/sampling.py)."""
-        return stream(self, idx, n, *args, **kwargs)
-
     def generate(self, idx: Tensor, max_new_tokens: int, *args, **kwargs) -> Tensor:
-        """The prompts idx (B, T), each followed by its new tokens. The arguments are those of `stream`."""
-        return torch.cat((idx, *self.stream(idx, max_new_tokens, *args, **kwargs)), dim=1)
+        """The prompts idx (B, T), each followed by its new tokens. The arguments are those of text.sampling.stream."""
+        return torch.cat((idx, *stream(self, idx, max_new_tokens, *args, **kwargs)), dim=1)

@@ -18,6 +18,7 @@ from errors import UserError, note
 import torch
 
 from attention.cache import run_definitions, why_it_ends
+from text.sampling import stream
 from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
 
@@ -105,7 +106,7 @@ def main() -> None:
     with amp:
         for i in range(num_samples):
             sampling = {"vocab_size": tok.n_vocab, "seed": seed + i, "use_cache": use_cache, "endless": endless}
-            tokens = model.stream(ids, max_new_tokens, temperature, top_k, top_p, **sampling)
+            tokens = stream(model, ids, max_new_tokens, temperature, top_k, top_p, **sampling)
             print(text, end="")
             for piece in text_of(tokens, tok, stop, prompt):
                 print(piece, end="", flush=True)

@@ -15,7 +15,7 @@ from attention.forms import SUMS, alike, fixed_inputs, unchanged
 from attention.heads import HeadGroup
 from attention.scores import at_least_float32, spelled_out
 from attention.sums import linear_attention, scaled
-from errors import note
+from errors import UserError, note
 
 
 class KeyValues:
@@ -74,7 +74,7 @@ class RunningSums:
             return y
         with torch.autocast(q.device.type, enabled=False):
             one = scaled(q, scale), at_least_float32(k), at_least_float32(v)
-            y, self.state = self.kind.one_token(*one, decay, self.state)
+            y, self.state = self.kind.at_once(*one, decay, self.state)
         return y.to(v.dtype)
 
 
@@ -131,10 +131,12 @@ def run_definitions(model: torch.nn.Module) -> None:
 class Cache:
     """What a model keeps of the `length` tokens that it has seen, for up to `capacity` tokens in each of `rows` rows.
 
-    groups: the groups of heads of all layers.
+    groups: the groups of heads of all layers. Raises UserError for a capacity below 1.
     """
 
     def __init__(self, groups: list[HeadGroup], capacity: int):
+        if capacity < 1:
+            raise UserError(f"a cache of {capacity} tokens: it must have room for 1 or more")
         self.capacity, self.length, self.rows, self.broken = capacity, 0, 0, False
         self.parts = {group: group.cache(group.window, capacity) for group in groups}
         self.last = {}  # {a short convolution: its inputs of the last tokens}

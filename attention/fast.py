@@ -48,6 +48,10 @@ def in_blocks(core: Callable) -> Callable:
             bias = bias.expand(torch.broadcast_shapes(bias.shape, (Tq, T)))
         if window is not None and window >= T - 1:
             window = None
+        if window is not None and (not more.get("causal", True) or more.get("seen") is not None):
+            if Tq < T or bias is not None or T <= 2 * CHUNK:
+                return core(q, k, v, window=window, scale=scale, bias=bias, **more)
+            return in_padded_blocks(core, q, k, v, window=window, scale=scale, **more)
         c = CHUNK * max(1, math.ceil((window or 0) / (2 * CHUNK)))
         first = c * math.ceil((window or 0) / c)
         if window is None or min(T, 2 * Tq) <= first + c:
@@ -74,6 +78,28 @@ def in_blocks(core: Callable) -> Callable:
         return torch.cat(y, dim=-2)
 
     return attend
+
+
+def in_padded_blocks(core: Callable, q, k, v, *, window: int, causal=True, seen=None, decay=None, **settings):
+    """y of short heads that see tokens on both sides, or that do not see padding, in blocks of c queries.
+
+    The text gets padding on both sides. A block has the c + 2 window keys that its queries see (c + window if causal).
+    Queries are the last ones of their keys; so a block has `window` more queries, whose outputs are thrown away.
+    """
+    B, H, T, _ = q.shape
+    c = CHUNK * max(1, math.ceil(window / (2 * CHUNK)))
+    after = 0 if causal else window
+    sides = (window, -T % c + after)
+    seen = q.new_ones(1, 1, 1, T, dtype=torch.bool) if seen is None else seen
+    seen = F.pad(seen, sides).expand(B, H, 1, -1).flatten(0, 2).unfold(-1, window + c + after, c)
+    k, v = (F.pad(x, (0, 0, *sides)).flatten(0, 1) for x in (k, v))
+    q_blocks = Windows.apply(pad_rows(q, sides[1]).flatten(0, 1), after, after, c)
+    k_blocks = Windows.apply(k, window + after, window + after, c)
+    v_blocks = Windows.apply(v, window + after, window + after, c)
+    if decay is not None:
+        settings["decay"] = decay.expand(B, H, 1, 1).reshape(B * H, 1, 1, 1)
+    y = core(q_blocks, k_blocks, v_blocks, window=window, causal=causal, seen=seen[:, :, None], **settings)
+    return y[..., :c, :].reshape(B, H, -1, v.shape[-1])[..., :T, :]
 
 
 class Windows(torch.autograd.Function):
@@ -120,11 +146,12 @@ def in_rows(core: Callable, numbers: Callable) -> Callable:
     core = spelled_out(core)
 
     def attend(q, k, v, *, bias=None, **settings):
-        Tq = q.shape[-2]
+        Tq, causal = q.shape[-2], settings.get("causal", True)
         rows = (ROWS if q.device.type == "cpu" else 4 * ROWS) // max(1, numbers(q, k, v, bias))
         if isinstance(bias, ByDistance) and bias.v is not None:
             rows = min(rows, max(CHUNK, len(bias.v)))  # so ByDistance.attend needs one-hot values for few keys
-        if rows >= Tq:
+        far = settings.get("window") is not None or settings.get("decay") is not None
+        if rows >= Tq or (far and not causal):  # distances are counted from the last key
             return core(q, k, v, bias=bias, **settings)
         if isinstance(bias, ByDistance):
             warnings.warn("t5 and relative have no fused kernel: a few queries run at a time, slowly", stacklevel=4)
@@ -133,11 +160,14 @@ def in_rows(core: Callable, numbers: Callable) -> Callable:
     @torch.compiler.disable  # torch.compile would unroll the loop
     def in_parts(rows, q, k, v, bias, settings):
         Tq, past = q.shape[-2], k.shape[-2] - q.shape[-2]
+        causal, seen = settings.get("causal", True), settings.get("seen")
         y = []
         for start in range(0, Tq, rows):
             end = min(start + rows, Tq)
-            few = q[..., start:end, :], k[..., : past + end, :], v[..., : past + end, :]
-            part = functools.partial(core, bias=part_of(bias, slice(start, end), slice(past + end)), **settings)
+            keys = slice(past + end if causal else None)
+            few = q[..., start:end, :], k[..., keys, :], v[..., keys, :]
+            more = settings if seen is None else settings | {"seen": seen[..., keys]}
+            part = functools.partial(core, bias=part_of(bias, slice(start, end), keys), **more)
             y.append(checkpoint(part, *few, use_reentrant=False))
         return torch.cat(y, dim=-2)
 
@@ -173,27 +203,27 @@ def fused_softmax(definition: Callable) -> Callable:
     """y = softmax(s) v by PyTorch's fused kernels."""
     in_windows = windowed(sdpa, for_bias)
 
-    def attend(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+    def attend(q, k, v, *, window=None, bias=None, **settings):
         if window is None and bias is None:
-            return sdpa(q, k, v, scale=scale, dropout=dropout)
-        return in_windows(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout)
+            return sdpa(q, k, v, **settings)
+        return in_windows(q, k, v, window=window, bias=bias, **settings)
 
     return attend
 
 
-def sdpa(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+def sdpa(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0, causal=True, seen=None):
     """F.scaled_dot_product_attention, with a mask only where is_causal is not enough."""
     Tq, T, D, Dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     if D != Dv and not (bias is not None and bias.requires_grad):  # fused kernels take one width, give no dbias
         q, k, v = (F.pad(x, (0, max(D, Dv) - x.shape[-1])) for x in (q, k, v))
     mask = None
-    if window is not None or bias is not None or 1 < Tq < T:
-        mask = visible(q, k, window)
+    if window is not None or bias is not None or seen is not None or (causal and 1 < Tq < T):
+        mask = visible(q, k, window, causal, seen)
     if bias is not None:
         mask = bias.to(q.dtype).masked_fill(~mask, -math.inf)
-    y = F.scaled_dot_product_attention(
-        q, k, v, mask, dropout, is_causal=mask is None and Tq > 1, scale=D**-0.5 if scale is None else scale
-    )
+    causal = causal and mask is None and Tq > 1
+    scale = D**-0.5 if scale is None else scale
+    y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale)
     return y[..., :Dv]
 
 
@@ -216,9 +246,8 @@ def laser_by_exp(definition: Callable) -> Callable:
     softmax = fused_softmax(definition)
     in_log_space = windowed(definition, for_values)
 
-    def attend(q, k, v, *, window=None, scale=None, bias=None):
+    def attend(q, k, v, **settings):
         q, k, values = at_least_float32(q), at_least_float32(k), at_least_float32(v)
-        settings = {"window": window, "scale": scale, "bias": bias}
         with torch.autocast(q.device.type, enabled=False):
             if wider_than(values, LASER_RANGE):
                 return in_log_space(q, k, values, **settings).to(v.dtype)

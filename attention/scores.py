@@ -18,13 +18,21 @@ def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def visible(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
-    """True where query i sees key j: 0 <= i - j <= window, or j <= i without a window. (Tq, T)."""
+def visible(q, k, window: int | None, causal: bool = True, seen: torch.Tensor | None = None) -> torch.Tensor:
+    """True where query i sees key j: (Tq, T) or, with `seen`, (B, 1, Tq, T).
+
+    These are the keys with 0 <= i - j <= window, or j <= i without a window. If the attention is not causal: the keys
+    with |i - j| <= window, or all. seen (B, 1, 1, T): False where a key is padding, which no query sees. Only a query
+    that would see nothing but padding does see it: its output means nothing, but it is finite.
+    """
     Tq, T = q.shape[-2], k.shape[-2]
     distance = torch.arange(T - Tq, T, device=q.device)[:, None] - torch.arange(T, device=q.device)
-    if window is None:
-        return distance >= 0
-    return (distance >= 0) & (distance <= window)
+    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        mask = mask & (distance.abs() <= window)
+    if seen is None:
+        return mask
+    return torch.where((mask & seen).any(-1, keepdim=True), mask & seen, mask)
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, scale: float | None, bias: "torch.Tensor | ByDistance | None"):
@@ -40,7 +48,7 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float | None, bias: "torch.T
 
 
 def decayed(x: torch.Tensor, decay: torch.Tensor | None) -> torch.Tensor:
-    """x gamma^(i - j) for query i and key j, gamma = exp(-decay): (B, H, Tq, T).
+    """x gamma^|i - j| for query i and key j, gamma = exp(-decay): (B, H, Tq, T).
 
     decay >= 0: a number for each head, (H, 1, 1) or what broadcasts to (B, H, 1, 1); None: x itself.
     """
@@ -48,7 +56,7 @@ def decayed(x: torch.Tensor, decay: torch.Tensor | None) -> torch.Tensor:
         return x
     Tq, T = x.shape[-2:]
     distance = torch.arange(T - Tq, T, device=x.device)[:, None] - torch.arange(T, device=x.device)
-    return x * (-decay * distance.clamp(min=0)).exp()
+    return x * (-decay * distance.abs()).exp()
 
 
 class ByDistance:

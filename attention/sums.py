@@ -28,12 +28,16 @@ def by_sums(kind: type, definition: Callable) -> Callable:
     """
     quadratic = windowed(definition, for_bias)
 
-    def attend(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0):
-        few = q.shape[-2] < max(k.shape[-2], kind.linear_from(q.shape[-1]))
-        if few or window is not None or bias is not None or dropout:
-            more = {"decay": decay} if decay is not None else {}
-            return quadratic(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout, **more)
-        return linear_attention(kind, q, k, v, scale=scale, decay=decay)[0]
+    def attend(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0, causal=True, seen=None):
+        Tq, T, least = q.shape[-2], k.shape[-2], kind.linear_from(q.shape[-1])
+        if window is None and bias is None and not dropout:
+            if not causal and decay is None and min(Tq, T) >= least:
+                return over_all(kind, q, k, v, scale, seen)
+            if causal and seen is None and T == Tq >= least:
+                return linear_attention(kind, q, k, v, scale=scale, decay=decay)[0]
+        more = {"decay": decay} if decay is not None else {}
+        more |= {"causal": causal, "seen": seen}
+        return quadratic(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout, **more)
 
     return attend
 
@@ -49,6 +53,18 @@ def linear_attention(kind: type, q, k, v, *, scale=None, decay=None, state=None)
             decay = decay.to(q.dtype).expand(q.shape[1], 1, 1).flatten()
         y, state = Linear.apply(kind, q, at_least_float32(k), at_least_float32(v), decay, state)
     return y.to(v.dtype), state
+
+
+def over_all(kind: type, q, k, v, scale: float | None, seen: torch.Tensor | None) -> torch.Tensor:
+    """y if every query sees all keys that are no padding: each query reads one sum over the keys.
+
+    seen (B, 1, 1, T), as in `visible`; where a text is nothing but padding, y is 0.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        k = at_least_float32(k)
+        if seen is not None:
+            k = k.where(seen.mT, 0.0)  # a key of zeros adds nothing to a sum
+        return kind.at_once(scaled(q, scale), k, at_least_float32(v), None, 0.0)[0].to(v.dtype)
 
 
 def scaled(q: torch.Tensor, scale: float | None) -> torch.Tensor:
@@ -242,15 +258,19 @@ class Beta:
         return D * (Dv + D)
 
     @staticmethod
-    def one_token(q, k, v, decay, state) -> tuple:
-        """(y, state) of one token, q, k (B, H, 1, D), v (B, H, 1, Dv), as in `Linear`. decay (H, 1, 1) or None."""
+    def at_once(q, k, v, decay, state) -> tuple:
+        """(y, state): all queries q see all keys k, v and those of the state (0.0 for none), which is decayed by one
+        token's distance before. Decoding calls it for one token; over_all for all tokens. decay (H, 1, 1) or None."""
         Dv, D = v.shape[-1], k.shape[-1]
         if decay is not None:
             gamma = (-decay).exp()
             state = state * torch.cat((gamma.expand(-1, 1, Dv), gamma.square().expand(-1, 1, D)), dim=-1)
-        state = state + k.mT * torch.cat((v, k), dim=-1)
+        state = state + k.mT @ torch.cat((v, k), dim=-1)
         y, qG = (q @ state).split((Dv, D), dim=-1)
-        return y / (1 + (q * qG).sum(-1, keepdim=True).clamp(min=0).sqrt()), state
+        square = (q * qG).sum(-1, keepdim=True)
+        if square.requires_grad:
+            return y / (1 + Root.apply(square, rounding(q, state[..., Dv:]))), state
+        return y / (1 + square.clamp(min=0).sqrt()), state
 
     @staticmethod
     def forward(q, k, v, fade: Fade, state) -> tuple:
@@ -271,11 +291,7 @@ class Beta:
         Dv, D = y.shape[-1], q.shape[-1]
         v, k = w.split((Dv, D), dim=-1)
         power = fade.columns(Dv, D)
-        # r is at most |q| sqrt(trace G). Far below that it is only rounding error, and dividing by it would blow the
-        # error up. So the divisor is at least `least`; the number that it divides is as small as r.
-        trace = before[..., Dv:].diagonal(0, -2, -1).sum(-1)[:, None, None]
-        eps = torch.finfo(r.dtype).eps
-        least = fade.since((q.square().sum(-1, keepdim=True) * trace).mul_(eps).sqrt_()).clamp_(min=eps**2)
+        least = fade.since(rounding(q, before[..., Dv:])).clamp_(min=torch.finfo(r.dtype).eps ** 2)
         p = dy / (1 + r)
         z = (p * y).sum(-1, keepdim=True) / -torch.maximum(r, least)
         a = fade.since(torch.cat((p, z * q), dim=-1), power)
@@ -288,6 +304,31 @@ class Beta:
         dq, dk = dq.baddbmm_(ds, k), dk.baddbmm_(ds.mT, q)
         dv = fade.until(k @ after[..., :Dv]).baddbmm_(s.mT, p)
         return dq, dk, dv, state
+
+
+def rounding(q: torch.Tensor, G: torch.Tensor) -> torch.Tensor:
+    """The rounding error of r = sqrt(q G q^T), (..., T, 1): a gradient divides by r or, if r is smaller, by this.
+
+    r is at most |q| sqrt(trace G). Far below that it is only rounding error, and dividing by it would blow it up.
+    """
+    trace = G.diagonal(0, -2, -1).sum(-1)[..., None, None]
+    return (q.square().sum(-1, keepdim=True) * trace).mul(torch.finfo(q.dtype).eps).sqrt()
+
+
+class Root(torch.autograd.Function):
+    """The square root of a sum of squares x, at least 0. least: the gradient divides by no smaller root."""
+
+    @staticmethod
+    def forward(ctx, x, least):
+        root = x.clamp(min=0).sqrt()
+        ctx.save_for_backward(torch.maximum(root, least).clamp(min=torch.finfo(x.dtype).eps ** 2))
+        return root
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        (root,) = ctx.saved_tensors
+        return dy / (2 * root), None
 
 
 # -----------------------------------------------------------------------------
@@ -322,9 +363,9 @@ class Beta2:
         return Beta2.features(D) * (Dv + 1)
 
     @staticmethod
-    def one_token(q, k, v, decay, state) -> tuple:
-        """(y, state) of one token, q, k (B, H, 1, D), v (B, H, 1, Dv), as in `Linear`. decay (H, 1, 1) or None."""
-        state = (state if decay is None else state * (-decay).exp()) + products(k).mT * with_ones(v)
+    def at_once(q, k, v, decay, state) -> tuple:
+        """As Beta.at_once."""
+        state = (state if decay is None else state * (-decay).exp()) + products(k).mT @ with_ones(v)
         y = (products(q) * how_often(q.shape[-1], q).T) @ state
         return y[..., :-1] / (1 + y[..., -1:]), state
 

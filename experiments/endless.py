@@ -35,6 +35,7 @@ from experiments.runs import as_flags, finished
 from experiments.times import apart, max_rss
 from model import GPT
 from text.dataset import ROOT, Tokens, folder_of
+from text.sampling import stream
 from training.checkpoint import open_model
 
 what = "train,decode,far,print"  # the parts: see above
@@ -101,29 +102,29 @@ def decode(folder: str, data: str, tokens: int, slide: int) -> dict:
     gpt.new_cache = lambda *args: caches.append(new_cache(*args)) or caches[-1]
 
     def text(n: int, seed: int, **settings: bool) -> Iterator[torch.Tensor]:
-        return gpt.stream(start, n, temperature=0.8, seed=seed, vocab_size=tok.n_vocab, **settings)
+        return stream(gpt, start, n, temperature=0.8, seed=seed, vocab_size=tok.n_vocab, **settings)
 
     row, rounds = {}, 9
     size = max(1, min(500, tokens // 10))  # tokens of a round
     for name, n, more, settings in (("slides", slide, 0, {}), ("endless", tokens, rounds * size, {"endless": True})):
         gpt.generate(start, 2 * gpt.config.block_size, seed=0, **settings)  # warm-up
-        stream = text(n + more, seed=1, **settings)
+        old = text(n + more, seed=1, **settings)
         tenths = []
         for part in [n // 10] * 10:
-            speed, ids = written(stream, part)
+            speed, ids = written(old, part)
             found = {"tokens_per_s": speed, "known": known(tok.decode(ids), words)}
             tenths.append(found | {"cache_bytes": caches[-1].nbytes, "max_rss": max_rss()})
         row[name] = {"first": tenths[0], "last": tenths[-1]}
     new = text(rounds * size + 100, seed=2, endless=True)
     written(new, 100)
-    faster = [written(stream, size)[0] / written(new, size)[0] for _ in range(rounds)]
+    faster = [written(old, size)[0] / written(new, size)[0] for _ in range(rounds)]
     return row | {"as_fast": statistics.median(faster)}
 
 
-def written(stream: Iterator[torch.Tensor], n: int) -> tuple[float, list[int]]:
+def written(text: Iterator[torch.Tensor], n: int) -> tuple[float, list[int]]:
     """(tokens per second of processor time, ids) of the next n tokens."""
     began = time.process_time()
-    ids = [token.item() for token in itertools.islice(stream, n)]
+    ids = [token.item() for token in itertools.islice(text, n)]
     return n / (time.process_time() - began), ids
 
 

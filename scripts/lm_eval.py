@@ -27,6 +27,7 @@ import torch
 from torch.nn import functional as F
 
 from text.files import optional, replace
+from text.sampling import stream
 from text.tokenizers import Tokenizer, hub_args
 from training.checkpoint import open_model
 
@@ -175,7 +176,7 @@ def adapter(model: torch.nn.Module, tok: Tokenizer, batch_size: int, device: str
                 return tok.eot in row or any(stop in tok.decode(row) for stop in until)
 
             with amp:
-                for tokens in model.stream(tensor(prompts), settings["max_gen_toks"], *sampling, **limits):
+                for tokens in stream(model, tensor(prompts), settings["max_gen_toks"], *sampling, **limits):
                     for row, token in zip(rows, tokens[:, 0].tolist(), strict=True):
                         row.append(token)
                     if all(map(ended, rows)):

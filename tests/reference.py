@@ -25,12 +25,22 @@ def fast(core: str) -> Callable:
     return fast_form(core, ATTENTION[core])
 
 
-def naive_attention(core: str, q, k, v, *, window=None, scale=None, bias=None, decay=None) -> torch.Tensor:
+def naive_attention(
+    core: str, q, k, v, *, window=None, scale=None, bias=None, decay=None, causal=True, seen=None
+) -> torch.Tensor:
     """What fast(core) and ATTENTION[core] must equal. For each query it cuts out the keys that the query sees.
 
     decay (H, 1, 1): the weight of a key is multiplied by exp(-decay distance), in softmax and LASER too.
     """
+    if seen is not None:  # each row of the batch has its own padding
+        settings = {"window": window, "scale": scale, "decay": decay, "causal": causal}
+        rows = [
+            naive_row(core, *(x[[b]] for x in (q, k, v)), seen[b].flatten().tolist(), settings) for b in range(len(q))
+        ]
+        return torch.cat(rows)
     Tq, T = q.shape[-2], k.shape[-2]
+    if not causal:
+        return naive_row(core, q, k, v, [True] * T, {"window": window, "scale": scale, "decay": decay, "causal": False})
     far = None
     if isinstance(bias, ByDistance):
         bias, far = bias.dense(Tq, T), bias.v
@@ -45,9 +55,23 @@ def naive_attention(core: str, q, k, v, *, window=None, scale=None, bias=None, d
     return torch.stack(y, dim=-2)
 
 
-def one_query(core: str, q, k, v, scale, bias, decay=None) -> torch.Tensor:
-    """y (B, H, Dv) of q (B, H, D) over all of the keys k (B, H, n, D)."""
-    distance, more = torch.arange(k.shape[-2] - 1, -1, -1, dtype=k.dtype), {}
+def naive_row(core: str, q, k, v, real: list[bool], settings: dict) -> torch.Tensor:
+    """naive_attention of one text, whose key j is padding if real[j] is False."""
+    Tq, T = q.shape[-2], k.shape[-2]
+    y = []
+    for row, i in enumerate(range(T - Tq, T)):
+        near = T + Tq if settings["window"] is None else settings["window"]
+        keys = [j for j in range(T) if (j <= i or not settings["causal"]) and abs(i - j) <= near]
+        keys = [j for j in keys if real[j]] or keys
+        distance = torch.tensor([abs(i - j) for j in keys], dtype=k.dtype)
+        parts = q[..., row, :], k[..., keys, :], v[..., keys, :]
+        y.append(one_query(core, *parts, settings["scale"], None, settings["decay"], distance))
+    return torch.stack(y, dim=-2)
+
+
+def one_query(core: str, q, k, v, scale, bias, decay=None, distance=None) -> torch.Tensor:
+    """y (B, H, Dv) of q (B, H, D) over all of the keys k (B, H, n, D), n - 1 to 0 or `distance` (n) tokens away."""
+    distance, more = torch.arange(k.shape[-2] - 1, -1, -1, dtype=k.dtype) if distance is None else distance, {}
     if core not in ONE_QUERY:
         if decay is not None and takes(ATTENTION[core], "decay"):
             more = {"decay": decay}

@@ -15,7 +15,7 @@ from training import checkpoint
 BUGS = {
     "a wrong unpack": (
         "model.py",
-        "    s, seen = scores(q, k, scale, bias), visible(q, k, window)  # (B, H, Tq, T), (Tq, T)\n",
+        "    s, seen = scores(q, k, scale, bias), visible(q, k, window, causal, seen)  # (B, H, Tq, T), (Tq, T)\n",
         "    B, H, T = q.shape\n",
         "ValueError: too many values to unpack (expected 3",
     ),

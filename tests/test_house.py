@@ -21,7 +21,7 @@ FLOORS = [
     ["attention.fast", "attention.documents", "attention.more"],
     ["attention.sums"],
     ["attention.forms"],
-    ["attention.cache", "attention.probe", "attention.kernels"],
+    ["attention.cache", "attention.probe", "attention.kernels", "attention.bidirectional"],
     ["choices"],
     ["rules"],
     ["model"],

@@ -168,12 +168,12 @@ def test_a_text_ends_at_its_boundary(monkeypatch):
     """After the token of the boundary nothing counts; rows of a batch end for themselves."""
     model = gpt()
 
-    def stream(idx, n, *_, stop, vocab_size):
+    def stream(model, idx, n, *_, stop, vocab_size):
         assert stop == TOK.eot and vocab_size == TOK.n_vocab
         for tokens in ([[3], [4]], [[TOK.eot], [5]], [[TOK.eot], [6]])[:n]:
             yield torch.tensor(tokens)
 
-    monkeypatch.setattr(model, "stream", stream)
+    monkeypatch.setattr(script, "stream", stream)
     ask = requests("generate_until", *[(context, {"max_gen_toks": 3}) for context in "ab"])
     assert adapter(model).generate_until(ask, disable_tqdm=True) == [TOK.decode([3]), TOK.decode([4, 5, 6])]
 

@@ -66,7 +66,7 @@ def test_sums_go_on_from_a_state(core, decay, rows, monkeypatch):
 def one_token_after(kind: type, q, k, v, decay, state) -> tuple:
     if state is None:
         return Linear.apply(kind, q, k, v, None if decay is None else decay.flatten(), None)
-    return kind.one_token(q, k, v, decay, state)
+    return kind.at_once(q, k, v, decay, state)
 
 
 class NotOnACPU(torch.Tensor):

@@ -15,6 +15,7 @@ from torch.autograd.profiler import profile
 from attention.forms import SUMS
 from errors import UserError, first_line
 from model import ATTENTION, GPT, GPTConfig
+from text.sampling import stream
 from training.estimate import matmul_rate
 from training.optimizers import OPTIMIZER, Settings
 
@@ -247,7 +248,7 @@ def speeds(at: Setting, gpt: GPT, n: int, cached: bool) -> dict[str, float]:
     with at.amp:
         gpt.generate(start, min(8, n - 1), seed=at.seed, use_cache=cached)  # warm-up
         ticks = [clock(at.dev)]
-        ticks += [clock(at.dev) for _ in gpt.stream(start, n - 1, temperature=0.8, seed=at.seed, use_cache=cached)]
+        ticks += [clock(at.dev) for _ in stream(gpt, start, n - 1, temperature=0.8, seed=at.seed, use_cache=cached)]
     tenth = max(1, (n - 1) // 10)
     row = {"tokens_per_s": (n - 1) / (ticks[-1] - ticks[0]), "first": tenth / (ticks[tenth] - ticks[0])}
     return row | {"last": tenth / (ticks[-1] - ticks[-1 - tenth])}
