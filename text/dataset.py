@@ -6,6 +6,8 @@ counts, checksums). A batch is a pure function of (seed, step, rank, world size)
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,6 +31,17 @@ def folder_of(dataset: str) -> str:
         known = sorted(d for d in os.listdir(os.path.join(ROOT, "data")) if d[0] not in "._")
         raise UserError(f"there is no data set {dataset!r} ({folder}); there are: {', '.join(known)}")
     return folder
+
+
+def prepare_shakespeare(dataset: str) -> None:
+    """Prepares one of the two Shakespeares if it is missing; does nothing for other data sets, which take long."""
+    folder = folder_of(dataset)
+    prepare = os.path.join(folder, "prepare.py")
+    missing = os.path.exists(prepare) and not os.path.exists(os.path.join(folder, "meta.json"))
+    if missing and dataset.startswith("shakespeare"):
+        print(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}", flush=True)
+        if subprocess.run([sys.executable, prepare]).returncode:
+            raise UserError(f"{prepare} failed, see above")
 
 
 def _again(folder: str) -> str:

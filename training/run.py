@@ -10,7 +10,6 @@ import importlib.util
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from attention.forms import linear
 from configurator import fail, pick_device
 from errors import NotInstalled, UserError, first_line, refuse
 from model import ATTENTION, GPT, GPTConfig
-from text.dataset import Tokens, folder_of, read_meta
+from text.dataset import Tokens, folder_of, prepare_shakespeare, read_meta
 from text.tokenizers import GPT2_VOCAB_SIZE, tokenizer
 from training import checkpoint, distributed
 from training.distributed import by_all, by_master, connect, count, gathered, launch, say, summed
@@ -144,15 +143,10 @@ class Run:
 
     def prepared(self) -> tuple[str, dict]:
         """(folder, meta) of the data set. Prepares the two Shakespeares if needed, not the others, which take long."""
-        dataset = self.flags.dataset
-        folder = folder_of(dataset)
-        prepare = os.path.join(folder, "prepare.py")
-        missing = os.path.exists(prepare) and not os.path.exists(os.path.join(folder, "meta.json"))
-        if distributed.master and missing and dataset.startswith("shakespeare"):
-            say(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}")
-            if subprocess.run([sys.executable, prepare]).returncode:
-                raise UserError(f"{prepare} failed, see above")
+        if distributed.master:
+            prepare_shakespeare(self.flags.dataset)
         summed(torch.zeros(1))  # the other processes wait here
+        folder = folder_of(self.flags.dataset)
         return folder, read_meta(folder)
 
     def check_weights(self, theirs: GPTConfig) -> None:
