@@ -330,9 +330,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019), with the choices of GPTConfig."""
+    """GPT-2 (Radford et al. 2019), with the choices of GPTConfig. block: the class of its blocks."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, block: type = Block):
         super().__init__()
         self.config = config
         c = config.resolved()
@@ -342,7 +342,7 @@ class GPT(nn.Module):
             "wte": nn.Embedding(c.vocab_size, c.n_embd),
             "wpe": embedded and embedded(c),
             "drop": nn.Dropout(c.dropout),
-            "h": nn.ModuleList([Block(c, layer, shared_position) for layer in range(c.n_layer)]),
+            "h": nn.ModuleList([block(c, layer, shared_position) for layer in range(c.n_layer)]),
             "ln_f": nn.Identity() if c.where == "post" else new_norm(c, c.norm, c.n_embd),
         }
         self.transformer = nn.ModuleDict({name: module for name, module in modules.items() if module is not None})
