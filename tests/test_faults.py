@@ -192,6 +192,7 @@ def test_the_status_that_is_read_a_step_later(train, run, data, tmp_path, monkey
     event = types.SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     flags = (f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, "--dropout=0.1", "--max_iters=12")
+    flags += ("--gradient_accumulation_steps=2",)
     flags += ("--eval_interval=5", "--eval_iters=1", "--sample_tokens=0", "--warmup_iters=2", "--lr_decay_iters=12")
     results = []
     for script in ("train.py", str(tmp_path / "later.py")):

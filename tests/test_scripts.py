@@ -1,5 +1,6 @@
 """train.py, sample.py and bench.py as a user runs them, on a small model."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -618,6 +619,13 @@ def test_streamed_text_of_a_tokenizer_that_drops_a_texts_first_space():
 TINY = ("--n_head=2", "--head_dim=8", "--heads=SL", "--batch_size=1", "--repeats=2", "--device=cpu", "--quick")
 
 
+@pytest.fixture
+def small_models(monkeypatch):
+    """bench.py's models, less wide and with fewer layers."""
+    monkeypatch.setattr(timing, "LS_MODEL", timing.LS_MODEL | {"n_layer": 2, "n_embd": 48, "vocab_size": 99})
+    monkeypatch.setattr(timing, "GPT_10M", timing.GPT_10M | {"n_layer": 2, "n_embd": 48})
+
+
 def test_bench_attention(run, tmp_path, monkeypatch):
     out_file = tmp_path / "b.json"
     small = (*TINY, "--what=attention", "--lengths=16,400", f"--out={out_file}")
@@ -641,7 +649,7 @@ def test_bench_attention(run, tmp_path, monkeypatch):
     assert code == 0 and "n = 400: softmax skipped, would take" in out and "laser" not in out
 
 
-def test_bench_times_a_new_attention(run, tmp_path, monkeypatch):
+def test_bench_times_a_new_attention(run, tmp_path, monkeypatch, small_models):
     """It is compared with its own definition, and a bug in it prints its traceback."""
 
     def broken(q, k, v, *, window=None, scale=None, bias=None):
@@ -758,7 +766,7 @@ def test_training_on_a_gpu(run, tmp_path):
     assert code == 2 and "'plan' is not one of plain" in err
 
 
-def test_bench_models_steps_and_decoding(run, tmp_path):
+def test_bench_models_steps_and_decoding(run, tmp_path, small_models):
     sizes = ("--model_lengths=16,160", "--step_length=16", "--decode_length=8", f"--out={tmp_path / 'b.json'}")
     code, out, _ = run("bench.py", *TINY, "--what=model,step,decode", *sizes)
     assert code == 0
@@ -773,9 +781,15 @@ def test_bench_models_steps_and_decoding(run, tmp_path):
     ]  # fmt: skip
     assert speeds[0]["ratio"] == 1 and all(row["ratio"] > 0 for row in speeds[:-1])
     size = {(row["subject"], row["n"]): row["cache_bytes"] for row in results["decode"] if "cache_bytes" in row}
-    assert size["softmax L", 8192] == 8 * size["softmax L", 1024] == 6 * 2 * 384 * 8192 * 4
+    assert size["softmax L", 8192] == 8 * size["softmax L", 1024] == 2 * 2 * 48 * 8192 * 4
     assert size["beta L", 8192] == size["beta L", 1024]
     assert size["softmax L", 1024] == 3 * size["softmax L, GQA 2", 1024] == 6 * size["softmax L, MQA", 1024]
+
+
+def test_bench_has_nanogpts_model():
+    """Its Shakespeare model, in the bytes of its cache."""
+    at = timing.Setting("cpu", contextlib.nullcontext(), "SL", 1, 1)
+    assert timing.cache_bytes(at, GPT(GPTConfig(1024, **timing.GPT_10M))) == 6 * 2 * 384 * 1024 * 4
 
 
 @pytest.mark.parametrize(
