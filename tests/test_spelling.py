@@ -207,7 +207,7 @@ def test_the_three_mixtures_by_hand():
         torch.randn(2, 5, before.WIDTH),
         torch.arange(5) < torch.tensor([[5], [3]]),
     )
-    additive, dot = before.Additive(), before.DotProduct()
+    additive, dot = before.Additive(), before.DotProduct("softmax")
     for row, n in enumerate((5, 3)):
         letters = h[row, :n]
         mean = before.Mean()(q, h, h, seen)[row]
@@ -225,7 +225,7 @@ def test_the_three_mixtures_by_hand():
         assert not weights[n:].any()
 
 
-@pytest.mark.parametrize("mixture", [before.Mean, before.Additive, before.DotProduct])
+@pytest.mark.parametrize("mixture", [before.Mean, before.Additive, lambda: before.DotProduct("laser")])
 @torch.no_grad()
 def test_it_reads_a_word_of_a_batch_as_alone_and_writes_as_it_is_trained(mixture):
     ours, (letters, seen, sounds, targets) = before.Recurrent(mixture()).eval(), batch()
@@ -256,10 +256,10 @@ def test_runs(run, tmp_path):
     ]
     assert picture.stat().st_size > 1000 and "\ncab: " in out and "\nthough: " in out
     picture.unlink()
-    code, out, err = run("examples/before_attention.py", *TINY, f"--picture={picture}", "--attention=beta")
+    code, out, err = run("examples/before_attention.py", *TINY, f"--picture={picture}", "--attention=beta,laser")
     assert code == 0, err
     results = [line.split()[1] for line in out.splitlines() if line.startswith("result: ")]
-    assert results == ["mean", "additive", "beta"] and picture.stat().st_size > 1000
+    assert results == ["mean", "additive", "beta", "laser"] and picture.stat().st_size > 1000
 
 
 MISTAKES = [
