@@ -21,12 +21,17 @@ class TextError(UserError):
     """Content that is no text, changed while it was read, or has unknown characters: trying again would not help."""
 
 
-def optional(package: str, what: str) -> types.ModuleType:
-    """An optional package, imported. Raises NotInstalled where it is missing: `what` needs it."""
+PIP = {"PIL": "pillow", "google": "protobuf", "sklearn": "scikit-learn"}  # packages with another name in pip
+
+
+def optional(module: str, what: str) -> types.ModuleType:
+    """An optional module, imported. Raises NotInstalled where its package is missing: `what` needs it."""
     try:
-        return importlib.import_module(package)
+        return importlib.import_module(module)
     except ImportError:
-        raise NotInstalled(f"{what} needs {package}: pip install {package}") from None
+        package = module.partition(".")[0]
+        name = PIP.get(package, package)
+        raise NotInstalled(f"{what} needs {name}: pip install {name}") from None
 
 
 def sha256(path: str) -> str:
