@@ -82,3 +82,10 @@ def one_query(core: str, q, k, v, scale, bias, decay=None, distance=None) -> tor
     s = (q[..., None, :] * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     factor = torch.ones_like(distance) if decay is None else (-decay[:, 0] * distance).exp()
     return ONE_QUERY[core](s if bias is None else s + bias, v, factor)
+
+
+def randomised(module: torch.nn.Module) -> torch.nn.Module:
+    """The module with random numbers in all parameters, biases and norms too."""
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return module.eval()

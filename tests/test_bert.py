@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from conftest import SMALL, write
+from reference import randomised
 
 from model import GPTConfig
 from text.tokenizers import CharTokenizer
@@ -15,13 +16,6 @@ BERTS_OWN = {"position": "learned", "where": "post", "mlp": "gelu_exact", "norm_
 TINY = [*SMALL, "--steps=2", "--eval_batches=2", "--fill=the _ord"]
 
 
-def random_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """Every weight, also those of norms and biases, gets a random number."""
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return model.eval()
-
-
 @torch.no_grad()
 def test_equals_the_bert_of_transformers():
     transformers = pytest.importorskip("transformers")
@@ -29,7 +23,7 @@ def test_equals_the_bert_of_transformers():
     theirs = transformers.BertForMaskedLM(
         transformers.BertConfig(vocab_size=23, max_position_embeddings=16, hidden_act="gelu", **sizes)
     )
-    theirs = random_weights(theirs)
+    theirs = randomised(theirs)
     ours = bert.Bert(GPTConfig(**SIZES, **BERTS_OWN)).eval()
     copied = set()
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from reference import randomised
 from torch.nn import functional as F
 
 from examples import conformer, vit
@@ -15,13 +16,6 @@ from model import GPTConfig
 # vit.py
 
 TINY = ["--steps=2", "--batch_size=3", "--n_layer=2", "--n_head=4", "--n_embd=16", "--device=cpu"]
-
-
-def randomised(module: torch.nn.Module) -> torch.nn.Module:
-    """The module with random numbers in all parameters, biases and norms too."""
-    for p in module.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return module.eval()
 
 
 @torch.no_grad()
