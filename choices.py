@@ -106,8 +106,11 @@ class Scheme(nn.Module):
     scores = True  # whether it gives a bias; running sums cannot hold a bias: with one, all keys and values are kept
     shared = False  # whether all layers share one module
     endless = False  # whether it knows positions past block_size
-    both_sides = False  # whether a query may see later tokens (attention/bidirectional.py)
     extra = 0  # dimensions that it adds to q and k
+
+    def both_sides(self, group) -> bool:
+        """Whether it has a meaning for later keys too (attention/bidirectional.py)."""
+        return False
 
 
 class RoPE(Scheme):
@@ -117,12 +120,15 @@ class RoPE(Scheme):
     d and d + D/2: the same model, with the rows of the projections in another order.
     """
 
-    scores, shared, endless, both_sides = False, True, True, True
+    scores, shared, endless = False, True, True
 
     def __init__(self, c):
         super().__init__()
         self.base, self.width = c.rope_base, c.head_dim
         self.register_buffer("turn", self.turn_at(torch.arange(c.block_size)), persistent=False)
+
+    def both_sides(self, group) -> bool:
+        return True
 
     def turn_at(self, at: torch.Tensor) -> torch.Tensor:
         """cos and sin for positions (n): (n, D / 2, 2)."""
@@ -168,6 +174,9 @@ class ALiBi(Scheme):
         q, k = (None, None) if learned else self.tables(slopes, torch.arange(c.block_size))
         self.register_buffer("q", q, persistent=False)
         self.register_buffer("k", k, persistent=False)
+
+    def both_sides(self, group) -> bool:
+        return group.decays
 
     def tables(self, slopes: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The dimensions for q, (H, n, 6), and for k, (n, 6), at positions (n)."""

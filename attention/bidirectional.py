@@ -24,13 +24,13 @@ class Bidirectional:
         self.seen = None if seen is None else seen[:, None, None, :]
         self.other = other
 
-    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, bias=None, **settings) -> Tensor:
+    def attend(self, core: Callable, group: HeadGroup, q, k, v, **settings) -> Tensor:
         """y (B, H, Tq, Dv) of a group of heads."""
-        of_past = [type(scheme).__name__ for scheme in group.schemes if not scheme.both_sides]
+        of_past = [type(scheme).__name__ for scheme in group.schemes if not scheme.both_sides(group)]
         refuse([
             (not takes(group.definition, "causal"),
              f"attention={group.attention!r} is causal: its function takes no `causal` (model.py, Attention)"),
-            (bool(of_past) and "decay" not in settings,
+            (bool(of_past),
              f"{', '.join(of_past)} counts how far a key lies behind a query, so it cannot see later tokens: use "
              "--position=learned, sinusoidal, rope or none"),
         ])  # fmt: skip

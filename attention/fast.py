@@ -217,8 +217,10 @@ def sdpa(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0, causal=Tru
     if D != Dv and not (bias is not None and bias.requires_grad):  # fused kernels take one width, give no dbias
         q, k, v = (F.pad(x, (0, max(D, Dv) - x.shape[-1])) for x in (q, k, v))
     mask = None
-    if window is not None or bias is not None or seen is not None or (causal and 1 < Tq < T):
+    if window is not None or bias is not None or (causal and (seen is not None or 1 < Tq < T)):
         mask = visible(q, k, window, causal, seen)
+    elif seen is not None:
+        mask = seen | ~seen.any(-1, keepdim=True)  # the same, once for all queries
     if bias is not None:
         mask = bias.to(q.dtype).masked_fill(~mask, -math.inf)
     causal = causal and mask is None and Tq > 1

@@ -25,15 +25,16 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from configurator import at_least_one, check_writable, configure, names, pick_device, user_errors
+from attention.forms import takes
+from configurator import configure, names, pick_device, user_errors
 from examples import spelling
-from examples.common import fit
+from examples.common import check_training, fit
 from examples.spelling import END, LETTERS, LONGEST, SOUNDS
 from model import ATTENTION
 from scripts.maps import weights_at_once
 
 # What is the last way to mix?
-attention = "softmax"  # names of attentions, separated by commas: softmax, laser, beta, beta2, softcap
+attention = "softmax"  # attentions, separated by commas: a name in ATTENTION
 # How long is the training, and how large is a model?
 steps = 1000  # training steps of each model
 batch_size = 128  # words of a step
@@ -46,6 +47,7 @@ words = "through,knowledge"  # words that are pronounced at the end, separated b
 picture = "before_attention.png"  # the picture of the weights; empty: none
 
 WIDTH = 128  # C, of both networks
+BOTH_SIDES = [name for name in ATTENTION if takes(ATTENTION[name], "causal")]  # attentions that need not be causal
 
 
 class Mean(nn.Module):
@@ -67,7 +69,7 @@ class Mean(nn.Module):
 
 
 class Additive(Mean):
-    """weights = softmax(e), e_j = a . tanh(W q + U h_j) (Bahdanau, Cho and Bengio 2014, section 3.1)."""
+    """weights = softmax(e), e_j = a . tanh(W q + U h_j) (Bahdanau et al. 2014, appendix A.1.2)."""
 
     def __init__(self):
         super().__init__()
@@ -157,12 +159,11 @@ if __name__ == "__main__":
     config, given = configure(globals())
     globals().update(config)
     with user_errors():
-        at_least_one(steps=steps, batch_size=batch_size, test_words=test_words)
+        check_training(config, "test_words")
         mixtures = {"mean": Mean, "additive": Additive}
-        mixtures |= {name: partial(DotProduct, name) for name in names(attention, ATTENTION)}
+        mixtures |= {name: partial(DotProduct, name) for name in names(attention, BOTH_SIDES)}
         device, shown = pick_device(device, "float32")[0], spelling.own_words(words)
-        if picture:
-            check_writable(picture)
+        spelling.check_picture(picture)
         (train, test), maps = spelling.dictionary(test_words), []
         for name, mixture in mixtures.items():
             torch.manual_seed(seed)
@@ -170,9 +171,10 @@ if __name__ == "__main__":
             fit(model, spelling.batches(train, batch_size, seed), steps, learning_rate, device)
             rates = spelling.error_rates(lambda *x, m=model: m.pronounce(*x)[0], test, device)
             print(f"result: {name} seed={seed} {rates}")
-            for spelt in shown if name != "mean" else []:
+            for spelt in shown:
                 ids, weights = (x[0].cpu() for x in model.pronounce(*spelling.spelled([spelt], device)))
-                sounds = spelling.sounds_of(ids)
-                maps.append((f"{name}: {spelt}", spelt, [*sounds, "END"], weights[: len(sounds) + 1]))
-        if picture:
-            spelling.draw(picture, maps)
+                sounds = [*spelling.sounds_of(ids), "END"]
+                print(f"{spelt}: {' '.join(sounds)}")
+                if name != "mean":
+                    maps.append((f"{name}: {spelt}", spelt, sounds, weights[: len(sounds)]))
+        spelling.draw(picture, maps)

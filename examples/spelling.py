@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from errors import UserError
+from configurator import check_writable
+from errors import UserError, refuse
 from experiments.results import drawing
 from text.files import optional
 
@@ -22,7 +23,7 @@ SOUNDS = (
     "END AA AE AH AO AW AY B CH D DH EH ER EY F G HH IH IY JH K L M N NG OW OY P R S SH T TH UH UW V W Y Z ZH".split()
 )
 END, LONGEST = 0, 32  # no word has more letters or sounds
-SHARE = 10  # one word in so many is for the test, as in the usual split of this dictionary
+SHARE = 10  # one word in so many is for the test
 AT_ONCE = 256  # words that are pronounced together
 
 Words = dict[str, list[list[str]]]  # a word: its pronunciations
@@ -45,11 +46,21 @@ def dictionary(most: int | None = None) -> tuple[Words, Words]:
 
 def own_words(given: str) -> list[str]:
     """The words of a flag, separated by commas. Raises UserError for a word with another letter, or too many."""
-    words = [word.strip().lower() for word in given.split(",")]
+    words = [word.strip().lower() for word in given.split(",")] if given else []
     for word in words:
         if not 1 <= len(word) <= LONGEST or set(word) - set(LETTERS):
-            raise UserError(f"--words={given}: {word!r} must be 1 to {LONGEST} of the letters {LETTERS}")
+            raise UserError(
+                f"--words={given}: a word is 1 to {LONGEST} letters from a to z or apostrophes, not {word!r}"
+            )
     return words
+
+
+def check_picture(path: str) -> None:
+    """Raises UserError, before the training, for a picture that could not be drawn. Nothing for an empty path."""
+    if path:
+        known = optional("matplotlib.figure", "--picture").Figure().canvas.get_supported_filetypes()
+        refuse([(path.rpartition(".")[2] not in known, f"--picture={path} must end in one of .{', .'.join(known)}")])
+        check_writable(path)
 
 
 def spelled(words: list[str], device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -88,7 +99,8 @@ def error_rates(pronounce: Callable[[Tensor, Tensor], Tensor], words: Words, dev
     """The word error rate and the phoneme error rate of pronounce(letters, seen) -> ids of sounds (B, T), as a text.
 
     A word is right if the dictionary has this pronunciation. Its phoneme errors are its distance from the nearest one
-    in the dictionary. The phoneme error rate is their sum, divided by the number of phonemes of the nearest ones.
+    in the dictionary. The phoneme error rate is their sum, divided by the number of phonemes of the nearest ones (of
+    equally near ones the shortest).
     """
     wrong = errors = phonemes = 0
     by_length = sorted(words, key=len)  # for little padding
@@ -111,7 +123,9 @@ def distance(a: list[str], b: list[str]) -> int:
 
 
 def draw(path: str, maps: list[tuple[str, str, list[str], Tensor]]) -> None:
-    """Draws alignments side by side: (title, word, sounds, weights (sounds, letters)) of each."""
+    """Draws alignments side by side: (title, word, sounds, weights (sounds, letters)) of each. No path: no picture."""
+    if not path or not maps:
+        return
     with drawing(path, 1, len(maps), 0.5 + 3.7 * len(maps), 4.2) as axes:
         for ax, (title, word, sounds, weights) in zip(axes, maps, strict=True):
             ax.imshow(weights.numpy(), cmap="YlGnBu", aspect="auto", vmin=min(0.0, weights.min().item()))

@@ -11,6 +11,7 @@ from model import GPTConfig
 from text.tokenizers import CharTokenizer
 
 bert = importlib.import_module("examples.bert")
+common = importlib.import_module("examples.common")
 SIZES = {"block_size": 16, "vocab_size": 23, "n_layer": 2, "n_head": 4, "n_embd": 32}
 BERTS_OWN = {"position": "learned", "where": "post", "mlp": "gelu_exact", "norm_eps": 1e-12}
 TINY = [*SMALL, "--steps=2", "--eval_batches=2", "--fill=the _ord"]
@@ -79,7 +80,7 @@ def test_a_run_learns(run, tmp_path):
         "examples/bert.py", *args, "--steps=200", "--learning_rate=5e-3", "--eval_batches=3", "--fill=abc_ef_hij"
     )
     assert code == 0, err
-    assert out.splitlines()[-2:] == ["abc_ef_hij", "abcdefghij"]
+    assert out.splitlines()[-3:] == ["abc_ef_hij", "", "abcdefghij"]
     assert float(out.split("error of hidden tokens ")[1].split(",")[0]) < 0.3  # by chance 0.9
 
 
@@ -90,7 +91,7 @@ def test_a_run_is_repeatable_and_takes_every_flag(run, data):
         assert code == 0, err
         (line,) = [line for line in out.splitlines() if line.startswith("result: ")]
         runs.append(line)
-        assert out.splitlines()[-2] == "the _ord" and len(out.splitlines()[-1]) == len("the _ord")
+        assert out.splitlines()[-3] == "the _ord" and len(out.splitlines()[-1]) == len("the _ord")
     assert runs[0] == runs[1] != runs[2]
     assert runs[0].startswith("result: attention=softmax seed=1 error of hidden tokens ")
     assert runs[3].startswith("result: attention=laser seed=1 ")
@@ -102,8 +103,12 @@ def test_a_run_is_repeatable_and_takes_every_flag(run, data):
         ("--vocab_size=7", "--vocab_size has no effect in this example: leave it out"),
         ("--position=t5", "T5 counts how far a key lies behind a query"),
         ("--steps=0", "--steps=0 must be at least 1"),
-        ("--fill=" + 40 * "a", "--fill has 40 tokens: the model takes 1 to block_size=32"),
-        ("--fill=", "--fill has 0 tokens"),
+        ("--fill=_" + 40 * "a", "--fill needs a _, and at most block_size=32 tokens; it has 41"),
+        ("--fill=the lord", "--fill needs a _"),
+        ("--eval_batches=0", "--eval_batches=0 must be at least 1"),
+        ("--seed=-1", "--seed=-1 must be in 0 to 2^31 - 1"),
+        ("--seed=2147483648", "--seed=2147483648 must be in 0 to 2^31 - 1"),
+        ("--learning_rate=-1", "--learning_rate=-1.0 must be above 0"),
         ("--fill=%", "'%'"),
         ("--dataset=nowhere", "there is no data set 'nowhere'"),
         ("--attention=soft", "attention='soft' is not one of softmax, laser"),
@@ -112,6 +117,29 @@ def test_a_run_is_repeatable_and_takes_every_flag(run, data):
 def test_mistakes_are_a_sentence(run, data, flag, message):
     code, out, err = run("examples/bert.py", f"--dataset={data}", *TINY, flag)
     assert code == 2 and message in err and len(err.splitlines()) == 1, err
+
+
+def test_without_fill_it_fills_in_the_validation_text(run, data):
+    flags = [f"--dataset={data}", *TINY[:-1], "--batch_size=1", "--block_size=2"]
+    code, out, err = run("examples/bert.py", *flags, "--block_size=10", "--steps=1")
+    assert code == 0, err
+    gaps, text = out[out.index("result: ") :].split("\n", 1)[1].removesuffix("\n").split("\n\n")
+    assert [n for n, c in enumerate(gaps) if c == "_"] == [4, 9] and len(gaps) == len(text) == 10
+    assert all(a in ("_", b) for a, b in zip(gaps, text, strict=True))
+    code, out, err = run("examples/bert.py", *flags, "--steps=30")  # many batches would have no hidden token
+    assert code == 0 and "nan" not in out, err
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9, 10, 19, 20, 25])
+def test_the_lines_of_a_training(steps, capsys):
+    """At each tenth of the steps, and at the last one; the learning rate ends far below its highest value."""
+    p = torch.nn.Parameter(torch.ones(3))
+    model = torch.nn.Module()
+    model.p, model.forward = p, lambda x: (None, (p * x).sum())
+    common.fit(model, lambda step: (torch.ones(3),), steps, 0.1, "cpu")
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == min(10, steps) and lines[-1].startswith(f"step {steps}: loss ")
+    assert 3 - p.sum().item() > 0 and not model.training
 
 
 def test_help_names_the_flags(run):

@@ -204,7 +204,7 @@ def test_a_padded_batch_is_as_each_text_alone(core, choices):
 @pytest.mark.parametrize(
     ("choices", "name"),
     [({"position": "t5"}, "T5"), ({"position": "relative"}, "Relative"), ({"position": "alibi"}, "ALiBi"),
-     ({"decay": "learned"}, "ALiBi")],
+     ({"decay": "learned"}, "ALiBi"), ({"position": "relative", "decay": "alibi", "attention": "beta"}, "Relative")],
 )  # fmt: skip
 def test_numbers_by_distance_are_refused(choices, name):
     gpt = GPT(GPTConfig(**SIZES, **choices))

@@ -85,7 +85,7 @@ def test_vit_tests_on_the_same_digits_for_every_seed():
     [
         ["--attention=laser", "--position=rope", "--norm=rmsnorm", "--mlp=swiglu"],
         ["--attention=beta", "--heads=SL", "--window=4", "--position=sinusoidal", "--shift=0"],
-        ["--heads=SSLL", "--window=4", "--differential", "--position=none", "--patch_size=4"],
+        ["--heads=SSLL", "--window=3", "--differential", "--position=none", "--patch_size=4"],
     ],
     ids=" ".join,
 )
@@ -318,13 +318,13 @@ def test_conformer_runs(run, flags, vowels):
     code, out, err = run("examples/conformer.py", *TINY, "--seed=3", *flags)
     assert code == 0, err
     name = next((flag[12:] for flag in flags if flag.startswith("--attention=")), "softmax")
-    line = rf"^result: attention={name} seed=3 error on 370 test words [01]\.\d{{4}}, loss \d+\.\d{{4}}$"
+    line = rf"^result: attention={name} seed=3 error on 370 test recordings [01]\.\d{{4}}, loss \d+\.\d{{4}}$"
     assert re.search(line, out, re.MULTILINE)
 
 
 def test_conformer_learns(run, vowels):
     code, out, err = run("examples/conformer.py", "--steps=60", "--n_layer=1", "--device=cpu")
-    assert code == 0 and float(re.search(r"test words ([\d.]+)", out)[1]) < 0.2, err
+    assert code == 0 and float(re.search(r"test recordings ([\d.]+)", out)[1]) < 0.2, err
 
 
 @pytest.mark.parametrize(

@@ -256,17 +256,24 @@ def test_runs(run, tmp_path):
     ]
     assert picture.stat().st_size > 1000 and "\ncab: " in out and "\nthough: " in out
     picture.unlink()
+    code, out, err = run("examples/seq2seq.py", *TINY, *SMALLEST, "--beam=1", "--picture=", "--words=")
+    assert code == 0 and out.splitlines()[-1].startswith("result: ") and "wrote" not in out, err
     code, out, err = run("examples/before_attention.py", *TINY, f"--picture={picture}", "--attention=beta,laser")
     assert code == 0, err
     results = [line.split()[1] for line in out.splitlines() if line.startswith("result: ")]
     assert results == ["mean", "additive", "beta", "laser"] and picture.stat().st_size > 1000
+    assert out.count("\ncab: ") == 4
 
 
 MISTAKES = [
-    ("seq2seq", "--words=caf\u00e9", "'caf\u00e9' must be 1 to 32 of the letters"),
+    ("seq2seq", "--words=caf\u00e9", "a word is 1 to 32 letters from a to z or apostrophes, not 'caf\u00e9'"),
     ("seq2seq", "--block=parallel", "--block has no effect in this example"),
     ("seq2seq", "--block_size=7", "--block_size has no effect in this example"),
     ("seq2seq", "--beam=0", "--beam=0 must be at least 1"),
+    ("seq2seq", "--heads=SL", "window=50 covers all 32 tokens: set --window"),
+    ("seq2seq", "--picture=a.xyz", "--picture=a.xyz must end in one of .eps"),
+    ("before_attention", "--learning_rate=0", "--learning_rate=0.0 must be above 0"),
+    ("before_attention", "--learning_rate=1e30", "the loss is nan; a smaller --learning_rate may help"),
     ("seq2seq", "--decay=learned", "ALiBi counts how far a key lies behind a query"),
     ("seq2seq", "--picture=/nowhere/a.png", "/nowhere/a.png: no file can be written there"),
     ("before_attention", "--attention=soft", "'soft' is not one of softmax, laser"),
