@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from attention.forms import takes
+from attention.forms import fast_form, takes
 from configurator import configure, names, pick_device, user_errors
 from examples import spelling
 from examples.common import check_training, fit
@@ -90,7 +90,7 @@ class DotProduct(Mean):
 
     def __init__(self, attention: str):
         super().__init__()
-        self.attention = attention
+        self.attention, self.attend = attention, fast_form(attention, ATTENTION[attention])
         self.W = nn.Linear(WIDTH, WIDTH, bias=False)
         self.U = nn.Linear(WIDTH, WIDTH, bias=False)
 
@@ -103,7 +103,7 @@ class DotProduct(Mean):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         q, k, v, seen = self.W(q)[:, None, None], k[:, None], v[:, None], seen[:, None, None]
-        return ATTENTION[self.attention](q, k, v, causal=False, seen=seen)[:, 0, 0]
+        return self.attend(q, k, v, causal=False, seen=seen)[:, 0, 0]
 
 
 class Recurrent(nn.Module):
