@@ -177,4 +177,4 @@ if __name__ == "__main__":
                 print(f"{spelt}: {' '.join(sounds)}")
                 if name != "mean":
                     maps.append((f"{name}: {spelt}", spelt, sounds, weights[: len(sounds)]))
-        spelling.draw(picture, maps)
+        spelling.draw(picture, maps, len(shown))

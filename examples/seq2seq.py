@@ -159,4 +159,4 @@ if __name__ == "__main__":
         maps = [(word, word, *cross_attention(model, word)) for word in shown]
         for word, _, sounds, _ in maps:
             print(f"{word}: {' '.join(sounds)}")
-        spelling.draw(picture, maps)
+        spelling.draw(picture, maps, len(shown))

@@ -122,15 +122,19 @@ def distance(a: list[str], b: list[str]) -> int:
     return row[-1]
 
 
-def draw(path: str, maps: list[tuple[str, str, list[str], Tensor]]) -> None:
-    """Draws alignments side by side: (title, word, sounds, weights (sounds, letters)) of each. No path: no picture."""
+def draw(path: str, maps: list[tuple[str, str, list[str], Tensor]], columns: int) -> None:
+    """Draws alignments: (title, word, sounds, weights (sounds, letters)) of each. No path or no maps: no picture."""
     if not path or not maps:
         return
-    with drawing(path, 1, len(maps), 0.5 + 3.7 * len(maps), 4.2) as axes:
+    rows = len(maps) // columns
+    with drawing(path, rows, columns, 0.5 + 3.7 * columns, 0.4 + 3.6 * rows) as axes:
         for ax, (title, word, sounds, weights) in zip(axes, maps, strict=True):
-            ax.imshow(weights.numpy(), cmap="YlGnBu", aspect="auto", vmin=min(0.0, weights.min().item()))
+            lowest, highest = min(0.0, weights.min().item()), max(1.0, weights.max().item())
+            ax.imshow(weights.numpy(), cmap="YlGnBu", aspect="auto", vmin=lowest, vmax=highest)
             ax.set_title(title)
             ax.set_xticks(range(len(word)), word)
             ax.set_yticks(range(len(sounds)), sounds)
+        for ax in axes[::columns]:
+            ax.set_ylabel("sounds")
+        for ax in axes[-columns:]:
             ax.set_xlabel("letters")
-        axes[0].set_ylabel("sounds")
