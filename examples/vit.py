@@ -1,8 +1,8 @@
 """ViT: a vision transformer that says what is in an image, by default which digit it shows (Dosovitskiy et al. 2021).
 
     python examples/vit.py
-    python examples/vit.py --attention=laser --source=folder_of_images --image_size=64 --patch_size=8
-    python examples/vit.py --source=uoft-cs/cifar10 --patch_size=4 --n_layer=6 --n_embd=192 --n_head=6 --device=cuda
+    python examples/vit.py --source=folder_of_images --image_size=64 --patch_size=8
+    python examples/vit.py --source=uoft-cs/cifar10 --patch_size=4 --n_embd=192 --n_head=6
 
 The model is a GPT whose tokens are the patches of an image, and each sees all others. One more token stands before the
 patches, the class token: the model answers there. The result is its error: the share of the test images that it gets

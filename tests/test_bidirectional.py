@@ -11,7 +11,7 @@ from attention.scores import scores, visible
 from errors import UserError
 from model import ATTENTION, GPT, GPTConfig
 
-T = 37
+T = 23
 cores = pytest.mark.parametrize("core", ATTENTION)
 forms = pytest.mark.parametrize("form", [fast, ATTENTION.get], ids=["fast", "plain"])
 both_sides = pytest.mark.parametrize("causal", [False, True], ids=["both sides", "causal"])
@@ -58,14 +58,15 @@ def sees_a_token(Tq: int, T: int, *, causal: bool, window=None, seen=None, **_) 
 
 @cores
 @forms
-@both_sides
-@pytest.mark.parametrize("window", [None, 0, 1, 7, T - 1, 3 * T])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("window", [None, 0, 5, T - 1])
+@pytest.mark.parametrize(("causal", "padded"), [(False, False), (False, True), (True, True)])
 def test_equals_naive_forward_and_backward(core, form, causal, window, padded):
     seen = padding(T) if padded else None
     settings = {"window": window, "scale": 0.4, "causal": causal, "seen": seen}
-    assert same(form, core, qkv(6, T, T), 1e-12, **settings)
-    assert same(form, core, qkv(6, T, T, torch.float32), 1e-5, **settings)
+    assert same(form, core, qkv(6 if padded else 1, T, T), 1e-12, **settings)
+    assert same(
+        form, core, qkv(1, T, T, torch.float32), 1e-5, **settings | {"seen": padding(T)[[3]] if padded else None}
+    )
 
 
 @cores
@@ -73,18 +74,18 @@ def test_equals_naive_forward_and_backward(core, form, causal, window, padded):
 @pytest.mark.parametrize("window", [None, 16, 100])
 def test_the_fast_forms_of_long_texts(core, causal, window):
     """Running sums over all keys; short heads in blocks with padding on both sides."""
-    settings = {"window": window, "causal": causal, "seen": padding(LONG)[[2, 3, 5]]}
-    assert same(fast, core, qkv(3, LONG, LONG), 1e-12, **settings)
+    settings = {"window": window, "causal": causal, "seen": padding(LONG)[[2, 5]]}
+    assert same(fast, core, qkv(2, LONG, LONG), 1e-12, **settings)
     assert same(fast, core, qkv(1, LONG, LONG, torch.float32), 1e-5, **settings | {"seen": padding(LONG)[[1]]})
     assert same(fast, core, qkv(1, LONG, LONG), 1e-12, **settings | {"seen": None})
 
 
 @cores
-@pytest.mark.parametrize(("Tq", "n"), [(5, T), (T, 5), (1, T), (T, 1), (LONG, LONG + 60), (LONG + 60, LONG)])
+@pytest.mark.parametrize(("Tq", "n"), [(5, T), (T, 5), (1, T), (T, 1), (256, 270), (270, 256)])
 def test_keys_of_another_text(core, Tq, n):
     """More or fewer keys than queries; with padding, and without."""
-    rows = 6 if max(Tq, n) < LONG else 1
-    for form in (fast, ATTENTION.get):
+    rows = 6 if max(Tq, n) < 256 else 1
+    for form in (fast, ATTENTION.get) if rows > 1 else (fast,):
         assert same(form, core, qkv(rows, Tq, n), 1e-12, causal=False, seen=padding(n)[3 - rows // 2 :][:rows])
         assert same(form, core, qkv(1, Tq, n), 1e-12, causal=False)
 
