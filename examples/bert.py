@@ -21,7 +21,7 @@ from attention.bidirectional import Bidirectional
 from choices import new_norm
 from configurator import at_least_one, configure, pick_device, user_errors
 from errors import UserError
-from examples.common import fit, gpt_config, result
+from examples.common import fit, generator, gpt_config, result
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of, prepare_shakespeare
 from text.tokenizers import Tokenizer, tokenizer
@@ -127,8 +127,7 @@ if __name__ == "__main__":
         bert = Bert(c).to(device)
 
         def batch(step: int) -> tuple[Tensor, Tensor]:
-            g = torch.Generator().manual_seed(seed * 10**6 + step)
-            return hide(train.batch(step, batch_size, seed=seed)[0], mask, g)
+            return hide(train.batch(step, batch_size, seed=seed)[0], mask, generator(seed, step))
 
         fit(bert, batch, steps, learning_rate, device)
         error, loss = evaluate(bert, val, mask)

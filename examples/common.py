@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from configurator import at_least_one
 from errors import NotFinite, UserError, refuse
@@ -63,6 +64,17 @@ def fit(model: torch.nn.Module, batch: Callable[[int], tuple], steps: int, learn
             print(f"step {step}: loss {mean:.3f}, {time.perf_counter() - began:.0f} s", flush=True)
             losses = []
     model.eval()
+
+
+def generator(seed: int, step: int) -> torch.Generator:
+    """The random numbers of a step's batch: a run with the same seed has the same batches."""
+    return torch.Generator().manual_seed(seed * 10**6 + step)
+
+
+def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x (B, T, ...), seen (B, T)) of rows (n, ...) of different lengths n. seen: False at the padding after a row."""
+    lengths = torch.tensor([len(row) for row in rows])
+    return pad_sequence(rows, batch_first=True), torch.arange(lengths.max()) < lengths[:, None]
 
 
 def result(config: GPTConfig, seed: int, text: str) -> None:

@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -24,7 +23,7 @@ from attention.bidirectional import Bidirectional
 from choices import new_norm
 from configurator import configure, pick_device, user_errors
 from errors import refuse
-from examples.common import fit, gpt_config, result
+from examples.common import fit, generator, gpt_config, padded, result
 from model import GPT, MLP, CausalSelfAttention, GPTConfig
 from text.files import optional
 
@@ -103,12 +102,6 @@ class Conformer(GPT):
         return self.predict(mean, labels[:, None])
 
 
-def padded(recordings: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """(frames (B, T, inputs), seen (B, T)) of recordings (n, inputs) of different lengths n."""
-    lengths = torch.tensor([len(recording) for recording in recordings])
-    return pad_sequence(recordings, batch_first=True), torch.arange(lengths.max()) < lengths[:, None]
-
-
 def vowels(split: str) -> tuple[list[Tensor], Tensor]:
     """The recordings of a split, (frames, 12) each, and who said them, from 0 to 8."""
     load = optional("sktime.datasets", "conformer.py").load_japanese_vowels
@@ -132,8 +125,7 @@ if __name__ == "__main__":
         conformer = Conformer(c, len(mean), kernel).to(device)
 
         def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
-            g = torch.Generator().manual_seed(seed * 10**6 + step)
-            rows = torch.randint(len(train), (batch_size,), generator=g)
+            rows = torch.randint(len(train), (batch_size,), generator=generator(seed, step))
             return *padded([train[i] for i in rows]), speakers[rows]
 
         fit(conformer, batch, steps, learning_rate, device)

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from configurator import check_writable
 from errors import UserError, refuse
+from examples.common import padded
 from experiments.results import drawing
 from text.files import optional
 
@@ -66,9 +67,7 @@ def check_picture(path: str) -> None:
 def spelled(words: list[str], device: str = "cpu") -> tuple[Tensor, Tensor]:
     """(letters (B, N), seen (B, N)) of words; seen is False at the padding after a word."""
     ids = [torch.tensor([LETTERS.index(letter) for letter in word]) for word in words]
-    lengths = torch.tensor([len(word) for word in words])
-    letters = pad_sequence(ids, batch_first=True)
-    seen = torch.arange(letters.shape[1]) < lengths[:, None]
+    letters, seen = padded(ids)
     return letters.to(device), seen.to(device)
 
 

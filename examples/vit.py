@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from attention.bidirectional import Bidirectional
 from configurator import at_least_one, configure, pick_device, user_errors
 from errors import UserError, first_line, refuse
-from examples.common import fit, gpt_config, result
+from examples.common import fit, generator, gpt_config, result
 from model import GPT, GPTConfig
 from text.files import optional
 
@@ -139,7 +139,7 @@ if __name__ == "__main__":
         vit = ViT(c, x.shape[1], patch_size).to(device)
 
         def batch(step: int) -> Labelled:
-            g = torch.Generator().manual_seed(seed * 10**6 + step)
+            g = generator(seed, step)
             rows = torch.randint(len(x), (batch_size,), generator=g)
             return moved(x[rows].float(), g), y[rows]
 

@@ -34,7 +34,8 @@ FLOORS = [
     ["training.log", "training.timing"],
     ["training.run"],
     ["train", "sample", "eval", "bench"],
-    ["examples.common", "examples.spelling"],
+    ["examples.common"],
+    ["examples.spelling"],
     ["examples.bert", "examples.seq2seq", "examples.vit", "examples.conformer", "examples.before_attention"],
 ]
 # Optional, and heavy or not for every machine: inside the function that needs it. Of our own only this one.
