@@ -1,4 +1,4 @@
-"""What the examples share: a GPTConfig from their flags, a training loop, and the lines that they print."""
+"""What the examples share: a GPTConfig from their flags, a training loop, batches with padding, the result line."""
 
 import math
 import time
@@ -50,7 +50,7 @@ def fit(model: torch.nn.Module, batch: Callable[[int], tuple], steps: int, learn
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device}, {steps} steps", flush=True)
     began, losses = time.perf_counter(), []
     for step in range(1, steps + 1):
-        loss = model(*(x if x is None else x.to(device) for x in batch(step)))[1]
+        loss = model(*(x.to(device) for x in batch(step)))[1]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
