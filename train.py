@@ -180,13 +180,15 @@ def estimate_loss() -> dict[str, float] | None:
     raw_model.eval()
     losses = {}
     for split, tokens in data.items():
-        total = torch.zeros(2, dtype=torch.float64)  # loss, windows (of prompts and answers: their share of targets)
+        found, weights = [], []  # losses, still on the device; windows (of prompts and answers: their share of targets)
         for windows in read_by_all(tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world)):
             if agreement.stops_now():
                 return None
-            loss = loss_of(eval_model, *to_device(windows)).item()
-            # a process with fewer windows than others gets windows without targets
-            if weight := (windows[1] >= 0).sum().item() / windows[1].shape[1]:
+            found.append(loss_of(eval_model, *to_device(windows)))
+            weights.append((windows[1] >= 0).sum().item() / windows[1].shape[1])
+        total = torch.zeros(2, dtype=torch.float64)
+        for loss, weight in zip(torch.stack(found).tolist(), weights, strict=True):
+            if weight:  # a process with fewer windows than others gets windows without targets
                 total += torch.tensor([loss * weight, weight], dtype=torch.float64)
         total = summed(total)
         losses[split] = (total[0] / total[1]).item()

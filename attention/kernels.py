@@ -93,11 +93,14 @@ def head_of(bh, H):
 
 @triton.jit
 def begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T):
-    """(b, h, span, q, k, v) of a program: its sequence and head, how far back the head sees (the first n_short heads
-    see `window` tokens back, the others all), and where its queries, keys and values begin."""
+    """(span, q, k, v) of a program: how far back its head sees (the first n_short heads see `window` tokens back, the
+    others all), and where its queries, keys and values begin.
+
+    Not (b, h) as well: where a result is stored must not come from here, or torch.compile takes it for a part of q, k
+    or v, which it then copies before each call."""
     b, h = head_of(bh, H)
     span = tl.where(h < n_short, window, T)
-    return b, h, span, q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
+    return span, q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
 
 
 @triton.jit
@@ -136,7 +139,8 @@ def forward_kernel(
     acc (M, E) and total (M) are sums over the keys so far, relative to top (M), their largest score.
     """
     start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)  # the longest rows first
-    b, h, span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    b, h = head_of(bh, H)
+    span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
     lo += b * v_b + h * v_h
     mine = (b * T * H + h) * E
     rows = start + tl.arange(0, M)
@@ -209,7 +213,8 @@ def dk_dv_kernel(
 ):  # fmt: skip
     """The gradients of N keys and values of a head."""
     start, bh = tl.program_id(0) * N, tl.program_id(1)
-    b, h, span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    b, h = head_of(bh, H)
+    span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
     lo, g = lo + b * v_b + h * v_h, g + b * g_b + h * g_h
     cols = start + tl.arange(0, N)
     K, V = tile(k, k_t, cols, T, D), tile(v, v_t, cols, T, E)
@@ -243,7 +248,8 @@ def dq_kernel(
 ):  # fmt: skip
     """The gradient of M queries of a head."""
     start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)
-    b, h, span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    b, h = head_of(bh, H)
+    span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
     lo, g = lo + b * v_b + h * v_h, g + b * g_b + h * g_h
     rows = start + tl.arange(0, M)
     Q, G = tile(q, q_t, rows, T, D), tile(g, g_t, rows, T, E)
@@ -294,7 +300,8 @@ def exact_forward_kernel(
     start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
-    b, h, span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    b, h = head_of(bh, H)
+    span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
     rows = start + tl.arange(0, EXACT)
     Q = tile(q, q_t, rows, T, D)
     LSE, all_weights = of_rows(lse, bh, rows, T), tl.zeros((EXACT,), tl.float32)
@@ -344,7 +351,8 @@ def exact_backward_kernel(
     start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
-    b, h, span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    b, h = head_of(bh, H)
+    span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
     y, dy = y + (b * T * H + h) * E, dy + b * dy_b + h * dy_h
     mine = start + tl.arange(0, EXACT)
     Q = tile(q, q_t, mine, T, D)
@@ -696,7 +704,7 @@ def use(model: torch.nn.Module, definition: Callable) -> None:
     Raises UserError if they would take none of the model's inputs, or if the definition was edited.
     """
     name = model.config.attention
-    reason = never(model)
+    reason = never(model) if torch.cuda.is_available() or INTERPRETED.value else "they are for CUDA"
     if reason is None and not unchanged(name, definition):
         reason = f"they compute the original attention={name!r}, but its definition in model.py was edited"
     if reason:

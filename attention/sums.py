@@ -198,7 +198,7 @@ def running_sums(x, state: torch.Tensor | None, fade: torch.Tensor | None, rever
     """
     order = range(x.shape[2])[:: -1 if reverse else 1]
     start = torch.zeros_like(x[:, :, 0]) if state is None else state
-    if x.device.type == "cpu":  # where cumsum over a middle dimension takes several times as long as this
+    if by_loops(x):  # cumsum over a middle dimension takes several times as long
         sums = torch.empty_like(x)
         sums[:, :, order[0]] = start
         for a, b in itertools.pairwise(order):
@@ -216,6 +216,14 @@ def running_sums(x, state: torch.Tensor | None, fade: torch.Tensor | None, rever
         sums = sums.flip(2) if reverse else sums
     last = sums[:, :, order[-1]]
     return sums.flatten(0, 2), (last if fade is None else last * fade) + x[:, :, order[-1]]
+
+
+def by_loops(x: torch.Tensor) -> bool:
+    """Whether many small steps are best: on a CPU, without torch.compile. A GPU takes as long to start one as to do it.
+
+    torch.compile would unroll the steps, and take minutes.
+    """
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 # -----------------------------------------------------------------------------
@@ -413,16 +421,24 @@ def with_ones(v: torch.Tensor) -> torch.Tensor:
 
 def products(x: torch.Tensor) -> torch.Tensor:
     """x_a x_b for all a <= b: (..., D (D + 1) / 2)."""
-    return torch.cat([x[..., a : a + 1] * x[..., a:] for a in range(x.shape[-1])], dim=-1)
+    if by_loops(x):
+        return torch.cat([x[..., a : a + 1] * x[..., a:] for a in range(x.shape[-1])], dim=-1)
+    a, b = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
+    return x[..., a] * x[..., b]
 
 
 def d_products(x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     """The gradient of x, d (..., D (D + 1) / 2) being that of products(x)."""
     D, dx = x.shape[-1], torch.zeros_like(x)
-    for a, part in enumerate(d.split([D - a for a in range(D)], dim=-1)):
-        dx[..., a:].addcmul_(x[..., a : a + 1], part)
-        dx[..., a] += (part * x[..., a:]).sum(-1)
-    return dx
+    if by_loops(x):
+        for a, part in enumerate(d.split([D - a for a in range(D)], dim=-1)):
+            dx[..., a:].addcmul_(x[..., a : a + 1], part)
+            dx[..., a] += (part * x[..., a:]).sum(-1)
+        return dx
+    i = torch.arange(D, device=x.device)
+    a, b = torch.minimum(i[:, None], i), torch.maximum(i[:, None], i)
+    place = a * D - a * (a - 1) // 2 + b - a  # of x_a x_b among the products
+    return (d[..., place] * (1 + (a == b)) * x[..., None, :]).sum(-1)
 
 
 def how_often(D: int, like: torch.Tensor) -> torch.Tensor:

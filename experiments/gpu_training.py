@@ -111,8 +111,6 @@ PLAIN = {"batch": 1, "wait": True, "loss": "model", "backend": None, "mode": Non
 
 def new_model(row: dict, dev: str) -> GPT:
     """The model of a row, with the same first weights wherever the sizes are the same."""
-    if row["triton"] and not dev.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UserError("Triton's kernels are for CUDA")
     torch.manual_seed(seed)
     sizes = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size, "vocab_size": vocab_size}
     sizes |= {k: v for k, v in row.items() if k not in PLAIN}

@@ -89,7 +89,10 @@ def bpe(monkeypatch: pytest.MonkeyPatch) -> Callable:
     return bpe
 
 
-SMALL = ["--block_size=32", "--batch_size=4", "--n_layer=2", "--n_head=4", "--n_embd=32", "--device=cpu"]
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # of the small runs of train.py; cuda: those of one process work as well
+SMALL = ["--block_size=32", "--batch_size=4", "--n_layer=2", "--n_head=4", "--n_embd=32", f"--device={DEVICE}"]
+if DEVICE != "cpu":
+    SMALL += ["--no-compile", "--dtype=float32", "--no-tf32"]
 
 
 @pytest.fixture

@@ -69,25 +69,11 @@ def one_token_after(kind: type, q, k, v, decay, state) -> tuple:
     return kind.at_once(q, k, v, decay, state)
 
 
-class NotOnACPU(torch.Tensor):
-    """A tensor that says that it is on a GPU, so that the code for GPUs runs."""
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda")
-
-
-def as_on_a_gpu(x, *others: torch.Tensor | None, reverse: bool = False) -> tuple:
-    parts = running_sums(x.as_subclass(NotOnACPU), *others, reverse=reverse)
-    assert all(type(part) is NotOnACPU for part in parts)
-    return tuple(part.as_subclass(torch.Tensor) for part in parts)
-
-
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8, 13])
 @pytest.mark.parametrize("fade", [None, (4, 1, 1), (4, 1, 5)])
 @pytest.mark.parametrize("from_a_state", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_gpus_running_sums_are_a_cpus(chunks, fade, from_a_state, reverse):
+def test_a_gpus_running_sums_are_a_cpus(chunks, fade, from_a_state, reverse, monkeypatch):
     """A CPU adds one chunk after another; a GPU doubles the distance at each launch. Both are the plain sum."""
     x = torch.randn(2, 4, chunks, 3, 5, dtype=torch.float64)
     state = torch.randn(2, 4, 3, 5, dtype=torch.float64) if from_a_state else None
@@ -99,17 +85,18 @@ def test_a_gpus_running_sums_are_a_cpus(chunks, fade, from_a_state, reverse):
         before.append(end)
         end = (end if factor is None else factor * end) + x[:, :, i]
     before = torch.stack(before[::-1] if reverse else before, dim=2).flatten(0, 2)
-    for sums_of in (running_sums, as_on_a_gpu):
-        ours = sums_of(x, state, factor, reverse=reverse)
+    for on_a_cpu in (True, False):
+        monkeypatch.setattr(sums, "by_loops", lambda x, on_a_cpu=on_a_cpu: on_a_cpu)
+        ours = running_sums(x, state, factor, reverse=reverse)
         assert close(ours[0], before, 1e-14) and close(ours[1], end, 1e-14)
 
 
 @kinds
 @at_once
-@pytest.mark.parametrize("sums_of", [running_sums, as_on_a_gpu])
-def test_outputs_and_gradients_are_those_of_one_query_at_a_time(core, rows, sums_of, monkeypatch):
-    """The sums themselves, since fast("beta") would be the definition if they were wrong; also with a GPU's sums."""
-    monkeypatch.setattr(sums, "running_sums", sums_of)
+@pytest.mark.parametrize("on_a_cpu", [True, False])
+def test_outputs_and_gradients_are_those_of_one_query_at_a_time(core, rows, on_a_cpu, monkeypatch):
+    """The sums themselves, since fast("beta") would be the definition if they were wrong; also as a GPU does it."""
+    monkeypatch.setattr(sums, "by_loops", lambda x: on_a_cpu)
     monkeypatch.setattr(sums, "ROWS_AT_ONCE", rows)
     x = [torch.randn(1, len(DECAYS), 300, d, dtype=torch.float64, requires_grad=True) for d in (8, 8, 5)]
     x.append(torch.tensor(DECAYS, dtype=torch.float64)[:, None, None].requires_grad_())

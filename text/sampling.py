@@ -79,5 +79,5 @@ def stream(model, idx, n: int, *sampling, use_cache=True, endless=False, **more)
         if not endless:
             idx = torch.cat((idx, new), dim=1)
         yield new
-        if sampler.ended.all():
+        if sampler.stop is not None and sampler.ended.all():
             return
