@@ -6,6 +6,7 @@ wandb_project = "owt"
 wandb_run_name = "gpt2-124M"
 
 dataset = "openwebtext"
+vocab_size = 50304  # GPT-2's 50257, rounded up to a multiple of 64, as in nanoGPT
 batch_size = 12  # 12 x 1024 x 40 = 491,520 tokens per step, whatever the number of processes
 block_size = 1024
 gradient_accumulation_steps = 5 * 8  # if it is a multiple of the number of processes, all micro-batches are full

@@ -122,6 +122,9 @@ def measured(form: str, core: str, kind: str, dev: str, amp: object, x: torch.Te
 
 def rows_of(core: str, kind: str, dev: str, amp: dict, began: float) -> dict[str, dict]:
     """{precision and form: its row} of an attention with these heads; prints a line for each."""
+    if time.monotonic() - began > budget:
+        print(f"{core}, {kind} left out (--budget)")
+        return {}
     torch.manual_seed(seed)
     x = torch.randint(vocab_size, (batch_size, block_size)).to(dev)
     exact = gradients(model_in("plain", core, kind, dev).double(), lambda model: model(x, x)[1])
