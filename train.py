@@ -272,7 +272,7 @@ with user_errors():
     log = Log(run, raw_model)
 run.saved = None  # frees the memory of the checkpoint that was loaded
 # On CUDA the host reads a step's outcome during the next step, so that it never waits.
-lag = int(run.device_type == "cuda" and optimizer == "adamw" and not scaler.is_enabled())
+lag = int(run.device_type == "cuda" and optimizer in ("adamw", "muon") and not scaler.is_enabled())
 agreement = Agreement(log, keeper, scaler, lag, listen=not eval_only)
 generator = {"cuda": torch.cuda, "mps": torch.mps}.get(run.device_type, torch.default_generator)  # for dropout
 loader = ThreadPoolExecutor(1, initializer=lambda: run.device_type == "cuda" and torch.cuda.set_device(run.device))
@@ -316,8 +316,8 @@ while True:
     norm = whole(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf))
     # [loss, norm, 1 if a process was asked to stop, 1 if one has a problem] of all processes, still on the device
     status = agreement.put(it, lr, loss, norm, largest)
-    if lag:  # found_inf = 1 makes AdamW skip the update on the GPU, before the host has read the status
-        optimizers[0].found_inf = (~status[:2].isfinite().all() | (status[3] > 0)).float()
+    for o in optimizers if lag else ():  # found_inf = 1: no update, on the GPU, before the host has read the status
+        o.found_inf = (~status[:2].isfinite().all() | (status[3] > 0)).float()
     agreement.settle(left=lag)
     if agreement.makes_step():
         for o in optimizers:

@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
-from conftest import SMALL, Workers, write
+from conftest import ROOT, SMALL, Workers, write
 
 from model import ATTENTION
 from text import tokenizers
 from training import checkpoint
+
+NAME = {"ddp": "ckpt.pt", "fsdp": "ckpt"}  # of the latest checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +25,11 @@ def workers():
 def train(workers, data, tmp_path):
     """train(2, "--max_iters=3") -> ([exit codes], stdout, stderr) of a small run into tmp_path / "out"."""
 
-    def train(n: int, *args: object, before: str = "") -> tuple[list, str, str]:
+    def train(n: int, *args: object, before: str = "", script: str = "train.py") -> tuple[list, str, str]:
         quick = ["--gradient_accumulation_steps=2", "--warmup_iters=2", "--lr_decay_iters=50", "--learning_rate=1e-3"]
         quick += ["--eval_interval=5", "--eval_iters=2", "--sample_tokens=0", "--max_iters=10"]
         flags = (f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, *quick)
-        return workers.run(n, "train.py", *flags, *args, before=before)
+        return workers.run(n, script, *flags, *args, before=before)
 
     return train
 
@@ -81,13 +83,12 @@ def test_sharded_in_bfloat16(train, tmp_path):
 def test_resume_is_exact_with_two_processes(train, tmp_path, core, parallel):
     """6 + 4 steps are 10 steps, bit for bit, dropout included, which differs between the processes."""
     flags = (f"--attention={core}", "--dropout=0.1", "--heads=SL", "--window=5", f"--parallel={parallel}")
-    name = {"ddp": "ckpt.pt", "fsdp": "ckpt"}[parallel]
     assert train(2, *flags)[0] == [0, 0]
-    straight, log = weights(tmp_path / "out" / name), rows(tmp_path / "out", "loss")
+    straight, log = weights(tmp_path / "out" / NAME[parallel]), rows(tmp_path / "out", "loss")
     assert train(2, *flags, "--max_iters=6")[0] == [0, 0]
     codes, out, err = train(2, "--init_from=resume", "--max_iters=10")
     assert codes == [0, 0] and "resume: max_iters was 6, now 10" in out, err
-    assert same(weights(tmp_path / "out" / name), straight) and rows(tmp_path / "out", "loss") == log
+    assert same(weights(tmp_path / "out" / NAME[parallel]), straight) and rows(tmp_path / "out", "loss") == log
 
 
 def test_a_checkpoint_for_any_number_of_processes(train, workers, tmp_path):
@@ -110,6 +111,23 @@ def test_a_checkpoint_for_any_number_of_processes(train, workers, tmp_path):
         assert [path.name for path in out.glob("ckpt*")] == ["ckpt" if folder else "ckpt.pt"]
     assert rows(out, "loss") == pytest.approx(curve, abs=1e-5)
     assert train(2, "--init_from=resume", *batch, "--eval_only")[0] == [0, 0]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_status_that_is_read_a_step_later(train, workers, data, tmp_path, parallel):
+    """As on CUDA: the same losses and weights. Both optimizers are asked to skip a step, on the device."""
+    with open(f"{ROOT}/train.py") as f:
+        later = f.read().replace('lag = int(run.device_type == "cuda" and', "lag = int(")
+    (tmp_path / "later.py").write_text(later)
+    event = "import torch, types\nnothing = lambda: None\n"
+    event += "torch.cuda.Event = lambda: types.SimpleNamespace(record=nothing, synchronize=nothing)"
+    found = []
+    for script in ("train.py", str(tmp_path / "later.py")):
+        flags = ("--optimizer=muon", f"--parallel={parallel}", "--max_iters=8")
+        codes, _, err = train(2, *flags, before=event, script=script)
+        assert codes == [0, 0], err
+        found.append((rows(tmp_path / "out", "loss", "norm"), weights(tmp_path / "out" / NAME[parallel])))
+    assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])
 
 
 def test_all_stop_at_the_same_step(train, workers, tmp_path):
@@ -172,7 +190,7 @@ def test_a_nan_of_one_process_stops_all(train, tmp_path, plant, step, parallel):
     plant = plant.replace("[3].data", "[3].data._local_tensor") if parallel == "fsdp" else plant
     codes, _, err = train(2, "--eval_interval=3", f"--parallel={parallel}", before=PLANT.format(plant=plant))
     assert codes == [1, 1] and f"step {step}: the loss is" in err and "Traceback" not in err, (codes, err)
-    path = tmp_path / "out" / ("ckpt" if parallel == "fsdp" else "ckpt.pt")
+    path = tmp_path / "out" / NAME[parallel]
     assert checkpoint.load(str(path))["iter_num"] == 3
     assert all(x.isfinite().all() for x in weights(path).values())
 
@@ -199,7 +217,7 @@ def test_data_that_changes_under_a_run(train, tmp_path, where, call, file, paral
     change = CHANGE.format(where=where, call=call)
     codes, out, err = train(2, "--max_iters=100", f"--parallel={parallel}", before=change)
     assert codes == [2, 2] and err.count(f"{file} has been changed while it was in use") == 1, (codes, err)
-    saved = checkpoint.load(str(tmp_path / "out" / ("ckpt" if parallel == "fsdp" else "ckpt.pt")))
+    saved = checkpoint.load(str(tmp_path / "out" / NAME[parallel]))
     assert 0 < saved["iter_num"] < 100 and len(rows(tmp_path / "out", "loss")) == saved["iter_num"]
 
 
