@@ -185,6 +185,7 @@ def in_words(result: dict) -> str:
 
 
 def main() -> None:
+    os.chdir(ROOT)
     chosen = names(parts, PARTS)
     if not tiny:
         import torch
