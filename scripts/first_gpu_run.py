@@ -4,10 +4,13 @@
     python scripts/first_gpu_run.py --parts=right,speed    # some of them
     python scripts/first_gpu_run.py --tiny                 # a rehearsal on a CPU
 
-There are five parts, the most useful one first. `right`: the tests of the Triton kernels, on the GPU; every form of
-every attention (experiments/forms.py). `speed`: bench.py --suite=gpu. `training`: GPT-2 (124M), by
-experiments/gpu_training.py. `learning`: nanoGPT's Shakespeare model, the beta post's run, and long texts with and
-without short heads. `faults`: the tests of disturbed runs, on the GPU; float16; a run that is stopped and goes on.
+There are five parts, the most useful one first:
+
+    right       the tests of the Triton kernels, on the GPU; every form of every attention (experiments/forms.py)
+    speed       bench.py --suite=gpu
+    training    steps of GPT-2 (124M) and of nanoGPT's Shakespeare model (experiments/gpu_training.py)
+    learning    nanoGPT's Shakespeare model, the beta post's run, and long texts with and without short heads
+    faults      the tests of disturbed runs, on the GPU; float16; a run that is stopped and goes on
 
 A part takes at most nine minutes. What runs longer than its own limit is stopped by SIGTERM and, 20 seconds later,
 killed. The folder --out gets two files for each part: PART.log, in which every line begins with the seconds since its
@@ -124,9 +127,15 @@ def speed() -> Iterator[dict[str, Command]]:
 
 def training() -> Iterator[dict[str, Command]]:
     small = "--only=plain --batch_size=2 --steps=6 --vocab_size=97 --no-compile --device=cpu --dtype=float32"
-    few = [*small.split(), *TINY_MODEL] if tiny else ["--profile", "--budget=400"]
-    file = f"--out={os.path.join(out, 'gpu-training.json')}"
-    yield {"gpt2": Command(["experiments/gpu_training.py", file, *few], 520)}
+    shakespeare = "--n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --vocab_size=65 --batch_size=64 --budget=60"
+    rows = "--only=plain,no wait,triton,beta,beta triton,reduce-overhead"
+    commands = {
+        "gpt2": ([*small.split(), *TINY_MODEL] if tiny else ["--profile", "--budget=340"], 400),
+        "shakespeare": ([*small.split(), *TINY_MODEL] if tiny else ["--profile", *shakespeare.split(), rows], 100),
+    }
+    for name, (flags, seconds) in commands.items():
+        file = f"--out={os.path.join(out, f'{name}.json')}"
+        yield {name: Command(["experiments/gpu_training.py", file, *flags], seconds)}
 
 
 def learning() -> Iterator[dict[str, Command]]:
@@ -148,10 +157,10 @@ def faults() -> Iterator[dict[str, Command]]:
     often = [] if tiny else ["--eval_interval=100", "--eval_iters=20"]
     endless = train("stopped", SHAKESPEARE, "--save_interval=50", *often)
     endless = [*(flag for flag in endless if "max_iters" not in flag), "--max_iters=1000000"]
-    names = "resume or background or saved or signal or restarts or alone or wait"
+    which = "resume or background or saved or signal or restarts or alone or wait"
     half = ["--dtype=float16", *often, *([] if tiny else ["--max_iters=300"])]
     yield {
-        "tests": Command(tests("tests/test_gpu.py", "tests/test_faults.py", names="alone" if tiny else names), 300),
+        "tests": Command(tests("tests/test_gpu.py", "tests/test_faults.py", names="alone" if tiny else which), 300),
         "float16": Command(train("float16", SHAKESPEARE, *half), 300),
         "stopped": Command(endless, 20 if tiny else 90),
     }

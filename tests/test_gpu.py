@@ -125,8 +125,8 @@ def test_a_rehearsal_of_the_first_half_hour(commands, run, data):
     """Its commands work in small; here in one process, one after another, on a text that is there."""
     small = commands(tiny=True)
     assert [name for _, name, _ in small] == [
-        "kernels", "forms of softmax", "bench", "gpt2", "shakespeare", "softmax", "beta", "LS", "long", "tests",
-        "float16", "stopped", "resumed",
+        "kernels", "forms of softmax", "bench", "gpt2", "shakespeare", "shakespeare", "softmax", "beta", "LS", "long",
+        "tests", "float16", "stopped", "resumed",
     ]  # fmt: skip
     for _, name, (script, *flags) in small:
         if script == "train.py":
