@@ -6,7 +6,7 @@
 
 There are five parts, the most useful one first:
 
-    right       the tests of the Triton kernels, on the GPU; every form of every attention (experiments/forms.py)
+    right       the tests of the Triton kernels on the GPU; every form of every attention
     speed       bench.py --suite=gpu
     training    steps of GPT-2 (124M) and of nanoGPT's Shakespeare model (experiments/gpu_training.py)
     learning    nanoGPT's Shakespeare model, the beta post's run, and long texts with and without short heads

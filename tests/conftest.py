@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import importlib
+import itertools
 import json
 import os
 import random
@@ -10,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -105,6 +106,21 @@ def train(run: Callable, data: str, tmp_path: object) -> Callable:
         return run("train.py", f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, *quick, *args)
 
     return train
+
+
+def pairwise(*lists: Iterable, legal: Callable = lambda *row: True) -> list[tuple]:
+    """Rows of their product in which every legal pair of values occurs: far fewer tests than the whole product.
+
+    legal(*row): whether there is such a row.
+    """
+    lists = [list(values) for values in lists]
+    rows = [at for at in itertools.product(*map(range, map(len, lists))) if legal(*map(list.__getitem__, lists, at))]
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    left, chosen = set().union(*pairs.values()), []
+    while left:
+        chosen.append(max(rows, key=lambda row: len(pairs[row] & left)))
+        left -= pairs[chosen[-1]]
+    return [tuple(map(list.__getitem__, lists, row)) for row in chosen]
 
 
 class Workers:

@@ -1,9 +1,11 @@
 """Every attention, fast and plain, against one query at a time, and properties that each must have."""
 
 import functools
+import itertools
 
 import pytest
 import torch
+from conftest import pairwise
 from reference import fast, naive_attention, one_query
 from torch.nn import functional as F
 
@@ -75,11 +77,10 @@ def test_the_fast_forms_equal_naive_forward_and_backward(core, window, dtype, to
         assert close(ours.grad, theirs.grad, tolerance)
 
 
-@cores
-@long_windows
-@pytest.mark.parametrize(
-    "shape", [(LONG, LONG), (2, LONG, LONG), (1, 2, LONG, LONG), (1, 1, 1, LONG), (2, LONG, 1), ()]
-)
+SHAPES = [(LONG, LONG), (2, LONG, LONG), (1, 2, LONG, LONG), (1, 1, 1, LONG), (2, LONG, 1), ()]
+
+
+@pytest.mark.parametrize(("core", "window", "shape"), pairwise(ATTENTION, LONG_WINDOWS, SHAPES))
 def test_a_bias_in_blocks(core, window, shape):
     q, k, v = long_qkv()
     bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -202,13 +203,25 @@ def test_causal_by_gradient(core, T, window):
         assert not (dq.abs().sum((0, 1, 3)) > 0)[torch.arange(T) != i].any()
 
 
-@cores
-@pytest.mark.parametrize(("T", "window"), [*((T, w) for w in WINDOWS), *((LONG, w) for w in (None, 0, 16, 100))])
-@pytest.mark.parametrize("value", [3.0, 50.0, 120.0, 1000.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_large_later_token_changes_nothing_before_it(core, T, window, value, dtype):
+SPANS = [*((T, w) for w in WINDOWS), *((LONG, w) for w in (None, 0, 16, 100))]
+HALVES = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # a rounding step of the largest numbers
+LARGE = [3.0, 50.0, 120.0, 1000.0], [torch.float64, torch.float32, *HALVES]
+
+
+@pytest.mark.parametrize(
+    ("core", "span", "value", "dtype"),
+    [
+        *pairwise(ATTENTION, SPANS, *LARGE),
+        *(
+            ("laser", span, *large)
+            for span, large in zip(itertools.cycle(SPANS), itertools.product(*LARGE), strict=False)
+        ),
+    ],
+)
+def test_a_large_later_token_changes_nothing_before_it(core, span, value, dtype):
     """Its value, in one channel of one head, or its key, must not reach earlier outputs or gradients, not even
     by rounding them differently, in any precision."""
+    (T, window), step = span, HALVES.get(dtype, 1e-5)  # a rounding step may turn over, no more
     at = T - 1
 
     def outputs(which: int | None) -> tuple:
@@ -222,8 +235,6 @@ def test_a_large_later_token_changes_nothing_before_it(core, T, window, value, d
         grads = torch.autograd.grad(y[..., :at, :].float().square().sum(), x)
         return y, x, torch.stack([g[..., :at, :] for g in grads])
 
-    # half precision: a rounding step of the largest entries may turn over, no more
-    step = {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(dtype, 1e-5)
     y, _, grads = outputs(None)
     for which in (1, 2):
         y_large, x, grads_large = outputs(which)

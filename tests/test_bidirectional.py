@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import pairwise
 from reference import fast, naive_attention
 from test_attention import DECAYS, LONG, close, decaying, saved_bytes
 
@@ -69,15 +70,20 @@ def test_equals_naive_forward_and_backward(core, form, causal, window, padded):
     )
 
 
-@cores
-@both_sides
-@pytest.mark.parametrize("window", [None, 16, 100])
-def test_the_fast_forms_of_long_texts(core, causal, window):
+LONG_TEXTS = {  # texts, which are padding; the precision, its tolerance
+    "padding": (2, padding(LONG)[[2, 5]], torch.float64, 1e-12),
+    "float32": (1, padding(LONG)[[1]], torch.float32, 1e-5),
+    "no padding": (1, None, torch.float64, 1e-12),
+}
+
+
+@pytest.mark.parametrize(
+    ("core", "causal", "window", "texts"), pairwise(ATTENTION, [False, True], [None, 16, 100], LONG_TEXTS)
+)
+def test_the_fast_forms_of_long_texts(core, causal, window, texts):
     """Running sums over all keys; short heads in blocks with padding on both sides."""
-    settings = {"window": window, "causal": causal, "seen": padding(LONG)[[2, 5]]}
-    assert same(fast, core, qkv(2, LONG, LONG), 1e-12, **settings)
-    assert same(fast, core, qkv(1, LONG, LONG, torch.float32), 1e-5, **settings | {"seen": padding(LONG)[[1]]})
-    assert same(fast, core, qkv(1, LONG, LONG), 1e-12, **settings | {"seen": None})
+    B, seen, dtype, tolerance = LONG_TEXTS[texts]
+    assert same(fast, core, qkv(B, LONG, LONG, dtype), tolerance, window=window, causal=causal, seen=seen)
 
 
 @cores

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from conftest import pairwise
 from reference import fast, naive_attention, one_query
 from test_attention import close, qkv, saved_bytes
 from torch.nn import functional as F
@@ -64,25 +65,21 @@ def by_distance(B: int, H: int, Tq: int, n: int, per_query: bool, v: int | None)
     return ByDistance(values, v and torch.randn(n, v, dtype=torch.float64, requires_grad=True))
 
 
-@pytest.mark.parametrize("core", ATTENTION)
+BIASES = [
+    (None, 1, False), (None, 9, True), (None, 200, True), (0, 9, True), (16, 9, False), (16, 200, True), (100, 9, True)
+]  # window, n, per_query  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("window", "n", "per_query"),
-    [
-        (None, 1, False),
-        (None, 9, True),
-        (None, 200, True),
-        (0, 9, True),
-        (16, 9, False),
-        (16, 200, True),
-        (100, 9, True),
-    ],
-)
-@pytest.mark.parametrize("with_v", [False, True])
-@pytest.mark.parametrize("few", [False, True])  # all queries at once, or a few at a time
-def test_a_bias_by_distance(core, window, n, per_query, with_v, few, monkeypatch):
+    ("core", "kind", "with_v", "few"),  # few: a few queries at a time
+    pairwise(
+        ATTENTION, BIASES, [False, True], [False, True],
+        legal=lambda core, kind, with_v, few: not (core == "laser" and with_v),  # it is not linear in its values
+    ),
+)  # fmt: skip
+def test_a_bias_by_distance(core, kind, with_v, few, monkeypatch):
     """Outputs and every gradient, in blocks and in rows, against one query at a time."""
-    if core == "laser" and with_v:
-        pytest.skip("refused: LASER is not linear in its values")
+    window, n, per_query = kind
     monkeypatch.setattr(forms, "ROWS", 40 * 200 * 2 if few else 2**24)
     q, k, v = (torch.randn(1, 2, 200, d, dtype=torch.float64, requires_grad=True) for d in (8, 8, 5))
     bias = by_distance(1, 2, 200, n, per_query, 5 if with_v else None)
@@ -201,16 +198,21 @@ def scheme(gpt: GPT, i: int):
 EXTRA = {"rope": {"rope_base": 50.0}, "relative": {"max_distance": 5}, "t5": {"max_distance": 20}}
 
 
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("core", ATTENTION)
-@pytest.mark.parametrize(("heads", "window"), [("L", None), ("SSSL", 4), ("LS/SL", 2)])
-@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
-@pytest.mark.parametrize("nope_long", [False, True])
-def test_a_position_is_its_papers(position, core, heads, window, n_kv_head, nope_long):
+def choices_of(position: str, core: str, of_heads: tuple, n_kv_head: int, nope_long: bool) -> dict:
+    heads, window = of_heads
     kwargs = {"attention": core, "position": position, "heads": heads, "window": window, "n_kv_head": n_kv_head}
-    kwargs |= {"nope_long": nope_long} | EXTRA.get(position, {})
-    if not legal(**kwargs):
-        pytest.skip("refused")
+    return kwargs | {"nope_long": nope_long} | EXTRA.get(position, {})
+
+
+@pytest.mark.parametrize(
+    ("position", "core", "of_heads", "n_kv_head", "nope_long"),
+    pairwise(
+        POSITIONS, ATTENTION, [("L", None), ("SSSL", 4), ("LS/SL", 2)], [4, 2, 1], [False, True],
+        legal=lambda *row: legal(**choices_of(*row)),
+    ),
+)  # fmt: skip
+def test_a_position_is_its_papers(position, core, of_heads, n_kv_head, nope_long):
+    kwargs, window = choices_of(position, core, of_heads, n_kv_head, nope_long), of_heads[1]
     gpt = shaken(config(**kwargs)).double()
     x = torch.randn(2, T, C, dtype=torch.float64)
     for i, block in enumerate(gpt.transformer.h):
@@ -226,24 +228,25 @@ def test_a_position_is_its_papers(position, core, heads, window, n_kv_head, nope
         torch.testing.assert_close(block.attn(x), expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("position", POSITION)
-@pytest.mark.parametrize("core", ATTENTION)
+SPANS = [
+    {},
+    {"heads": "SSLL", "window": 3, "differential": True, "n_kv_head": 2},
+    {"heads": "SLLS/SSSL", "window": 5, "n_kv_head": 1},
+    {"heads": "SLLS/SSSL", "window": 5, "nope_long": True},
+    {"heads": "SSLL", "window": 100},
+]
+
+
 @pytest.mark.parametrize(
-    ("heads", "window", "more"),
-    [
-        ("L", None, {}),
-        ("SSLL", 3, {"differential": True, "n_kv_head": 2}),
-        ("SLLS/SSSL", 5, {"n_kv_head": 1}),
-        ("SLLS/SSSL", 5, {"nope_long": True}),
-        ("SSLL", 100, {}),
-    ],
+    ("position", "core", "more"),
+    pairwise(
+        POSITION, ATTENTION, SPANS, legal=lambda position, core, more: legal(position=position, attention=core, **more)
+    ),
 )
 @torch.no_grad()
-def test_cached_logits_equal_uncached(position, core, heads, window, more):
-    kwargs = {"attention": core, "position": position, "heads": heads, "window": window, "block_size": 140} | more
-    if not legal(**kwargs):
-        pytest.skip("refused")
-    gpt, x = shaken(config(**kwargs), by=0.03), tokens(n=140)
+def test_cached_logits_equal_uncached(position, core, more):
+    gpt = shaken(config(attention=core, position=position, block_size=140, **more), by=0.03)
+    x = tokens(n=140)
     full = gpt(x, x)[0]
     for pieces in ([1] * 30, [3, 1, 120, 1, 15]):
         cache, at, logits = gpt.new_cache(), 0, []

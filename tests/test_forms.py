@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import SMALL
+from conftest import SMALL, pairwise
 from reference import naive_attention
 from torch.nn import functional as F
 
@@ -132,9 +132,9 @@ def in_float64():
     torch.set_default_dtype(torch.float32)
 
 
-@cores
-@pytest.mark.parametrize("heads", ["L", "SSLL"])
-@pytest.mark.parametrize("differential", [[], ["--differential"]])
+@pytest.mark.parametrize(
+    ("core", "heads", "differential"), pairwise(ATTENTION, ["L", "SSLL"], [[], ["--differential"]])
+)
 def test_plain_and_fast_train_to_the_same_losses(core, heads, differential, run, data, tmp_path, in_float64):
     """Short heads in blocks and running sums need some length. (In float32 rounding alone gives another loss, by 3e-5
     for beta2, after a few steps. Losses are in float32.)"""

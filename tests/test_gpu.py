@@ -144,7 +144,7 @@ def test_the_commands_of_the_first_half_hour(commands, run):
             files, names = [flag for flag in flags if flag.endswith(".py")], flags[-1].split(" or ")
             found = [re.findall(r"def (test_\w+)", open(os.path.join(ROOT, file)).read()) for file in files]
             assert all(any(name in test for tests in found for test in tests) for name in names)
-        elif script == "train.py":
+        elif script == "train.py" and name not in ("softmax", "long", "resumed"):  # others have the same flags
             code, out, err = run(script, *flags, "--init_from=scratch", "--device=cpu", "--dry_run")
             assert code == 0 and "FLOPs: " in out, (name, err)
         elif name in ("forms of laser", "forms of beta", "forms of beta2", "forms of softcap"):
@@ -152,7 +152,7 @@ def test_the_commands_of_the_first_half_hour(commands, run):
         elif script == "experiments/forms.py":
             code, out, err = run(script, *flags, "--budget=0", "--device=cpu")
             assert code == 0 and out.count("left out (--budget)") == 3, err
-        else:
+        elif script != "train.py":
             code, _, err = run(script, *flags)
             assert code == 2 and re.search("needs a CUDA GPU|sees 0 cuda devices", err), err
     for make in first.PARTS.values():

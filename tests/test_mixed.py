@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from conftest import pairwise
 from reference import naive_attention
 from torch.nn import functional as F
 
@@ -97,18 +98,16 @@ def test_each_head_is_its_attention_with_its_span(short, long, heads, more):
         torch.testing.assert_close(block.attn(x), by_hand(gpt, layer, x), rtol=0, atol=2e-6 if fixed else 1e-12)
 
 
-@pairs
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"decay": "learned", "conv": 4, "n_kv_head": 2},
-        {"position": "alibi", "nope_long": True, "differential": True, "conv": 6},
-    ],
-    ids=["learned", "nope_long"],
-)
+MORE = {
+    "learned": {"decay": "learned", "conv": 4, "n_kv_head": 2},
+    "nope_long": {"position": "alibi", "nope_long": True, "differential": True, "conv": 6},
+}
+
+
+@pytest.mark.parametrize(("short", "long", "more"), pairwise(ATTENTION, ATTENTION, MORE))
 def test_cached_packed_and_plain_are_the_same(short, long, more):
     """Logits and every gradient of the fast forms are those of the definitions; a cache and documents change none."""
-    gpt = shaken(config(attention=long, short_attention=short, heads="SSLL", window=20, **more), by=0.05)
+    gpt = shaken(config(attention=long, short_attention=short, heads="SSLL", window=20, **MORE[more]), by=0.05)
     x, y = tokens(), tokens()
     logits, loss = gpt(x, y)
     grads = torch.autograd.grad(loss, gpt.parameters())
