@@ -126,11 +126,11 @@ def pairwise(*lists: Iterable, legal: Callable = lambda *row: True) -> list[tupl
 class Workers:
     """Processes that run a script together; they live on, since importing torch is slow.
 
-    env: of them, beside this one's.
+    root: the folder of the project. env: of them, beside this one's.
     """
 
-    def __init__(self, **env: str):
-        self.processes, self.env = [], os.environ | {"OMP_NUM_THREADS": "1"} | env
+    def __init__(self, root: str = ROOT, **env: str):
+        self.processes, self.root, self.env = [], root, os.environ | {"OMP_NUM_THREADS": "1"} | env
 
     def run(self, n: int, *argv: object, before: str = "") -> tuple[list, str, str]:
         """(exit code of each, the first one's stdout, everyone's stderr) of argv in n processes.
@@ -138,8 +138,9 @@ class Workers:
         before: Python to run in each first, which may define an after().
         """
         while len(self.processes) < n:
-            command = [sys.executable, os.path.join(ROOT, "tests", "worker.py")]
-            self.processes.append(subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=self.env))
+            command = [sys.executable, os.path.join(self.root, "tests", "worker.py")]
+            start = {"stdin": -1, "stdout": -1, "text": True, "env": self.env, "cwd": self.root}
+            self.processes.append(subprocess.Popen(command, **start))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

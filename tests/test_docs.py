@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Workers
 from test_scripts import SCRIPTS
 
 PAGES = ["README.md", "RESULTS.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
@@ -143,11 +143,12 @@ def test_add_your_own(data, tmp_path):
     end = model.index("\n}\n", model.index("\nATTENTION: ")) + 3  # below the table ATTENTION
     (tmp_path / "model.py").write_text(f"{model[:end]}\n\n{block}{model[end:]}", encoding="utf-8")
 
+    worker = Workers(str(tmp_path))
+
     def do(*command: str) -> str:
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        (code,), out, err = worker.run(1, *command)
+        assert code == 0, out + err
+        return out
 
     small = ["--n_layer=2", "--block_size=32", "--batch_size=4", "--device=cpu", "--eval_iters=2", "--heads=SSSL"]
     flags = [*small, "--max_iters=4", "--eval_interval=4", "--sample_tokens=0", f"--dataset={data}", "--window=8"]
@@ -157,6 +158,8 @@ def test_add_your_own(data, tmp_path):
     assert "wrote maps.png" in do("scripts/maps.py", "--out_dir=out", "--start=the lord")
     only = ["--what=attention", "--only=sdpa,softmax,sigmoid", "--lengths=300", "--repeats=1", "--device=cpu"]
     assert re.search(r"(?m)^sigmoid .*e-\d\d$", do("bench.py", *only))
+    worker.processes[0].kill()
     tests = ["tests/test_attention.py", "tests/test_forms.py", "tests/test_model.py"]
-    done = do("-m", "pytest", "-n", "0", "-k", "sigmoid", "-m", "not slow", *tests)
-    assert int(re.search(r"(\d+) passed", done)[1]) > 50
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-k", "sigmoid", "-m", "not slow", *tests]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and int(re.search(r"(\d+) passed", done.stdout)[1]) > 50, done.stdout
