@@ -8,8 +8,8 @@ There are five parts, the most useful one first:
 
     right       the tests of the Triton kernels on the GPU; every form of every attention
     speed       bench.py --suite=gpu
-    training    steps of GPT-2 (124M) and of nanoGPT's Shakespeare model (experiments/gpu_training.py)
-    learning    nanoGPT's Shakespeare model, the beta post's run, and long texts with and without short heads
+    training    steps of GPT-2 (124M) and of a small model, by experiments/gpu_training.py
+    learning    nanoGPT's Shakespeare model; the beta post's run; long texts, LS and long heads
     faults      the tests of disturbed runs, on the GPU; float16; a run that is stopped and goes on
 
 A part takes at most nine minutes. What runs longer than its own limit is stopped by SIGTERM and, 20 seconds later,
@@ -46,7 +46,7 @@ tiny = False  # the smallest sizes, on the CPU: a rehearsal of all commands
 PATIENCE = 20.0  # seconds between SIGTERM and SIGKILL
 SHAKESPEARE = "config/train_shakespeare_char.py"
 TINY_MODEL = "--n_layer=1 --n_head=6 --n_embd=24 --block_size=16".split()
-TINY_RUN = f"--batch_size=2 --max_iters=4 --eval_interval=2 --eval_iters=1 --device=cpu {' '.join(TINY_MODEL)}".split()
+TINY_RUN = "--batch_size=2 --max_iters=4 --eval_interval=2 --eval_iters=1 --sample_tokens=9 --device=cpu".split()
 
 
 @dataclass
@@ -99,7 +99,13 @@ def kill(process: subprocess.Popen, number: int) -> None:
 
 def train(name: str, config: str, *flags: str) -> list[str]:
     """A run of train.py into a folder of its own."""
-    return ["train.py", config, *(TINY_RUN if tiny else ()), *flags, f"--out_dir={os.path.join(out_dir, name)}"]
+    return [
+        "train.py",
+        config,
+        *([*TINY_RUN, *TINY_MODEL] if tiny else ()),
+        *flags,
+        f"--out_dir={os.path.join(out_dir, name)}",
+    ]
 
 
 def tests(*files: str, names: str) -> list[str]:

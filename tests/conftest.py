@@ -17,6 +17,7 @@ import pytest
 
 if not os.path.exists("/dev/nvidiactl"):  # without a GPU Triton's kernels run in its interpreter; torch imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of new processes too: the tests run beside each other
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

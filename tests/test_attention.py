@@ -92,7 +92,8 @@ def test_a_bias_in_blocks(core, window, shape):
 
 
 DECAYS = [0.0, 1e-3, 0.5, 20.0, 200.0]  # gamma^n of the last three is below float32's smallest number
-decaying = pytest.mark.parametrize("core", [name for name in ATTENTION if takes(ATTENTION[name], "decay")])
+DECAYING = [name for name in ATTENTION if takes(ATTENTION[name], "decay")]
+decaying = pytest.mark.parametrize("core", DECAYING)
 
 
 @decaying

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import pairwise
 from reference import fast, naive_attention
-from test_attention import DECAYS, LONG, close, decaying, saved_bytes
+from test_attention import DECAYING, DECAYS, LONG, close, saved_bytes
 
 from attention.bidirectional import Bidirectional
 from attention.forms import SUMS
@@ -105,15 +105,15 @@ def test_a_few_queries_at_a_time(core, rows, monkeypatch):
     assert same(fast, core, qkv(6, 5, T), 1e-12, causal=False, seen=padding(T))
 
 
-@decaying
-@both_sides
-@pytest.mark.parametrize("window", [None, 16])
-def test_a_decay_to_both_sides(core, causal, window, monkeypatch):
+@pytest.mark.parametrize(
+    ("core", "causal", "window", "form"),
+    pairwise(DECAYING, [False, True], [None, 16], [fast, ATTENTION.get]),
+)
+def test_a_decay_to_both_sides(core, causal, window, form, monkeypatch):
     x = [torch.randn(6, 3, 150, d, dtype=torch.float64) for d in (8, 8, 5)]
     x.append(torch.tensor(DECAYS[:3], dtype=torch.float64)[:, None, None])
     monkeypatch.setattr("attention.fast.ROWS", 2**6)
-    for form in (fast, ATTENTION.get):
-        assert same(form, core, x, 1e-12, causal=causal, window=window, seen=padding(150))
+    assert same(form, core, x, 1e-12, causal=causal, window=window, seen=padding(150))
 
 
 @cores

@@ -48,7 +48,7 @@ def test_no_host_waits_and_the_graph_is_one(core, kind, monkeypatch):
 @pytest.mark.parametrize("core", ATTENTION)
 def test_compiled_is_the_same(core):
     """On a CPU, up to the code that torch.compile would generate, which takes too long for a test."""
-    gpt, x = GPT(GPTConfig(attention=core, **SIZES, **KINDS["long"])), torch.randint(11, (2, SIZES["block_size"]))
+    gpt, x = GPT(GPTConfig(attention=core, **SIZES, decay="learned")), torch.randint(11, (2, SIZES["block_size"]))
     expected = torch.autograd.grad(gpt(x, x)[1], [*gpt.parameters()])
     torch._dynamo.reset()
     compiled = torch.compile(gpt, backend="aot_eager", fullgraph=core != "laser")
@@ -144,7 +144,7 @@ def test_the_commands_of_the_first_half_hour(commands, run):
             files, names = [flag for flag in flags if flag.endswith(".py")], flags[-1].split(" or ")
             found = [re.findall(r"def (test_\w+)", open(os.path.join(ROOT, file)).read()) for file in files]
             assert all(any(name in test for tests in found for test in tests) for name in names)
-        elif script == "train.py" and name not in ("softmax", "long", "resumed"):  # others have the same flags
+        elif script == "train.py" and name in ("LS", "beta", "stopped"):  # those with flags of their own
             code, out, err = run(script, *flags, "--init_from=scratch", "--device=cpu", "--dry_run")
             assert code == 0 and "FLOPs: " in out, (name, err)
         elif name in ("forms of laser", "forms of beta", "forms of beta2", "forms of softcap"):
