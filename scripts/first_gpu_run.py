@@ -56,13 +56,14 @@ class Command:
     argv: list[str]  # of python
     seconds: float
     result: dict = field(default_factory=dict)  # exit code, seconds, whether it was stopped, last lines, losses
+    process: subprocess.Popen | None = None
 
     def run(self, name: str, log: TextIO, lock: threading.Lock) -> None:
         """Runs it. Its output goes to the log and, line by line, to the terminal."""
         env = os.environ | {"PYTHONUNBUFFERED": "1", "WANDB_MODE": "disabled", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
         env |= {"TRITON_INTERPRET": str(int(tiny)), "TEST_DEVICE": "cpu" if tiny else "cuda"}
         began = time.monotonic()
-        process = subprocess.Popen(
+        self.process = process = subprocess.Popen(
             [sys.executable, *self.argv], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
@@ -91,9 +92,9 @@ class Command:
         self.result |= {"stopped": at >= self.seconds, "last lines": lines, "losses": losses}
 
 
-def kill(process: subprocess.Popen, number: int) -> None:
-    """Sends a signal to a process and to all that it has started."""
-    if process.poll() is None:
+def kill(process: subprocess.Popen | None, number: int) -> None:
+    """Sends a signal to a process that still runs, and to all that it has started."""
+    if process is not None and process.poll() is None:
         os.killpg(process.pid, number)
 
 
@@ -184,8 +185,15 @@ def run(part: str) -> dict[str, dict]:
             threads = [threading.Thread(target=c.run, args=(name, log, lock)) for name, c in together.items()]
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join()
+            try:
+                for thread in threads:
+                    thread.join()
+            except KeyboardInterrupt:  # they do not get it, and would run on
+                for command in together.values():
+                    kill(command.process, signal.SIGTERM)
+                for thread in threads:
+                    thread.join()
+                raise
             results |= {name: command.result for name, command in together.items()}
             with open(os.path.join(out, f"{part}.json"), "w", encoding="utf-8") as f:
                 json.dump(results, f, indent=1)
