@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from attention.heads import HeadGroup
-from attention.scores import part_of
+from attention.scores import part_of, uncompiled
 
 
 class Documents:
@@ -22,7 +22,7 @@ class Documents:
         self.pos = pos
         self.rows_at = rows_at(pos)
 
-    @torch.compiler.disable
+    @uncompiled
     def attend(self, core: Callable, group: HeadGroup, q, k, v, *, bias=None, **settings) -> torch.Tensor:
         """y (B, H, T, Dv) of a group of heads."""
         k, v = group.share(k, v)
@@ -39,7 +39,7 @@ class Documents:
         return torch.stack([torch.cat([parts[start] for start in sorted(parts)], dim=-2) for parts in found])
 
 
-@torch.compiler.disable  # the shapes change from batch to batch
+@uncompiled  # the shapes change from batch to batch
 def rows_at(pos: torch.Tensor) -> dict[tuple[int, int], list[int]]:
     """(start, end) of each document -> the rows of pos (B, T) that have a document there."""
     starts = [[0] for _ in pos]

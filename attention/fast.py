@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention.scores import ByDistance, at_least_float32, part_of, spelled_out, visible
+from attention.scores import ByDistance, at_least_float32, part_of, spelled_out, uncompiled, visible
 
 CHUNK = 64  # tokens that are computed together; smaller chunks are so many that they cost more than they save
 ROWS = 2**23  # numbers that a few queries may need at once: 32 MiB in float32; on a GPU four times as many
@@ -157,7 +157,7 @@ def in_rows(core: Callable, numbers: Callable) -> Callable:
             warnings.warn("t5 and relative have no fused kernel: a few queries run at a time, slowly", stacklevel=4)
         return in_parts(max(1, rows), q, k, v, bias, settings)
 
-    @torch.compiler.disable  # torch.compile would unroll the loop
+    @uncompiled  # torch.compile would unroll the loop
     def in_parts(rows, q, k, v, bias, settings):
         Tq, past = q.shape[-2], k.shape[-2] - q.shape[-2]
         causal, seen = settings.get("causal", True), settings.get("seen")
@@ -260,7 +260,7 @@ def laser_by_exp(definition: Callable) -> Callable:
     return attend
 
 
-@torch.compiler.disable
+@uncompiled
 def wider_than(v: torch.Tensor, limit: float) -> bool:
     """Whether a channel of v (B, H, T, Dv) has a range (max - min over time) above limit. If so, it warns, once."""
     v = v.detach()

@@ -12,6 +12,10 @@ from torch.nn import functional as F
 
 from errors import NotFinite
 
+# A decorator: torch.compile leaves the function as it is. torch.compiler.disable does the same, but it imports all of
+# torch.compile at once, which takes longer than everything else that this project imports; PyTorch itself uses this.
+uncompiled: Callable = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     """x in float32, or x itself in float64: the precision in which scores and sums are computed."""

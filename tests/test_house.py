@@ -3,6 +3,8 @@
 import ast
 import glob
 import os
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -94,3 +96,9 @@ def test_a_file_imports_what_stands_before_it(name):
 )  # fmt: skip
 def test_what_is_read_is_short(file, most):
     assert len(open(os.path.join(ROOT, file), encoding="utf-8").readlines()) <= most
+
+
+def test_the_model_is_imported_without_torch_compile():
+    """Whose import takes as long as PyTorch's own; sample.py and eval.py do not need it."""
+    check = "import sys, model, text.sampling, attention.documents; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)

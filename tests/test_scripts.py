@@ -16,7 +16,7 @@ import threading
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, Workers
+from conftest import ROOT, Workers
 from reference import ONE_QUERY
 
 from attention import forms
@@ -426,20 +426,6 @@ def test_the_device_cuda_gets_an_index(train, monkeypatch):
     assert train("--device=cuda")[0] == 9 and asked == ["cuda:1"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert train("--device=auto")[0] == 9 and asked == ["cuda:1"] * 2
-
-
-@pytest.mark.slow
-def test_two_processes_follow_the_same_curve(run, tmp_path, data):
-    flags = [f"--dataset={data}", *SMALL, "--gradient_accumulation_steps=4", "--max_iters=6", "--sample_tokens=0"]
-    flags += ["--eval_interval=3", "--eval_iters=3", "--warmup_iters=2", "--lr_decay_iters=6"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launch, os.path.join(ROOT, "train.py"), f"--out_dir={tmp_path / '2' / 'out'}", *flags]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    two = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-    assert two.returncode == 0, two.stderr
-    assert run("train.py", f"--out_dir={tmp_path / '1' / 'out'}", *flags)[0] == 0
-    curves = [[v for key in ("loss", "norm", "val_loss") for _, v in rows(tmp_path / n, key)] for n in "12"]
-    assert len(curves[0]) == 6 + 6 + 3 and curves[0] == pytest.approx(curves[1], abs=1e-5)
 
 
 def test_micro_batches_that_cannot_be_shared(train, monkeypatch):
