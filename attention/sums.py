@@ -429,8 +429,9 @@ def products(x: torch.Tensor) -> torch.Tensor:
 
 def d_products(x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     """The gradient of x, d (..., D (D + 1) / 2) being that of products(x)."""
-    D, dx = x.shape[-1], torch.zeros_like(x)
+    D = x.shape[-1]
     if by_loops(x):
+        dx = torch.zeros_like(x)
         for a, part in enumerate(d.split([D - a for a in range(D)], dim=-1)):
             dx[..., a:].addcmul_(x[..., a : a + 1], part)
             dx[..., a] += (part * x[..., a:]).sum(-1)

@@ -56,7 +56,10 @@ SHARPER = 8.0  # the weights of queries, keys and values are multiplied by this,
 
 
 def model_in(form: Literal[FORMS], core: str, kind: str, dev: str) -> GPT:
-    """A GPT whose attention runs in this form, with the same weights in every form. UserError: there is none."""
+    """A GPT whose attention runs in this form, with the same weights in every form.
+
+    Raises UserError if the attention has no such form.
+    """
     torch.manual_seed(seed)
     sizes = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size, "vocab_size": vocab_size}
     gpt = GPT(GPTConfig(attention=core, **sizes, **KINDS[kind]))

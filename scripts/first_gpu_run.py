@@ -18,7 +18,6 @@ command was started, and PART.json: the result of each command, with all losses 
 needed if data/shakespeare_char has its input.txt.
 """
 
-import json
 import os
 import re
 import signal
@@ -30,10 +29,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TextIO
 
+import torch
+
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import check_writable, configure, names, user_errors
 from errors import UserError
+from experiments.results import save
 from model import ATTENTION
 from text.dataset import ROOT
 
@@ -77,8 +79,8 @@ class Command:
         for line in process.stdout:
             at = time.monotonic() - began
             with lock:
-                print(f"{name} {at:6.1f}  {line}", end="", file=log, flush=True)
-                print(f"{name} {at:6.1f}  {line}", end="", flush=True)
+                for file in (log, sys.stdout):
+                    print(f"{name} {at:6.1f}  {line}", end="", file=file, flush=True)
             lines = [*lines, line.rstrip()][-5:]
             if found := re.match(r"step (\d+): train loss (\S+), val loss (\S+)", line):
                 step, train_loss, val_loss = found.groups()
@@ -188,15 +190,14 @@ def run(part: str) -> dict[str, dict]:
             try:
                 for thread in threads:
                     thread.join()
-            except KeyboardInterrupt:  # they do not get it, and would run on
+            except KeyboardInterrupt:  # the commands do not get Ctrl-C, and would run on
                 for command in together.values():
                     kill(command.process, signal.SIGTERM)
                 for thread in threads:
                     thread.join()
                 raise
             results |= {name: command.result for name, command in together.items()}
-            with open(os.path.join(out, f"{part}.json"), "w", encoding="utf-8") as f:
-                json.dump(results, f, indent=1)
+            save(os.path.join(out, f"{part}.json"), results)
     return results
 
 
@@ -210,13 +211,10 @@ def in_words(result: dict) -> str:
 def main() -> None:
     os.chdir(ROOT)
     chosen = names(parts, PARTS)
-    if not tiny:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise UserError("there is no CUDA GPU here (or this PyTorch is built without CUDA): --tiny is a rehearsal")
+    if not tiny and not torch.cuda.is_available():
+        raise UserError("there is no CUDA GPU here (or this PyTorch is built without CUDA): --tiny is a rehearsal")
     os.makedirs(out, exist_ok=True)
-    check_writable(os.path.join(out, "right.log"))
+    check_writable(*(os.path.join(out, f"{part}.log") for part in chosen))
     found = {part: run(part) for part in chosen}
     for part, results in found.items():
         print(f"\n{part}")
