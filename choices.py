@@ -109,7 +109,7 @@ class Scheme(nn.Module):
     extra = 0  # dimensions that it adds to q and k
 
     def both_sides(self, group) -> bool:
-        """Whether it has a meaning for later keys too (attention/bidirectional.py)."""
+        """Whether it has a meaning for later keys too (lab/examples/bidirectional.py)."""
         return False
 
 

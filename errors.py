@@ -1,7 +1,9 @@
 """What every file may raise or say. A user's mistake is a sentence; any other error is a bug, with its traceback."""
 
+import importlib
 import os
 import sys
+import types
 from collections.abc import Iterable
 
 
@@ -33,3 +35,16 @@ def note(message: str) -> None:
 def first_line(error: BaseException) -> str:
     """Of an error's message, or its kind where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+PIP = {"PIL": "pillow", "google": "protobuf", "sklearn": "scikit-learn"}  # packages with another name in pip
+
+
+def optional(module: str, what: str) -> types.ModuleType:
+    """An optional module, imported. Raises NotInstalled where its package is missing: `what` needs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        name = PIP.get(package, package)
+        raise NotInstalled(f"{what} needs {name}: pip install {name}") from None

@@ -77,7 +77,7 @@ def main() -> None:
         raise UserError(f"stride={step} must be between 1 and block_size={T}")
     tokens = Tokens(folder_of(name), split, T)
     if "answers" in tokens.meta["files"][f"{split}.bin"]:
-        raise UserError(f"{name} holds prompts and answers: scripts/lm_eval.py says how many answers are right")
+        raise UserError(f"{name} holds prompts and answers: lab/hub/lm_eval.py says how many answers are right")
     if tokens.meta["tokenizer"] != tok.meta:
         raise UserError(
             f"{name} was prepared with a {tokens.meta['tokenizer']['kind']} tokenizer of {tokens.meta['vocab_size']:,} "

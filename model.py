@@ -42,7 +42,7 @@ from text.sampling import stream
 #   bias: added to the scaled scores by `scores`; a tensor that broadcasts to (B, H, Tq, T), or a ByDistance, which
 #     has a number for each distance i - j (attention/scores.py)
 # An attention that can drop its weights takes `dropout` as well: the probability, 0.0 by default, in training alone.
-# One that need not be causal takes `causal` and `seen`, and passes them to `visible` (examples/bert.py): with
+# One that need not be causal takes `causal` and `seen`, and passes them to `visible` (lab/examples/bert.py): with
 # causal=False, all keys are seen, or those with |i - j| <= window; seen (B, 1, 1, T) is False where a key is padding.
 # One whose weights are not made of exp(s) takes `decay` (H, 1, 1): they are multiplied by exp(-decay (i - j)). For all
 # others a decay becomes more dimensions of q and k, which lower the scores of far keys (choices.ALiBi).

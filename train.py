@@ -28,8 +28,7 @@ import torch
 from attention.cache import run_definitions
 from attention.probe import largest_logits
 from model import GPT, GPTConfig
-from text.dataset import positions
-from text.examples import open_split
+from text.dataset import Tokens, positions
 from training import checkpoint
 from training.distributed import rank, say, shared, summed, whole, world
 from training.log import Log
@@ -117,7 +116,7 @@ with user_errors():
     else:
         model = run.pretrained_model(meta)
     eot = run.check_data(model, meta)  # the token between documents, with --pack=document
-    data = {split: open_split(data_dir, split, model.config.block_size) for split in ("train", "val")}
+    data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
     if triton:
         run.use_triton(model)
     if plain:

@@ -32,11 +32,10 @@ from attention.forms import alike, fixed_inputs
 from attention.probe import probing
 from attention.scores import ByDistance, at_least_float32, spelled_out, visible
 from configurator import check_writable, configure, user_errors
-from errors import UserError, note, refuse
+from errors import UserError, note, optional, refuse
 from model import ATTENTION, GPT
 from rules import attentions
 from sample import prompt_of
-from text.files import optional
 from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
 

@@ -18,8 +18,7 @@ import numpy as np
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configurator import configure, user_errors
-from errors import UserError, refuse
-from text.files import optional
+from errors import UserError, optional, refuse
 
 # What is drawn, and where does it go?
 runs = "out"  # folders of runs of train.py, separated by commas

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import pairwise
+from harness import pairwise
 from reference import fast, naive_attention, one_query
 from torch.nn import functional as F
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT
+from harness import ROOT
 
 from model import GPT, GPTConfig
 from text import tokenizers

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, SMALL
+from harness import ROOT, SMALL
 
 from training import checkpoint
 

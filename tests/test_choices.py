@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import pairwise
+from harness import pairwise
 from reference import fast, naive_attention, one_query
 from test_attention import close, qkv, saved_bytes
 from torch.nn import functional as F

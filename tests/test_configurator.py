@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 import pytest
-from conftest import ROOT
+from harness import ROOT
 
 SCRIPT = f'''
 """A script with flags."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-import conftest
+import harness
 import numpy as np
 import pytest
 
@@ -299,11 +299,11 @@ def test_the_tokens_of_another_data_set(run, texts, folder, tmp_path, few, monke
 
 def test_the_table_of_speeds(run, texts, folder, bpe):
     flags = [f"--source={folder}", "--copies=2", "--rounds=1", "--vocab_size=300"]
-    code, out, err = run("experiments/tokenizing.py", *flags)
+    code, out, err = run("lab/experiments/tokenizing.py", *flags)
     rows = [line.split("|") for line in out.splitlines() if line.startswith("| ")][1:]
     assert code == 0 and [row[1].strip() for row in rows] == ["gpt2", "sentencepiece", "bytes"], err
     assert all(re.fullmatch(r" *[\d.]+, [\d.]+ to [\d.]+ *", row[4]) for row in rows[:2])
-    assert "tokenizing.py: --source= says which" in run("experiments/tokenizing.py")[2]
+    assert "tokenizing.py: --source= says which" in run("lab/experiments/tokenizing.py")[2]
 
 
 # -----------------------------------------------------------------------------
@@ -745,7 +745,7 @@ def test_a_users_own_prepare(tmp_path):
     """A bug in it ends with Python's traceback and exit code 1, a UserError with a sentence and exit code 2."""
     (tmp_path / "prepare.py").write_text(f"""
 import sys
-sys.path.insert(0, {conftest.ROOT!r})
+sys.path.insert(0, {harness.ROOT!r})
 from configurator import configure, user_errors
 from errors import UserError
 from text import corpus, sources

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import write
+from harness import write
 
 from text import dataset, tokenizers
 from text.dataset import Tokens

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from conftest import pairwise
+from harness import pairwise
 from reference import fast
 
 from attention import fast as forms

@@ -14,7 +14,7 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, write
+from harness import ROOT, SMALL, write
 
 from model import GPT, GPTConfig
 from text import dataset, tokenizers

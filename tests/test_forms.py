@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import SMALL, pairwise
+from harness import SMALL, pairwise
 from reference import naive_attention
 from torch.nn import functional as F
 

@@ -5,21 +5,17 @@ on the host (for which a GPU's host would wait) is an error.
 """
 
 import contextlib
-import io
 import os
-import re
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEVICE, ROOT
+from harness import DEVICE, ROOT
 
-from experiments.forms import breaks, waits
+from lab.experiments.forms import breaks, waits
 from model import ATTENTION, GPT, GPTConfig
-from scripts import first_gpu_run as first
 from training.distributed import shared, whole
 
 SIZES = {"block_size": 320, "vocab_size": 11, "n_layer": 1, "n_head": 4, "n_embd": 32}
@@ -100,84 +96,3 @@ def test_a_training_step_does_not_wait(train):
         flags = ("--eval_interval=1000", "--log_interval=1", "--dtype=bfloat16", f"--max_iters={n}")
         counts.append(waits(lambda flags=flags: train(*flags)))
     assert counts[0] == counts[1]
-
-
-# -----------------------------------------------------------------------------
-# scripts/first_gpu_run.py
-
-
-@pytest.fixture
-def commands(tmp_path, monkeypatch):
-    """commands(tiny) -> (part, name, what python gets) of all its commands, with their folders in tmp_path."""
-    monkeypatch.setattr(first, "out", str(tmp_path))
-    monkeypatch.setattr(first, "out_dir", str(tmp_path / "runs"))
-
-    def commands(tiny: bool) -> list[tuple[str, str, list[str]]]:
-        monkeypatch.setattr(first, "tiny", tiny)
-        groups = ((part, group) for part, make in first.PARTS.items() for group in make())
-        return [(part, name, command.argv) for part, group in groups for name, command in group.items()]
-
-    return commands
-
-
-@pytest.mark.slow
-def test_a_rehearsal_of_the_first_half_hour(commands, run, data):
-    """Its commands work in small; here in one process, one after another, on a text that is there."""
-    small = commands(tiny=True)
-    assert [name for _, name, _ in small] == [
-        "kernels", "forms of softmax", "bench", "gpt2", "shakespeare", "shakespeare", "softmax", "beta", "LS", "long",
-        "tests", "float16", "stopped", "resumed",
-    ]  # fmt: skip
-    for _, name, (script, *flags) in small:
-        if script == "train.py":
-            flags += [f"--dataset={data}"] + {"stopped": ["--max_iters=3"], "resumed": ["--max_iters=5"]}.get(name, [])
-        if script != "-m":
-            code, out, err = run(script, *flags)
-            assert code == 0, (name, err)
-            assert name != "resumed" or "step 5: train loss" in out
-
-
-def test_the_commands_of_the_first_half_hour(commands, run):
-    """In full size their flags are right; what then needs a GPU says so. A part takes nine minutes at most."""
-    for _, name, (script, *flags) in commands(tiny=False):
-        if script == "-m":
-            files, names = [flag for flag in flags if flag.endswith(".py")], flags[-1].split(" or ")
-            found = [re.findall(r"def (test_\w+)", open(os.path.join(ROOT, file)).read()) for file in files]
-            assert all(any(name in test for tests in found for test in tests) for name in names)
-        elif script == "train.py" and name in ("LS", "beta", "stopped"):  # those with flags of their own
-            code, out, err = run(script, *flags, "--init_from=scratch", "--device=cpu", "--dry_run")
-            assert code == 0 and "FLOPs: " in out, (name, err)
-        elif name.startswith("forms of ") and name != "forms of softmax":  # which has the same flags
-            assert flags[0] == f"--only={name.removeprefix('forms of ')}"
-        elif script == "experiments/forms.py":
-            code, out, err = run(script, *flags, "--budget=0", "--device=cpu")
-            assert code == 0 and out.count("left out (--budget)") == 3, err
-        elif script != "train.py":
-            code, _, err = run(script, *flags)
-            assert code == 2 and re.search("needs a CUDA GPU|sees 0 cuda devices", err), err
-    for make in first.PARTS.values():
-        assert sum(max(c.seconds for c in group.values()) + first.PATIENCE for group in make()) <= 540
-
-
-def test_a_command_that_ends_or_is_ended(monkeypatch):
-    """By itself, with an error, at its limit, and if it does not react."""
-    monkeypatch.setattr(first, "PATIENCE", 0.5)
-    line = "step 3: train loss 2.5000, val loss 2.7500"
-    ignoring = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); "
-    scripts = [f"print({line!r})", "1 / 0", "import time; time.sleep(60)", f"{ignoring}time.sleep(60)"]
-    log, found = io.StringIO(), [first.Command(["-c", script], 3.0) for script in scripts]
-    threads = [threading.Thread(target=c.run, args=("name", log, threading.Lock())) for c in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [c.result["code"] for c in found] == [0, 1, -15, -9]
-    assert [first.in_words(c.result).split()[0] for c in found] == ["done", "FAILED", "stopped", "stopped"]
-    assert found[0].result["losses"] == [{"s": pytest.approx(0, abs=3), "iter": 3, "train": 2.5, "val": 2.75}]
-    assert "ZeroDivisionError" in found[1].result["last lines"][-1] and line in log.getvalue()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_first_half_hour_without_a_gpu(run):
-    code, _, err = run("scripts/first_gpu_run.py")
-    assert code == 2 and "there is no CUDA GPU here" in err

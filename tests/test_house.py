@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from harness import ROOT
 
 # From the bottom up; files of one line do not import each other, but for those of a folder, in the order below.
 FLOORS = [
@@ -15,15 +15,15 @@ FLOORS = [
     ["configurator"],
     ["text.files", "text.sampling"],
     ["text.tokenizers"],
-    ["text.sources", "text.tokenizer_json"],
+    ["text.sources"],
     ["text.dataset"],
-    ["text.corpus", "text.examples"],
+    ["text.corpus"],
     ["text.shakespeare"],
     ["attention.scores", "attention.heads"],
     ["attention.fast", "attention.documents", "attention.more"],
     ["attention.sums"],
     ["attention.forms"],
-    ["attention.cache", "attention.probe", "attention.kernels", "attention.bidirectional"],
+    ["attention.cache", "attention.probe", "attention.kernels"],
     ["choices"],
     ["rules"],
     ["model"],
@@ -31,18 +31,13 @@ FLOORS = [
     ["training.sharded"],
     ["training.checkpoint"],
     ["training.estimate"],
-    ["training.modeling_nanoattn"],
     ["training.pretrained"],
     ["training.log", "training.timing"],
     ["training.run"],
     ["train", "sample", "eval", "bench"],
-    ["examples.common"],
-    ["examples.spelling"],
-    ["examples.bert", "examples.seq2seq", "examples.vit", "examples.conformer", "examples.before_attention"],
 ]
 # Optional, and heavy or not for every machine: inside the function that needs it. Of our own only this one.
 INSIDE = {
-    ("training.pretrained", "training.modeling_nanoattn"),
     ("model", "training.pretrained"),
     ("training.run", "attention.kernels"),
     ("bench", "attention.kernels"),
@@ -54,7 +49,7 @@ def modules() -> dict[str, str]:
     """The project's own modules, by name: their paths."""
     paths = [
         path
-        for folder in (".", "text", "attention", "training", "examples")
+        for folder in (".", "text", "attention", "training")
         for path in glob.glob(os.path.join(ROOT, folder, "*.py"))
     ]
     names = {os.path.relpath(p, ROOT).removesuffix(".py").replace(os.sep, "."): p for p in paths}
@@ -91,8 +86,7 @@ def test_a_file_imports_what_stands_before_it(name):
 
 @pytest.mark.parametrize(
     ("file", "most"),
-    [("model.py", 450), ("train.py", 450), ("examples/bert.py", 150), ("examples/vit.py", 150),
-     ("examples/conformer.py", 150), ("examples/seq2seq.py", 240), ("examples/before_attention.py", 180)],
+    [("model.py", 450), ("train.py", 450)],
 )  # fmt: skip
 def test_what_is_read_is_short(file, most):
     assert len(open(os.path.join(ROOT, file), encoding="utf-8").readlines()) <= most

@@ -10,7 +10,7 @@ import time
 
 import hub
 import pytest
-from conftest import ROOT, Workers
+from harness import ROOT, Workers
 
 from text.dataset import read_meta
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from harness import ROOT
 from reference import fast, naive_attention
 
 from model import ATTENTION, GPT, GPTConfig

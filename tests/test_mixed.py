@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import pairwise
+from harness import pairwise
 from reference import naive_attention
 from torch.nn import functional as F
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import pairwise
+from harness import pairwise
 from reference import fast, naive_attention
 from torch.nn import functional as F
 

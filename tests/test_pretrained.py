@@ -298,7 +298,7 @@ def test_the_export_script(run, tmp_path):
     state = {"model": ours.state_dict(), "model_args": vars(ours.config), "iter_num": 1, "best_val_loss": 1.0}
     checkpoint.save(str(tmp_path / checkpoint.BEST), state | {"config": {}})
     flags = [f"--out_dir={tmp_path}", f"--to={tmp_path / 'to'}"]
-    code, out, err = run("scripts/export_hf.py", *flags)
+    code, out, err = run("lab/hub/export.py", *flags)
     assert code == 0, err
     assert "LlamaForCausalLM" in out and "no tokenizer is exported: this checkpoint names no tokenizer" in err
     written = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
@@ -306,14 +306,14 @@ def test_the_export_script(run, tmp_path):
     assert json.loads((tmp_path / "to" / "config.json").read_text())["num_key_value_heads"] == 2
     theirs, x = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to"), torch.randint(V, (2, T))
     torch.testing.assert_close(theirs(x).logits, ours(x, x)[0], rtol=0, atol=1e-5)
-    code, _, err = run("scripts/export_hf.py", *flags)
+    code, _, err = run("lab/hub/export.py", *flags)
     assert code == 2 and "empty or not there yet" in err
     (tmp_path / "file").write_text("mine")
     for to in (tmp_path / "file", ""):
-        code, _, err = run("scripts/export_hf.py", flags[0], f"--to={to}")
+        code, _, err = run("lab/hub/export.py", flags[0], f"--to={to}")
         assert code == 2 and "empty or not there yet" in err
     assert (tmp_path / "file").read_text() == "mine"
-    code, _, err = run("scripts/export_hf.py", f"--out_dir={tmp_path / 'none'}")
+    code, _, err = run("lab/hub/export.py", f"--out_dir={tmp_path / 'none'}")
     assert code == 2
 
 

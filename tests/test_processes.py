@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, Workers, write
+from harness import ROOT, SMALL, Workers, write
 
 from model import ATTENTION
 from text import tokenizers

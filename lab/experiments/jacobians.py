@@ -1,0 +1,118 @@
+"""How large are the gradients of softmax, LASER and beta at each attention weight? (LASER paper, section 3.2)
+
+    python -m lab.experiments.jacobians
+
+A query with the scores s_j sees the values v_j; a = softmax(s), and r = ||s||. The derivatives of its output y are
+
+    softmax   dy/ds_j = a_j (v_j - y)                   (lemma 3.1)
+    LASER     dy/ds_j = a_j (exp(v_j - y) - 1)          (lemma 3.1, through exp and log)
+    beta      dy/ds_j = (v_j - (s_j / r) y) / (1 + r)
+
+The script compares them with autograd through the definitions in model.py, for many keys. Then it draws them for two
+keys, whose values are `apart` and 0, over all weights of the first key: softmax's a (1 - a) apart, and LASER's. Beta's
+weight is s / (1 + r); its second score is --other. Last it checks what lemma 3.2 says about LASER: its output is a
+log-sum-exp of v_j + log a_j, so it lies between their maximum and log n above it.
+"""
+
+import math
+import os
+
+import torch
+
+from configurator import check_writable, configure, user_errors
+from errors import UserError
+from lab.experiments.results import drawing
+from model import beta_attention, laser_attention, softmax_attention
+from text.dataset import ROOT
+
+apart = 5.0  # the value of the first key; that of the second is 0
+other = 1.0  # beta: the second key's score
+picture = "lab/pictures/jacobians.png"  # the picture
+
+ATTENTION = {"softmax": softmax_attention, "LASER": laser_attention, "beta": beta_attention}
+
+
+def outputs(name: str, s: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """y (B, 1) of B queries, one of each row, with the scores s (B, n) of their n keys and the values v (B, n)."""
+    q = torch.ones(len(s), 1, 1, 1, dtype=s.dtype)
+    return ATTENTION[name](q, s[:, None, :, None], v[:, None, :, None], scale=1.0)[:, 0, 0]
+
+
+def by_autograd(name: str, s: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """dy/ds (B, n)."""
+    s = s.clone().requires_grad_()
+    return torch.autograd.grad(outputs(name, s, v).sum(), s)[0]
+
+
+def closed_form(name: str, s: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """dy/ds (B, n), as at the top of this file."""
+    y = outputs(name, s, v)
+    if name == "beta":
+        r = s.norm(dim=1, keepdim=True)
+        return (v - s / r * y) / (1 + r)
+    return s.softmax(1) * (v - y if name == "softmax" else (v - y).expm1())
+
+
+def two_values(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights of the first of two keys, dy/ds of its score). Softmax's weights go from 1e-6 to 1 - 1e-6."""
+    s = torch.linspace(-13.8, 13.8, 401, dtype=torch.float64)
+    if name == "beta":
+        s = torch.stack((s.div(2).sinh(), torch.full_like(s, other)), 1)
+        weight = s[:, 0] / (1 + s.norm(dim=1))
+    else:
+        s = torch.stack((s, torch.zeros_like(s)), 1)
+        weight = s.softmax(1)[:, 0]
+    v = torch.tensor((apart, 0.0), dtype=torch.float64).expand(len(s), 2)
+    return weight, closed_form(name, s, v)[:, 0]
+
+
+def draw() -> None:
+    (a, softmax), (_, laser) = two_values("softmax"), two_values("LASER")
+    with drawing(picture, 1, 2, 12, 4.5) as (plain, ratio):
+        for name, color in zip(ATTENTION, ("black", "C1", "C0"), strict=True):
+            plain.plot(*two_values(name), color=color, label=name)
+        plain.plot(a, 1 - a, ":", color="C1", label="1 - a: LASER's limit, values far apart")
+        plain.set(xlabel="weight of the larger value", ylabel="dy / ds", title=f"two values, {apart:g} apart")
+        plain.set_ylim(top=3.1)
+        plain.legend(fontsize=8, loc="upper left", ncols=2)
+        ratio.plot(a.logit(), laser / softmax, color="C1")
+        ratio.axhline(1, color="0.6", linewidth=1)
+        ticks = torch.tensor([1e-5, 1e-3, 0.1, 0.5, 0.9, 0.999, 1 - 1e-5], dtype=torch.float64)
+        ratio.set_xticks(ticks.logit(), [f"{x:g}" for x in ticks.tolist()])
+        ratio.set(xlabel="weight of the larger value", yscale="log", title="LASER's gradient / softmax's")
+
+
+def main() -> None:
+    os.chdir(ROOT)
+    check_writable(picture)
+    if not 0 < apart < 700 or other == 0:
+        raise UserError(f"--apart={apart} must be between 0 and 700, and --other={other} not 0")
+    s, v = 5 * torch.randn(2, 1000, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    print("| | closed form against autograd: largest error | two values: largest gradient | at the weight |")
+    print("|---|---|---|---|")
+    for name in ATTENTION:
+        want = by_autograd(name, s, v)
+        error = (closed_form(name, s, v) - want).abs().max() / want.abs().max()
+        weight, slope = two_values(name)
+        at = abs(weight[slope.argmax()])
+        print(f"| {name} | {error:.0e} | {slope.max():.3f} | {at:.3f} |")
+    limit = 1 / apart - 1 / math.expm1(apart)
+    print(f"\nLASER's gradient is larger than softmax's below a weight of {limit:.3f}, and smaller above it:\n")
+    print("| weight of the larger value | gradient, softmax | LASER | ratio |\n|---|---|---|---|")
+    weights = torch.tensor([1e-5, 0.001, 0.01, 0.1, 0.5, 0.9, 0.999], dtype=torch.float64)
+    two = torch.stack((weights.logit(), torch.zeros_like(weights)), 1)
+    values = torch.tensor((apart, 0.0), dtype=torch.float64).expand(len(two), 2)
+    slopes = (closed_form(name, two, values)[:, 0] for name in ("softmax", "LASER"))
+    for weight, softmax, laser in zip(weights, *slopes, strict=True):
+        print(f"| {weight:g} | {softmax:.4g} | {laser:.4g} | {laser / softmax:.2f} |")
+    above = outputs("LASER", s, v)[:, 0] - (v + s.log_softmax(1)).amax(1)
+    print(f"\nlemma 3.2, 50 keys: y - max(v + log a) is between {above.min():.3f} and {above.max():.3f};", end=" ")
+    print(f"it must be between 0 and log 50 = {math.log(50):.3f}\n")
+    draw()
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()

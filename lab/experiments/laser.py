@@ -1,0 +1,196 @@
+"""LASER against softmax over model sizes (LASER paper, figures 2, 3, 4 and 6, and its ablation with LAMB).
+
+    OMP_NUM_THREADS=1 python -m lab.experiments.laser --jobs=2   # on two cores
+    python -m lab.experiments.laser --scale=paper                # the paper's sizes, on a large machine
+    python -m lab.experiments.laser --what=show                  # picture and tables of --out
+
+At each size each attention is trained with each learning rate of the scale and seed 1, and then at its best rate with
+the other seeds. Both attentions get the same rates. Finished runs are not repeated: you can stop and start again.
+"""
+
+import math
+import os
+import statistics
+from typing import Literal
+
+import torch
+
+from configurator import at_least_one, check_writable, configure, names, user_errors
+from lab.experiments.results import drawing, spread
+from lab.experiments.runs import as_flags, final, record
+from lab.experiments.times import model_of
+from text.dataset import ROOT
+from training.estimate import num_params
+
+# What is measured?
+what = "train,show"  # the parts to run, separated by commas; show: the picture and the tables
+scale: Literal["pocket", "paper", "tiny"] = "pocket"  # pocket: for two CPU cores; paper: the paper's; tiny: a test
+seeds = 3  # runs of each attention and size at its best learning rate
+jobs = 1  # runs at the same time; they share the cores of the CPU
+extra = ""  # more flags of train.py for every run, separated by spaces
+out = "lab/experiments/laser.json"  # the results
+picture = "lab/pictures/laser.png"  # the picture
+out_dir = "out-laser"  # the folder for the runs, each in a folder of its own
+
+CPU = "config/train_shakespeare_char_cpu.py"
+POCKET = {"block_size": 64, "batch_size": 12, "max_iters": 1000, "lr_decay_iters": 1000, "eval_interval": 250}
+TINY = {"block_size": 16, "batch_size": 2, "max_iters": 4, "lr_decay_iters": 4, "eval_interval": 4, "eval_iters": 1}
+SCALES = {  # sizes: {name: (flags, learning rates)}. lamb: the size and the learning rates with LAMB
+    "pocket": {
+        "file": CPU,
+        "flags": POCKET | {"log_interval": 1, "min_lr": 0.0},
+        "sizes": {
+            "2 x 64": ({"n_layer": 2, "n_head": 4, "n_embd": 64}, [5e-3, 1.25e-2, 3.1e-2]),
+            "3 x 96": ({"n_layer": 3, "n_head": 6, "n_embd": 96}, [2e-3, 5e-3, 1.25e-2]),
+            "4 x 128": ({"n_layer": 4, "n_head": 8, "n_embd": 128}, [2e-3, 5e-3, 1.25e-2]),
+            "5 x 192": ({"n_layer": 5, "n_head": 12, "n_embd": 192}, [8e-4, 2e-3, 5e-3]),
+        },
+        "lamb": ("3 x 96", [1e-2, 2e-2, 4e-2]),
+    },
+    "paper": {
+        "file": "config/train_laser_301m.py",
+        "flags": {"log_interval": 1},
+        "sizes": {
+            "234M": ({"n_layer": 16, "n_hidden": 4096}, [1e-4, 1e-3, 1e-2]),
+            "301M": ({}, [1e-4, 1e-3, 1e-2]),
+            "435M": ({"n_hidden": 4096}, [1e-4, 1e-3, 1e-2]),
+            "1.1B": ({"n_embd": 2048, "head_dim": 256, "n_hidden": 4096}, [1e-4, 1e-3, 1e-2]),
+            "2.2B": ({"n_embd": 2048, "head_dim": 512, "n_hidden": 8192}, [1e-4, 1e-3, 1e-2]),
+        },
+        "lamb": ("301M", [1e-4, 1e-3, 1e-2]),
+    },
+    "tiny": {
+        "file": CPU,
+        "flags": TINY | {"log_interval": 1, "warmup_iters": 1, "n_layer": 1, "n_head": 2},
+        "sizes": {"1 x 8": ({"n_embd": 8}, [1e-3, 1e-2]), "1 x 16": ({"n_embd": 16}, [1e-3, 1e-2])},
+        "lamb": ("1 x 8", [1e-2]),
+    },
+}
+ATTENTIONS = ("softmax", "laser")
+
+
+def train(make: bool) -> tuple[dict, dict]:
+    """({(size, optimizer, attention): (its best rate, the results of all seeds)}, {(size, optimizer): [the results of
+    softmax and of LASER with seed 1, both at softmax's best rate]}). make: see experiments.runs.record."""
+    s = SCALES[scale]
+    rates = {(size, "adamw"): tried for size, (_, tried) in s["sizes"].items()} | {(s["lamb"][0], "lamb"): s["lamb"][1]}
+
+    def results_of(runs: list[tuple]) -> dict[tuple, dict]:
+        commands = {}
+        for size, optimizer, attention, rate, seed in runs:
+            own = {"attention": attention, "optimizer": optimizer, "learning_rate": rate, "seed": seed}
+            name = f"{scale}, {size}, {attention}, {optimizer}, {rate:g}, seed {seed}"
+            commands[name] = [s["file"], *as_flags(s["flags"] | s["sizes"][size][0] | own), *extra.split()]
+        return dict(zip(runs, record(out, commands, out_dir, jobs, make).values(), strict=True))
+
+    keys = [(*key, attention) for key in rates for attention in ATTENTIONS]
+    first = results_of([(*key, rate, 1) for key in keys for rate in rates[key[:2]]])
+    best = {key: min(rates[key[:2]], key=lambda rate: final(first[*key, rate, 1])) for key in keys}
+    more = results_of([(*key, best[key], seed) for seed in range(2, seeds + 1) for key in keys])
+    found = {key: (best[key], [r for run, r in (first | more).items() if run[:4] == (*key, best[key])]) for key in keys}
+    same = {key: [first[*key, a, best[*key, "softmax"], 1] for a in ATTENTIONS] for key in rates}
+    return found, same
+
+
+def parameters(size: str) -> int:
+    """How many a model of this size has, without positions."""
+    s = SCALES[scale]
+    with torch.device("meta"):
+        return num_params(model_of(s["file"], s["flags"] | s["sizes"][size][0], 65)[0])
+
+
+def power_law(n: list[int], losses: list[float]) -> tuple[float, float]:
+    """a and b of L = a n^b, by least squares of log L against log n."""
+    x, y = (torch.tensor(numbers, dtype=torch.float64).log() for numbers in (n, losses))
+    b = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+    return math.exp(y.mean() - b * x.mean()), b.item()
+
+
+def laws(found: dict) -> dict[str, list[tuple[float, float]]]:
+    """(a, b) of each attention's power law with AdamW, one for each seed."""
+    sizes, of = list(SCALES[scale]["sizes"]), {}
+    for attention in ATTENTIONS:
+        by_seed = zip(*(map(final, found[size, "adamw", attention][1]) for size in sizes), strict=True)
+        of[attention] = [power_law([parameters(size) for size in sizes], losses) for losses in by_seed]
+    return of
+
+
+def saved_share(loss: float, softmax: tuple[float, float], laser: tuple[float, float]) -> float:
+    """By two power laws (a, b), the share of softmax's parameters that LASER does not need for the same loss."""
+    n, fewer = ((loss / a) ** (1 / b) for a, b in (softmax, laser))
+    return 1 - fewer / n
+
+
+def shares(found: dict) -> list[float]:
+    """What LASER saves at the loss of softmax's largest model, by each seed's power laws."""
+    losses, law = map(final, found[list(SCALES[scale]["sizes"])[-1], "adamw", "softmax"][1]), laws(found)
+    return [saved_share(*numbers) for numbers in zip(losses, law["softmax"], law["laser"], strict=True)]
+
+
+def norm_ratio(softmax: dict, laser: dict) -> list[float]:
+    """LASER's gradient norm / softmax's, over the steps of the curves."""
+    norms = (r["curves"]["norm"]["norm"] for r in (laser, softmax))
+    return [a / b for a, b in zip(*norms, strict=False)]
+
+
+def draw(found: dict, same: dict) -> None:
+    """The power law (figure 4), losses (2), the gradient norm's ratio (3) and the loss of the first steps (6)."""
+    sizes = list(SCALES[scale]["sizes"])
+    n, large = [parameters(size) for size in sizes], sizes[-1]
+    with drawing(picture, 2, 2, 13, 8) as (law, loss, norm, first):
+        for i, (a, color) in enumerate(zip(ATTENTIONS, ("black", "C1"), strict=True)):
+            by_size = [list(map(final, found[size, "adamw", a][1])) for size in sizes]
+            k, b = power_law(n, [statistics.mean(losses) for losses in by_size])
+            law.plot(n, [k * x**b for x in n], color=color, label=f"{a}: {k:.2f} n^{b:.4f}")
+            law.plot(n, by_size, "o", color=color, alpha=0.6)
+            for key, line in (("val_loss", "-"), ("loss", ":")):
+                curve = found[large, "adamw", a][1][0]["curves"][key]
+                loss.plot(curve["iter"], curve[key], line, color=color, label=f"{a}, {key}")
+            for j, size in enumerate(sizes):
+                first.plot([x + 2 * j for x in same[size, "adamw"][i]["first"]], color=color, label=None if j else a)
+        for size in sizes:
+            ratio = norm_ratio(*same[size, "adamw"])
+            norm.plot(same[size, "adamw"][0]["curves"]["norm"]["iter"][: len(ratio)], ratio, label=size)
+        norm.axhline(1, color="0.6", linewidth=1)
+        less = ", ".join(f"{share:.1%}" for share in shares(found))
+        title = f"power law; fewer parameters: {less} (paper: 15.65%)"
+        law.set(title=title, xscale="log", yscale="log", xlabel="parameters", ylabel="validation loss")
+        title = f"losses, {large} (paper's 301M: LASER 2.595, softmax 2.641)"
+        loss.set(title=title, xlabel="step", ylabel="loss", ylim=(None, 3.5))
+        norm.set(title="LASER's gradient norm / softmax's, same rate (paper: above 1)", xlabel="step")
+        first.set(title="first losses, sizes 2 apart, same rate (paper: LASER has fewer spikes)", xlabel="step")
+
+
+def show(found: dict, same: dict) -> None:
+    """Prints the table of all sizes, and the power laws."""
+    head = "size | parameters | optimizer | softmax | its rate | LASER | its rate | LASER - softmax, each seed"
+    print(f"\n| {head} | ratio of norms | spikes: softmax, LASER |\n{'|---' * 10}|")
+    for (size, optimizer), pair in same.items():
+        cells, both = [size, f"{parameters(size):,}", optimizer], [found[size, optimizer, a] for a in ATTENTIONS]
+        for rate, results in both:
+            cells += [spread(list(map(final, results))), f"{rate:g}"]
+        cells.append(", ".join(f"{final(y) - final(x):+.3f}" for x, y in zip(both[0][1], both[1][1], strict=True)))
+        cells.append(f"{statistics.median(norm_ratio(*pair)):.2f}")
+        cells.append(", ".join(str(sum(r["spikes"] for r in results)) for _, results in both))
+        print(f"| {' | '.join(cells)} |")
+    for attention, law in laws(found).items():
+        print(f"\n{attention}: L = a n^b, b = {', '.join(f'{b:.4f}' for _, b in law)} (one for each seed)", end="")
+    print(f"\nfewer parameters with LASER: {', '.join(f'{x:.1%}' for x in shares(found))}")
+
+
+def main() -> None:
+    os.chdir(ROOT)
+    at_least_one(jobs=jobs, seeds=seeds)
+    check_writable(out, picture)
+    parts = names(what, ["train", "show"])
+    results = train("train" in parts)
+    if "show" in parts:
+        draw(*results)
+        show(*results)
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()

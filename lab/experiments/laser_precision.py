@@ -1,0 +1,113 @@
+"""LASER paper, appendix A.5: the error of LASER attention in bfloat16, with and without a shift of the values.
+
+    python -m lab.experiments.laser_precision
+
+It trains a LASER model with the CPU config, unless it has done so before. It takes the queries, keys and values of the
+model's layers on the validation text, rounded to bfloat16. Each way to compute attention from them in bfloat16 is
+compared with the definition in float64. The script prints the mean and the standard deviation, over layers and batches,
+of ||y - y_exact|| / ||y_exact||. In the second table the values are multiplied by a factor, because the values of a
+larger model may be larger.
+"""
+
+import math
+import os
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from attention.fast import for_values, windowed
+from attention.forms import fast_form
+from attention.probe import probing
+from configurator import at_least_one, configure, pick_device, user_errors
+from lab.experiments.runs import finished
+from model import ATTENTION, GPT
+from text.dataset import ROOT, Tokens, folder_of
+from training import checkpoint
+
+# Which model?
+config_file = "config/train_shakespeare_char_cpu.py"  # the config file of the run
+out_dir = "out-laser-precision"  # the folder of the run
+extra = ""  # more flags of train.py, separated by spaces
+# On how much text, and on what does it run?
+batches = 50  # number of batches of the validation text
+batch_size = 12  # windows per batch
+device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
+
+
+def vanilla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """log(softmax(s) exp(v)), as it stands (equation 6)."""
+    return F.scaled_dot_product_attention(q, k, v.exp(), is_causal=True).log()
+
+
+def shifted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The log-weighted-sum-exp trick, with the largest value of each channel (algorithm 1)."""
+    m = v.amax(-2, keepdim=True)
+    return F.scaled_dot_product_attention(q, k, (v - m).exp(), is_causal=True).log() + m
+
+
+WAYS: dict[str, tuple[Callable, str]] = {
+    "LASER, vanilla": (vanilla, "laser"),
+    "LASER, the paper's shift": (shifted, "laser"),
+    "LASER, ours": (fast_form("laser", ATTENTION["laser"]), "laser"),
+    "softmax": (fast_form("softmax", ATTENTION["softmax"]), "softmax"),
+}
+
+
+def recorded(model: GPT, batch: torch.Tensor) -> list[tuple]:
+    """(q, k, v) of each layer on a batch, in bfloat16."""
+    found = []
+
+    def record(layer, group, q, k, v, **_) -> None:
+        found.append((q.bfloat16(), k.bfloat16(), v.bfloat16()))
+
+    with probing(model, record):
+        model(batch)
+    return found
+
+
+def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list[float]:
+    """The relative error on each of the inputs, whose values are multiplied by factor; infinity for NaN."""
+    definition = windowed(ATTENTION[core], for_values)  # a few queries at a time: LASER's holds T x T x D numbers
+    found = []
+    for q, k, v in inputs:
+        v = v * factor
+        exact = definition(q.double(), k.double(), v.double())
+        error = ((way(q, k, v).double() - exact).norm() / exact.norm()).item()
+        found.append(math.inf if math.isnan(error) else error)
+    return found
+
+
+@torch.no_grad()
+def main() -> None:
+    at_least_one(batches=batches, batch_size=batch_size)
+    os.chdir(ROOT)
+    flags = [config_file, "--attention=laser", *extra.split()]
+    finished("LASER", flags, out_dir)
+    state = checkpoint.load(os.path.join(out_dir, checkpoint.LATEST))
+    where, _, _ = pick_device(device, "float32")
+    model = checkpoint.model_of(state).eval().to(where)
+    tokens = Tokens(folder_of(state["config"]["dataset"]), "val", model.config.block_size)
+    inputs = [layer for x, _ in tokens.eval_batches(batches, batch_size) for layer in recorded(model, x.to(where))]
+    ranges = torch.stack([(v.amax(-2) - v.amin(-2)).amax().float() for _, _, v in inputs])
+    shape = tuple(inputs[0][0].shape)
+    print(
+        f"{len(inputs)} q, k and v of shape {shape} on {where}; the values of a channel span up to {ranges.max():.1f}"
+    )
+    print("\n| in bfloat16 | relative error, mean | standard deviation |\n|---|---|---|")
+    for name, (way, core) in WAYS.items():
+        e = errors(way, core, inputs, 1.0)
+        print(f"| {name} | {statistics.mean(e):.5f} | {statistics.pstdev(e):.5f} |")
+    factors = (3.0, 10.0, 100.0)
+    print(f"\n| values times | {' | '.join(f'{f:g}' for f in factors)} |\n|---|{'---|' * len(factors)}")
+    for name, (way, core) in WAYS.items():
+        means = [statistics.mean(errors(way, core, inputs[:: max(1, len(inputs) // 12)], f)) for f in factors]
+        print(f"| {name} | {' | '.join(f'{m:.5f}' for m in means)} |")
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        main()

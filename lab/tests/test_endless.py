@@ -1,0 +1,211 @@
+"""Decoding past block_size with a cache that does not grow: stream(..., endless=True), sample.py --endless."""
+
+import json
+import os
+import random
+import runpy
+
+import pytest
+import torch
+from harness import ROOT
+from torch.nn import functional as F
+
+from attention.cache import run_definitions
+from model import GPT, GPTConfig
+from text.tokenizers import ByteTokenizer
+from training import checkpoint
+
+V, T, LONG = 29, 32, 130
+ENDLESS = [
+    {"attention": "beta", "position": "rope"},
+    {"attention": "beta", "position": "alibi", "differential": True},
+    {"attention": "beta", "position": "none", "decay": "learned", "n_kv_head": 2},
+    {"attention": "beta2", "short_attention": "softmax", "heads": "SSSL", "position": "rope", "conv": 4},
+    {"attention": "beta2", "short_attention": "laser", "heads": "SL", "position": "rope", "nope_long": True},
+    {"attention": "laser", "heads": "S", "position": "none", "decay": "alibi"},
+    {"attention": "softmax", "heads": "S", "position": "alibi"},
+]
+
+
+def sizes(**choices: object) -> GPTConfig:
+    window = {"window": 9} if "S" in choices.get("heads", "") else {}
+    return GPTConfig(**{"vocab_size": V, "n_layer": 2, "n_head": 4, "n_embd": 32} | window | choices)
+
+
+def model(**choices: object) -> GPT:
+    gpt = GPT(sizes(**{"block_size": T} | choices)).double().eval()
+    for p in gpt.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return gpt
+
+
+@pytest.mark.parametrize("choices", ENDLESS, ids=str)
+@pytest.mark.parametrize("prompt", [3, T + 20])
+def test_the_text_is_that_of_a_model_with_a_long_context(choices, prompt):
+    gpt = model(**choices)
+    long = GPT(sizes(block_size=LONG, **choices)).double().eval()
+    long.load_state_dict(gpt.state_dict())
+    x = torch.randint(V, (2, prompt))
+    sampling = {"temperature": 0.8, "seed": 3}
+    expected = long.generate(x, LONG - prompt, **sampling)
+    assert torch.equal(gpt.generate(x, LONG - prompt, endless=True, **sampling), expected)
+    if choices.get("heads") != "S":  # otherwise all that can matter is in block_size tokens
+        assert not torch.equal(gpt.generate(x, LONG - prompt, **sampling), expected)  # a window that slides
+
+
+@pytest.mark.parametrize("choices", ENDLESS, ids=str)
+def test_the_cache_does_not_grow(choices):
+    gpt = model(**choices)
+    cache, found = gpt.new_cache(10**9), set()
+    for n in (T, 1, 500, 1, 1):
+        gpt(torch.randint(V, (1, n)), cache=cache)
+        found.add(cache.nbytes)
+    assert len(found) == 1 and cache.length > 10 * T
+
+
+@pytest.mark.parametrize(
+    ("choices", "says"),
+    [
+        ({"attention": "softmax", "position": "rope"}, "long heads of attention='softmax' keep all keys and values"),
+        (
+            {"attention": "laser", "short_attention": "beta", "heads": "SL", "position": "alibi"},
+            "attention='laser' keep",
+        ),
+        ({"attention": "beta", "position": "relative"}, "attention='beta' keep all"),  # its bias needs all keys
+        ({"attention": "beta"}, "position='learned' knows no later positions"),
+        ({"attention": "beta", "position": "sinusoidal"}, "position='sinusoidal' knows no later positions"),
+        ({"attention": "softmax", "heads": "S", "position": "t5"}, "position='t5' knows no later positions"),
+    ],
+)
+def test_a_cache_that_cannot_go_on_says_why(choices, says):
+    gpt, x = model(**choices), torch.zeros(1, 3, dtype=torch.long)
+    with pytest.raises(ValueError) as error:
+        gpt.new_cache(T + 1)
+    assert f"this model ends at block_size={T}, because " in str(error.value) and says in str(error.value)
+    with pytest.raises(ValueError, match="a cache of 43 tokens"):
+        gpt.generate(x, 40, endless=True)
+    assert gpt.generate(x, 10, endless=True).shape == (1, 13)  # within block_size
+    with pytest.raises(ValueError, match="room for 1 or more"):
+        gpt.new_cache(0)
+
+
+def test_a_convolution_of_width_1_keeps_nothing():
+    gpt = model(attention="beta", position="rope", conv=1)
+    cache, sizes = gpt.new_cache(100), set()
+    for _ in range(5):
+        gpt(torch.zeros(1, 7, dtype=torch.long), cache=cache)
+        sizes.add(cache.nbytes)
+    assert len(sizes) == 1
+
+
+def test_definitions_keep_all_keys_and_values():
+    gpt = model(attention="beta", position="rope")
+    assert gpt.generate(torch.zeros(1, 3, dtype=torch.long), 40, endless=True).shape == (1, 43)
+    run_definitions(gpt)
+    with pytest.raises(ValueError, match="keep all keys and values"):
+        gpt.new_cache(T + 1)
+
+
+def test_the_script(train, run, tmp_path):
+    """All new choices: trained, resumed bit for bit, estimated, and sampled past block_size."""
+    choices = ("--attention=beta2", "--short_attention=softmax", "--heads=SSSL", "--window=8", "--position=rope")
+    choices += ("--conv=4", "--decay=learned", "--dropout=0.1", "--attn_dropout=0")
+    code, out, err = train(*choices)
+    assert code == 0 and "softmax (short heads) and beta2 (long heads) attention" in out, err
+    straight = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["model"]
+    assert train(*choices, "--max_iters=6")[0] == 0
+    assert train("--init_from=resume", "--max_iters=10")[0] == 0
+    state = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["model"]
+    assert state.keys() == straight.keys() and all(torch.equal(state[name], straight[name]) for name in state)
+    code, out, err = run("train.py", *choices, "--dry_run", "--device=cpu", f"--out_dir={tmp_path / 'no'}")
+    assert code == 0 and "FLOPs: " in out, err
+    flags = (f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--start=the", "--max_new_tokens=200")
+    code, out, err = run("sample.py", *flags, "--endless", "--which=latest")
+    gpt = checkpoint.model_of(checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))).eval()
+    text = out.split("\n", 1)[1].removesuffix("\n---------------\n")
+    assert code == 0 and len(text) == 203 and gpt.config.block_size == T, err
+    assert text != run("sample.py", *flags, "--which=latest")[1].split("\n", 1)[1].removesuffix("\n---------------\n")
+    prompt = "the lord of all speaks: noble Rome!"
+    _, out, _ = run("sample.py", *flags, "--endless", f"--start={prompt}")
+    assert prompt in out and "the model sees the last" not in out
+    for wrong in ("--no-use_cache", "--plain"):
+        code, _, err = run("sample.py", *flags, "--endless", wrong)
+        assert code == 2 and "Traceback" not in err and ("use_cache" in err or "keep all keys" in err), err
+
+
+@pytest.mark.parametrize("nope_long", [False, True])
+def test_sample_notes_that_long_heads_with_rope_get_worse(run, train, tmp_path, nope_long):
+    mixed = ["--heads=SSSL", "--window=8", "--short_attention=softmax", "--attention=beta", "--position=rope"]
+    assert train(*mixed, *["--nope_long"] * nope_long, "--max_iters=1")[0] == 0
+    flags = f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--start= ", "--max_new_tokens=40"
+    assert "may get worse" not in run("sample.py", *flags)[2]
+    assert ("may get worse" in run("sample.py", *flags, "--endless")[2]) != nope_long
+
+
+def test_sample_says_why_it_cannot_go_on(run, train, tmp_path):
+    assert train("--attention=beta", "--max_iters=1")[0] == 0
+    code, out, err = run("sample.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--start= ", "--endless")
+    why = "position='learned' knows no later positions"
+    assert code == 2 and f"--endless: this model cannot go on past its block_size=32: {why}" in err
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_long_text_is_shown_as_it_is_decoded_whole(seed):
+    """sample.py decodes the last tokens only, which may begin within a character."""
+    text_of = runpy.run_path(os.path.join(ROOT, "sample.py"))["text_of"]
+    tok, draw = ByteTokenizer(), random.Random(seed)
+    some = "".join(draw.choices("aé漢🙂 ", k=150)).encode()
+    ids = [*some, *draw.choices([0xE6, 0xBC, 0xA2, 0xF0, 65], k=300), *some, *b"the end"]
+    prompt = [*"漢".encode()[:2]]
+    want = tok.decode(prompt + ids)[len(tok.decode(prompt)) :]
+    assert "".join(text_of(map(torch.tensor, ids), tok, None, prompt)) == want
+    assert "".join(text_of(map(torch.tensor, ids), tok, "the end", prompt)) == want.removesuffix("the end")
+
+
+def test_the_experiment(run, data, tmp_path, monkeypatch, quick, no_new_processes):
+    (tmp_path / "small.py").write_text(
+        "n_layer = 1\nn_head = 4\nn_embd = 32\nbatch_size = 4\ngradient_accumulation_steps = 1\neval_iters = 1\n"
+        "warmup_iters = 1\nlearning_rate = 1e-2\ndevice = 'cpu'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    flags = [
+        f"--dataset={data}",
+        f"--config_file={tmp_path / 'small.py'}",
+        f"--out_dir={tmp_path / 'runs'}",
+        "--steps=3",
+    ]
+    flags += [f"--out={tmp_path / 'endless.json'}", "--blocks=32", "--only=beta, alibi"]
+    flags += ["--tokens=100", "--slide=20", "--far=128"]
+    code, out, err = run("lab/experiments/endless.py", *flags)
+    assert code == 0, err
+    results = json.loads((tmp_path / "endless.json").read_text())
+    assert {part: [*rows] for part, rows in results.items()} == {"decode": ["beta, alibi"], "far": ["beta, alibi"]}
+    wrote = results["decode"]["beta, alibi"]["32"]["endless"]
+    assert wrote["first"]["cache_bytes"] == wrote["last"]["cache_bytes"] > 0
+    read = results["far"]["beta, alibi"]["32"]["pieces"]
+    assert [*read["sums"]] == [*read["slides"]] == ["0-64", "64-128"]
+    tables = [line for line in out.splitlines() if line.startswith("|")]
+    assert sum("beta, alibi" in line for line in tables) == 2 + 1 + 1
+    again = run("lab/experiments/endless.py", *flags)[1]
+    assert tables == [line for line in again.splitlines() if line.startswith("|")] and "far, " not in again
+    code, _, err = run("lab/experiments/endless.py", *flags, "--only=x")
+    assert code == 2 and "not one of" in err
+
+
+def test_losses_by_position():
+    """Through a cache as without one; and in windows each loss is that of a window that ends at most a hop later."""
+    module = runpy.run_path(os.path.join(ROOT, "lab", "experiments", "endless.py"))
+    few = ENDLESS[3] | {"block_size": 16, "window": 4}
+    gpt = model(**few).float()
+    x = torch.randint(V, (2, 71))
+    found = module["in_windows"](gpt, x)  # a hop of 1
+    for t in range(70):
+        at = max(0, t + 1 - 16)
+        logits = gpt(x[:, at : t + 1])[0][:, 0]
+        torch.testing.assert_close(found[:, t], F.cross_entropy(logits, x[:, t + 1], reduction="none"))
+    whole = GPT(sizes(**few | {"block_size": 70})).eval()
+    whole.load_state_dict(gpt.state_dict())
+    logits = whole(x[:, :-1], x[:, 1:])[0]
+    want = F.cross_entropy(logits.mT, x[:, 1:], reduction="none")
+    torch.testing.assert_close(module["through_a_cache"](gpt, x, piece=13), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[:, :16], want[:, :16], rtol=1e-4, atol=1e-5)
