@@ -16,8 +16,9 @@ from attention.fast import in_rows
 from attention.heads import HeadGroup
 from attention.probe import probing
 from attention.scores import ByDistance, scores, visible
-from configurator import at_least_one, configure, pick_device, user_errors
+from configurator import at_least_one, pick_device
 from errors import UserError
+from lab.experiments.results import show_table, start
 from rules import attentions
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
@@ -80,18 +81,15 @@ def main() -> None:
     with probing(model, see):
         for x, _ in tokens.eval_batches(batches, batch_size):
             model(x.to(where))
-    print(f"{about}; {model.config.attention}, {batches * batch_size} windows of {model.config.block_size} tokens\n")
-    columns = "layer", "below 1e-3", "if scores were equal", "below 1e-7", "Jacobian, softmax", "LASER"
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    totals = dict(enumerate(layers.values())) | {"all": sum(layers.values())}
+    print(f"{about}; {model.config.attention}, {batches * batch_size} windows of {model.config.block_size} tokens")
+    rows, totals = [], dict(enumerate(layers.values())) | {"all": sum(layers.values())}
     for name, (found, equal) in totals.items():
         shares = [found[1] / found[0], equal[1] / equal[0], found[2] / found[0]]
         norms = found[3:5] / found[5]
-        print(f"| {name} | {' | '.join(f'{x:.1%}' for x in shares)} | {' | '.join(f'{x:.4f}' for x in norms)} |")
+        rows.append([name, *(f"{x:.1%}" for x in shares), *(f"{x:.4f}" for x in norms)])
+    columns = "layer", "below 1e-3", "if scores were equal", "below 1e-7", "Jacobian, softmax", "LASER"
+    show_table(columns, rows)
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

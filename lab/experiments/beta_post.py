@@ -16,8 +16,8 @@ import re
 import shutil
 from typing import Literal
 
-from configurator import at_least_one, check_writable, configure, names, user_errors
-from lab.experiments.results import drawing, show_table, spread
+from configurator import at_least_one, check_writable, names
+from lab.experiments.results import drawing, show_table, spread, start
 from lab.experiments.runs import as_flags, final, record
 from text.dataset import Tokens, folder_of, read_meta
 
@@ -113,7 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

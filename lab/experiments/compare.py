@@ -21,8 +21,8 @@ import statistics
 
 import torch
 
-from configurator import at_least_one, check_writable, configure, names, user_errors
-from lab.experiments.results import save, saved, short, show_table, spread
+from configurator import at_least_one, check_writable, names
+from lab.experiments.results import save, saved, short, show_table, spread, start
 from lab.experiments.runs import as_flags, final, record
 from lab.experiments.tables import TABLES, Table
 from lab.experiments.times import step_times
@@ -72,21 +72,21 @@ def take_times(name: str, t: Table, rows: dict[str, dict]) -> None:
     """Adds each row's milliseconds and their ratio to --out."""
     against = {row: base(t, row) for row in rows}
     times = step_times(config_file or t.file, rows, t.vocab_size, repeats, against)
-    results = saved(out, {"runs": {}, "times": {}})
-    results["times"] |= {f"{name}, {row}": short(x) for row, x in times.items()}
+    results = saved(out, {"runs": {}})
+    results.setdefault("times", {}).update({f"{name}, {row}": short(x) for row, x in times.items()})
     save(out, results)
 
 
 def in_equal_time(name: str, t: Table, rows: dict[str, dict]) -> dict[str, int]:
     """How many steps each row makes in the time that the row it is compared with takes for the table's steps."""
-    times = saved(out, {"times": {}})["times"]
+    times = saved(out, {}).get("times", {})
     found = {row: times.get(f"{name}, {row}") for row in rows} if t.steps else {}
     return {row: round(t.steps / ms[1]) for row, ms in found.items() if ms}
 
 
 def show(name: str, t: Table, rows: dict[str, dict]) -> None:
     """Prints a table. Of losses: the mean of the seeds, the lowest to the highest."""
-    results, equal = saved(out, {"runs": {}, "times": {}}), in_equal_time(name, t, rows)
+    results, equal = saved(out, {"runs": {}}), in_equal_time(name, t, rows)
 
     def losses(row: str, steps: int | None) -> list[float]:
         runs = (results["runs"].get(run_name(name, row, seed, steps)) for seed in range(1, seeds + 1))
@@ -97,7 +97,7 @@ def show(name: str, t: Table, rows: dict[str, dict]) -> None:
         x, theirs = losses(row, t.steps), losses(base(t, row), t.steps)
         changes = [a - b for a, b in zip(x, theirs, strict=False)]
         each = f"{statistics.mean(changes):+.3f} ({', '.join(f'{c:+.3f}' for c in changes)})" if changes else ""
-        ms, ratio = results["times"].get(f"{name}, {row}", ("", ""))
+        ms, ratio = results.get("times", {}).get(f"{name}, {row}", ("", ""))
         flags = " ".join(as_flags(t.rows[row]))
         cells[row] = [
             row,
@@ -131,7 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

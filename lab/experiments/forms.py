@@ -22,9 +22,9 @@ from typing import Literal
 import torch
 
 from attention.cache import run_definitions
-from configurator import at_least_one, check_writable, configure, names, pick_device, user_errors
+from configurator import check_writable, names, pick_device
 from errors import UserError
-from lab.experiments.results import save
+from lab.experiments.results import save, start
 from model import ATTENTION, GPT, GPTConfig
 from training.timing import tried
 
@@ -34,17 +34,13 @@ precisions = "bfloat16,float32"  # of autocast, separated by commas
 compile = True  # run each form compiled as well
 budget = 500.0  # seconds; after this time no new row begins, and the skipped rows are named
 out = "forms.json"  # the file of results
-# How large is the model?
-n_layer = 2  # number of blocks
-n_head = 4  # attention heads per layer
-n_embd = 256  # width of the residual stream
-block_size = 384  # tokens per sequence; from 256 on, beta runs in linear time
-batch_size = 2  # sequences
-vocab_size = 512  # number of different tokens
+tiny = False  # the smallest model: a test of the script
 # What does it run on?
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 seed = 1337  # decides the random numbers: weights and tokens
 
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 256, "block_size": 384, "vocab_size": 512}  # from 256 on, beta is linear
+TINY = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16, "vocab_size": 9}
 KINDS = {"long": {}, "short, long": {"heads": "SL", "window": 50}, "differential": {"differential": True}}
 FORMS = ("plain", "fast", "triton")
 COLUMNS = {"error": ".1e", "compiled": ".1e", "breaks": "", "waits": "", "MiB": ".0f"}  # of the table; their formats
@@ -57,8 +53,7 @@ def model_in(form: Literal[FORMS], core: str, kind: str, dev: str) -> GPT:
     Raises UserError if the attention has no such form.
     """
     torch.manual_seed(seed)
-    sizes = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size, "vocab_size": vocab_size}
-    gpt = GPT(GPTConfig(attention=core, **sizes, **KINDS[kind]))
+    gpt = GPT(GPTConfig(attention=core, **(TINY if tiny else SIZES), **KINDS[kind]))
     with torch.no_grad():
         for block in gpt.transformer.h:
             block.attn.c_attn.weight.mul_(SHARPER)
@@ -125,8 +120,9 @@ def rows_of(core: str, kind: str, dev: str, amp: dict, began: float) -> dict[str
         print(f"{core}, {kind} left out (--budget)")
         return {}
     torch.manual_seed(seed)
-    x = torch.randint(vocab_size, (batch_size, block_size)).to(dev)
-    exact = gradients(model_in("plain", core, kind, dev).double(), lambda model: model(x, x)[1])
+    plain = model_in("plain", core, kind, dev).double()
+    x = torch.randint(plain.config.vocab_size, (2, plain.config.block_size)).to(dev)
+    exact = gradients(plain, lambda model: model(x, x)[1])
     rows = {}
     for precision, form in itertools.product(amp, FORMS):
         name = f"{core}, {kind}, {precision}, {form}"
@@ -146,7 +142,6 @@ def rows_of(core: str, kind: str, dev: str, amp: dict, began: float) -> dict[str
 
 def main() -> None:
     cores = names(only, ATTENTION)
-    at_least_one(n_layer=n_layer, n_head=n_head, n_embd=n_embd, batch_size=batch_size, vocab_size=vocab_size)
     check_writable(out)
     chosen = [pick_device(device, precision) for precision in names(precisions, ["bfloat16", "float32"])]
     dev, amp = chosen[0][0], {name: context for _, name, context in chosen}
@@ -165,7 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

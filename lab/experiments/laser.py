@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
-from configurator import at_least_one, check_writable, configure, names, user_errors
-from lab.experiments.results import drawing, show_table, spread
+from configurator import at_least_one, check_writable, names
+from lab.experiments.results import drawing, show_table, spread, start
 from lab.experiments.runs import as_flags, final, record
 from lab.experiments.times import model_of
 from training.estimate import num_params
@@ -190,7 +190,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

@@ -20,10 +20,11 @@ from torch.nn import functional as F
 from attention.fast import for_values, windowed
 from attention.forms import fast_form
 from attention.probe import probing
-from configurator import at_least_one, configure, pick_device, user_errors
+from configurator import at_least_one, pick_device
+from lab.experiments.results import show_table, start
 from lab.experiments.runs import finished
 from model import ATTENTION, GPT
-from text.dataset import ROOT, Tokens, folder_of
+from text.dataset import Tokens, folder_of
 from training import checkpoint
 
 # Which model?
@@ -82,7 +83,6 @@ def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list
 @torch.no_grad()
 def main() -> None:
     at_least_one(batches=batches, batch_size=batch_size)
-    os.chdir(ROOT)
     flags = [config_file, "--attention=laser", *extra.split()]
     finished("LASER", flags, out_dir)
     state = checkpoint.load(os.path.join(out_dir, checkpoint.LATEST))
@@ -95,19 +95,16 @@ def main() -> None:
     print(
         f"{len(inputs)} q, k and v of shape {shape} on {where}; the values of a channel span up to {ranges.max():.1f}"
     )
-    print("\n| in bfloat16 | relative error, mean | standard deviation |\n|---|---|---|")
+    rows = []
     for name, (way, core) in WAYS.items():
         e = errors(way, core, inputs, 1.0)
-        print(f"| {name} | {statistics.mean(e):.5f} | {statistics.pstdev(e):.5f} |")
-    factors = (3.0, 10.0, 100.0)
-    print(f"\n| values times | {' | '.join(f'{f:g}' for f in factors)} |\n|---|{'---|' * len(factors)}")
-    for name, (way, core) in WAYS.items():
-        means = [statistics.mean(errors(way, core, inputs[:: max(1, len(inputs) // 12)], f)) for f in factors]
-        print(f"| {name} | {' | '.join(f'{m:.5f}' for m in means)} |")
+        rows.append([name, f"{statistics.mean(e):.5f}", f"{statistics.pstdev(e):.5f}"])
+    show_table(["in bfloat16", "relative error, mean", "standard deviation"], rows)
+    factors, some = (3.0, 10.0, 100.0), inputs[:: max(1, len(inputs) // 12)]
+    rows = [[name, *(f"{statistics.mean(errors(way, core, some, f)):.5f}" for f in factors)]
+            for name, (way, core) in WAYS.items()]  # fmt: skip
+    show_table(["values times", *(f"{f:g}" for f in factors)], rows)
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

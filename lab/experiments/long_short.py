@@ -15,8 +15,8 @@ import math
 import statistics
 from typing import Literal
 
-from configurator import at_least_one, check_writable, configure, names, user_errors
-from lab.experiments.results import drawing, measured, show_table, spread
+from configurator import at_least_one, check_writable, names
+from lab.experiments.results import drawing, measured, show_table, spread, start
 from lab.experiments.runs import as_flags, constants, final, record
 from lab.experiments.times import step_times
 
@@ -128,7 +128,7 @@ def breaks(result: dict, usual: list[dict]) -> bool:
 
 def largest(results: list[dict]) -> float:
     """The largest absolute score of whole runs, the mean of the seeds."""
-    return statistics.mean(r["max_logit"] for r in results)
+    return statistics.mean(r.get("max_logit", math.nan) for r in results)
 
 
 def perplexity(results: list[dict]) -> float:
@@ -189,7 +189,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

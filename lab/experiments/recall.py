@@ -26,9 +26,9 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from configurator import check_writable, configure, names, user_errors
-from errors import NotFinite, UserError, optional
-from lab.experiments.results import save, saved
+from configurator import check_writable, names
+from errors import NotFinite, UserError
+from lab.experiments.results import drawing, save, saved, show_table, start
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
 
@@ -164,32 +164,28 @@ def means(runs: list[dict]) -> list[float]:
 
 def draw() -> None:
     """Writes the picture: a panel for each task, a line for each model."""
-    optional("matplotlib", "a picture")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5.2), layout="constrained")
-    axes = figure.subplots(1, len(TASKS), sharey=True)
-    for ax, (task, (_, _, label, sizes, larger)) in zip(axes, TASKS.items(), strict=True):
-        for model, (_, colour, line, marker) in MODELS.items():
-            y = means(best(task, model))
-            ax.plot((sizes + larger)[: len(y)], y, line, color=colour, marker=marker, markersize=5, label=model)
-        ax.axvspan(sizes[0], sizes[-1], color="0.93", zorder=0, label="trained sizes")
-        ax.set_xscale("log", base=2)
-        ax.set(xlabel=label, title=task, xticks=sizes + larger, xticklabels=sizes + larger, ylim=(-0.03, 1.03))
-    axes[0].set_ylabel("accuracy")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(picture, dpi=120)
+    with drawing(picture, 1, len(TASKS), 15, 5.2) as axes:
+        for ax, (task, (_, _, label, sizes, larger)) in zip(axes, TASKS.items(), strict=True):
+            for model, (_, colour, line, marker) in MODELS.items():
+                style = {"color": colour, "marker": marker, "label": model if ax is axes[-1] else None}
+                y = means(best(task, model))
+                ax.plot((sizes + larger)[: len(y)], y, line, markersize=5, **style)
+            ax.axvspan(sizes[0], sizes[-1], color="0.93", zorder=0)
+            ax.set_xscale("log", base=2)
+            ax.set(xlabel=label, title=f"{task} (grey: trained sizes)", ylim=(-0.03, 1.03))
+            ax.set_xticks(sizes + larger, sizes + larger)
+        axes[0].set_ylabel("accuracy")
+        axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def show(task: str) -> None:
-    """Prints a table of the mean accuracies, the best model first, those in linear time in bold type."""
+    """Prints a table of the mean accuracies, the best model first."""
     _, _, label, sizes, larger = TASKS[task]
-    print(f"\n| {label} |", *(f"{n} |" for n in sizes + larger), "learning rate | steps |")
-    print("|---" * (len(sizes + larger) + 3) + "|")
+    rows = []
     for runs in sorted(filter(None, (best(task, model) for model in MODELS)), key=lambda runs: -sum(means(runs))):
-        name = f"**{runs[0]['model']}**" if "beta" in runs[0]["model"] else runs[0]["model"]
         steps = ", ".join(str(run["steps"]) for run in runs)
-        print(f"| {name} |", *(f"{mean:.2f} |" for mean in means(runs)), f"{runs[0]['rate']} | {steps} |")
+        rows.append([runs[0]["model"], *(f"{mean:.2f}" for mean in means(runs)), runs[0]["rate"], steps])
+    show_table([label, *sizes, *larger, "learning rate", "steps"], rows)
 
 
 def main() -> None:
@@ -208,7 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

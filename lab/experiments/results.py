@@ -6,9 +6,17 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 
+from configurator import configure, user_errors
 from errors import UserError, optional
 
 SHORT = (",", ":")  # what separates numbers in a JSON file
+
+
+def start(script: dict) -> None:
+    """Sets the flags of a script, given by its globals(), and calls its main()."""
+    script.update(configure(script)[0])
+    with user_errors():
+        script["main"]()
 
 
 def saved(path: str, new: dict) -> dict:
@@ -71,12 +79,12 @@ def spread(x: list[float]) -> str:
     return f"{statistics.mean(x):.3f} ({min(x):.3f} to {max(x):.3f})"
 
 
-def show_table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+def show_table(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
     """Prints a table in Markdown."""
-    columns = list(columns)
+    columns = [str(column) for column in columns]
     print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for row in rows:
-        print(f"| {' | '.join(map(str, row))} |", flush=True)
+        print(f"| {' | '.join(map(str, row))} |")
 
 
 @contextlib.contextmanager

@@ -128,9 +128,11 @@ LONG |= {"learning_rate": 3e-3, "min_lr": 3e-4, "warmup_iters": 50, "eval_iters"
 
 def linear(steps: int, *positions: str, only: tuple = tuple(LINEAR), window: int = 16, **other: object) -> Table:
     """A table of rows of LINEAR. Each is compared with softmax that has the same positions."""
-    rows = {f"{row}; {p}": LINEAR[row] | {"position": p} for p in positions for row in only}
+    rows = {f"{row} ({p})": LINEAR[row] | {"position": p} for p in positions for row in only}
     rows = {row: flags | ({"window": window} if "window" in flags else {}) for row, flags in rows.items()}
-    return Table(rows, steps=steps, against={row: f"softmax; {row.split('; ')[1]}" for row in rows}, **other)
+    return Table(
+        rows, steps=steps, against={row: f"softmax ({flags['position']})" for row, flags in rows.items()}, **other
+    )
 
 
 TABLES = {
