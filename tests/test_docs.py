@@ -112,7 +112,7 @@ def check_commands(run, pages: dict[str, list[str]], scripts: list[str]) -> None
             if script is None and runs and re.fullmatch(r"[\w/]+\.py", word):
                 script = word
                 assert os.path.exists(os.path.join(ROOT, script)), f"{path}: {line}"
-            elif script is None and runs and words[i - 1] == "-m" and "." in word:
+            elif script is None and runs and words[i - 1] == "-m" and re.fullmatch(r"\w+(\.\w+)+", word):
                 script = word
                 assert os.path.exists(os.path.join(ROOT, *word.split(".")) + ".py"), f"{path}: {line}"
             elif re.fullmatch(r"config/\w+\.py", word):

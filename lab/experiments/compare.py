@@ -1,7 +1,7 @@
 """Runs of train.py that differ in a few flags: the losses and the times of a table's rows.
 
-    python -m lab.experiments.compare --table=cores                       # the README's first table
-    python -m lab.experiments.compare --table=choices --only="rope;muon"  # these rows, and those they are compared with
+    python -m lab.experiments.compare --table=cores                       # the README's first
+    python -m lab.experiments.compare --table=choices --only="rope;muon"  # two rows, and the first
     python -m lab.experiments.compare --table=novels --what=show          # what is in --out
 
 tables.py has the tables and their flags. The parts (--what):

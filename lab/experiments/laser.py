@@ -1,7 +1,7 @@
 """LASER against softmax over model sizes (LASER paper, figures 2, 3, 4 and 6, and its ablation with LAMB).
 
     OMP_NUM_THREADS=1 python -m lab.experiments.laser --jobs=2   # on two cores
-    python -m lab.experiments.laser --scale=paper                # the paper's sizes, on a large machine
+    python -m lab.experiments.laser --scale=paper                # the paper's sizes, large machine
     python -m lab.experiments.laser --what=show                  # picture and tables of --out
 
 At each size each attention is trained with each learning rate of the scale and seed 1, and then at its best rate with

@@ -1,7 +1,7 @@
 """Can attention in linear time look something up? Three synthetic tasks: accuracy against the size, drawn and printed.
 
-    OMP_NUM_THREADS=1 python -m lab.experiments.recall      # 40 minutes on one core of a busy CPU
-    OMP_NUM_THREADS=1 python -m lab.experiments.recall --tasks=pairs --only="beta; beta, conv" --seeds=2
+    OMP_NUM_THREADS=1 python -m lab.experiments.recall  # 40 minutes on one core of a busy CPU
+    python -m lab.experiments.recall --tasks=pairs --only="beta; beta, conv" --seeds=2
 
 pairs: multi-query associative recall (MQAR, Zoology, arXiv 2312.04927). Pairs of a key and a value, then all keys again
 in another order. At each of these keys the model has to give the key's value.
