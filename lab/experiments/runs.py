@@ -10,8 +10,6 @@ import re
 import statistics
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 
 from errors import UserError
 from lab.experiments.results import save, saved, short
@@ -70,57 +68,34 @@ def constants(path: str) -> dict:
     return {name: x.value.value for name, x in zip(names, nodes, strict=True) if isinstance(x.value, ast.Constant)}
 
 
-def logs(runs: dict, jobs: int, then: Callable) -> None:
-    """Makes runs, {name: (command, folder)} of `finished`, and calls then(name, log) after each.
-
-    jobs: how many run at the same time; they share the cores of the CPU.
-    """
-    threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
-    stop, lock = threading.Event(), threading.Lock()
-
-    def run(name: str) -> None:
-        if stop.is_set():
-            return
-        try:
-            log = finished(name, *runs[name], threads, may_diverge=True)
-            with lock:
-                then(name, log)
-        except BaseException:
-            stop.set()
-            raise
-
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(run, name) for name in runs]
-        try:
-            concurrent.futures.wait(futures)
-        except KeyboardInterrupt:  # the runs get it as well: they save and end
-            stop.set()
-            raise
-    for future in futures:
-        future.result()
-
-
 def record(path: str, runs: dict[str, list[str]], out_dir: str, jobs: int, make: bool, keep: tuple = ()) -> dict:
     """The results of the runs {name: train.py's arguments} in a JSON file: {name: {...}}. Makes those that are missing.
 
-    make: False: a missing run is an error. A run is missing too if its arguments or its config file have changed.
-    keep: see `result_of`. Raises UserError for a missing run, and for a run that fails otherwise than by a loss that is
-    not finite.
+    jobs: how many run at the same time; they share the cores of the CPU. make: False: a missing run is an error. A run
+    is missing too if its arguments or its config file have changed. keep: see `result_of`. Raises UserError for a
+    missing run, and for a run that fails otherwise than by a loss that is not finite.
     """
-    known, missing = saved(path, {"runs": {}})["runs"], {}
-    for name, command in runs.items():
-        if name not in known or make and known[name]["of"] != identity(command):
-            slug = re.sub("[^a-z0-9.]+", "-", name.lower())[:60]
-            missing[name] = command, os.path.join(out_dir, f"{slug}-{identity(command)}")
+    known = saved(path, {"runs": {}})["runs"]
+    missing = [name for name in runs if name not in known or make and known[name]["of"] != identity(runs[name])]
     if missing and not make:
-        raise UserError(f"{path} has no results of {next(iter(missing))!r}: train it first")
-
-    def then(name: str, log: list[dict]) -> None:
-        results = saved(path, {"runs": {}})
-        results["runs"][name] = {"of": identity(runs[name])} | result_of(log, keep, "--seed=1" in runs[name])
-        save(path, results)
-
-    logs(missing, jobs, then)
+        raise UserError(f"{path} has no results of {missing[0]!r}: train it first")
+    threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = {}
+        for name in missing:
+            folder = f"{re.sub('[^a-z0-9.]+', '-', name.lower())[:60]}-{identity(runs[name])}"
+            arguments = name, runs[name], os.path.join(out_dir, folder), threads, True
+            futures[pool.submit(finished, *arguments)] = name
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                name = futures[future]
+                row = result_of(future.result(), keep, "--seed=1" in runs[name])
+                results = saved(path, {"runs": {}})  # another process may have added to it
+                results["runs"][name] = {"of": identity(runs[name])} | row
+                save(path, results)
+        except BaseException:  # a run has failed, or Ctrl-C, which the runs get as well: they save and end
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     known = saved(path, {"runs": {}})["runs"]
     return {name: known[name] for name in runs}
 

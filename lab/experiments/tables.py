@@ -30,12 +30,7 @@ VARIANTS = {
 CHOICES = {  # docs/choices.md has each row's paper, and where the choice is made
     "GPT-2": {},
     # positions
-    "none": {"position": "none"},
-    "sinusoidal": {"position": "sinusoidal"},
-    "relative": {"position": "relative"},
-    "t5": {"position": "t5"},
-    "alibi": {"position": "alibi"},
-    "rope": {"position": "rope"},
+    **{x: {"position": x} for x in ("none", "sinusoidal", "relative", "t5", "alibi", "rope")},
     "rope S/S/L": {"heads": "S/S/L", "window": 16, "position": "rope"},
     "rope S/S/L nope_long": {"heads": "S/S/L", "window": 16, "position": "rope", "nope_long": True},
     "decay alibi": {"decay": "alibi"},
@@ -45,13 +40,11 @@ CHOICES = {  # docs/choices.md has each row's paper, and where the choice is mad
     "bias": {"bias": True},
     "rmsnorm": {"norm": "rmsnorm"},
     "rmsnorm with bias": {"norm": "rmsnorm", "norm_bias": True},
-    "post": {"where": "post"},
-    "sandwich": {"where": "sandwich"},
-    "olmo2": {"where": "olmo2"},
+    **{x: {"where": x} for x in ("post", "sandwich", "olmo2")},
     # blocks
     "parallel": {"block": "parallel"},
-    **{mlp: {"mlp": mlp} for mlp in ("gelu_exact", "relu", "relu2", "swish", "elu", "selu", "sigmoid", "softplus")},
-    **{mlp: {"mlp": mlp} for mlp in ("glu", "reglu", "geglu", "swiglu", "liglu")},
+    **{x: {"mlp": x} for x in "gelu_exact relu relu2 swish elu selu sigmoid softplus".split()},
+    **{x: {"mlp": x} for x in "glu reglu geglu swiglu liglu".split()},
     # depth and width, with as many weights
     "1 x 164": {"n_layer": 1, "n_embd": 164, "n_head": 4},
     "6 x 68": {"n_layer": 6, "n_embd": 68, "n_head": 4},
@@ -63,9 +56,7 @@ CHOICES = {  # docs/choices.md has each row's paper, and where the choice is mad
     "dropout": {"dropout": 0.1},
     "dropout of weights alone": {"attn_dropout": 0.1},
     # stability
-    "qk_norm layernorm": {"qk_norm": "layernorm"},
-    "qk_norm rmsnorm": {"qk_norm": "rmsnorm"},
-    "qk_norm l2": {"qk_norm": "l2"},
+    **{f"qk_norm {x}": {"qk_norm": x} for x in ("layernorm", "rmsnorm", "l2")},
     "softcap": {"attention": "softcap"},
     "logit_softcap 15": {"logit_softcap": 15},
     "z_loss": {"z_loss": 1e-4},
