@@ -73,7 +73,7 @@ def gradients(model: GPT, run: Callable, x: torch.Tensor, amp: contextlib.Abstra
 
 
 def errors(form: str, core: str, kind: str, dev: str, exact: torch.Tensor, *of: object) -> dict[str, float]:
-    """{"error": that of the gradients, "compiled": that of the compiled model's}. of: the last arguments of gradients."""
+    """{"error": that of the gradients, "compiled": that of the compiled model's}. of: x and amp of `gradients`."""
     model = model_in(form, core, kind, dev)
     found = {"error": gradients(model, model, *of)}
     if compile:
