@@ -472,7 +472,7 @@ def test_a_cache_past_its_end_and_other_misuse():
     for wrong, says in ((0, "room for 1 or more"), (T + 1, f"block_size={T}")):
         with pytest.raises(ValueError, match=says):
             gpt.new_cache(wrong)
-    with pytest.raises(ValueError, match="takes 1 to 10, the capacity of the cache"):
+    with pytest.raises(ValueError, match=r"10 \+ 11 tokens do not fit into a cache of 10"):
         gpt(x[:, :11], cache=cache)
     with pytest.raises(ValueError, match="0 tokens do not fit"):
         gpt(x[:, :0])

@@ -11,7 +11,6 @@ from types import ModuleType
 
 import torch
 
-
 from errors import NotInstalled, UserError, first_line, optional, refuse
 from model import GPT, GPTConfig
 from text.tokenizers import GPT2_VOCAB_SIZE, hub_args, own_meta
