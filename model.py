@@ -5,8 +5,7 @@ from these choices: CausalSelfAttention, MLP, Block, GPT. A new attention is one
 To save time and memory, a GPT runs fast forms of these functions (attention/forms.py): other code that computes the
 same. If you edit a function here, your code runs.
 
-Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary. Attention is
-(B, H, T, D) everywhere.
+Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary.
 """
 
 import math
@@ -157,8 +156,8 @@ class CausalSelfAttention(nn.Module):
     A short head sees its own token and the `window` tokens before it (LS-attention: "Short-Range Dependency Effects
     on Transformer Instability and a Decomposed Attention Solution").
     Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value V twice as wide, and
-    y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with one lambda per layer and an RMSNorm per pair. Each A V is
-    an output of the attention, so LASER takes the log of each of the two before the difference.
+    y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with one lambda per layer and an RMSNorm per pair. LASER takes
+    the log of each A V before the difference.
     """
 
     def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
@@ -170,9 +169,8 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(c.dropout)
         self.q_norm, self.k_norm = QK_NORM[c.qk_norm](c, D)
         # softplus(p) is 1 at the start (LASER, section 4: softmax(Q diag(softplus(p)) K^T / sqrt(d)))
-        self.per_dim_temperature = (
-            nn.Parameter(torch.full((D,), math.log(math.e - 1))) if c.per_dim_temperature else None
-        )
+        p = torch.full((D,), math.log(math.e - 1))
+        self.per_dim_temperature = nn.Parameter(p) if c.per_dim_temperature else None
         self.conv = ShortConv((H + 2 * G) * D, c.conv) if c.conv else None
         self.decay = DECAY[c.decay](c)
         letters = c.layer_heads(layer)
@@ -348,8 +346,7 @@ class GPT(nn.Module):
     def hidden(self, idx: Tensor, context=None, pos: Tensor | None = None) -> Tensor:
         """The input of the output head, (B, T, C). context: see CausalSelfAttention.forward."""
         x = self.transformer.wte(idx)  # (B, T, C)
-        if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
+        x = x if self.embedding_scale == 1.0 else x * self.embedding_scale
         if "wpe" in self.transformer:
             past = 0 if context is None else context.length
             at = torch.arange(past, past + idx.shape[1], device=idx.device) if pos is None else pos
