@@ -333,9 +333,10 @@ class GPT(nn.Module):
         cache: from new_cache; it holds the tokens before idx, and idx is added to it. pos (B, T): positions in
         documents (text.dataset.positions). A document begins where pos is 0; no token sees another document.
         """
-        T, most = idx.shape[1], self.config.block_size
-        if T < 1 or (cache is None and T > most):
-            raise ValueError(f"{T} tokens do not fit: this model takes 1 to block_size={most}")
+        if idx.shape[1] < 1 or (cache is None and idx.shape[1] > self.config.block_size):
+            raise ValueError(
+                f"{idx.shape[1]} tokens do not fit: this model takes 1 to block_size={self.config.block_size}"
+            )
         if cache is None:
             return self.predict(self.hidden(idx, None if pos is None else Documents(pos), pos), targets)
         if pos is not None:
