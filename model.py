@@ -27,7 +27,6 @@ from positions import DECAY, POSITION
 from rules import check, with_defaults
 from text.sampling import stream
 
-# -----------------------------------------------------------------------------
 # Attention: f(s, seen, v) -> y (B, H, Tq, Dv) for Tq queries and T keys; in training Tq = T. All in float32 or wider.
 #   s (B, H, Tq, T): the scores, scaled, with a position's bias. seen broadcasts to s: True where query i sees key j.
 #   v (B, H, T, Dv): the values. By name it may also have drop(weights), which drops weights in training; fade(x), which
@@ -333,10 +332,9 @@ class GPT(nn.Module):
         cache: from new_cache; it holds the tokens before idx, and idx is added to it. pos (B, T): positions in
         documents (text.dataset.positions). A document begins where pos is 0; no token sees another document.
         """
-        if idx.shape[1] < 1 or (cache is None and idx.shape[1] > self.config.block_size):
-            raise ValueError(
-                f"{idx.shape[1]} tokens do not fit: this model takes 1 to block_size={self.config.block_size}"
-            )
+        T = idx.shape[1]
+        if T < 1 or (cache is None and T > self.config.block_size):
+            raise ValueError(f"{T} tokens do not fit: this model takes 1 to block_size={self.config.block_size}")
         if cache is None:
             return self.predict(self.hidden(idx, None if pos is None else Documents(pos), pos), targets)
         if pos is not None:
