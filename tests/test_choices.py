@@ -225,13 +225,12 @@ def test_cached_logits_equal_uncached(position, core, more):
         torch.testing.assert_close(torch.cat(logits, 1), full[:, :at], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("position", POSITION)
-@pytest.mark.parametrize("core", ATTENTION)
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("position", "core", "where"),
+    pairwise(POSITION, ATTENTION, WHERE, legal=lambda position, core, where: legal(attention=core, position=position)),
+)
 def test_causal_and_every_parameter_learns(position, core, where):
     """Checked by gradients and by changing a later token. Every parameter has a finite gradient."""
-    if not legal(attention=core, position=position):
-        pytest.skip("refused")
     gpt = shaken(config(attention=core, position=position, where=where, heads="SSSL", window=4, n_kv_head=2), by=0.1)
     x, seen = tokens(), []
     gpt.transformer.drop.register_forward_hook(lambda m, a, out: seen.append(out.detach().requires_grad_()) or seen[-1])

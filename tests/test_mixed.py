@@ -17,7 +17,6 @@ from training.optimizers import Settings, by_decay
 
 V, C, H, D = 29, 32, 4, 8
 LONG = LINEAR_FROM + 34  # more than beta's and beta_squared's chunks, and no whole of them
-pairs = pytest.mark.parametrize(("short", "long"), [*itertools.product(ATTENTION, ATTENTION)])
 cores = pytest.mark.parametrize("core", ATTENTION)
 
 
@@ -79,17 +78,17 @@ def by_hand(gpt: GPT, layer: int, x: torch.Tensor) -> torch.Tensor:
     return attn.c_proj(y.transpose(1, 2).flatten(2))
 
 
-@pairs
-@pytest.mark.parametrize(
-    ("heads", "more"),
-    [
-        ("SLSL/SSSL", {"decay": "learned", "conv": 3}),
-        ("SSLL", {"decay": "learned", "differential": True, "n_kv_head": 2}),
-        ("LSLS", {"decay": "alibi", "position": "rope", "n_kv_head": 2}),
-        ("SLLS", {"position": "alibi", "nope_long": True, "conv": 2}),
-    ],
-)
-def test_each_head_is_its_attention_with_its_span(short, long, heads, more):
+LAYERS = [
+    ("SLSL/SSSL", {"decay": "learned", "conv": 3}),
+    ("SSLL", {"decay": "learned", "differential": True, "n_kv_head": 2}),
+    ("LSLS", {"decay": "alibi", "position": "rope", "n_kv_head": 2}),
+    ("SLLS", {"position": "alibi", "nope_long": True, "conv": 2}),
+]
+
+
+@pytest.mark.parametrize(("short", "long", "kind"), pairwise(ATTENTION, ATTENTION, LAYERS))
+def test_each_head_is_its_attention_with_its_span(short, long, kind):
+    heads, more = kind
     c = config(attention=long, short_attention=short, heads=heads, window=3, **more)
     gpt, x = shaken(c), torch.randn(1, 9, C, dtype=torch.float64)
     fixed = more.get("decay") != "learned"  # tables of fixed positions are in float32
@@ -103,7 +102,10 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(("short", "long", "more"), pairwise(ATTENTION, ATTENTION, MORE))
+OTHERS = [*zip(ATTENTION, [*ATTENTION][1:] + [*ATTENTION][:1], itertools.cycle(MORE), strict=False)]
+
+
+@pytest.mark.parametrize(("short", "long", "more"), [*OTHERS, ("softmax", "beta", "learned")])
 def test_cached_packed_and_plain_are_the_same(short, long, more):
     """Logits and every gradient of the fast forms are those of the definitions; a cache and documents change none."""
     gpt = shaken(config(attention=long, short_attention=short, heads="SSLL", window=20, **MORE[more]), by=0.05)

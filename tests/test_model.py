@@ -394,7 +394,7 @@ def test_differential_without_lambda_is_the_plain_core():
 # -----------------------------------------------------------------------------
 # decoding with a cache
 
-CACHED = [("L", None), ("S", 0), ("S", 3), ("SSLL", 5), ("SLLS", 2), ("LLSS/SSLL", 40), ("SSLL", 700)]
+CACHED = [("L", None), ("S", 0), ("SLLS", 2), ("LLSS/SSLL", 40)]
 
 
 def warm(**kwargs: object) -> GPT:
@@ -418,7 +418,7 @@ def test_cached_logits_equal_uncached_at_every_position(core, of_heads, differen
     kwargs = {"attention": core, "heads": heads, "window": window, "differential": differential, "qk_norm": qk_norm}
     gpt, x = warm(block_size=290, per_dim_temperature=differential, **kwargs).double(), torch.randint(V, (2, 290))
     full = gpt(x, x)[0]
-    for pieces in ([1] * 60, [270, 1, 1, 1, 7, 10], [3, 1, 1, 60, 1, 200, 1]):
+    for pieces in ([1] * 30, [270, 1, 1, 1, 7, 10], [3, 1, 1, 60, 1, 200, 1]):
         cache, at, logits = gpt.new_cache(), 0, []
         for n in pieces:
             logits.append(gpt(x[:, at : at + n], x[:, at : at + n], cache=cache)[0])
@@ -427,7 +427,7 @@ def test_cached_logits_equal_uncached_at_every_position(core, of_heads, differen
         torch.testing.assert_close(torch.cat(logits, 1), full[:, :at], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("core", "of_heads", "length"), pairwise(ATTENTION, HEADS, (1, 10, T, T + 5)))
+@pytest.mark.parametrize(("core", "of_heads", "length"), pairwise(ATTENTION, [("L", None), ("SLSL", 5)], (1, T, T + 5)))
 def test_generated_text_is_the_same_with_and_without_a_cache(core, of_heads, length):
     """A batch of prompts, from within block_size to past it, where the window slides, and a prompt longer than it."""
     gpt, x = warm(attention=core, heads=of_heads[0], window=of_heads[1]), torch.randint(V, (3, length))

@@ -26,8 +26,8 @@ def tensor(decay: list | None) -> torch.Tensor | None:
 
 @kinds
 @decays
-@pytest.mark.parametrize("widths", [(3, 3), (2, 5), (5, 2)])
-@pytest.mark.parametrize("T", [1, 63, 130])
+@pytest.mark.parametrize("widths", [(2, 5), (5, 2)])
+@pytest.mark.parametrize("T", [1, 130])
 @at_once
 def test_gradients_by_differences(core, decay, widths, T, rows, monkeypatch):
     monkeypatch.setattr(sums, "ROWS_AT_ONCE", rows)
@@ -70,7 +70,7 @@ def one_token_after(kind: type, q, k, v, decay, state) -> tuple:
     return kind.one_token(q, k, v, decay, state)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize("chunks", [1, 3, 8])
 @pytest.mark.parametrize("fade", [None, (4, 1, 1), (4, 1, 5)])
 @pytest.mark.parametrize("from_a_state", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
@@ -165,9 +165,8 @@ def test_time_is_linear(choices):
 
     It is the CPU's time in this process, taken in turns, and the fastest of some, since other work shares the machine.
     """
-    test_memory_is_linear(choices)
-    layers, took = [layer_and_input(choices, n) for n in (8192, 32768)], ([], [])
-    for _ in range(4):
+    layers, took = [layer_and_input(choices, n) for n in (4096, 16384)], ([], [])
+    for _ in range(3):
         for (attn, x), times in zip(layers, took, strict=True):
             start = resource.getrusage(resource.RUSAGE_SELF).ru_utime
             attn(x).sum().backward()
