@@ -18,8 +18,8 @@ ENDLESS = [
     {"attention": "beta", "position": "rope"},
     {"attention": "beta", "position": "alibi", "differential": True},
     {"attention": "beta", "position": "none", "decay": "learned", "n_kv_head": 2},
-    {"attention": "beta2", "short_attention": "softmax", "heads": "SSSL", "position": "rope", "conv": 4},
-    {"attention": "beta2", "short_attention": "laser", "heads": "SL", "position": "rope", "nope_long": True},
+    {"attention": "beta_squared", "short_attention": "softmax", "heads": "SSSL", "position": "rope", "conv": 4},
+    {"attention": "beta_squared", "short_attention": "laser", "heads": "SL", "position": "rope", "nope_long": True},
     {"attention": "laser", "heads": "S", "position": "none", "decay": "alibi"},
     {"attention": "softmax", "heads": "S", "position": "alibi"},
 ]
@@ -106,10 +106,10 @@ def test_definitions_keep_all_keys_and_values():
 
 def test_the_script(train, run, tmp_path):
     """All new choices: trained, resumed bit for bit, estimated, and sampled past block_size."""
-    choices = ("--attention=beta2", "--short_attention=softmax", "--heads=SSSL", "--window=8", "--position=rope")
+    choices = ("--attention=beta_squared", "--short_attention=softmax", "--heads=SSSL", "--window=8", "--position=rope")
     choices += ("--conv=4", "--decay=learned", "--dropout=0.1", "--attn_dropout=0")
     code, out, err = train(*choices)
-    assert code == 0 and "softmax (short heads) and beta2 (long heads) attention" in out, err
+    assert code == 0 and "softmax (short heads) and beta_squared (long heads) attention" in out, err
     straight = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["model"]
     assert train(*choices, "--max_iters=6")[0] == 0
     assert train("--init_from=resume", "--max_iters=10")[0] == 0

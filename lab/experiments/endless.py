@@ -46,15 +46,15 @@ out = "lab/experiments/endless.json"  # the results
 out_dir = "out-endless"  # the folder for the runs, each in a folder of its own
 
 BETA, ROPE, ALIBI = {"attention": "beta"}, {"position": "rope"}, {"position": "alibi"}
-MIXED = {"attention": "beta2", "short_attention": "softmax", "heads": "SSSL", "window": 16, "conv": 4}
+MIXED = {"attention": "beta_squared", "short_attention": "softmax", "heads": "SSSL", "window": 16, "conv": 4}
 TRAINED = {
     "beta, rope": BETA | ROPE,
     "beta, alibi": BETA | ALIBI,
-    "softmax short, beta2 long, conv, rope": MIXED | ROPE,
-    "softmax short, beta2 long, conv, rope in short heads": MIXED | ROPE | {"nope_long": True},
-    "softmax short, beta2 long, conv, alibi": MIXED | ALIBI,
+    "softmax short, beta_squared long, conv, rope": MIXED | ROPE,
+    "softmax short, beta_squared long, conv, rope in short heads": MIXED | ROPE | {"nope_long": True},
+    "softmax short, beta_squared long, conv, alibi": MIXED | ALIBI,
 }
-DECODED = ["beta, alibi", "softmax short, beta2 long, conv, rope in short heads"]
+DECODED = ["beta, alibi", "softmax short, beta_squared long, conv, rope in short heads"]
 BANDS = [0, 64, 256, 1024, 4096, 16384, 65536, 2**30]  # of positions; each begins here and ends before the next
 
 

@@ -22,11 +22,11 @@ from typing import Literal
 import torch
 
 from attention.cache import run_definitions
+from bench import tried
 from configurator import check_writable, names, pick_device
 from errors import UserError
 from lab.experiments.results import save, start
 from model import ATTENTION, GPT, GPTConfig
-from training.timing import tried
 
 # What is measured?
 only = ""  # attentions, separated by commas; empty: all

@@ -26,13 +26,13 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from bench import tried
 from configurator import check_writable, names, pick_device
 from errors import UserError
 from lab.experiments.results import save, start
 from model import ATTENTION, GPT, GPTConfig
 from training.estimate import flops, matmul_rate
 from training.optimizers import OPTIMIZER, Settings
-from training.timing import tried
 
 # What is measured?
 only = ""  # the rows to run, separated by commas; empty: all

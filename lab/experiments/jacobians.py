@@ -18,6 +18,7 @@ import math
 
 import torch
 
+from attention.scores import plain_form
 from configurator import check_writable
 from errors import UserError
 from lab.experiments.results import drawing, show_table, start
@@ -27,7 +28,10 @@ apart = 5.0  # the value of the first key; that of the second is 0
 other = 1.0  # beta: the second key's score
 picture = "lab/pictures/jacobians.png"  # the picture
 
-ATTENTION = {"softmax": softmax_attention, "LASER": laser_attention, "beta": beta_attention}
+ATTENTION = {
+    name: plain_form(definition)
+    for name, definition in (("softmax", softmax_attention), ("LASER", laser_attention), ("beta", beta_attention))
+}
 
 
 def outputs(name: str, s: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,13 @@ larger model may be larger.
 """
 
 import math
-import os
 import statistics
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
-from attention.fast import for_values, windowed
+from attention.fast import for_values, general_form
 from attention.forms import fast_form
 from attention.probe import probing
 from configurator import at_least_one, pick_device
@@ -25,7 +24,7 @@ from lab.experiments.results import show_table, start
 from lab.experiments.runs import finished
 from model import ATTENTION, GPT
 from text.dataset import Tokens, folder_of
-from training import checkpoint
+from training.checkpoint import open_model
 
 # Which model?
 config_file = "config/train_shakespeare_char_cpu.py"  # the config file of the run
@@ -70,7 +69,7 @@ def recorded(model: GPT, batch: torch.Tensor) -> list[tuple]:
 
 def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list[float]:
     """The relative error on each of the inputs, whose values are multiplied by factor; infinity for NaN."""
-    definition = windowed(ATTENTION[core], for_values)  # a few queries at a time: LASER's holds T x T x D numbers
+    definition = general_form(ATTENTION[core], for_values)  # a few queries at a time: LASER's holds T x T x D numbers
     found = []
     for q, k, v in inputs:
         v = v * factor
@@ -85,10 +84,10 @@ def main() -> None:
     at_least_one(batches=batches, batch_size=batch_size)
     flags = [config_file, "--attention=laser", *extra.split()]
     finished("LASER", flags, out_dir)
-    state = checkpoint.load(os.path.join(out_dir, checkpoint.LATEST))
+    model, _, settings, _ = open_model("resume", out_dir, "latest")
     where, _, _ = pick_device(device, "float32")
-    model = checkpoint.model_of(state).eval().to(where)
-    tokens = Tokens(folder_of(state["config"]["dataset"]), "val", model.config.block_size)
+    model.eval().to(where)
+    tokens = Tokens(folder_of(settings["dataset"]), "val", model.config.block_size)
     inputs = [layer for x, _ in tokens.eval_batches(batches, batch_size) for layer in recorded(model, x.to(where))]
     ranges = torch.stack([(v.amax(-2) - v.amin(-2)).amax().float() for _, _, v in inputs])
     shape = tuple(inputs[0][0].shape)

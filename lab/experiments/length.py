@@ -24,12 +24,12 @@ from collections.abc import Callable
 
 import torch
 
+from bench import interleaved, medians, ratios
 from configurator import names, positive
 from lab.experiments.results import drawing, measured, saved, show_table, start
 from lab.experiments.times import apart, max_rss, timed_step
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
-from training.timing import interleaved, medians, ratios
 
 what = "steps,double,draw,print"  # the parts: see above
 only = ""  # the rows to measure, separated by semicolons; empty: all
@@ -44,17 +44,17 @@ picture = "lab/pictures/length.png"  # the picture
 SIZES = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 256, "position": "rope"}
 SHORT = {"heads": "SSSL", "window": 16}
 MIXED = SHORT | {"short_attention": "softmax", "conv": 4}
-BETA, BETA2 = {"attention": "beta"}, {"attention": "beta2"}
+BETA, SQUARED = {"attention": "beta"}, {"attention": "beta_squared"}
 ROWS = {
     "softmax": {},
     "softmax, LS": SHORT,
     "beta": BETA,
     "beta, decay": BETA | {"decay": "alibi"},
-    "beta2": BETA2,
-    "beta2, 8 heads": BETA2 | {"n_head": 8},
+    "beta_squared": SQUARED,
+    "beta_squared, 8 heads": SQUARED | {"n_head": 8},
     "softmax short, beta long, conv": MIXED | BETA,
-    "softmax short, beta2 long, conv": MIXED | BETA2,
-    "softmax short, beta2 long, conv, 8 heads": MIXED | BETA2 | {"n_head": 8},
+    "softmax short, beta_squared long, conv": MIXED | SQUARED,
+    "softmax short, beta_squared long, conv, 8 heads": MIXED | SQUARED | {"n_head": 8},
 }
 
 

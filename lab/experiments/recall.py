@@ -17,7 +17,6 @@ added to the JSON file --out. Runs that are there are skipped, so you can stop t
 """
 
 import collections
-import contextlib
 import itertools
 import math
 import statistics
@@ -27,7 +26,7 @@ import torch
 from torch.nn import functional as F
 
 from configurator import check_writable, names
-from errors import NotFinite, UserError
+from errors import UserError
 from lab.experiments.results import drawing, save, saved, show_table, start
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
@@ -49,9 +48,9 @@ MODELS = {  # flags; in the picture: colour, line (dashed: no convolution), mark
     "beta": ({"attention": "beta"}, "#56B4E9", "--", "v"),
     "beta, decay": ({"attention": "beta", "decay": "alibi"}, "#009E73", "--", "^"),
     "beta, conv": ({"attention": "beta", "conv": 4}, "#56B4E9", "-", "v"),
-    "beta2, conv": ({"attention": "beta2", "conv": 4}, "#D55E00", "-", "P"),
+    "beta_squared, conv": ({"attention": "beta_squared", "conv": 4}, "#D55E00", "-", "P"),
     "softmax short, beta long, conv": (MIXED | {"attention": "beta"}, "#0072B2", "-", "<"),
-    "softmax short, beta2 long, conv": (MIXED | {"attention": "beta2"}, "#E69F00", "-", "X"),
+    "softmax short, beta_squared long, conv": (MIXED | {"attention": "beta_squared"}, "#E69F00", "-", "X"),
 }
 VOCAB = 256
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": VOCAB, "position": "rope"}
@@ -110,26 +109,27 @@ def fit(task: str, flags: dict, rate: float, seed: int) -> dict:
     gpt = GPT(GPTConfig(**SIZES, **flags, block_size=per_unit * larger[-1] + 1)).train()
     (adamw,) = OPTIMIZER["adamw"](gpt, Settings(rate, (0.9, 0.99), 0.1))
     last, found = collections.deque(maxlen=STREAK), {str(n): 0.0 for n in sizes + larger}
-    with contextlib.suppress(NotFinite):  # a model that diverges has accuracy 0
-        for step in range(s["steps"]):
-            n = sizes[torch.randint(len(sizes), (), generator=g)]
-            x, y = batch(task, n, s["tokens"] // (per_unit * n), g)
-            logits, loss = gpt(x, y)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
-            for group in adamw.param_groups:  # warm-up, then a cosine down to a tenth
-                group["lr"] = rate * min((step + 1) / WARMUP, 0.55 + 0.45 * math.cos(math.pi * step / s["steps"]))
-            adamw.step()
-            adamw.zero_grad()
-            last.append(accuracy(logits, y))
-            if sum(last) >= 0.999 * STREAK:
-                break
-        gpt.eval()
-        for n in sizes + larger:  # the same sequences for every model
-            x, y = batch(task, n, s["sequences"], torch.Generator().manual_seed(12345))
-            with torch.no_grad():
-                logits = torch.cat([gpt(part, part)[0] for part in x.split(32)])
-            found[str(n)] = round(accuracy(logits, y), 4)
+    for step in range(s["steps"]):
+        n = sizes[torch.randint(len(sizes), (), generator=g)]
+        x, y = batch(task, n, s["tokens"] // (per_unit * n), g)
+        logits, loss = gpt(x, y)
+        if not loss.isfinite():  # a model that diverges has accuracy 0
+            return {"steps": step + 1, "trained": 0.0, "accuracy": found}
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
+        for group in adamw.param_groups:  # warm-up, then a cosine down to a tenth
+            group["lr"] = rate * min((step + 1) / WARMUP, 0.55 + 0.45 * math.cos(math.pi * step / s["steps"]))
+        adamw.step()
+        adamw.zero_grad()
+        last.append(accuracy(logits, y))
+        if sum(last) >= 0.999 * STREAK:
+            break
+    gpt.eval()
+    for n in sizes + larger:  # the same sequences for every model
+        x, y = batch(task, n, s["sequences"], torch.Generator().manual_seed(12345))
+        with torch.no_grad():
+            logits = torch.cat([gpt(part, part)[0] for part in x.split(32)])
+        found[str(n)] = round(accuracy(logits, y), 4)
     mean = statistics.mean(found[str(n)] for n in sizes)
     return {"steps": step + 1, "trained": round(mean, 4), "accuracy": found}
 

@@ -32,7 +32,7 @@ def finished(
         env = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
         run = [sys.executable, "train.py", *command, f"--out_dir={folder}", "--sample_tokens=0"]
         ended = subprocess.run(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
-        not_finite = re.search(r"^step (\d+)\b.*\b(?:nan|inf|finite)\b", ended.stderr, re.MULTILINE)
+        not_finite = re.search(r"^step (\d+): .*\b(?:nan|inf)\b", ended.stderr, re.MULTILINE)
         if may_diverge and ended.returncode and not_finite:
             with open(log, "a") as f:
                 f.write(json.dumps({"iter": int(not_finite[1]), "diverged": True}) + "\n")

@@ -39,7 +39,6 @@ CHOICES = {  # docs/choices.md has each row's paper, and where the choice is mad
     # norms
     "bias": {"bias": True},
     "rmsnorm": {"norm": "rmsnorm"},
-    "rmsnorm with bias": {"norm": "rmsnorm", "norm_bias": True},
     **{x: {"where": x} for x in ("post", "sandwich", "olmo2")},
     # blocks
     "parallel": {"block": "parallel"},
@@ -93,7 +92,7 @@ WARMUP = {
 }
 
 CONV, LEARNED = {"conv": 4}, {"decay": "learned"}
-BETA, BETA2 = {"attention": "beta"}, {"attention": "beta2"}
+BETA, SQUARED = {"attention": "beta"}, {"attention": "beta_squared"}
 MIXED = {"short_attention": "softmax"} | SHORT
 LINEAR = {
     "softmax": {},
@@ -106,13 +105,13 @@ LINEAR = {
     "beta, learned decay": BETA | LEARNED,
     "beta, conv": BETA | CONV,
     "beta, learned decay, conv": BETA | LEARNED | CONV,
-    "beta2, conv": BETA2 | CONV,
-    "beta2, learned decay, conv": BETA2 | LEARNED | CONV,
+    "beta_squared, conv": SQUARED | CONV,
+    "beta_squared, learned decay, conv": SQUARED | LEARNED | CONV,
     "softmax short, beta long, conv": MIXED | BETA | CONV,
-    "softmax short, beta2 long": MIXED | BETA2,
-    "softmax short, beta2 long, conv": MIXED | BETA2 | CONV,
+    "softmax short, beta_squared long": MIXED | SQUARED,
+    "softmax short, beta_squared long, conv": MIXED | SQUARED | CONV,
 }
-FAST = ("beta, learned decay, conv", "softmax short, beta long, conv", "softmax short, beta2 long, conv")
+FAST = ("beta, learned decay, conv", "softmax short, beta long, conv", "softmax short, beta_squared long, conv")
 LONG = {"n_layer": 4, "n_head": 8, "n_embd": 128, "heads": "L", "batch_size": 1, "gradient_accumulation_steps": 1}
 LONG |= {"learning_rate": 3e-3, "min_lr": 3e-4, "warmup_iters": 50, "eval_iters": 40, "log_logits": False}
 

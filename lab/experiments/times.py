@@ -10,10 +10,10 @@ from dataclasses import fields
 
 import torch
 
+from bench import interleaved, medians, ratios, stopwatch
 from lab.experiments.runs import constants
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
-from training.timing import interleaved, medians, ratios, stopwatch
 
 
 def apart(f: Callable, *args: object) -> object:
