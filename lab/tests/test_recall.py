@@ -63,11 +63,8 @@ def test_runs_are_made_once_and_drawn(run, tmp_path):
     files = (f"--out={tmp_path / 'r.json'}", f"--picture={tmp_path / 'r.png'}", "--scale=tiny")
     only = "--only=softmax; softmax short, beta_squared long, conv"
     code, out, err = run("lab.experiments.recall", *files, only)
-    assert (
-        code == 0
-        and out.count("; seed 1; 3 steps:") == 2 * 2 * 3
-        and "| softmax short, beta_squared long, conv |" in out
-    ), err
+    assert code == 0 and out.count("; seed 1; 3 steps:") == 2 * 2 * 3, err
+    assert "| softmax short, beta_squared long, conv |" in out
     for found in json.loads((tmp_path / "r.json").read_text())["runs"]:
         *_, sizes, larger = recall.TASKS[found["task"]]
         assert [int(n) for n in found["accuracy"]] == sizes + larger and found["model"] in only
