@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -294,6 +295,15 @@ def test_the_tokens_of_another_data_set(run, texts, folder, tmp_path, few, monke
     code, _, err = run(PREPARE, "--source=b.txt", f"--out_dir={tmp_path / 'c'}", "--tokenizer=b")
     assert code == 2 and "the text holds 'Z', which the" in err and "goes on from there" not in err
     assert os.listdir(tmp_path / "c") == []
+
+
+def test_the_table_of_speeds(run, texts, folder, bpe):
+    flags = [f"--source={folder}", "--copies=2", "--rounds=1", "--vocab_size=300"]
+    code, out, err = run("lab/experiments/tokenizing.py", *flags)
+    rows = [line.split("|") for line in out.splitlines() if line.startswith("| ")][1:]
+    assert code == 0 and [row[1].strip() for row in rows] == ["gpt2", "sentencepiece", "bytes"], err
+    assert all(re.fullmatch(r" *[\d.]+, [\d.]+ to [\d.]+ *", row[4]) for row in rows[:2])
+    assert "tokenizing.py: --source= says which" in run("lab/experiments/tokenizing.py")[2]
 
 
 # -----------------------------------------------------------------------------
