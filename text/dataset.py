@@ -4,6 +4,7 @@ A prepared data set is a folder with train.bin, val.bin (token ids, nothing else
 counts, checksums). A batch is a pure function of (seed, step, rank, world size).
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 
 from errors import UserError
-from text.files import sha256, version
 from text.tokenizers import tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -42,6 +42,17 @@ def prepare_shakespeare(dataset: str) -> None:
         print(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}", flush=True)
         if subprocess.run([sys.executable, prepare]).returncode:
             raise UserError(f"{prepare} failed, see above")
+
+
+def sha256(path: str) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def version(file: str | int) -> list[int]:
+    """The size in bytes and the time of change in nanoseconds of a file, given by its path or its open number."""
+    stat = os.stat(file)
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def _again(folder: str) -> str:
@@ -77,8 +88,6 @@ class Tokens:
 
     Raises UserError for a file that is missing, not what meta.json promises, or shorter than block_size + 1 tokens.
     """
-
-    beginning = 1  # of the ids: what a sample of a model's text begins with
 
     def __init__(self, folder: str, split: str, block_size: int):
         self.meta = read_meta(folder)
