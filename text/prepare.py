@@ -39,10 +39,9 @@ def run(
 
     source: a text file (one document); a .parquet, .jsonl or .csv file (each row is one); a folder of such files;
     owner/name or owner/name:config on the Hugging Face hub. column: the rows' column of text. tokenizer: a kind of
-    TOKENIZER (char and sentencepiece, with vocab_size tokens, are made of this text), or a prepared data set that has
-    one. val_share: where the source has no val split, every 1/val_share-th document is val; of a single document, this
-    share of its characters, at its end. gutenberg: leave out Project Gutenberg's licences. num_workers: processes;
-    None: one per core; the tokens do not depend on it. Raises UserError, and OSError for a full disk.
+    TOKENIZER (char and sentencepiece are made of this text), or a prepared data set that has one. val_share: of the
+    documents for val, if the source has no val split. gutenberg: leave out Project Gutenberg's licences. num_workers:
+    processes, which do not change the tokens; None: one per core. Raises UserError, and OSError for a full disk.
     """
     refuse([(num_workers is not None and num_workers < 1, f"num_workers={num_workers} must be at least 1")])
     meta = _wanted(tokenizer, vocab_size)
@@ -55,18 +54,15 @@ def run(
     splits = read()
     refuse([("train" not in splits, f"{source} has no train split, but {', '.join(splits)}")])
     several = sum(map(len, splits.values())) > 1
+    sampled = SAMPLE // max(1, min(len(splits["train"]), SAMPLE // PER_DOCUMENT))
     try:
-        splits, val_share = _with_val(splits, val_share, gutenberg)
-        tok = _new_tokenizer(meta, splits, val_share, gutenberg, several)
+        splits = splits if "val" in splits else _with_val(splits, val_share, gutenberg)
+        tok = _new_tokenizer(meta, splits, sampled, gutenberg, several)
         if several and tok.eot is None:
             print("this tokenizer has no token for the end of a document: nothing will separate the documents")
         how = {"tok": tok, "end": several and tok.eot is not None, "gutenberg": gutenberg, "code": CODE}
         made = {split: _tokenised_rows(rows, split, how, num_workers) for split, rows in splits.items()}
-        documents = (
-            ("val" if split == "train" and _is_val(i, val_share) else split, document)
-            for split in made
-            for i, document in enumerate(made[split])
-        )
+        documents = ((split, document) for split, rows in made.items() for document in rows)
         report(write(out_dir, tok, documents, {"from": source, "tokenizer": tokenizer}, id=digest))
     except UnicodeDecodeError as error:  # the rows of a .parquet file are not checked before they are read
         raise UserError(f"{source} holds a document that is not UTF-8 text ({error.reason})") from None
@@ -94,8 +90,7 @@ def _opened(source: str, column: str) -> tuple[list, Callable[[], dict]]:
         what |= {"sample_by": "document", "encoding": "utf-8-sig"} if name == "text" else {}
     else:
         is_name = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source) and not source.endswith((*KINDS, ".gz"))
-        no = f"--source={source} is no file, no folder, and no owner/name of the Hugging Face hub"
-        refuse([(not is_name, no)])
+        refuse([(not is_name, f"--source={source} is no file, no folder, and no owner/name of the Hugging Face hub")])
         name, what, files = source.partition(":")[0], {"name": source.partition(":")[2] or None}, {}
     datasets = optional("datasets", f"reading {source}")
     with _reading(source, files):
@@ -116,10 +111,7 @@ def _kind(path: str) -> str | None:
 
 
 def _local(source: str) -> tuple[str, dict[str, list[str]]]:
-    """(kind, {split: paths}) of a file, or of a folder's files of the first kind that it has; hidden ones do not count.
-
-    A path belongs to the split of the first folder or file in it whose name begins with a word of SPLITS.
-    """
+    """(kind, {split: paths}) of a file, or of a folder's files of one kind. A folder's or file's name is its split."""
     folder = [os.path.join(root, name) for root, _, names in os.walk(source) for name in names]
     paths = [source] if os.path.isfile(source) else sorted(folder)
     kinds = {path: _kind(path) for path in paths if os.sep + "." not in path.removeprefix(source)}
@@ -141,7 +133,7 @@ def read_text(path: str) -> str:
         with open(path, encoding="utf-8-sig") as f:
             return f.read()
     except UnicodeDecodeError as error:
-        hint = f"if it is text in another encoding, as latin-1: iconv -f LATIN1 -t UTF-8 {path} converts it"
+        hint = f"if it is latin-1: iconv -f LATIN1 -t UTF-8 {path} converts it"
         raise UserError(f"{path} is not UTF-8 text ({error.reason}); {hint}") from None
 
 
@@ -164,8 +156,7 @@ def _text_of(rows: object, source: str, column: str) -> object:
     names = rows.column_names
     refuse([(column not in names, f"{source} has no column {column!r}, but {', '.join(names)}: give one as --column=")])
     kind = getattr(rows.features[column], "dtype", "more than one thing")
-    no = f"{source}: the column {column!r} holds {kind}, not text: give another --column="
-    refuse([(kind not in ("string", "large_string"), no)])
+    refuse([("string" not in kind, f"{source}: the column {column!r} holds {kind}, not text: give another --column=")])
     return rows.select_columns([column]).rename_columns({column: "text"})
 
 
@@ -173,51 +164,42 @@ def _clean(text: str | None, gutenberg: bool) -> str:
     """A document's text with \\n as its line ends and, with gutenberg, without that project's header and licence."""
     text = (text or "").removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     if gutenberg:
-        start = GUTENBERG_START.search(text, 0, 2**20)
-        text = text[start.end() :] if start else text
-        end = GUTENBERG_END.search(text)
-        text = text[: end.start()] if end else text
+        text = text[start.end() :] if (start := GUTENBERG_START.search(text, 0, 2**20)) else text
+        text = text[: end.start()] if (end := GUTENBERG_END.search(text)) else text
     return text
 
 
-def _with_val(splits: dict, share: float, gutenberg: bool) -> tuple[dict, float]:
-    """(splits, the share of train's documents that is still to go to val)."""
-    if "val" in splits:
-        return splits, 0.0
-    n = len(splits["train"])
+def _with_val(splits: dict, share: float, gutenberg: bool) -> dict:
+    """The splits with val: every 1/share-th document of train; of a single one its last characters, as in nanoGPT."""
+    rows, n = splits["train"], len(splits["train"])
     no = f"val_share={share} must be between 0 and 1: the source has no validation split"
     none = f"val_share={share} leaves no document for train or for val: the number of documents is {n}"
     refuse([(not 0 < share < 1, no), (n != 1 and int(n * share) == 0, none)])
-    if n > 1:
-        return splits, share
-    text = _clean(splits["train"][0]["text"], gutenberg)
-    cut = int(len(text) * (1 - share))  # as in nanoGPT
-    return splits | {"train": [{"text": text[:cut]}], "val": [{"text": text[cut:]}]}, 0.0
+    if n == 1:
+        text = _clean(rows[0]["text"], gutenberg)
+        cut = int(len(text) * (1 - share))
+        return splits | {"train": [{"text": text[:cut]}], "val": [{"text": text[cut:]}]}
+    is_val = np.diff(np.floor(np.arange(n + 1) * share)) > 0
+    return splits | {"train": rows.select(np.flatnonzero(~is_val)), "val": rows.select(np.flatnonzero(is_val))}
 
 
-def _is_val(i: int, share: float) -> bool:
-    """Whether train's document i goes to val: every 1/share-th does."""
-    return int((i + 1) * share) > int(i * share)
-
-
-def _new_tokenizer(meta: dict, splits: dict, share: float, gutenberg: bool, several: bool) -> Tokenizer:
+def _new_tokenizer(meta: dict, splits: dict, sampled: int, gutenberg: bool, several: bool) -> Tokenizer:
     """The tokenizer of a meta. A vocabulary of characters is made of all splits, one of SentencePiece of train."""
     if "vocab_size" in meta:
-        return tokenizers.train_sentencepiece(_sample(splits["train"], share, gutenberg), meta["vocab_size"])
+        return tokenizers.train_sentencepiece(_sample(splits["train"], sampled, gutenberg), meta["vocab_size"])
     if meta == {"kind": "char"}:
         vocab = set().union(*(_clean(row["text"], gutenberg) for rows in splits.values() for row in rows))
         return tokenizers.CharTokenizer("".join(sorted(vocab)), several)
     return tokenizers.tokenizer(meta)
 
 
-def _sample(rows: Iterable[dict], val_share: float, gutenberg: bool) -> Iterator[str]:
-    """The lines that SentencePiece is trained on, SAMPLE characters: the beginnings of train's first documents."""
-    share = SAMPLE // max(1, min(len(rows), SAMPLE // PER_DOCUMENT))
+def _sample(rows: Iterable[dict], most: int, gutenberg: bool) -> Iterator[str]:
+    """The lines that SentencePiece is trained on, SAMPLE characters: of each document its first `most`, roughly."""
     total = 0  # characters so far
-    for row in (row for i, row in enumerate(rows) if not _is_val(i, val_share)):
+    for row in rows:
         of_this = 0
         for piece in pieces(_clean(row["text"], gutenberg)):
-            if of_this < share:
+            if of_this < most:
                 yield from (line for line in piece.split("\n") if line.strip())
                 of_this += len(piece)
         total += of_this
@@ -228,10 +210,9 @@ def _sample(rows: Iterable[dict], val_share: float, gutenberg: bool) -> Iterator
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
     """Cuts a text after `size` characters or more, up to a space or \\n.
 
-    A piece ends where a space follows a visible character. Every tokenizer of tokenizers.py begins a token there: no
-    pattern of GPT-2's matches across that place, and SentencePiece's tokens begin with the space. So the pieces have
-    the tokens of the whole text, but for SentencePiece's rounding: one in 40,000 differs in 250,000 characters. If
-    there is no such place within 8 size characters, the piece ends after them.
+    A piece ends where a space follows a visible character, or after 8 size characters. Every tokenizer begins a token
+    at such a space: no pattern of GPT-2's matches across it, and SentencePiece's tokens begin with it. So the pieces
+    have the tokens of the whole text, but for SentencePiece's rounding (one in 40,000 in 250,000 characters).
     """
     cut = re.compile(rf".{{{size},{8 * size}}}?(?<!\s)(?=[ \n])|.{{1,{8 * size}}}", re.S)
     return (match[0] for match in cut.finditer(text))
@@ -254,8 +235,7 @@ def _tokenised_rows(rows: Iterable[dict], split: str, how: dict, num_workers: in
         return (tokenised(row["text"], **how) for row in rows)
     from datasets import Features, Value
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    n = min(num_workers or cores, len(rows))
+    n = min(num_workers or os.cpu_count() or 1, len(rows))
     return rows.map(
         tokenised, input_columns=["text"], remove_columns=["text"], fn_kwargs=how, num_proc=n if n > 1 else None,
         features=Features(ids=Value("large_binary"), bytes=Value("int64"), words=Value("int64")),
@@ -266,8 +246,7 @@ def _tokenised_rows(rows: Iterable[dict], split: str, how: dict, num_workers: in
 def write(folder: str, tok: Tokenizer, documents: Iterable[tuple[str, dict]], source: dict, **more: object) -> dict:
     """Writes <split>.bin and meta.json, each whole or not at all. Returns the content of meta.json.
 
-    documents: (split, what `tokenised` returns) of each. source, more: fields of meta.json. Raises UserError for a
-    split without tokens.
+    documents: (split, what `tokenised` returns) of each. source, more: fields of meta.json. UserError for no tokens.
     """
     os.makedirs(folder, exist_ok=True)
     files, opened, dtype = {}, {}, np.min_scalar_type(tok.n_vocab - 1)

@@ -7,7 +7,6 @@ import hashlib
 import io
 import itertools
 import os
-import types
 from collections.abc import Iterable
 
 import numpy as np
@@ -69,8 +68,8 @@ class CharTokenizer(Tokenizer):
         ids = self._id[np.minimum(self._codes(text), len(self._id) - 1)]
         if ids.min(initial=0) < 0:
             unknown = ", ".join(map(repr, sorted(set(text) - set(self.vocab))[:10]))
-            which = f"which the {len(self.vocab)} characters of this vocabulary lack: {self.vocab[:500]!r}"
-            raise UserError(f"the text holds {unknown}, {which}")
+            lack = f"which the {len(self.vocab)} characters of this vocabulary lack: {self.vocab[:500]!r}"
+            raise UserError(f"the text holds {unknown}, {lack}")
         return ids
 
     def text(self, ids: list[int]) -> str:
@@ -124,22 +123,12 @@ class GPT2Tokenizer(Tokenizer):
         return self._bpe.decode(ids)
 
 
-def sentencepiece() -> types.ModuleType:
-    """The package sentencepiece. Raises NotInstalled where it is missing or too old."""
-    with contextlib.suppress(ImportError, AttributeError):
-        import sentencepiece
-
-        if hasattr(sentencepiece.SentencePieceProcessor, "encode_as_numpy"):
-            return sentencepiece
-    raise NotInstalled("this tokenizer needs SentencePiece 0.2.2: pip install 'sentencepiece>=0.2.2'")
-
-
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, given in base64. It normalises text: line ends and runs of spaces become one space."""
 
     def __init__(self, model: str):
         self.meta = {"kind": "sentencepiece", "model": model}
-        spm = sentencepiece()
+        spm = optional("sentencepiece", "this tokenizer")
         try:
             self._sp = spm.SentencePieceProcessor(model_proto=base64.b64decode(model))
         except (RuntimeError, ValueError) as error:
@@ -162,7 +151,7 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceT
     """
     if not 259 <= vocab_size <= 10**6:
         raise UserError(f"vocab_size={vocab_size} must be between 259 (256 of these are bytes) and 1,000,000")
-    spm = sentencepiece()
+    spm = optional("sentencepiece", "this tokenizer")
     model = io.BytesIO()
     print(f"training a SentencePiece vocabulary of {vocab_size:,}...", flush=True)
     lines = list(lines)  # first: SentencePiece would hide an error in reading them
@@ -174,8 +163,8 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceT
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
         why = f"{first_line(error)} ".rpartition("] ")[2].strip() or "it holds no words"
-        no = f"SentencePiece can make no vocabulary of {vocab_size:,} tokens from this text"
-        raise UserError(f"{no}: {why.removesuffix('.')}. Try another --vocab_size= or more text") from None
+        no = f"SentencePiece can make no vocabulary of {vocab_size:,} tokens from this text: {why.removesuffix('.')}"
+        raise UserError(f"{no}. Try another --vocab_size= or more text") from None
     return SentencePieceTokenizer(base64.b64encode(model.getvalue()).decode())
 
 
