@@ -1,7 +1,7 @@
 """Prepares OpenWebText in GPT-2's tokens. Writes train.bin (9 billion tokens, 17 GB), val.bin and meta.json.
 
     python data/openwebtext/prepare.py
-    python data/openwebtext/prepare.py --source=FOLDER   # a folder of .parquet, .txt, .jsonl or .csv files
+    python data/openwebtext/prepare.py --source=FOLDER   # of .parquet, .txt, .jsonl or .csv files
 
 Disk: `datasets` keeps in ~/.cache/huggingface (HF_HOME moves it) the files that it downloads, their text (40 GB) and
 the tokens (17 GB), so that an interrupted command begins again with what is there; it can be deleted in the end.

@@ -1,7 +1,7 @@
 """Prepares PG-19, whole books (Rae et al. 2020), with a vocabulary of 10,000 SentencePiece tokens.
 
     python data/pg19/prepare.py
-    python data/pg19/prepare.py --source=FOLDER  # of .parquet or .txt files (a book each), .jsonl or .csv files
+    python data/pg19/prepare.py --source=FOLDER   # of .txt files (a book each), or .parquet, ...
 
 Writes train.bin (6 GB), val.bin, test.bin and meta.json. The vocabulary is trained on 20 million characters of the
 train split, as a unigram model with NMT_NFKC normalisation, as in the long-short paper (section 5.1); line ends become
