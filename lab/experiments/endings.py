@@ -4,8 +4,8 @@
 
 It needs lm_eval. An example is a passage of a novel (some 50 words), the next sentence, and another sentence of the
 same novel. The novels are divided: most are for training from scratch, the rest for the task's examples (train, val,
-test). For each attention and seed: train.py trains a small model on the novels, then train.py fine-tunes it on the
-task's true endings (lab/hub/prepare_answers.py), and lab/hub/lm_eval.py says how often the passage points at the true
+test). For each attention and seed: train.py trains a small model on the novels, then lab/hub/finetune.py
+fine-tunes it on the task's true endings, and lab/hub/lm_eval.py says how often the passage points at the true
 ending, before and after. Finished runs are skipped. The results are in out_dir/accuracy.json.
 """
 
@@ -135,12 +135,13 @@ def main() -> None:
             more += [f"--seed={seed}", *flags]
             scratch = finished(f"{name}, seed {seed}", ["config/train_shakespeare_char_cpu.py", *more], before)
             if not os.path.exists(os.path.join(tokens, "meta.json")):
-                script(
-                    "-m", "lab.hub.prepare_answers", f"--source={task}", f"--init_from={before}", f"--out_dir={tokens}"
-                )
+                made = f"--source={task}", f"--init_from={before}", f"--out_dir={tokens}"
+                script("-m", "lab.hub.prepare_answers", *made)
             more = [f"--init_from={before}", f"--dataset={tokens}", f"--max_iters={task_iters}", f"--seed={seed}"]
             more += [f"--lr_decay_iters={task_iters}", f"--warmup_iters={task_iters // 15}"]
-            tuned = finished(f"{name}, seed {seed}, fine-tuned", ["lab/hub/finetune_task.py", *more], after)
+            more = ["lab/hub/finetune_task.py", *more]
+            finetune = "-m", "lab.hub.finetune"
+            tuned = finished(f"{name}, seed {seed}, fine-tuned", more, after, script=finetune)
             vals = [row["val_loss"] for row in tuned if "val_loss" in row]
             losses[name][seed] = last(scratch), vals[0], min(vals)
             for which, run in (("before", before), ("after", after)):

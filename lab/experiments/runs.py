@@ -16,13 +16,19 @@ from lab.experiments.results import save, saved, short
 
 
 def finished(
-    name: str, command: list[str], folder: str, threads: int | None = None, may_diverge: bool = False
+    name: str,
+    command: list[str],
+    folder: str,
+    threads: int | None = None,
+    may_diverge: bool = False,
+    script: tuple = ("train.py",),
 ) -> list[dict]:
     """The rows of the log of `train.py command --out_dir=folder`. Runs it, unless folder has this run, finished.
 
     command: the config file, then flags; if the config file has changed, it runs again. threads: of the run; None: as
     PyTorch chooses. may_diverge: the log of a run that ended because its loss was not finite has
-    {"iter": step, "diverged": true} as its last row. Raises UserError for a run that fails.
+    {"iter": step, "diverged": true} as its last row. script: python's arguments for another script than train.py.
+    Raises UserError for a run that fails.
     """
     done, log, about = os.path.join(folder, "done"), os.path.join(folder, "log.jsonl"), identity(command)
     if not os.path.exists(done) or open(done).read() != about:
@@ -30,7 +36,7 @@ def finished(
         if os.path.exists(done):
             os.remove(done)
         env = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
-        run = [sys.executable, "train.py", *command, f"--out_dir={folder}", "--sample_tokens=0"]
+        run = [sys.executable, *script, *command, f"--out_dir={folder}", "--sample_tokens=0"]
         ended = subprocess.run(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
         not_finite = re.search(r"^step (\d+): .*\b(?:nan|inf)\b", ended.stderr, re.MULTILINE)
         if may_diverge and ended.returncode and not_finite:
