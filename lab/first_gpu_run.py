@@ -89,7 +89,7 @@ def tests(*files: str, names: str) -> list[str]:
     return ["-m", "pytest", "-q", "-n", "0" if tiny else "6", *files, "-k", names]
 
 
-def file(name: str) -> str:
+def out_flag(name: str) -> str:
     """The flag for a file of results."""
     return f"--out={os.path.join(out, name)}.json"
 
@@ -98,7 +98,7 @@ def right() -> Iterator[dict[str, Command]]:
     few = ["--tiny", "--no-compile", "--device=cpu"] if tiny else ["--budget=450"]
     commands = {"kernels": tests("tests/test_kernels.py", names="without_positions" if tiny else "")}
     for core in ["softmax"] if tiny else ATTENTION:
-        commands[f"forms of {core}"] = ["-m", "lab.experiments.forms", f"--only={core}", file(core), *few]
+        commands[f"forms of {core}"] = ["-m", "lab.experiments.forms", f"--only={core}", out_flag(core), *few]
     yield {name: Command(argv, 510) for name, argv in commands.items()}
 
 
@@ -108,7 +108,7 @@ def speed() -> Iterator[dict[str, Command]]:
     if tiny:
         flags = "--what=attention --only=sdpa,softmax --heads=SL --n_head=2 --head_dim=8 --lengths=16 --tokens=32"
         flags += " --repeats=1 --device=cpu --dtype=float32"
-    yield {"bench": Command(["bench.py", *flags.split(), file("bench-gpu")], 520)}
+    yield {"bench": Command(["bench.py", *flags.split(), out_flag("bench-gpu")], 520)}
 
 
 def training() -> Iterator[dict[str, Command]]:
@@ -119,7 +119,7 @@ def training() -> Iterator[dict[str, Command]]:
         "shakespeare": (["--profile", "--size=shakespeare", "--budget=60", rows], 100),
     }
     for name, (flags, seconds) in commands.items():
-        argv = ["-m", "lab.experiments.gpu_training", file(name), *(small if tiny else flags)]
+        argv = ["-m", "lab.experiments.gpu_training", out_flag(name), *(small if tiny else flags)]
         yield {name: Command(argv, seconds)}
 
 
