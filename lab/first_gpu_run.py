@@ -142,7 +142,7 @@ def faults() -> Iterator[dict[str, Command]]:
     often = [] if tiny else ["--eval_interval=100", "--eval_iters=20"]
     endless = train("stopped", SHAKESPEARE, "--save_interval=50", *often)
     endless = [*(flag for flag in endless if "max_iters" not in flag), "--max_iters=1000000"]
-    which = "resume or saved or signal or restarts or alone or wait"
+    which = "resume or saved or restarts or alone or wait"
     half = ["--dtype=float16", *often, *([] if tiny else ["--max_iters=300"])]
     yield {
         "tests": Command(tests("tests/test_gpu.py", "tests/test_faults.py", names="alone" if tiny else which), 300),
