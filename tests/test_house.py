@@ -32,7 +32,7 @@ FLOORS = [
     ["training.checkpoint"],
     ["training.estimate"],
     ["training.pretrained"],
-    ["training.log", "training.timing"],
+    ["training.log"],
     ["training.run"],
     ["train", "sample", "eval", "bench"],
 ]

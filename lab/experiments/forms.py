@@ -22,11 +22,11 @@ from typing import Literal
 import torch
 
 from attention.cache import run_definitions
+from bench import tried
 from configurator import at_least_one, check_writable, configure, names, pick_device, user_errors
 from errors import UserError
 from lab.experiments.results import save
 from model import ATTENTION, GPT, GPTConfig
-from training.timing import tried
 
 # What is measured?
 only = ""  # attentions, separated by commas; empty: all

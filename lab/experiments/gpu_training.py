@@ -27,12 +27,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from bench import tried
 from configurator import check_writable, configure, names, pick_device, user_errors
 from errors import UserError
 from model import ATTENTION, GPT, GPTConfig
 from training.estimate import flops, matmul_rate
 from training.optimizers import OPTIMIZER, Settings
-from training.timing import tried
 
 # What is measured?
 only = ""  # the rows to run, separated by commas; empty: all

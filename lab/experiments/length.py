@@ -26,13 +26,13 @@ from collections.abc import Callable
 
 import torch
 
+from bench import interleaved, medians, ratios
 from configurator import configure, names, positive, user_errors
 from lab.experiments.results import drawing, measured, saved
 from lab.experiments.times import apart, max_rss, timed_step
 from model import GPT, GPTConfig
 from text.dataset import ROOT
 from training.optimizers import OPTIMIZER, Settings
-from training.timing import interleaved, medians, ratios
 
 what = "steps,double,draw,print"  # the parts: see above
 only = ""  # the rows to measure, separated by semicolons; empty: all
@@ -105,7 +105,6 @@ def doubled(flags: dict, short: int, long: int, repeats: int) -> dict:
     """How many times as long a step on `long` tokens takes as one on `short`: the median of some rounds."""
     gpt, adamw = trainer(flags, long)
     tasks = {n: functools.partial(step_in, gpt, adamw, n) for n in (short, long)}
-    interleaved(tasks, "cpu", 1)  # warm-up
     rounds = interleaved(tasks, "cpu", repeats)
     found = {f"s_{n}": medians(rounds[n])[0]["s"] for n in rounds}
     return found | {key.removesuffix("s") + "ratio": x for key, x in ratios(rounds, long, short).items()}

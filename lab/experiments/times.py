@@ -10,10 +10,10 @@ from dataclasses import fields
 
 import torch
 
+from bench import interleaved, medians, ratios, stopwatch
 from lab.experiments.runs import constants
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
-from training.timing import interleaved, medians, ratios, stopwatch
 
 
 def apart(f: Callable, *args: object) -> object:
@@ -48,7 +48,6 @@ def step_times(config_file: str, rows: dict[str, dict], vocab_size: int, repeats
         settings = Settings(chosen["learning_rate"], adam, chosen["weight_decay"], chosen["adam_eps"])
         x = torch.randint(vocab_size, (chosen["batch_size"], chosen["block_size"]))
         tasks[name] = functools.partial(timed_step, gpt.train(), OPTIMIZER[chosen["optimizer"]](gpt, settings), x)
-    interleaved(tasks, "cpu", 3)  # warm-up
     rounds = interleaved(tasks, "cpu", repeats)
     return {name: (medians(rounds[name])[0]["ms"], ratios(rounds, name, next(iter(rows)))["ms"]) for name in rounds}
 
