@@ -267,7 +267,7 @@ def test_sizes_that_no_family_has():
         export(GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=1, n_head=3, n_embd=32, head_dim=7)))
 
 
-@pytest.mark.parametrize("kwargs", [{"norm_bias": False, "heads": "LL"}, {"n_kv_head": H, "head_dim": C // H}])
+@pytest.mark.parametrize("kwargs", [{"heads": "LL"}, {"n_kv_head": H, "head_dim": C // H}])
 def test_choices_that_are_spelled_otherwise_are_exported(kwargs):
     sizes = {"block_size": T, "vocab_size": V, "n_layer": 2, "n_head": H, "n_embd": C}
     llama = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
@@ -290,31 +290,6 @@ def test_a_models_own_tokenizer_keeps_its_spaces(run, tmp_path):
     model, tok = GPT.from_pretrained(str(tmp_path)).eval(), transformers.AutoTokenizer.from_pretrained(tmp_path)
     ids = model.generate(torch.tensor([tok.encode("the lord")]), 12, 0.8, 200, seed=1337)
     assert tok.decode(ids[0]) in out
-
-
-def test_the_export_script(run, tmp_path):
-    ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=2, n_head=H, n_embd=C, position="rope", norm="rmsnorm",
-                         mlp="swiglu", bias=False, n_kv_head=2, tied=False))  # fmt: skip
-    state = {"model": ours.state_dict(), "model_args": vars(ours.config), "iter_num": 1, "best_val_loss": 1.0}
-    checkpoint.save(str(tmp_path / checkpoint.BEST), state | {"config": {}})
-    flags = [f"--out_dir={tmp_path}", f"--to={tmp_path / 'to'}"]
-    code, out, err = run("lab/hub/export.py", *flags)
-    assert code == 0, err
-    assert "LlamaForCausalLM" in out and "no tokenizer is exported: this checkpoint names no tokenizer" in err
-    written = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
-    assert sorted(os.listdir(tmp_path / "to")) == written
-    assert json.loads((tmp_path / "to" / "config.json").read_text())["num_key_value_heads"] == 2
-    theirs, x = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "to"), torch.randint(V, (2, T))
-    torch.testing.assert_close(theirs(x).logits, ours(x, x)[0], rtol=0, atol=1e-5)
-    code, _, err = run("lab/hub/export.py", *flags)
-    assert code == 2 and "empty or not there yet" in err
-    (tmp_path / "file").write_text("mine")
-    for to in (tmp_path / "file", ""):
-        code, _, err = run("lab/hub/export.py", flags[0], f"--to={to}")
-        assert code == 2 and "empty or not there yet" in err
-    assert (tmp_path / "file").read_text() == "mine"
-    code, _, err = run("lab/hub/export.py", f"--out_dir={tmp_path / 'none'}")
-    assert code == 2
 
 
 # -----------------------------------------------------------------------------
@@ -426,3 +401,17 @@ def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="pip install transformers"):
         GPT.from_pretrained("gpt2")
+
+
+def test_the_weights_of_a_run(tmp_path):
+    """They take another attention, a convolution, which begins as the identity, and a shorter text."""
+    ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=2, n_head=H, n_embd=C)).eval()
+    state = {"model": ours.state_dict(), "model_args": vars(ours.config), "iter_num": 1, "best_val_loss": 1.0}
+    checkpoint.save(str(tmp_path / checkpoint.BEST), state | {"config": {}})
+    changed = GPT.from_pretrained(str(tmp_path), {"conv": 4, "block_size": 9}).eval()
+    x = torch.randint(V, (2, 9))
+    assert torch.equal(changed(x, x)[0], ours(x, x)[0]) and changed.config.block_size == 9
+    assert GPT.from_pretrained(str(tmp_path), {"attention": "laser"}).config.attention == "laser"
+    checkpoint.save(str(tmp_path / checkpoint.BEST), state | {"model": {}, "config": {}})
+    with pytest.raises(ValueError, match="do not fit"):
+        GPT.from_pretrained(str(tmp_path))
