@@ -31,11 +31,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.cache import run_definitions
-from attention.forms import SUMS, takes
-from choices import POSITION
+from attention.forms import SUMS
+from attention.scores import takes
 from configurator import at_least_one, check_writable, configure, names, pick_device, positive, user_errors
 from errors import UserError, first_line, optional, refuse
 from model import ATTENTION, GPT, GPTConfig
+from positions import POSITION
 from training.optimizers import OPTIMIZER, Settings
 
 # What is measured?
@@ -245,7 +246,7 @@ def rows_on(dev: str) -> dict[str, tuple[Callable, dict]]:
     kinds = {"": {}, f" {heads}": short, " differential": {"differential": True}, " decay": {"decay": "alibi"}}
     for attention, (kind, more) in itertools.product(ATTENTION, kinds.items()):
         fields = {"attention": attention} | more
-        if kind != " decay" or takes(ATTENTION[attention], "decay"):
+        if kind != " decay" or takes(ATTENTION[attention], "fade"):
             table[attention + kind] = layer(fields), fields
         if kind in ("", f" {heads}") and (on_gpu or "triton" in only):  # on a CPU its interpreter takes minutes
             table[f"{attention}{kind} triton"] = layer(fields, triton=True), fields

@@ -27,10 +27,9 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from attention.fast import for_values, in_rows
 from attention.forms import alike, fixed_inputs
 from attention.probe import probing
-from attention.scores import ByDistance, at_least_float32, spelled_out, visible
+from attention.scores import at_least_float32, plain_form, visible
 from configurator import check_writable, configure, user_errors
 from errors import UserError, note, optional, refuse
 from model import ATTENTION, GPT
@@ -51,9 +50,9 @@ head: int | None = None  # only this head; the first one is 0; of a differential
 out = "maps.png"  # the picture; its name ends in .png, .pdf or .svg
 json: str | None = None  # a file for the weights as numbers; None: no such file
 
-# An attention that is linear in its values turns one-hot values into its weights: y = W I = W. One that is linear in
-# some f(v), y = g(W f(v)) with the inverse g of f, gives g(W) for the values g(I). Here is its (f, g).
-LINEAR_IN = {"laser": (torch.exp, torch.log)}
+# An attention that is linear in its values turns one-hot values into its weights: y = W I = W. One that has the weights
+# of another attention inside, f(y) = W f(v), stands here: {its name: (f, the other one's name)}.
+LINEAR_IN = {"laser": (torch.exp, "softmax")}
 
 
 class Map(NamedTuple):
@@ -84,9 +83,9 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
         check_linear(name)
     found = {block.attn: {} for block in model.transformer.h}  # {layer: {head: (weights (T, T), window, attention)}}
 
-    def look(attn, group, q, k, v, *, window=None, scale=None, bias=None, **more):
-        weights = weights_at_once(group.attention, q, k, window=window, scale=scale, bias=bias, **more)[0].cpu()
-        found[attn] |= {h: (w, window, group.attention) for h, w in zip(group.heads, weights, strict=True)}
+    def look(attn, group, q, k, v, *, far=None, **settings):
+        weights = weights_at_once(group.name, q, k, **settings)[0].cpu()
+        found[attn] |= {h: (w, group.window, group.name) for h, w in zip(group.heads, weights, strict=True)}
 
     training = model.training
     try:
@@ -114,30 +113,23 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
 
 
 def check_linear(attention: str) -> None:
-    """Raises UserError if what an attention computes is not W f(v), with its weights W and its f of LINEAR_IN."""
+    """Raises UserError if what an attention computes is not W v with its weights W, nor as LINEAR_IN says."""
     f, _ = LINEAR_IN.get(attention, (torch.clone, None))
-    q, k, v, _ = (x.detach() for x in fixed_inputs(9))
+    q, k, v = fixed_inputs(9)
     try:
-        fits = alike(weights_at_once(attention, q, k, bias=None) @ f(v), f(ATTENTION[attention](q, k, v)))
-    except Exception:  # a bug, or an attention for a fixed number of heads: the model's call will show the error
+        fits = alike(weights_at_once(attention, q, k) @ f(v), f(plain_form(ATTENTION[attention])(q, k, v)))
+    except Exception:  # a bug of the definition: the model's call will show it
         fits = True
     if not fits:
         of = "the f(v) that LINEAR_IN in scripts/maps.py has for it" if attention in LINEAR_IN else "its values"
-        raise UserError(
-            f"attention={attention!r} has no weights to draw: it is not linear in {of}. If it is linear in "
-            f"some f(v), as LASER is in exp(v), then write f and its inverse into LINEAR_IN in scripts/maps.py"
-        )
+        raise UserError(f"attention={attention!r} has no weights to draw: it is not linear in {of}")
 
 
-def weights_at_once(attention: str, q, k, *, bias, **settings) -> torch.Tensor:
-    """The weights (B, H, T, T) of ATTENTION[attention] for q and k (B, H, T, D): what it makes of one-hot values."""
-    definition = ATTENTION[attention]
-    bias = ByDistance(bias.values) if isinstance(bias, ByDistance) else bias  # without what it adds to values
+def weights_at_once(attention: str, q: torch.Tensor, k: torch.Tensor, **settings) -> torch.Tensor:
+    """The weights (B, H, Tq, T) of ATTENTION[attention] for q and k. settings: of scores.plain_form."""
+    _, name = LINEAR_IN.get(attention, (None, attention))
     one_hot = at_least_float32(torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)).expand(*k.shape[:-1], -1)
-    if attention not in LINEAR_IN:
-        return spelled_out(definition)(q, k, one_hot, bias=bias, **settings)
-    f, inverse = LINEAR_IN[attention]
-    return f(in_rows(definition, for_values)(q, k, inverse(one_hot), bias=bias, **settings))
+    return plain_form(ATTENTION[name])(q, k, one_hot, **settings)
 
 
 def labels(tok: Tokenizer, ids: Iterable[int]) -> list[str]:

@@ -6,17 +6,18 @@ import itertools
 import pytest
 import torch
 from harness import pairwise
-from reference import fast, naive_attention, one_query
+from reference import fast, naive_attention, one_query, plain
 from torch.nn import functional as F
 
 from attention import fast as forms
-from attention.forms import SUMS, takes
+from attention.forms import SUMS
+from attention.scores import takes
 from model import ATTENTION
 
 T = 37
-WINDOWS = [None, 0, 1, 7, T - 1, 3 * T]
+WINDOWS = [None, 0, 7, 3 * T]
 LONG = 300  # where beta is linear, and short heads are cut into blocks
-LONG_WINDOWS = [None, 0, 1, 16, 64, 100, 150, LONG - 2]
+LONG_WINDOWS = [None, 0, 16, 150, LONG - 2]
 cores = pytest.mark.parametrize("core", ATTENTION)
 windows = pytest.mark.parametrize("window", WINDOWS)
 
@@ -43,7 +44,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @cores
 @windows
-@pytest.mark.parametrize("form", [fast, ATTENTION.get], ids=["fast", "plain"])
+@pytest.mark.parametrize("form", [fast, plain], ids=["fast", "plain"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_equals_naive_forward_and_backward(core, window, form, dtype, tolerance):
     q, k, v = qkv(dtype)
@@ -58,11 +59,10 @@ def test_equals_naive_forward_and_backward(core, window, form, dtype, tolerance)
         assert close(ours.grad, theirs.grad, tolerance)
 
 
-@cores
-@long_windows
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_the_fast_forms_equal_naive_forward_and_backward(core, window, dtype, tolerance):
+@pytest.mark.parametrize(("core", "window", "dtype"), pairwise(ATTENTION, LONG_WINDOWS, [torch.float64, torch.float32]))
+def test_the_fast_forms_equal_naive_forward_and_backward(core, window, dtype):
     """beta from running sums, short heads in blocks, with another width of values."""
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     q, k, v = long_qkv(dtype, dv=5)
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     y, y_exact = (
@@ -92,16 +92,16 @@ def test_a_bias_in_blocks(core, window, shape):
 
 
 DECAYS = [0.0, 1e-3, 0.5, 20.0, 200.0]  # gamma^n of the last three is below float32's smallest number
-DECAYING = [name for name in ATTENTION if takes(ATTENTION[name], "decay")]
-decaying = pytest.mark.parametrize("core", DECAYING)
+DECAYING = [name for name in ATTENTION if takes(ATTENTION[name], "fade")]
 
 
-@decaying
-@pytest.mark.parametrize("window", [None, 16, 100])
-@pytest.mark.parametrize("form", [fast, ATTENTION.get], ids=["fast", "plain"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_a_decay_forward_and_backward(core, window, form, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("core", "window", "form", "dtype"),
+    pairwise(DECAYING, [None, 16, 100], [fast, plain], [torch.float64, torch.float32]),
+)
+def test_a_decay_forward_and_backward(core, window, form, dtype):
     """Outputs, and the gradients of q, k, v and of each head's decay; D is not Dv, and LONG is no whole of chunks."""
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     x = [torch.randn(2, len(DECAYS), LONG, d, dtype=dtype, requires_grad=True) for d in (8, 8, 5)]
     x.append(torch.tensor(DECAYS, dtype=dtype)[:, None, None].requires_grad_())
     exact = [t.detach().double().requires_grad_() for t in x]
@@ -127,7 +127,6 @@ def test_fewer_queries_are_the_last(core, window):
     full = naive_attention(core, q, k, v, window=window)
     for n in (1, 5, 70, LONG - 1):
         assert close(fast(core)(q[..., -n:, :], k, v, window=window), full[..., -n:, :], 1e-12)
-        assert close(naive_attention(core, q[..., -n:, :], k, v, window=window), full[..., -n:, :], 1e-12)
 
 
 def saved_bytes(f) -> int:
@@ -178,7 +177,7 @@ def test_half_precision_forward(core, window, dtype, tolerance):
 
 @cores
 @windows
-@pytest.mark.parametrize("form", [fast, ATTENTION.get], ids=["fast", "plain"])
+@pytest.mark.parametrize("form", [fast, plain], ids=["fast", "plain"])
 def test_scale_bias_and_value_width(core, window, form):
     q, k, v = qkv(dv=5)
     bias = torch.randn(3, T, T, dtype=torch.float64)
@@ -278,9 +277,9 @@ def test_laser_on_both_sides_of_its_range(spread):
     """exp and log run where they are exact, the definition elsewhere; both agree with the definition."""
     slow = []
 
-    def counted(*args, **kwargs):
+    def counted(s, seen, v):
         slow.append(1)
-        return ATTENTION["laser"](*args, **kwargs)
+        return ATTENTION["laser"](s, seen, v)
 
     q, k, v = qkv(torch.float32)
     v = v.detach() / (v.max() - v.min()).item() * spread

@@ -52,7 +52,7 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
 
 @dtypes
 @pytest.mark.parametrize(
-    ("core", "window"), [("beta", None), *itertools.product(("softmax", "laser"), (None, 0, 20, 64))]
+    ("core", "window"), [("beta", None), *itertools.product(("softmax", "laser"), (None, 20))]
 )  # short beta heads have no kernel
 def test_equal_naive_forward_and_backward(core, window, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "LINEAR_FROM", 1)
@@ -82,7 +82,7 @@ def test_short_and_long_heads_together(core, monkeypatch):
 
 
 @dtypes
-@pytest.mark.parametrize(("value", "window"), [(120.0, None), (1000.0, 7), (-1000.0, None)])
+@pytest.mark.parametrize(("value", "window"), [(1000.0, 7), (-1000.0, None)])
 def test_laser_of_any_values(value, window, dtype):
     """The first head's values span too much for exp, the second's do not."""
     q, k, v, dy = inputs(dtype, T=36, D=16)
@@ -178,7 +178,7 @@ def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
     ("choices", "says"),
     [
         ({"attention": "laser"}, "has no Triton kernel, but softmax, beta have"),
-        ({"attention": "beta2"}, "attention='beta2' has no Triton kernel"),
+        ({"attention": "beta_squared"}, "attention='beta_squared' has no Triton kernel"),
         ({"short_attention": "beta", "heads": "SL", "window": 2}, "short heads have 'beta' and long ones 'softmax'"),
         ({"attention": "beta", "block_size": 256, "decay": "alibi", "position": "rope"}, "kernel knows no decay"),
         ({"decay": "learned"}, r"queries are 22 wide \(6 of these for the decay\) and values 16"),

@@ -1,8 +1,6 @@
 """Our choices against the models of transformers that made them: small models with random weights, built from
 their config classes; logits, losses, gradients and counts."""
 
-import json
-import os
 import sys
 import time
 
