@@ -7,6 +7,7 @@ import torch
 
 import bench
 from attention import forms
+from attention.scores import plain_form, takes
 from model import ATTENTION, GPT, GPTConfig
 
 TINY = ("--n_head=2", "--head_dim=8", "--heads=SL", "--batch_size=1", "--repeats=2", "--device=cpu", "--quick")
@@ -21,7 +22,7 @@ def test_attention(run, tmp_path):
     names = ["sdpa"]
     for core, definition in ATTENTION.items():
         names += [core, f"{core} SL", f"{core} differential"]
-        names += [f"{core} decay"] if forms.takes(definition, "decay") else []
+        names += [f"{core} decay"] if takes(definition, "fade") else []
     assert [(row["subject"], row["n"]) for row in rows] == [(name, n) for n in (16, 400) for name in names]
     assert all(row["peak bytes"] > 4 * 2 * 8 * row["n"] and row["median"]["both"] > 0 for row in rows)
     assert rows[0]["ratio"] == {"forward": 1, "backward": 1, "both": 1} and all(row["error"] < 1e-5 for row in rows)
@@ -45,16 +46,16 @@ def test_positions_head_dims_and_tokens_at_once(run, tmp_path):
 def test_a_new_attention_is_timed_a_wrong_one_is_not(run, tmp_path, monkeypatch):
     """It is compared with its own definition, and a bug in it prints its traceback."""
 
-    def broken(q, k, v, **settings):
+    def broken(s, seen, v):
         raise ValueError("a bug of mine")
 
     def doubled(definition):
-        return lambda q, k, v, **settings: 2 * definition(q, k, v, **settings)
+        return lambda q, k, v, **settings: 2 * plain_form(definition)(q, k, v, **settings)
 
-    monkeypatch.setitem(ATTENTION, "mine", lambda q, k, v, **settings: ATTENTION["beta"](q, k, v, **settings))
-    monkeypatch.setitem(ATTENTION, "wrong", ATTENTION["beta"])
+    monkeypatch.setitem(ATTENTION, "mine", lambda s, seen, v: (s * seen) @ v)
+    monkeypatch.setitem(ATTENTION, "wrong", lambda s, seen, v: (s * seen) @ v)
     monkeypatch.setitem(forms.FAST, "wrong", doubled)
-    monkeypatch.setattr(forms, "unchanged", lambda name, definition: True)
+    monkeypatch.setitem(forms.WRITTEN_FOR, "wrong", forms.fingerprint(ATTENTION["wrong"]))
     monkeypatch.setitem(ATTENTION, "broken", broken)
     flags = ("--what=attention", "--lengths=16", "--only=sdpa,mine,mine SL,broken,wrong,wrong SL", "--window=5")
     code, out, err = run("bench.py", *TINY, *flags, f"--out={tmp_path / 'b.json'}")
@@ -67,7 +68,7 @@ def test_a_new_attention_is_timed_a_wrong_one_is_not(run, tmp_path, monkeypatch)
 
 def test_an_edited_definition_is_measured(run, tmp_path, monkeypatch):
     """A model runs the edited definition instead of the fast form, and so does bench.py."""
-    monkeypatch.setitem(ATTENTION, "beta", lambda q, k, v, **settings: 2 * ATTENTION["softmax"](q, k, v, **settings))
+    monkeypatch.setitem(ATTENTION, "beta", lambda s, seen, v: 2 * (s * seen) @ v)
     small = (*TINY, "--what=attention", "--lengths=16", "--only=sdpa,beta,beta SL", f"--out={tmp_path / 'b.json'}")
     code, out, err = run("bench.py", *small)
     assert code == 0 and "WRONG" not in out and "attention='beta': its definition was edited" in err

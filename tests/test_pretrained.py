@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from attention import more
 from model import GPT, GPTConfig
 from text import tokenizers
 from training import checkpoint, pretrained
@@ -201,7 +200,7 @@ def test_pretrained_weights_take_a_convolution_and_a_decay_that_begin_anew(tmp_p
     changed = {"conv": 4, "heads": "SSSL", "window": T, "attention": "softmax", "short_attention": "softmax"}
     assert torch.equal(GPT.from_pretrained(str(tmp_path), {"conv": 4})(x, x)[0], logits)
     torch.testing.assert_close(GPT.from_pretrained(str(tmp_path), changed)(x, x)[0], logits)
-    linear = GPT.from_pretrained(str(tmp_path), {"attention": "beta2", "decay": "learned", "conv": 4})
+    linear = GPT.from_pretrained(str(tmp_path), {"attention": "beta_squared", "decay": "learned", "conv": 4})
     assert linear.transformer.h[0].attn.decay.log_slopes.requires_grad
 
 
@@ -294,11 +293,10 @@ def test_a_models_own_tokenizer_keeps_its_spaces(run, tmp_path):
 # families that other choices come from: copied by hand, for these tests alone
 
 
-@pytest.mark.parametrize("cap", [None, 0.3])
-def test_equals_gemma_2(cap, monkeypatch):
-    """Sandwich norms, soft-capped logits and scores, GeGLU, short and long layers, a head dim of its own."""
-    monkeypatch.setattr(more, "SOFTCAP", cap)
-    c = llama(transformers.Gemma2Config, head_dim=12, query_pre_attn_scalar=12, sliding_window=6,
+@pytest.mark.parametrize("cap", [None, 50.0])
+def test_equals_gemma_2(cap):
+    """Sandwich norms, soft-capped logits and (large) scores, GeGLU, short and long layers, a head dim of its own."""
+    c = llama(transformers.Gemma2Config, head_dim=12, query_pre_attn_scalar=12 / 10**2, sliding_window=6,
               final_logit_softcapping=5.0, attn_logit_softcapping=cap, tie_word_embeddings=False)  # fmt: skip
     theirs = randomised(c)
     modules = {k: list(v) for k, v in LLAMA_MODULES.items()} | {
@@ -309,7 +307,7 @@ def test_equals_gemma_2(cap, monkeypatch):
     ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=H, n_kv_head=G, head_dim=12, n_embd=C,
                          n_hidden=HIDDEN, position="rope", norm="rmsnorm", norm_eps=c.rms_norm_eps, where="sandwich",
                          mlp="geglu", bias=False, heads="S/L", window=5, logit_softcap=5.0, tied=False,
-                         attention="softcap" if cap else "softmax"))  # fmt: skip
+                         temperature=0.1, attention="softcap" if cap else "softmax"))  # fmt: skip
     state = {k: 1 + p if "norm" in k else p for k, p in theirs.state_dict().items()}  # theirs are 1 + weight
     state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"] * C**0.5  # theirs scales the embedding
     family = Family(None, None, modules, halves=True)
