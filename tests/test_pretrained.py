@@ -296,9 +296,11 @@ def test_a_models_own_tokenizer_keeps_its_spaces(run, tmp_path):
 @pytest.mark.parametrize("cap", [None, 50.0])
 def test_equals_gemma_2(cap):
     """Sandwich norms, soft-capped logits and (large) scores, GeGLU, short and long layers, a head dim of its own."""
-    c = llama(transformers.Gemma2Config, head_dim=12, query_pre_attn_scalar=12 / 10**2, sliding_window=6,
+    c = llama(transformers.Gemma2Config, head_dim=12, query_pre_attn_scalar=1, sliding_window=6,
               final_logit_softcapping=5.0, attn_logit_softcapping=cap, tie_word_embeddings=False)  # fmt: skip
     theirs = randomised(c)
+    for layer in theirs.model.layers:
+        layer.self_attn.q_proj.weight.data *= 8
     modules = {k: list(v) for k, v in LLAMA_MODULES.items()} | {
         "transformer.h.*.ln_1_after": ["model.layers.*.post_attention_layernorm"],
         "transformer.h.*.ln_2": ["model.layers.*.pre_feedforward_layernorm"],
@@ -307,7 +309,7 @@ def test_equals_gemma_2(cap):
     ours = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=L, n_head=H, n_kv_head=G, head_dim=12, n_embd=C,
                          n_hidden=HIDDEN, position="rope", norm="rmsnorm", norm_eps=c.rms_norm_eps, where="sandwich",
                          mlp="geglu", bias=False, heads="S/L", window=5, logit_softcap=5.0, tied=False,
-                         temperature=0.1, attention="softcap" if cap else "softmax"))  # fmt: skip
+                         temperature=12**-0.5, attention="softcap" if cap else "softmax"))  # fmt: skip
     state = {k: 1 + p if "norm" in k else p for k, p in theirs.state_dict().items()}  # theirs are 1 + weight
     state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"] * C**0.5  # theirs scales the embedding
     family = Family(None, None, modules, halves=True)
