@@ -118,10 +118,7 @@ def tried(name: str, f: Callable, dev: str, foreign: bool = False) -> object:
 
 
 def interleaved(tasks: dict[str, Callable], dev: str, repeats: int) -> Rounds:
-    """Each task's numbers in all rounds, after one for warm-up; a task returns {measure: number}.
-
-    A task that fails is left out, with a line.
-    """
+    """{measure: its numbers} of each task, which returns {measure: number}, in all rounds after one for warm-up."""
     got = {name: [] for name in tasks}
     for _ in range(1 + repeats):  # every task runs once before any task runs again
         for name in list(got):
@@ -160,10 +157,7 @@ def peak_memory(f: Callable, dev: str) -> int:
 
 
 def table(title: str, about: dict, rounds: Rounds, more: dict[str, dict] | None = None) -> list[dict]:
-    """Prints each row's medians, their spreads and ratios to the first row, and returns them.
-
-    about: what all rows have in common. more: {row: {column: a number}}.
-    """
+    """Prints and returns each row's medians, spreads and ratios to the first row, and more, {row: {column: number}}."""
     rows = []
     for name, columns in rounds.items():
         median, spread = medians(columns)
@@ -182,9 +176,9 @@ def table(title: str, about: dict, rounds: Rounds, more: dict[str, dict] | None 
 
 
 def layer(fields: dict, plain: bool = False, triton: bool = False) -> Callable:
-    """The attention of a model's layer with these fields of GPTConfig: run(q, k, v) -> y, all (B, H, T, D).
+    """The attention of a model's layer with these fields of GPTConfig, run(q, k, v) -> y, all (B, H, T, D).
 
-    It runs as in the model, or by its definition, or by Triton's kernels.
+    plain: by its definition; triton: by Triton's kernels; else as the model runs it.
     """
 
     @cache
@@ -305,7 +299,7 @@ def attention(dev: str, dt: torch.dtype) -> Iterator[list[dict]]:
         print(f"\nattention, head dim {D}")
         right = right_rows(dev, dt, D)
         for n in sorted(positive("lengths", lengths)):
-            x = inputs(sequences(n), n, D, dev, dt)
+            x = inputs(tokens // n or 1 if tokens else batch_size, n, D, dev, dt)
             tasks = {name: partial(passes, run, x, dev) for name, (run, _) in right.items()}
             rounds = interleaved(tasks, dev, repeats)
             more = {name: {"peak bytes": peak_memory(tasks[name], dev), "error": right[name][1]} for name in rounds}
@@ -332,7 +326,7 @@ def models(dev: str, T: int, sizes: dict, more: dict[str, dict] | None = None) -
 
 def forward_or_step(dev: str, amp: object, n: int, train: bool) -> list[dict]:
     """Times a whole forward pass (up to the last token's logits), or a training step; returns its table's rows."""
-    gpts, B = models(dev, n, LS_MODEL), sequences(n)
+    gpts, B = models(dev, n, LS_MODEL), tokens // n or 1 if tokens else batch_size
     x = torch.randint(LS_MODEL["vocab_size"], (B, n), device=dev)
     settings = Settings(1e-4, (0.9, 0.95), 0.1, fused=not dev.startswith("mps"))
     adamw = {name: OPTIMIZER["adamw"](gpt, settings)[0] for name, gpt in gpts.items()}
@@ -370,11 +364,6 @@ def decoding(dev: str, amp: object, n: int) -> list[dict]:
 
 
 # -----------------------------------------------------------------------------
-
-
-def sequences(length: int) -> int:
-    """How many sequences of this length are in one pass."""
-    return max(1, tokens // length) if tokens else batch_size
 
 
 def draw(rows: list[dict], path: str) -> None:

@@ -131,7 +131,7 @@ def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
 
 
 def test_eval_of_gpt2s_weights(run, tmp_path, bpe):
-    """Out of a local folder, on data in GPT-2's tokens; another attention takes the same weights."""
+    """Out of a local folder, on data in GPT-2's tokens."""
     transformers = pytest.importorskip("transformers")
     bpe(*(b"<%d>" % i for i in range(50000)))
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=16))
@@ -142,24 +142,6 @@ def test_eval_of_gpt2s_weights(run, tmp_path, bpe):
     code, out, err = run("eval.py", *flags, "--stride=16")
     assert code == 0 and measures(out)["loss"] == pytest.approx(math.log(50257), rel=0.02), err
     assert run("eval.py", flags[0], "--device=cpu")[0] == 2
-    hub = type("Hub", (tokenizers.GPT2Tokenizer,), {"meta": {"kind": "hub"}})
-    with pytest.MonkeyPatch.context() as patch:  # a tokenizer beside them that is GPT-2's
-        patch.setattr(tokenizers, "HubTokenizer", lambda name: hub())
-        (tmp_path / "gpt2" / "vocab.json").write_text("{}")
-        assert tokenizers.pretrained_tokenizer(str(tmp_path / "gpt2"), 50257).meta == {"kind": "gpt2"}
-        hub.encode = lambda self, text: [1]
-        assert tokenizers.pretrained_tokenizer(str(tmp_path / "gpt2"), 50257).meta == {"kind": "hub"}
-    os.remove(tmp_path / "gpt2" / "vocab.json")
-    quick = (
-        "--max_iters=1",
-        "--eval_iters=1",
-        "--batch_size=1",
-        "--gradient_accumulation_steps=1",
-        "--lr_decay_iters=9",
-    )
-    quick += ("--warmup_iters=1", "--sample_tokens=0", f"--out_dir={tmp_path / 'out'}", "--block_size=16")
-    code, out, err = run("train.py", *flags, *quick, "--attention=laser")
-    assert code == 0 and "all of its weights carry over" in out and "attention=laser" in out, err
 
 
 @pytest.mark.parametrize("kind", tokenizers.TOKENIZER)
