@@ -15,7 +15,7 @@ from attention.probe import largest_logits
 from attention.scores import scores, visible
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION
-from text import corpus
+from text import prepare
 from text.dataset import positions
 from training import checkpoint
 
@@ -122,7 +122,7 @@ def test_training_with_packed_documents(train, tmp_path, text):
     os.makedirs(tmp_path / "texts")
     for i in range(0, len(text), 20):
         (tmp_path / "texts" / f"{i:05d}.txt").write_text(text[i : i + 20])
-    corpus.run(str(tmp_path / "docs"), str(tmp_path / "texts"), "text", "bytes", val_share=0.1, num_workers=1)
+    prepare.run(str(tmp_path / "docs"), str(tmp_path / "texts"), "bytes", num_workers=1)
     flags, got = f"--dataset={tmp_path / 'docs'}", {}
 
     def head() -> torch.Tensor:
