@@ -147,7 +147,8 @@ def _words(legal: list) -> str:
 
 def _print_help(script: dict, flags: dict[str, Flag]) -> None:
     print((script.get("__doc__") or "").strip())
-    print(f"\nusage: python {sys.argv[0]} [config/file.py] [--flag=value ...]\n")
+    command = f"-m {script['__spec__'].name}" if script.get("__spec__") else sys.argv[0]
+    print(f"\nusage: python {command} [config/file.py] [--flag=value ...]\n")
     print("Each flag stands here with its default value. A flag on the command line wins over a config file.\n"
           "--flag is short for --flag=True, and --no-flag for --flag=False.")  # fmt: skip
     for group in dict.fromkeys(flag.group for flag in flags.values()):

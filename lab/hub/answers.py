@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from text.sources import SPLITS
 
 from errors import UserError
 from text.dataset import Tokens, read_meta
 from text.files import TextError, replace
-from text.sources import SPLITS
 from text.tokenizers import Tokenizer
 
 

@@ -6,8 +6,8 @@ from harness import pairwise
 from reference import fast, naive_attention
 from test_attention import DECAYING, DECAYS, LONG, close, saved_bytes
 
-from attention.forms import SUMS
 from attention.scores import scores, visible
+from attention.sums import SUMS
 from errors import UserError
 from lab.examples.bidirectional import Bidirectional
 from model import ATTENTION, GPT, GPTConfig
