@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from errors import NotInstalled, UserError, first_line, optional, refuse
+from errors import UserError, first_line, optional, refuse
 from model import GPT, GPTConfig
 from text.tokenizers import GPT2_VOCAB_SIZE, hub_args
 from training import checkpoint
@@ -156,10 +156,6 @@ def loading(name: str) -> Iterator[None]:
     """Turns an error of transformers, or of what it calls, into a sentence that names what is loaded."""
     try:
         yield
-    except MemoryError:
-        raise
-    except ImportError as error:
-        raise NotInstalled(f"cannot load {name}: {first_line(error)}") from None
     except OSError as error:
         other = "" if os.path.isdir(name) else " (a local folder can be loaded as well)"
         raise OSError(f"cannot load {name} through transformers: {first_line(error)}{other}") from None
