@@ -1,50 +1,45 @@
-"""Measures the time of all attentions of nanoattn, with long, short and differential heads, and of other libraries.
+"""Measures how long the attentions take, alone and in whole models, and how much memory they need.
 
     python bench.py                                  # about ten minutes on two CPU cores
     python bench.py --quick                          # under a minute
     python bench.py --what=attention --only=sdpa,beta --lengths=4096,8192,16384 --plot
-    python bench.py --suite=gpu                      # all tables on a CUDA GPU: under eight minutes
     python bench.py --what=attention --device=cuda --dtype=bfloat16 --head_dim=64,128 --tokens=32768
 
-There are four parts. `attention` measures the function alone: forward pass, backward pass and peak memory. `model`
-measures a forward pass of the long-short paper's model, as in its Table 1. `step` measures a training step of this
-model. `decode` measures tokens per second, and the bytes of the cache. This file has the first part; training/timing.py
-has the other three, and the clock for all four.
+There are four parts. `attention` times the function alone, forward and backward, and finds its peak memory. `model`
+times a forward pass of the long-short paper's model, as in its Table 1, and `step` a training step of it. `decode`
+times a model that writes text, and finds the size of its cache.
 
-First, the outputs and gradients of each attention are compared with its definition in float64, on fresh random inputs.
-An attention that is wrong is reported and not timed. Then all attentions are timed in rounds, in which each runs once.
-A time is a median, with half of its interquartile range. A ratio compares an attention with the first one of the same
-round. A share is the least time that the computation could take on this device, divided by the time that it took; the
-least time follows from the measured speed of a matrix product and of a copy.
+First, the outputs and gradients of each attention are compared with its definition in float64, on random inputs. An
+attention that is wrong is reported and not timed. Then all rows are timed in rounds, in which each runs once. A time is
+a median, with half of its interquartile range. A ratio compares a row with the first row of the same round.
 """
 
-import functools
-import importlib.util
 import itertools
 import json
-import math
 import os
-import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Literal
 
+import numpy as np
 import torch
+from torch.autograd.profiler import profile
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-from attention.forms import SUMS, fast_form, takes
-from attention.heads import HeadGroup
-from attention.scores import plain_form
-from choices import POSITION
-from configurator import check_writable, configure, names, pick_device, positive, user_errors
-from errors import refuse
-from model import ATTENTION, WHOLE, GPTConfig
-from training import timing
+from attention.cache import run_definitions
+from attention.forms import SUMS
+from attention.scores import takes
+from configurator import at_least_one, check_writable, configure, names, pick_device, positive, user_errors
+from errors import UserError, first_line, optional, refuse
+from model import ATTENTION, GPT, GPTConfig
+from positions import POSITION
+from training.optimizers import OPTIMIZER, Settings
 
 # What is measured?
-suite: Literal["all", "quick", "gpu"] = "all"  # a set of defaults; quick: as --quick; gpu: all tables on a CUDA GPU
 quick = False  # short lengths and few repeats: under a minute on two cores
 what = "attention,model,step,decode"  # the parts to run, separated by commas
 only = ""  # attention: the rows to measure, separated by commas; empty: all
@@ -55,14 +50,13 @@ step_length = 1024  # step: sequence length in tokens
 decode_length = 1024  # decode: number of tokens to generate
 batch_size = 2  # sequences at once; with 1, PyTorch's backward pass of a single long head would use one CPU core
 tokens = 0  # tokens at once: sets the number of sequences instead of batch_size; 0: batch_size sets it
-n_head = 6  # number of heads
+n_head = 6  # attention: number of heads
 head_dim = "32"  # attention: width of a head; several, separated by commas
 heads = "SSSSSL"  # in rows with short heads, the heads of a layer: a letter for each head, S short, L long
 window = 100  # attention: tokens that a short head sees before its own (model, step: 50, or 100 above 2048 tokens)
 # How exact, and how long?
 repeats = 9  # rounds; in each round everything runs once
-patience = 20.0  # seconds; a row that would take longer than this for one pass is skipped
-budget = 0.0  # seconds; after this time no new row of attention begins, and the skipped rows are named; 0: no limit
+patience = 20.0  # seconds; an attention that takes longer than this for one pass is not timed for longer texts
 # Where do the results go?
 out = "bench.json"  # the file of results
 plot = False  # also draw time and memory by length, as a PNG beside --out (needs matplotlib)
@@ -71,381 +65,365 @@ device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cud
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of q, k and v; models use autocast
 seed = 1337  # decides the random numbers: q, k, v, weights and generated tokens
 
-SUITE = {  # name: values for the flags that are not given
-    "all": {},
-    "quick": {"lengths": "256,1024", "model_lengths": "1024", "step_length": 256, "decode_length": 128, "repeats": 3},
-    "gpu": {
-        "what": "model,step,decode,attention", "device": "cuda", "dtype": "bfloat16", "out": "bench-gpu.json",
-        "head_dim": "64,128,32", "lengths": "2048,8192,32768", "decode_length": 512, "repeats": 7,
-        "patience": 1.0, "budget": 430.0, "tokens": 32768,  # it fills a GPU and, in heads of 64 or more, its caches
-    },
-}  # fmt: skip
-BACKENDS = {
-    "sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION, "sdpa math": SDPBackend.MATH,
-}  # fmt: skip
+QUICK = {"lengths": "256,1024", "model_lengths": "1024", "step_length": 256, "decode_length": 128, "repeats": 3}
+# The long-short paper's model (section 5.1). It does not say which GELU; this is PyTorch's default, and faster on a CPU
+LS_MODEL = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 10000, "mlp": "gelu_exact"}
+GPT_10M = {"n_layer": 6, "n_head": 6, "n_embd": 384, "vocab_size": 65}  # nanoGPT's Shakespeare model
 CHECKED_AT = 300  # tokens: more than the first blocks of short heads, and enough for beta's linear form
 # An output or gradient x is right up to rounding if ||x - exact|| / ||exact|| is at most this. TF32: float32 on a GPU
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 TF32 = 2e-3
-# (operations, bytes) as multiples of a forward pass's. A forward pass has two products, a backward pass five
-MEASURES = {"forward": (1, 1), "backward": (2.5, 2), "both": (3.5, 3)}
-_began = time.monotonic()
+AHEAD = 5_000_000  # clock cycles that a GPU waits, so that the host can launch what is timed in the meantime
+Rounds = dict[str, dict[str, list[float]]]  # {row: {measure: its number in each round}}
 
 # -----------------------------------------------------------------------------
-# what is timed, and whether it is right
-
-sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
-optional = functools.cache(timing.tried)  # cached: what is left out is reported once
-kernels = functools.partial(importlib.import_module, "attention.kernels")  # they need Triton
+# how times and memory are measured
 
 
-@dataclass
-class Subject:
-    """An attention on the heads of a layer: what it computes, and who computes it."""
-
-    core: str = "softmax"  # a name in ATTENTION
-    pattern: str = "L"  # of its heads
-    differential: bool = False
-    position: str | None = None  # a name in POSITION whose Scheme acts inside attention
-    run: Callable | None = None  # (q, k, v) -> y, all (B, H, T, D); None: as a model computes it
-    foreign: bool = False  # `run` is the code of another library
-    backward: bool = True  # whether it has a backward pass on this device
-    error: float = math.nan  # the largest relative error that the check found
-
-    def __post_init__(self):
-        self.run = self.run or functools.partial(self.layer, as_in_a_model(self.core))
-
-    def layer(self, core: Callable, q, k, v):
-        """y of these heads with this core, (B, H, T, D)."""
-        if self.differential:  # heads in pairs, whose values are joined: A1 V - 0.5 A2 V (Ye et al. 2024)
-            joined = torch.cat((v[:, ::2], v[:, 1::2]), dim=-1)  # (B, H / 2, T, 2 D)
-            y = core(q, k, joined.repeat_interleave(2, dim=1))
-            y = y[:, ::2] - 0.5 * y[:, 1::2]
-            return torch.stack(y.chunk(2, dim=-1), dim=2).flatten(1, 2)
-        if self.position:
-            group = HeadGroup([*range(n_head)], 1, 1, None)
-            group.decays = takes(ATTENTION[self.core], "decay")
-            q, k, more = scheme(self.position, *q.shape[-2:]).to(q.device)(q, k, group, 0)
-            return core(q.to(v.dtype), k.to(v.dtype), v, **more)
-        n = n_short(self.pattern)
-        if n == 0:
-            return core(q, k, v)
-        short = core(q[:, :n], k[:, :n], v[:, :n], window=window)
-        return torch.cat((short, core(q[:, n:], k[:, n:], v[:, n:])), dim=1) if n < n_head else short
+def clock(dev: str) -> float:
+    """The time in seconds, after the device has finished its work."""
+    getattr(torch, dev.partition(":")[0]).synchronize()
+    return time.perf_counter()
 
 
-def as_in_a_model(core: str) -> Callable:
-    """ATTENTION[core] in the form that a model runs. It is looked up at each call, so that a bug is reported there."""
-    return lambda *qkv, **settings: fast_form(core, ATTENTION[core], whole=core in WHOLE)(*qkv, **settings)
+def stopwatch(dev: str, *steps: Callable) -> list[float]:
+    """Milliseconds of each of these functions, which are called one after another."""
+    if not dev.startswith("cuda"):
+        ticks = [clock(dev)]
+        for step in steps:
+            step()
+            ticks.append(clock(dev))
+        return [(b - a) * 1e3 for a, b in itertools.pairwise(ticks)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(AHEAD)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+    events[0].record()
+    for step, event in zip(steps, events[1:], strict=True):
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
-@functools.cache
-def scheme(position: str, T: int, D: int) -> torch.nn.Module:
-    """The module of a position in a layer's attention."""
-    config = GPTConfig(position=position, n_embd=n_head * D, n_head=n_head, head_dim=D, block_size=T)
-    return config.scheme(config.resolved())
+def tried(name: str, f: Callable, dev: str, foreign: bool = False) -> object:
+    """f(), or None where it fails: then a line says why. A bug prints its traceback too, unless f is foreign code."""
+    try:
+        result = f()
+        clock(dev)  # a GPU reports an error later
+        return result
+    except Exception as error:
+        if not foreign and not isinstance(error, (UserError, MemoryError, torch.OutOfMemoryError)):
+            traceback.print_exc()
+        print(f"{name} left out ({type(error).__name__}: {first_line(error)[:90]})", flush=True)
 
 
-def n_short(pattern: str) -> int:
-    """How many heads of a layer are short. Here these are its first ones."""
-    return (pattern * n_head)[:n_head].count("S")
+def interleaved(tasks: dict[str, Callable], dev: str, repeats: int) -> Rounds:
+    """{measure: its numbers} of each task, which returns {measure: number}, in all rounds after one for warm-up."""
+    got = {name: [] for name in tasks}
+    for _ in range(1 + repeats):  # every task runs once before any task runs again
+        for name in list(got):
+            if row := tried(name, tasks[name], dev):
+                got[name].append(row)
+            else:
+                del got[name]
+    return {name: {key: [row[key] for row in rows[1:]] for key in rows[0]} for name, rows in got.items()}
 
 
-def work(subject: Subject, n: int, D: int) -> tuple[float, float]:
-    """The least (FLOPs, numbers read or written) that a head's forward pass over n tokens needs."""
-    long = (n + 1) / 2  # keys that a query sees, in the mean
-    if kind := SUMS.get(subject.core):  # half a chunk and the running sums, as in training.estimate.flops
-        long = min(long, (kind.chunk(D) + 1) / 2 + kind.state_size(D, D) / D)
-    w = min(window, n - 1)
-    short = (w + 1) * (1 - w / (2 * n))
-    keys = long + (short - long) * n_short(subject.pattern) / n_head
-    widths = 3 * D if subject.differential else 2 * D  # of a key and its value
-    return 2 * widths * keys * n, 4 * D * n  # two products; q, k, v and y are read or written once
+def medians(columns: dict[str, list[float]]) -> tuple[dict, dict]:
+    """(median, half the interquartile range as a share of it) of each measure."""
+    quartiles = {key: np.quantile(c, (0.25, 0.5, 0.75)).tolist() for key, c in columns.items()}
+    median = {key: middle for key, (_, middle, _) in quartiles.items()}
+    return median, {key: (high - low) / 2 / middle for key, (low, middle, high) in quartiles.items()}
 
 
-@functools.cache
-def flex(pattern: str, dynamic: bool) -> Callable:
-    """FlexAttention, which skips the blocks that its mask leaves out; compiled once (dynamic) or for each length."""
-    torch._dynamo.config.recompile_limit = 64  # one for each length, head dim and pattern, with and without gradients
-    attend = torch.compile(flex_attention, dynamic=dynamic)  # dynamic: it always checks bounds
-    n = n_short(pattern)
-
-    def seen(b, h, i, j):
-        return (i >= j) & ((i - j <= window) | (h >= n)) if n else i >= j
-
-    mask = functools.cache(functools.partial(create_block_mask, seen, None, n_head))
-    return lambda q, k, v: attend(q, k, v, block_mask=mask(q.shape[-2], q.shape[-2], device=q.device))
+def ratios(rounds: Rounds, name: str, base: str) -> dict[str, float]:
+    """For each measure the median of its ratios to base in the same round: what slows a round down cancels out."""
+    mine, theirs = rounds[name], rounds[base]
+    return {key: float(np.median(np.divide(mine[key], theirs[key]))) for key in mine if key in theirs}
 
 
-def x_transformers() -> Callable:
-    from x_transformers.attend import Attend
+def peak_memory(f: Callable, dev: str) -> int:
+    """The most bytes that f() needed at any time, beyond those allocated before."""
+    if dev.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        f()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # else the profiler announces itself on every start
+    with profile(profile_memory=True) as p:
+        f()
+    events = sorted(p.kineto_results.events(), key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events if event.name() == "[memory]"), initial=0))
 
-    attend = Attend(causal=True, flash=True)
-    return lambda q, k, v: attend(q, k, v)[0]
+
+def table(title: str, about: dict, rounds: Rounds, more: dict[str, dict] | None = None) -> list[dict]:
+    """Prints and returns each row's medians, spreads and ratios to the first row, and more, {row: {column: number}}."""
+    rows = []
+    for name, columns in rounds.items():
+        median, spread = medians(columns)
+        ratio, rest = ratios(rounds, name, next(iter(rounds))), (more or {}).get(name, {})
+        if not rows:
+            print(f"\n{title:30}" + "".join(f"{key:>24}" for key in columns) + "".join(f"{key:>14}" for key in rest))
+        cells = [f"{median[key]:12.2f} ±{spread[key]:3.0%}{ratio[key]:6.2f}x" for key in columns]
+        cells += [f"{x:14,}" if isinstance(x, int) else f"{x:14.1e}" for x in rest.values()]
+        print(f"{name:30}" + "".join(cells), flush=True)
+        rows.append({"subject": name, **about, "median": median, "spread": spread, "ratio": ratio, **rest})
+    return rows
 
 
-def fla_beta() -> Callable:
-    """beta through flash-linear-attention: linear attention with the values widened to [V | K]."""
-    from fla.ops.linear_attn import chunk_linear_attn
+# -----------------------------------------------------------------------------
+# attention: what is timed, and whether it is right
+
+
+def layer(fields: dict, plain: bool = False, triton: bool = False) -> Callable:
+    """The attention of a model's layer with these fields of GPTConfig, run(q, k, v) -> y, all (B, H, T, D).
+
+    plain: by its definition; triton: by Triton's kernels; else as the model runs it.
+    """
+
+    @cache
+    def attention_layer(T: int, D: int) -> torch.nn.Module:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)  # a position's weights are the same in all forms
+            gpt = GPT(GPTConfig(T, 1, 1, n_head, n_head * D, head_dim=D, **{"position": "none"} | fields))
+        if plain:
+            run_definitions(gpt)
+        if triton:
+            from attention import kernels  # here: not every machine has Triton
+
+            kernels.use(gpt, ATTENTION[fields["attention"]])
+        return gpt.transformer.h[0].attn
 
     def run(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, T, H, D), as fla takes them
-        scale = q.shape[-1] ** -0.5
-        o, _ = chunk_linear_attn(q, k, torch.cat((v, k), -1), scale=scale, normalize=False)
-        norm = (scale * q.float() * o[..., v.shape[-1] :].float()).sum(-1, keepdim=True).clamp(min=1e-30).sqrt()
-        return (o[..., : v.shape[-1]] / (1 + norm)).to(v.dtype).transpose(1, 2)
+        attn, y = attention_layer(max(CHECKED_AT, q.shape[-2]), q.shape[-1]).to(q.device), []
+        if attn.n_map == 2:  # pairs of heads share their values
+            v = torch.cat((v[:, ::2], v[:, 1::2]), dim=-1)  # (B, H / 2, T, 2 D)
+        for group in attn.calls:
+            q_part, k_part, v_part = group.take(q, k, v)
+            settings = {**group.settings, "scale": attn.scale}
+            for scheme in group.schemes:
+                q_part, k_part, more = scheme(q_part, k_part, group, 0)
+                settings |= more
+            y.append(group.core(q_part.to(v.dtype), *group.share(k_part.to(v.dtype), v_part), **settings))
+        y = torch.cat(y, dim=1) if len(y) > 1 else y[0]
+        y = y if attn.inverse is None else y[:, attn.inverse]
+        if attn.n_map == 2:
+            y = y[:, ::2] - 0.5 * y[:, 1::2]
+        return y.reshape(q.shape)
 
     return run
 
 
-def subjects(dev: str, D: int) -> dict[str, Subject]:
-    """All subjects that can be timed on this device, SDPA first."""
-    on_gpu = dev.startswith("cuda")
-    patterns = ["L", heads] if "S" in heads else ["L"]
-    table = {"sdpa": Subject(run=sdpa, foreign=True)}
-    if suite != "quick":
-        table |= {name: Subject(run=sdpa_kernel(x)(sdpa), foreign=True) for name, x in BACKENDS.items()}
-    for core in ATTENTION:
-        table |= {f"{core} {pattern}".removesuffix(" L"): Subject(core, pattern) for pattern in patterns}
-        if n_head % 2 == 0:
-            table[f"{core} differential"] = Subject(core, differential=True)
-        if takes(ATTENTION[core], "decay"):
-            table[f"{core} decay"] = Subject(core, position="alibi")
-    if suite == "all":
-        table |= {name: Subject(position=name) for name, (_, inside) in POSITION.items() if inside}
-    if suite != "quick":  # FlexAttention has no backward pass on a CPU
-        flexes = {pattern: flex(pattern, not on_gpu or D != numbers("head_dim")[0]) for pattern in patterns}
-        table |= {f"flex {p}": Subject("softmax", p, run=f, foreign=True, backward=on_gpu) for p, f in flexes.items()}
-    if on_gpu or "triton" in only:  # on a CPU Triton's interpreter takes minutes for each
-        triton = optional("Triton's kernels", kernels, dev, foreign=True)
-        cores = [core for core in triton.KERNEL if core in ATTENTION] if triton else []
-        for pattern, core in itertools.product(patterns, cores):
-            name = f"{core} {pattern}".removesuffix(" L") + " triton"
-            few = {"window": window, "n_short": n_short(pattern)} if pattern != "L" else {}
-            table[name] = Subject(core, pattern, run=functools.partial(triton.KERNEL[core](as_in_a_model(core)), **few))
-    for name, core, make in (("x-transformers", "softmax", x_transformers), ("fla beta", "beta", fla_beta)):
-        if run := optional(name, make, dev, foreign=True):
-            table[name] = Subject(core, run=run, foreign=True)
+def flex(pattern: str) -> Callable:
+    """FlexAttention, which skips the blocks that its mask leaves out; compiled for each length."""
+    torch._dynamo.config.recompile_limit = 64  # one for each length and head dim, with and without gradients
+    attend = torch.compile(flex_attention, dynamic=False)
+
+    @cache
+    def mask(T: int, dev: torch.device) -> object:
+        long = torch.tensor([letter == "L" for letter in (pattern * n_head)[:n_head]], device=dev)
+        seen = lambda b, h, i, j: (i >= j) & ((i - j <= window) | long[h])  # noqa: E731
+        return create_block_mask(seen, None, n_head, T, T, device=dev)
+
+    return lambda q, k, v: attend(q, k, v, block_mask=mask(q.shape[-2], q.device))
+
+
+def rows_on(dev: str) -> dict[str, tuple[Callable, dict]]:
+    """{name: (run, the fields of GPTConfig whose attention it is)} of all rows for this device, SDPA first."""
+    on_gpu, short = dev.startswith("cuda"), {"heads": heads, "window": window}
+    sdpa = partial(scaled_dot_product_attention, is_causal=True)
+    table = {"sdpa": (sdpa, {})}
+    if on_gpu:
+        table["sdpa flash"] = sdpa_kernel(SDPBackend.FLASH_ATTENTION)(sdpa), {}
+        table["sdpa cudnn"] = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(sdpa), {}
+        table |= {"flex": (flex("L"), {}), f"flex {heads}": (flex(heads), short)}
+    kinds = {"": {}, f" {heads}": short, " differential": {"differential": True}, " decay": {"decay": "alibi"}}
+    for attention, (kind, more) in itertools.product(ATTENTION, kinds.items()):
+        fields = {"attention": attention} | more
+        if kind != " decay" or takes(ATTENTION[attention], "fade"):
+            table[attention + kind] = layer(fields), fields
+        if kind in ("", f" {heads}") and (on_gpu or "triton" in only):  # on a CPU its interpreter takes minutes
+            table[f"{attention}{kind} triton"] = layer(fields, triton=True), fields
+    positions = [{"position": name} for name, (_, inside) in POSITION.items() if inside and not quick]
+    table |= {fields["position"]: (layer(fields), fields) for fields in positions}
     chosen = names(only, table)
-    return {name: subject for name, subject in table.items() if name in chosen}
+    return {name: row for name, row in table.items() if name in chosen}
 
 
-def derivatives(f: Callable, x: list[torch.Tensor], backward: bool = True) -> list[torch.Tensor]:
-    """y = f(q, k, v) for x = [q, k, v, dy] and, unless told not to, the gradients of q, k and v; in float64."""
-    y = f(*x[:3]) if backward else f(*(t.detach() for t in x[:3]))
-    grads = torch.autograd.grad(y, x[:3], x[3], materialize_grads=True) if backward else ()
-    return [t.detach().cpu().double() for t in (y, *grads)]
-
-
-def right_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
-    """The subjects whose outputs and gradients equal those of the definition in float64, up to rounding."""
-    x = timing.inputs(2, n_head, CHECKED_AT, D, dev, dt)
-    double = [t.detach().cpu().double().requires_grad_(t.requires_grad) for t in x]
-    rows = list(zip(*(t.split(1) for t in double), strict=True))  # sequence by sequence: LASER holds T x T x D numbers
+def right_rows(dev: str, dt: torch.dtype, D: int) -> dict[str, tuple[Callable, float]]:
+    """{name: (run, its largest error)} of the rows whose outputs and gradients are the definition's, up to rounding."""
     tolerance = TF32 if dt == torch.float32 and dev.startswith("cuda") else TOLERANCE[dt]
-    exact = {}  # {what a subject computes: its derivatives}
+    x = inputs(2, CHECKED_AT, D, dev, dt)
+    double = [t.detach().cpu().double().requires_grad_(t.requires_grad) for t in x]
+
+    def derivatives(f: Callable, q, k, v, dy) -> list[torch.Tensor]:
+        y = f(q, k, v)
+        return [t.detach().cpu().double() for t in (y, *torch.autograd.grad(y, (q, k, v), dy))]
+
+    def errors(run: Callable, fields: dict) -> dict[str, float]:
+        found, exact = derivatives(run, *x), derivatives(layer(fields, plain=True), *double)
+        pairs = zip(("y", "dq", "dk", "dv"), found, exact, strict=True)
+        return {of: ((a - b).norm() / b.norm()).item() for of, a, b in pairs}
+
     right = {}
-
-    def errors_of(subject: Subject) -> list[float]:
-        found = derivatives(subject.run, x, subject.backward)
-        meaning = subject.core, subject.pattern, subject.differential, subject.position
-        if meaning not in exact:
-            definition = functools.partial(subject.layer, plain_form(ATTENTION[subject.core]))
-            parts = [derivatives(definition, row) for row in rows]
-            exact[meaning] = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-        return [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact[meaning], strict=False)]
-
-    for name, subject in subjects(dev, D).items():
-        if name.endswith("triton") and not kernels().fits(subject.core, *x[:3]):
-            print(f"{name} left out (its kernel takes no head dim {D} in {dt} on {dev})")
-        elif errors := timing.tried(name, functools.partial(errors_of, subject), dev, subject.foreign):
-            subject.error = max(errors, key=lambda e: math.inf if math.isnan(e) else e)
-            if subject.error <= tolerance:
-                right[name] = subject
+    for name, row in rows_on(dev).items():
+        if found := tried(name, partial(errors, *row), dev, foreign=name.startswith(("sdpa", "flex"))):
+            if all(error <= tolerance for error in found.values()):  # a NaN is not
+                right[name] = row[0], max(found.values())
             else:
-                found = ", ".join(f"{which} {e:.2g}" for which, e in zip(("y", "dq", "dk", "dv"), errors, strict=False))
-                print(f"{name} is WRONG: it differs from the definition by {found}; not timed")
+                said = ", ".join(f"{of} {error:.2g}" for of, error in found.items())
+                print(f"{name} is WRONG: it differs from the definition by {said}; not timed")
     return right
 
 
-# -----------------------------------------------------------------------------
-# the tables of attention
+def inputs(B: int, T: int, D: int, dev: str, dt: torch.dtype) -> list[torch.Tensor]:
+    """Random q, k, v and dy of an attention, (B, H, T, D)."""
+    size = B, n_head, T, D
+    return [torch.randn(size, device=dev, dtype=dt, requires_grad=grad) for grad in (True, True, True, False)]
 
 
-def attention(dev: str, dt: torch.dtype, top: dict) -> Iterator[list[dict]]:
-    """Prints a table for each head dim and length, and yields its rows. top: timing.ceilings."""
-    for D in numbers("head_dim"):
-        if 0 < budget < time.monotonic() - _began:
-            print(f"\nhead dim {D}: out of time (--budget)")
-            continue
+def passes(run: Callable, x: list[torch.Tensor], dev: str) -> dict[str, float]:
+    """Milliseconds of y = run(q, k, v) without gradients, of its backward pass, and of both; x: q, k, v and dy."""
+    *qkv, dy = x
+    y = []
+    with torch.no_grad():
+        (forward,) = stopwatch(dev, lambda: run(*(t.detach() for t in qkv)))
+    # grad(), as y.backward() copies gradients not laid out as q, k and v
+    both = stopwatch(dev, lambda: y.append(run(*qkv)), lambda: torch.autograd.grad(y[0], qkv, dy))
+    return {"forward": forward, "backward": both[1], "both": sum(both)}
+
+
+def attention(dev: str, dt: torch.dtype) -> Iterator[list[dict]]:
+    """Times the passes of each attention; yields the rows of a table for each head dim and length."""
+    for D in positive("head_dim", head_dim):
         print(f"\nattention, head dim {D}")
-        table = right_subjects(dev, dt, D)
-        pace = {}  # {subject: seconds of a pass for each pair of tokens}
-        for n in numbers("lengths"):
-            x = timing.inputs(sequences(n), n_head, n, D, dev, dt)
-            tasks = {name: warmed_up(name, subject, x, dev, pace) for name, subject in table.items()}
-            yield attention_table({name: task for name, task in tasks.items() if task}, table, x, dev, top)
+        right = right_rows(dev, dt, D)
+        for n in sorted(positive("lengths", lengths)):
+            x = inputs(tokens // n or 1 if tokens else batch_size, n, D, dev, dt)
+            tasks = {name: partial(passes, run, x, dev) for name, (run, _) in right.items()}
+            rounds = interleaved(tasks, dev, repeats)
+            more = {name: {"peak bytes": peak_memory(tasks[name], dev), "error": right[name][1]} for name in rounds}
+            about = {"n": n, "d": D, "batch": len(x[0])}
+            yield table(f"n = {n}, d = {D}, B = {len(x[0])}, ms", about, rounds, more)
+            for slow in (name for name in rounds if max(rounds[name]["both"]) > 1e3 * patience):
+                print(f"{slow}: longer texts are skipped (--patience)")
+                del right[slow]
 
 
-def warmed_up(name: str, subject: Subject, x: list[torch.Tensor], dev: str, pace: dict) -> Callable | None:
-    """A function that times a subject's passes, called twice already; None if it fails or needs too much."""
-    B, _, n, _ = x[0].shape
-    task = functools.partial(timing.passes, subject.run, x, dev, subject.backward)
-    seconds = pace.get(name, 0.0) * B * n * n
-    need = 32 * B * n_head * n * n if name == "sdpa math" else 0  # it holds all scores at once
-    if 0 < budget < time.monotonic() - _began:
-        print(f"n = {n}: {name} skipped, out of time (--budget)")
-    elif seconds > patience:
-        print(f"n = {n}: {name} skipped, would take up to {seconds:.1f} s a pass (--patience)")
-    elif need > timing.free_memory(dev) / 2:
-        print(f"n = {n}: {name} skipped, would need {need / 2**30:.1f} GiB")
-    elif row := timing.tried(f"n = {n}: {name}", lambda: task() and task(), dev, subject.foreign):  # 1st: compiling
-        pace[name] = (row["forward"] + row.get("both", 0.0)) / 1e3 / (B * n * n)
-        return task
+# -----------------------------------------------------------------------------
+# models: a forward pass, a training step, decoding
 
 
-def attention_table(tasks: dict, table: dict, x: list[torch.Tensor], dev: str, top: dict) -> list[dict]:
-    """Times the tasks, prints their table and returns its rows."""
-    rounds = timing.interleaved(tasks, dev, repeats)
-    B, _, n, D = x[0].shape
-    columns = "".join(f"{c:>22}{'share':>6}" for c in ("forward", "backward", "forward + backward"))
-    print(f"\n{f'n = {n}, d = {D}, B = {B}':24}{columns}{'memory':>12}{'error':>9}")
-    first = next(iter(rounds), "sdpa")
-    if first != "sdpa":
-        print(f"(ratios to {first})")
-    rows = []
-    for name in rounds:
-        ms, spread = timing.medians(rounds[name])
-        ratio = timing.ratios(rounds, name, first)
-        flops, moved = work(table[name], n, D)
-        least = B * n_head * flops / top["flops"], B * n_head * moved * x[0].itemsize / top["bytes_per_s"]  # seconds
-        share = {k: 1e3 * max(MEASURES[k][0] * least[0], MEASURES[k][1] * least[1]) / ms[k] for k in ms}
-        memory = timing.tried(f"memory of {name}", functools.partial(timing.peak_memory, tasks[name], dev), dev) or 0
-        cell = {k: f"{ms[k]:8.2f} ms ±{spread[k]:3.0%}{ratio.get(k, math.nan):5.2f}x{share[k]:6.0%}" for k in ms}
-        print(f"{name:24}" + "".join(f"{cell.get(k, '-'):>28}" for k in MEASURES), end="")
-        print(f"{memory / 2**20:8.1f} MiB{table[name].error:9.1e}", flush=True)
-        row = {"subject": name, "n": n, "d": D, "batch": B, "error": table[name].error}
-        row |= {"ms": ms, "spread": spread, "ratio": ratio, "share": share, "peak_bytes": memory}
-        rows.append(row | {"against": {base: timing.ratios(rounds, name, base) for base in BACKENDS if base in rounds}})
-    return rows
+def models(dev: str, T: int, sizes: dict, more: dict[str, dict] | None = None) -> dict[str, GPT]:
+    """A model for each attention, with long heads and with --heads, and for each of more, {name: fields}."""
+    rows = {f"{name} {p}": {"attention": name, "heads": p} for name in ATTENTION for p in dict.fromkeys(("L", heads))}
+    if {"S", "L"} <= set(heads):  # softmax in short heads, another attention in long ones, and a short convolution
+        mixed = {"short_attention": "softmax", "heads": heads, "conv": 4}
+        rows |= {f"softmax/{name} conv {heads}": mixed | {"attention": name} for name in SUMS}
+    configs = {name: GPTConfig(block_size=T, **sizes, **row) for name, row in (rows | (more or {})).items()}
+    return {name: GPT(config).to(dev) for name, config in configs.items()}
 
 
-def summary(rows: list[dict]) -> None:
-    """Prints how many times as fast as SDPA's kernels each subject is: forward + backward (forward alone)."""
-    bases = [base for base in ("sdpa flash", "sdpa cudnn") if any(row["subject"] == base for row in rows)]
-    sizes = sorted({row["n"] for row in rows})
+def forward_or_step(dev: str, amp: object, n: int, train: bool) -> list[dict]:
+    """Times a whole forward pass (up to the last token's logits), or a training step; returns its table's rows."""
+    gpts, B = models(dev, n, LS_MODEL), tokens // n or 1 if tokens else batch_size
+    x = torch.randint(LS_MODEL["vocab_size"], (B, n), device=dev)
+    settings = Settings(1e-4, (0.9, 0.95), 0.1, fused=not dev.startswith("mps"))
+    adamw = {name: OPTIMIZER["adamw"](gpt, settings)[0] for name, gpt in gpts.items()}
 
-    def times(row: dict, k: str) -> str:
-        against = [row["against"].get(base, {}) for base in bases]
-        return " / ".join(f"{1 / a[k]:.2f}" if k in a else "-" for a in against)
+    def once(name: str) -> None:
+        with amp, torch.set_grad_enabled(train):
+            loss = gpts[name](x, x if train else None)[1]
+        if train:
+            loss.backward()
+            adamw[name].step()
+            adamw[name].zero_grad()
 
-    for D in sorted({row["d"] for row in rows}) if bases else ():
-        mine = [row for row in rows if row["d"] == D and row["against"]]
-        cells = {(row["subject"], row["n"]): f"{times(row, 'both')} ({times(row, 'forward')})" for row in mine}
-        print(f"\nd = {D}: how many times as fast as {' / '.join(bases)}, forward + backward (forward alone)")
-        print(f"{'':24}" + "".join(f"{f'n = {n}':>28}" for n in sizes))
-        for name in dict.fromkeys(row["subject"] for row in rows if row["d"] == D):
-            print(f"{name:24}" + "".join(f"{cells.get((name, n), '-'):>28}" for n in sizes))
+    tasks = {name: lambda name=name: {"ms": stopwatch(dev, lambda: once(name))[0]} for name in gpts}
+    print(f"\n{'training step' if train else 'forward pass'} of the long-short paper's model (6 layers, 192 wide)")
+    return table(f"n = {n}, B = {B}", {"n": n, "batch": B}, interleaved(tasks, dev, repeats))
+
+
+def decoding(dev: str, amp: object, n: int) -> list[dict]:
+    """Times how nanoGPT's Shakespeare model writes one sequence of n tokens, the likeliest ones; up to three rounds."""
+    few = {"softmax L, GQA 2": {"n_kv_head": 2}, "softmax L, MQA": {"n_kv_head": 1}}  # heads of keys and values
+
+    @torch.no_grad()
+    def write(gpt: GPT) -> dict[str, float]:
+        token, cache, began = torch.zeros(1, 1, dtype=torch.long, device=dev), gpt.new_cache(), clock(dev)
+        with amp:
+            for _ in range(n):
+                token = gpt(token, cache=cache)[0].argmax(-1)
+        return {"tokens/s": n / (clock(dev) - began), "bytes": cache.nbytes}
+
+    tasks = {name: partial(write, gpt.eval()) for name, gpt in models(dev, n, GPT_10M, few).items()}
+    rounds = interleaved(tasks, dev, min(repeats, 3))
+    cache = {name: {"cache, bytes": columns.pop("bytes")[0]} for name, columns in rounds.items()}
+    print("\ndecoding, 6 layers, 384 wide, 6 heads")
+    return table(f"one sequence of {n} tokens", {"n": n}, rounds, cache)
+
+
+# -----------------------------------------------------------------------------
 
 
 def draw(rows: list[dict], path: str) -> None:
     """Draws time and memory of forward + backward against n, at the first head dim, on log axes."""
     from matplotlib.figure import Figure
 
-    if not rows:
-        print("nothing was timed: there is nothing to draw")
-        return
     figure = Figure(figsize=(13, 6), layout="tight")
-    shown = [row for row in rows if row["d"] == rows[0]["d"] and "both" in row["ms"]]
     for ax, label in zip(figure.subplots(1, 2), ("forward + backward, ms", "peak memory, MiB"), strict=True):
-        for i, name in enumerate(dict.fromkeys(row["subject"] for row in shown)):
-            mine = [row for row in shown if row["subject"] == name]
-            y = [row["ms"]["both"] if "ms" in label else row["peak_bytes"] / 2**20 for row in mine]
+        for i, name in enumerate(dict.fromkeys(row["subject"] for row in rows)):
+            mine = [row for row in rows if row["subject"] == name and row["d"] == rows[0]["d"]]
+            y = [row["median"]["both"] if "ms" in label else row["peak bytes"] / 2**20 for row in mine]
             ax.plot([row["n"] for row in mine], y, ("o-", "o--", "o:")[i // 10 % 3], markersize=4, label=name)
         ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
-        ax.set_xticks(numbers("lengths"), [str(n) for n in numbers("lengths")])
-        ax.minorticks_off()
         ax.grid(alpha=0.3)
     ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    batch = f"{tokens} tokens" if tokens else f"{batch_size} sequences"
-    figure.suptitle(f"attention, {batch}, H {n_head}, D {rows[0]['d']}")
     figure.savefig(path, dpi=110)
     print(f"drew {path}")
 
 
-def sequences(length: int) -> int:
-    """How many sequences of this length are in one pass."""
-    return max(1, tokens // length) if tokens else batch_size
-
-
-def numbers(flag: str) -> list[int]:
-    """The integers that a flag lists: lengths in order of size, the first width of a head as the first."""
-    found = positive(flag, globals()[flag])
-    return found if flag == "head_dim" else sorted(found)
-
-
-# fmt: off
-def wrong_flags(parts: list[str], all_parts: Iterable[str]) -> Iterator[tuple[bool, str]]:
-    """Yields (whether a rule is broken, the message for it). A rule may assume that all rules before it hold."""
-    yield quick and "suite" in given, "--quick and --suite both choose the settings: leave one out"
-    yield (suite == "gpu" and "device" not in given and not torch.cuda.is_available(),
-           "--suite=gpu needs a CUDA GPU, and there is none here (or this PyTorch is built without CUDA)")
-    unknown = sorted(set(parts) - set(all_parts))
-    yield bool(unknown), f"--what={what}: {', '.join(unknown)} is not one of {', '.join(all_parts)}"
-    yield (min(repeats, batch_size, n_head, step_length, decode_length - 1) < 1 or not patience > 0,
-           "sizes, repeats and patience must be positive, decode_length at least 2")
-    yield tokens < 0 or budget < 0, f"--tokens={tokens} and --budget={budget} must not be negative"
-    for sizes in ({"n_head": n_head, "n_embd": n_head}, timing.LS_MODEL, timing.GPT_10M):  # a check
-        GPTConfig(**sizes, heads=heads, window=window if "S" in heads else None)
-    yield "/" in heads, f"--heads={heads}: bench.py takes the pattern of one layer, without a /"
-    yield bool(plot or only) and "attention" not in parts, "--plot and --only are for --what=attention"
-    check_writable(out)
-    for flag in ("head_dim", "lengths", "model_lengths"):
-        numbers(flag)
-    yield plot and not importlib.util.find_spec("matplotlib"), "--plot draws with matplotlib: pip install matplotlib"
-# fmt: on
-
-
 def main() -> None:
+    dev, precision, amp = pick_device(device, dtype)
     run: dict[str, Callable] = {  # each yields the rows of its tables, one table at a time
-        "attention": lambda: attention(dev, getattr(torch, dt_name), top),
-        "model": lambda: (timing.forward_or_step(at, n, sequences(n), train=False) for n in numbers("model_lengths")),
-        "step": lambda: [timing.forward_or_step(at, step_length, sequences(step_length), train=True)],
-        "decode": lambda: [timing.decoding(at, decode_length)],
+        "attention": lambda: attention(dev, getattr(torch, precision)),
+        "model": lambda: (forward_or_step(dev, amp, n, train=False) for n in positive("model_lengths", model_lengths)),
+        "step": lambda: [forward_or_step(dev, amp, step_length, train=True)],
+        "decode": lambda: [decoding(dev, amp, decode_length)],
     }
-    chosen = "quick" if quick else suite
-    globals().update({"suite": chosen} | {name: value for name, value in SUITE[chosen].items() if name not in given})
-    parts = what.split(",")
-    refuse(wrong_flags(parts, run))
-    dev, dt_name, amp = pick_device(device, dtype)
-    at = timing.Setting(dev, amp, heads, repeats, seed)
+    parts = names(what, run)
+    at_least_one(repeats=repeats, batch_size=batch_size, step_length=step_length, decode_length=decode_length)
+    refuse([
+        ("/" in heads or "S" not in heads, f"--heads={heads} must be the letters of one layer, with an S"),
+        (bool(plot or only) and "attention" not in parts, "--plot and --only are for --what=attention"),
+    ])  # fmt: skip
+    GPTConfig(n_head=n_head, n_embd=n_head, heads=heads, window=window)  # checks them
+    check_writable(out)
+    if plot:
+        optional("matplotlib", "--plot")
     if dev.startswith("cuda:"):
         torch.cuda.set_device(dev)
     torch.set_float32_matmul_precision("high")  # as train.py: TF32 on a GPU, no effect on a CPU
     torch.set_flush_denormal(True)  # as train.py: on a CPU the tiniest weights are zeros
-    chip = torch.cuda.get_device_name() if dev.startswith("cuda") else platform.processor() or platform.machine()
-    about = {"device": dev, "chip": chip, "dtype": dt_name, "torch": torch.__version__}
-    about |= {"threads": torch.get_num_threads(), "B": f"{tokens} / n" if tokens else batch_size, "H": n_head}
-    about |= {"heads": heads, "window": window, "repeats": repeats}
-    print(", ".join(f"{k} {v}" for k, v in about.items()))
     torch.manual_seed(seed)
-    top = timing.ceilings(dev, dt_name)
-    print(f"ceilings: {top['flops'] / 1e12:.3g} TFLOP/s (matrix product), {top['bytes_per_s'] / 1e9:,.0f} GB/s (copy)")
-    results = {"about": about, "ceilings": top} | {part: [] for part in parts}
+    about = {"device": dev, "dtype": precision, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    about |= {"heads": heads, "window": window, "repeats": repeats}
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    results = {"about": about} | {part: [] for part in parts}
     for part in parts:
         for rows in run[part]():
             results[part] += rows
             with open(out, "w", encoding="utf-8") as f:
                 json.dump(results, f, indent=1)
-    summary(results.get("attention", []))
-    print(f"\nwrote {out}, after {time.monotonic() - _began:.0f} s")
-    if plot:
+    print(f"\nwrote {out}")
+    if plot and results["attention"]:
         draw(results["attention"], os.path.splitext(out)[0] + ".png")
 
 
 if __name__ == "__main__":
     config, given = configure(globals())
+    if config["quick"]:
+        config |= {name: value for name, value in QUICK.items() if name not in given}
     globals().update(config)
     with user_errors():
         main()

@@ -17,7 +17,6 @@ import ast
 import contextlib
 import difflib
 import inspect
-import io
 import math
 import os
 import pathlib
@@ -25,12 +24,11 @@ import re
 import runpy
 import sys
 import textwrap
-import tokenize
 import types
 import typing
 from collections.abc import Iterable, Iterator
 
-from errors import UserError, first_line, note, refuse
+from errors import UserError, note, refuse
 
 WORDS = {"none": None, "true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}  # in flags
 WIDTH = 100  # columns of --help
@@ -48,23 +46,18 @@ def user_errors() -> Iterator[None]:
     """A UserError or OSError becomes a sentence and exit code 2; any other error is a bug and keeps its traceback."""
     try:
         yield
-    except BrokenPipeError:  # `| head` has closed the pipe: _excepthook knows
+    except BrokenPipeError:  # an OSError, but not the user's: see _excepthook
         raise
     except (UserError, OSError) as error:
         fail(error)
 
 
 def _excepthook(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
-    """A sentence for what is nobody's bug: Ctrl-C, a reader or a process that went away, too little memory."""
+    """No traceback for what is nobody's bug: Ctrl-C, and a reader such as `| head` that has closed the pipe."""
     if issubclass(kind, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-    elif issubclass(kind, MemoryError) or kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
-        name = os.path.basename(sys.argv[0])
-        print(f"{name}: out of memory ({first_line(error)}). Make the batch or the model smaller", file=sys.stderr)
-    elif kind.__name__ in ("DistBackendError", "DistNetworkError") or "gloo/transport" in str(error):
-        print(f"another process has died or cannot be reached ({first_line(error)})", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 
@@ -85,10 +78,7 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
     script: the calling script's globals(). dataclasses: classes whose fields are flags as well; where the script
     assigns the same name, the script's default wins. Exits with code 2 on a mistake and with 0 after --help.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows a ?
-    flags = _flags(script, dataclasses)
-    args = sys.argv[1:]
+    flags, args = _flags(script, dataclasses), sys.argv[1:]
     if "--help" in args or "-h" in args:
         _print_help(script, flags)
         sys.exit(0)
@@ -103,44 +93,32 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
 
 
 def _flags(script: dict, dataclasses: tuple) -> dict[str, Flag]:
-    """Every flag, in the order of --help: the fields of the dataclasses, then what only the script assigns."""
-    flags = {}
-    for cls in dataclasses:
-        hints, scope = typing.get_type_hints(cls), vars(sys.modules[cls.__module__])
-        source = inspect.getsource(cls)
-        for name, _, comment, group in _assignments(ast.parse(source).body[0].body, source):
-            if name in hints:
-                flags[name] = Flag(getattr(cls, name), _legal(hints[name]), _with_names(comment, scope), group)
-    source, own = pathlib.Path(script["__file__"]).read_text(encoding="utf-8"), set()
-    for name, hint, comment, group in _assignments(ast.parse(source).body, source):
-        default = script.get(name, ())
-        is_plain = isinstance(default, types.NoneType | bool | int | float | str)
-        if is_plain and name not in own and not name.startswith("_") and not name.isupper():
-            own.add(name)
-            legal = _legal(eval(hint, script) if hint else type(default))
-            flag = Flag(default, legal, _with_names(comment, script), group)
-            field = flags.get(name, flag)
-            flags[name] = flag._replace(comment=flag.comment or field.comment, group=field.group)
-    return flags
+    """Every flag, in the order of --help: the fields of the dataclasses, then what only the script assigns.
 
-
-def _assignments(body: list, source: str) -> Iterator[tuple[str, str | None, str, str]]:
-    """Yields (name, annotation, trailing comment, group) of each `name = value` and `name: type = value`.
-
-    A group begins with a comment on a line of its own that ends in a question mark. Other comments begin none.
+    In the source of either, a group begins with a comment on a line of its own that ends in a question mark.
     """
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = [token for token in tokens if token.type == tokenize.COMMENT]
-    trailing = {token.start[0]: token.string.lstrip("# ") for token in comments}
-    questions = [token.start for token in comments if token.line.strip() == token.string and token.string[-1] == "?"]
-    for node in body:
-        comment = trailing.get(node.end_lineno, "")
-        above = [line for line, column in questions if line < node.lineno and column == node.col_offset]
-        group = trailing[above[-1]] if above else "Flags"
-        if isinstance(node, ast.AnnAssign):
-            yield ast.unparse(node.target), ast.unparse(node.annotation), comment, group
-        elif isinstance(node, ast.Assign):
-            yield ast.unparse(node.targets[0]), None, comment, group
+    sources = [(inspect.getsource(cls), vars(cls), vars(sys.modules[cls.__module__])) for cls in dataclasses]
+    sources.append((pathlib.Path(script["__file__"]).read_text(encoding="utf-8"), script, script))
+    flags = {}
+    for source, values, scope in sources:
+        own, lines, body = set(), source.splitlines(), ast.parse(source).body
+        body = body[0].body if isinstance(body[0], ast.ClassDef) else body
+        for node in (node for node in body if isinstance(node, ast.Assign | ast.AnnAssign)):
+            annotated = isinstance(node, ast.AnnAssign)
+            name = ast.unparse(node.target if annotated else node.targets[0])
+            default = values.get(name, ())
+            is_plain = isinstance(default, types.NoneType | bool | int | float | str)
+            if not is_plain or name in own or name.startswith("_") or name.isupper():
+                continue
+            own.add(name)
+            legal = _legal(eval(ast.unparse(node.annotation), scope) if annotated else type(default))
+            comment = re.search(r"  # (.*)", lines[node.end_lineno - 1])
+            above = [line for line in lines[: node.lineno] if re.fullmatch(" " * node.col_offset + r"# .*\?", line)]
+            field = flags.get(name, Flag(default, legal, "", above[-1].strip("# ") if above else "Flags"))
+            flags[name] = Flag(
+                default, legal, _with_names(comment[1], scope) if comment else field.comment, field.group
+            )
+    return flags
 
 
 def _with_names(comment: str, scope: dict) -> str:
@@ -168,39 +146,29 @@ def _words(legal: list) -> str:
 
 
 def _print_help(script: dict, flags: dict[str, Flag]) -> None:
-    paragraphs = [text for text in (script.get("__doc__") or "").strip().split("\n\n") if text]
+    print((script.get("__doc__") or "").strip())
     command = f"-m {script['__spec__'].name}" if script.get("__spec__") else sys.argv[0]
-    paragraphs += [f"usage: python {command} [config/file.py] [--flag=value ...]"]
-    paragraphs += ["Each flag stands here with its default value. A flag on the command line wins over a config file. "
-                   "--flag is short for --flag=True, and --no-flag for --flag=False."]  # fmt: skip
-    for text in paragraphs:
-        is_code = "\n " in f"\n{text}"
-        print(
-            text if is_code else textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False), end="\n\n"
-        )
-    groups = {group: [] for group in dict.fromkeys(flag.group for flag in flags.values())}
-    for name, flag in flags.items():
-        groups[flag.group] += _help_of(name, flag)
-    print("\n\n".join("\n".join([group, *lines]) for group, lines in groups.items()))
-
-
-def _help_of(name: str, flag: Flag) -> list[str]:
-    """The lines of a flag in --help: its default, and from COLUMN on its text."""
-    values = f" ({_words(flag.legal)})" if isinstance(flag.legal[0], str) else ""
-    heads = textwrap.wrap(f"--{name}={flag.default!r}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-    lines = textwrap.wrap((flag.comment + values).strip(), WIDTH - COLUMN, break_on_hyphens=False)
-    if lines and len(heads[-1]) <= COLUMN - 2:
-        heads[-1] = heads[-1].ljust(COLUMN) + lines.pop(0)
-    return heads + [" " * COLUMN + line for line in lines]
+    print(f"\nusage: python {command} [config/file.py] [--flag=value ...]\n")
+    print("Each flag stands here with its default value. A flag on the command line wins over a config file.\n"
+          "--flag is short for --flag=True, and --no-flag for --flag=False.")  # fmt: skip
+    for group in dict.fromkeys(flag.group for flag in flags.values()):
+        print(f"\n{group}")
+        for name, flag in flags.items():
+            if flag.group == group:
+                values = f" ({_words(flag.legal)})" if isinstance(flag.legal[0], str) else ""
+                text = textwrap.wrap((flag.comment + values).strip(), WIDTH - COLUMN, break_on_hyphens=False)
+                head = textwrap.wrap(f"--{name}={flag.default!r}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+                if text and len(head[-1]) <= COLUMN - 2:
+                    head[-1] = head[-1].ljust(COLUMN) + text.pop(0)
+                print("\n".join(head + [" " * COLUMN + line for line in text]))
 
 
 def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
     """The assignments of a config file, run in a namespace of its own."""
-    beside = os.path.join(os.path.dirname(os.path.abspath(script["__file__"])), path)
-    found = path if os.path.isfile(path) else beside
-    if not os.path.isfile(found):
-        known = sorted(file.name for file in pathlib.Path(beside).parent.glob("*.py"))
-        near = difflib.get_close_matches(os.path.basename(path), known, 1)
+    beside = pathlib.Path(script["__file__"]).resolve().parent / path
+    found = next((str(p) for p in (pathlib.Path(path), beside) if p.is_file()), None)
+    if found is None:
+        near = difflib.get_close_matches(beside.name, sorted(p.name for p in beside.parent.glob("*.py")), 1)
         hint = f"; did you mean {os.path.join(os.path.dirname(path), near[0])}?" if near else ""
         fail(f"there is no config file {path}{hint} (A flag is written --key=value.)")
     if not found.endswith(".py"):  # and it would be run
@@ -211,7 +179,7 @@ def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
         fail(f"{path} could not be run: {type(error).__name__}: {error}")
     values = {}
     for name, value in namespace.items():
-        if name.startswith("_") or isinstance(value, (types.ModuleType, types.FunctionType, type)):
+        if name.startswith("_") or isinstance(value, types.ModuleType | types.FunctionType | type):
             continue
         if name not in flags:
             fail(f"{path} sets `{name}`: {_unknown(name, flags)} (The name of a variable of your own begins with _.)")
@@ -224,7 +192,7 @@ def _read_flag(arg: str, flags: dict[str, Flag]) -> tuple[str, object]:
     if not arg.startswith("--"):
         fail(f"{arg}: flags begin with two dashes: -{arg}")
     name, equals, text = arg[2:].partition("=")
-    positive = name[3:] if name[:3] in ("no-", "no_") else name
+    positive = re.sub("^no[-_]", "", name)
     if not equals and positive != name and positive in flags and bool in flags[positive].legal:
         return positive, False
     if name not in flags:
@@ -249,13 +217,12 @@ def _checked(value: object, legal: list, given: str) -> object:
     """A value, as a legal type: an int is taken for a float, 1e3 for an int; nan and inf for nothing."""
     if isinstance(value, int) and abs(value) >= 2**63:
         fail(f"{given} is too large: integers have 64 bits")
-    if isinstance(value, float) and not math.isfinite(value):
-        fail(f"{given}: the flag needs {_words(legal)}")
-    if type(value) in legal or (isinstance(value, str) and value in legal):
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if finite and (type(value) in legal or (isinstance(value, str) and value in legal)):
         return value
     if type(value) is int and float in legal:
         return float(value)
-    if isinstance(value, float) and int in legal and value.is_integer():
+    if finite and isinstance(value, float) and int in legal and value.is_integer():
         return int(value)
     fail(f"{given}: the flag needs {_words(legal)}")
 
@@ -295,11 +262,10 @@ def pick_device(device: str, dtype: str) -> tuple[str, str, contextlib.AbstractC
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or not (index.isdigit() or ":" not in device):
+    if not re.fullmatch(r"(cpu|cuda|mps)(:\d+)?", device):
         raise UserError(f"--device={device} is not one of auto, cpu, cuda, cuda:N, mps")
-    count = getattr(torch, kind).device_count()
-    if int(index or 0) >= count:
+    kind, _, index = device.partition(":")
+    if int(index or 0) >= (count := getattr(torch, kind).device_count()):
         here = f"this PyTorch ({torch.__version__}) sees {count} {kind} devices"
         raise UserError(f"--device={device}: {here}; --device=cpu works")
     if dtype == "auto":

@@ -76,13 +76,10 @@ def main() -> None:
     if not 1 <= step <= T:
         raise UserError(f"stride={step} must be between 1 and block_size={T}")
     tokens = Tokens(folder_of(name), split, T)
-    if "answers" in tokens.meta["files"][f"{split}.bin"]:
-        raise UserError(f"{name} holds prompts and answers: lab/hub/lm_eval.py says how many answers are right")
     if tokens.meta["tokenizer"] != tok.meta:
         raise UserError(
             f"{name} was prepared with a {tokens.meta['tokenizer']['kind']} tokenizer of {tokens.meta['vocab_size']:,} "
-            f"tokens, this model has another one ({tok.meta['kind']}, {tok.n_vocab:,} tokens). To compare models with "
-            f"different tokenizers, prepare one text for each, and compare bits per byte or perplexity per word"
+            f"tokens, this model has another one ({tok.meta['kind']}, {tok.n_vocab:,} tokens): prepare the text for it"
         )
     eot = tok.eot if run.get("pack") == "document" else None
     n = len(tokens) - 1
@@ -94,11 +91,11 @@ def main() -> None:
     say(f"loss                 {total / n:.4f} nats per token")
     say(f"perplexity           {exp(total / n)} per token")
     entry = tokens.meta["files"][f"{split}.bin"]
-    if not entry.get("words"):
-        say(f"{split} of {name} has no word count (no words, or prepared by an earlier version): prepare it anew")
-        return
-    say(f"perplexity           {exp(total / entry['words'])} per word ({entry['words']:,} words between whitespace)")
-    say(f"bits per byte        {total / math.log(2) / entry['bytes']:.4f} ({entry['bytes']:,} bytes)")
+    if entry.get("words"):  # earlier versions did not count them
+        say(
+            f"perplexity           {exp(total / entry['words'])} per word ({entry['words']:,} words between whitespace)"
+        )
+        say(f"bits per byte        {total / math.log(2) / entry['bytes']:.4f} ({entry['bytes']:,} bytes)")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from configurator import at_least_one, configure, pick_device, user_errors  # first: see train.py
-from errors import UserError, note
+from errors import UserError
 
 # isort: split
 import torch
@@ -37,7 +37,7 @@ top_k: int | None = 200  # choose among this many most likely tokens; None: amon
 top_p: float | None = None  # choose among the likeliest tokens that sum to this probability; None: among all tokens
 seed = 1337  # decides the random numbers of the first sample; the next samples take seed + 1, seed + 2, ...
 # What does it run on, and how?
-endless = False  # past block_size go on with the cache, at constant speed (beta, beta2, short heads; with rope, alibi)
+endless = False  # past block_size go on with the cache, at constant speed (beta and short heads; with rope or alibi)
 use_cache = True  # keep keys and values of earlier tokens; without a cache the text is the same, but slower
 plain = False  # compute attention with the definitions in model.py themselves; the text is the same, but slower
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
@@ -51,12 +51,9 @@ def prompt_of(start: str, tok: Tokenizer) -> tuple[str, list[int]]:
     """(text, its token ids) of a flag --start. Raises UserError for an empty text and for characters without an id."""
     try:
         text = pathlib.Path(start[5:]).read_text(encoding="utf-8-sig") if start.startswith("FILE:") else start
-    except UnicodeDecodeError as error:
-        raise UserError(f"{start[5:]} is not UTF-8 text: {error}") from None
-    try:
         prompt = tok.start(text)
-    except UserError as error:
-        raise UserError(f"--start={text[:20]!r}: {error}") from None
+    except ValueError as error:  # a UserError of the tokenizer, or a file that is not UTF-8
+        raise UserError(f"--start={start[:20]!r}: {error}") from None
     if not prompt:
         raise UserError("the prompt is empty: --start needs at least one character")
     return text, prompt
@@ -94,8 +91,6 @@ def main() -> None:
         run_definitions(model)
     if endless and (why := why_it_ends(model)):
         raise UserError(f"--endless: this model cannot go on past its block_size={model.config.block_size}: {why}")
-    if endless and model.config.position == "rope" and "L" in model.config.heads and not model.config.nope_long:
-        note("past block_size the text may get worse: RoPE's angles in long heads were not trained there")
     if compile:
         torch._dynamo.config.suppress_errors = True  # if compiling fails, go on without it and say why
         model.compile()
@@ -105,10 +100,10 @@ def main() -> None:
     ids = torch.tensor([prompt], device=device)
     with amp:
         for i in range(num_samples):
-            sampling = {"vocab_size": tok.n_vocab, "seed": seed + i, "use_cache": use_cache, "endless": endless}
-            tokens = stream(model, ids, max_new_tokens, temperature, top_k, top_p, **sampling)
+            chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed + i}
+            how = {"vocab_size": tok.n_vocab, "use_cache": use_cache, "endless": endless}
             print(text, end="")
-            for piece in text_of(tokens, tok, stop, prompt):
+            for piece in text_of(stream(model, ids, max_new_tokens, **chosen, **how), tok, stop, prompt):
                 print(piece, end="", flush=True)
             print("\n---------------")
 

@@ -8,11 +8,8 @@ A row of a map is a query, a column is a key. Grey keys are not seen by the quer
 yellow to blue; if an attention has weights below 0, blue is above 0 and red is below. LASER's weights are those of the
 softmax inside it. A pair of differential heads has three maps: A1, A2 and their difference A1 - lambda A2.
 
---json writes {"tokens": [...], "maps": [...]}. A map there has its "run", the run's "attention" and the fields of Map
-below: layer, head, kind, letter, window, title, weights. In Python, with a model in memory:
-
-    from scripts.maps import draw, labels, weights_of
-    draw(weights_of(model, idx), labels(tok, idx[0])).savefig("maps.png")
+--json writes {"tokens": [...], "maps": [...]}; a map has its "run", the run's "attention" and the fields of Map below.
+In Python: draw(weights_of(model, idx), labels(tok, idx[0])).savefig("maps.png")
 """
 
 import math
@@ -27,12 +24,11 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from attention.fast import for_values, in_rows
 from attention.forms import alike, fixed_inputs
 from attention.probe import probing
-from attention.scores import ByDistance, at_least_float32, plain_form, visible
+from attention.scores import at_least_float32, plain_form, visible
 from configurator import check_writable, configure, user_errors
-from errors import UserError, note, optional, refuse
+from errors import UserError, optional, refuse
 from model import ATTENTION, GPT
 from rules import attentions
 from sample import prompt_of
@@ -51,9 +47,9 @@ head: int | None = None  # only this head; the first one is 0; of a differential
 out = "maps.png"  # the picture; its name ends in .png, .pdf or .svg
 json: str | None = None  # a file for the weights as numbers; None: no such file
 
-# An attention that is linear in its values turns one-hot values into its weights: y = W I = W. One that is linear in
-# some f(v), y = g(W f(v)) with the inverse g of f, gives g(W) for the values g(I). Here is its (f, g).
-LINEAR_IN = {"laser": (torch.exp, torch.log)}
+# An attention that is linear in its values turns one-hot values into its weights: y = W I = W. One that has the weights
+# of another attention inside, f(y) = W f(v), stands here: {its name: (f, the other one's name)}.
+LINEAR_IN = {"laser": (torch.exp, "softmax")}
 
 
 class Map(NamedTuple):
@@ -84,9 +80,9 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
         check_linear(name)
     found = {block.attn: {} for block in model.transformer.h}  # {layer: {head: (weights (T, T), window, attention)}}
 
-    def look(attn, group, q, k, v, *, window=None, scale=None, bias=None, **more):
-        weights = weights_at_once(group.attention, q, k, window=window, scale=scale, bias=bias, **more)[0].cpu()
-        found[attn] |= {h: (w, window, group.attention) for h, w in zip(group.heads, weights, strict=True)}
+    def look(attn, group, q, k, v, *, far=None, **settings):
+        weights = weights_at_once(group.name, q, k, **settings)[0].cpu()
+        found[attn] |= {h: (w, group.window, group.name) for h, w in zip(group.heads, weights, strict=True)}
 
     training = model.training
     try:
@@ -105,39 +101,33 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
             maps.append(Map(layer, head, kind, letter, window, f"layer {layer}, head {head}{span}", w))
             if c.differential and head % 2 == 1 and attention not in LINEAR_IN:
                 factor = attn.lambda_of_pairs().item()
-                sign = "-" if factor >= 0 else "+"
-                title = f"layer {layer}, head {head - 1} {sign} {abs(factor):.2f} head {head}{span}"
+                pair = f"head {head - 1} {'-' if factor >= 0 else '+'} {abs(factor):.2f} head {head}"
                 difference = maps[-2].weights - factor * w
-                maps.append(Map(layer, head - 1, "difference", letter, window, title, difference))
+                maps.append(
+                    Map(layer, head - 1, "difference", letter, window, f"layer {layer}, {pair}{span}", difference)
+                )
         layers.append(maps)
     return layers
 
 
 def check_linear(attention: str) -> None:
-    """Raises UserError if what an attention computes is not W f(v), with its weights W and its f of LINEAR_IN."""
+    """Raises UserError if what an attention computes is not W v with its weights W, nor as LINEAR_IN says."""
     f, _ = LINEAR_IN.get(attention, (torch.clone, None))
-    q, k, v, _ = (x.detach() for x in fixed_inputs(9))
+    q, k, v = fixed_inputs(9)
     try:
-        fits = alike(weights_at_once(attention, q, k, bias=None) @ f(v), f(ATTENTION[attention](q, k, v)))
-    except Exception:  # a bug, or an attention for a fixed number of heads: the model's call will show the error
+        fits = alike(weights_at_once(attention, q, k) @ f(v), f(plain_form(ATTENTION[attention])(q, k, v)))
+    except Exception:  # a bug of the definition: the model's call will show it
         fits = True
     if not fits:
         of = "the f(v) that LINEAR_IN in scripts/maps.py has for it" if attention in LINEAR_IN else "its values"
-        raise UserError(
-            f"attention={attention!r} has no weights to draw: it is not linear in {of}. If it is linear in "
-            f"some f(v), as LASER is in exp(v), then write f and its inverse into LINEAR_IN in scripts/maps.py"
-        )
+        raise UserError(f"attention={attention!r} has no weights to draw: it is not linear in {of}")
 
 
-def weights_at_once(attention: str, q, k, *, bias, **settings) -> torch.Tensor:
-    """The weights (B, H, T, T) of ATTENTION[attention] for q and k (B, H, T, D): what it makes of one-hot values."""
-    definition = ATTENTION[attention]
-    bias = ByDistance(bias.values) if isinstance(bias, ByDistance) else bias  # without what it adds to values
+def weights_at_once(attention: str, q: torch.Tensor, k: torch.Tensor, **settings) -> torch.Tensor:
+    """The weights (B, H, Tq, T) of ATTENTION[attention] for q and k. settings: of scores.plain_form."""
+    _, name = LINEAR_IN.get(attention, (None, attention))
     one_hot = at_least_float32(torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)).expand(*k.shape[:-1], -1)
-    if attention not in LINEAR_IN:
-        return plain_form(definition)(q, k, one_hot, bias=bias, **settings)
-    f, inverse = LINEAR_IN[attention]
-    return f(in_rows(definition, for_values)(q, k, inverse(one_hot), bias=bias, **settings))
+    return plain_form(ATTENTION[name])(q, k, one_hot, **settings)
 
 
 def labels(tok: Tokenizer, ids: Iterable[int]) -> list[str]:
@@ -171,8 +161,6 @@ def draw(rows: list[list[Map]], tokens: list[str], title: str = ""):
     axes = figure.subplots(len(rows), columns, squeeze=False)
     font = min(11.0, 115 * size / max(len(line) for lines in titles for line in [*lines, " "]))  # all titles fit
     point = size * 72 / T  # a token's room, in points
-    if point < 5 and not large:
-        note("the tokens do not fit beside so many maps: --layer= and --head= draw larger ones")
     images = []
     for r, row in enumerate(rows):
         for column, ax in enumerate(axes[r]):
@@ -206,9 +194,8 @@ def colour_scales(maps: list[Map]) -> dict:
     from matplotlib.colors import AsinhNorm
 
     norms = {}
-    for signed in (False, True):
-        most = max((m.weights.abs().max().item() for m in maps if m.signed == signed), default=0.0)
-        most = max(most, 1e-6 if signed else 1.0)
+    for signed, least in ((False, 1.0), (True, 1e-6)):
+        most = max([least, *(m.weights.abs().max().item() for m in maps if m.signed == signed)])
         # asinh is linear near 0 and a logarithm further out: a tenth of the largest weight still has a colour
         norms[signed] = AsinhNorm(most / 10, -most if signed else 0.0, most)
     return norms
@@ -255,8 +242,8 @@ def open_maps(folder: str) -> tuple[str, list[str], list[list[Map]]]:
     if head is not None:
         n_map = 2 if c.differential else 1
         rows = [[m for m in row if m.head // n_map == head // n_map] for row in rows]
-    names = [f"{name} (its softmax)" if name == "laser" else name for name in attentions(c)]
-    name = names[0] if len(names) == 1 else f"{names[1]} in S, {names[0]} in L"
+    long, *short = [f"{name} (its softmax)" if name == "laser" else name for name in attentions(c)]
+    name = f"{short[0]} in S, {long} in L" if short else long
     name += (f", heads {c.heads}" if "S" in c.heads else "") + (", differential" if c.differential else "")
     return name, labels(tok, prompt), rows
 
@@ -273,9 +260,7 @@ def main() -> None:
     refuse([(not out.endswith((".png", ".pdf", ".svg")), f"--out={out} must end in .png, .pdf or .svg")])
     check_writable(out)
     folders = [folder.strip().rstrip("/") for folder in out_dir.split(",")] if init_from == "resume" else [init_from]
-    runs = {folder: open_maps(folder) for folder in folders if folder or init_from != "resume"}
-    if not runs:
-        raise UserError(f"--out_dir={out_dir} names no folder")
+    runs = {folder: open_maps(folder) for folder in folders}
     names, tokens, grids = zip(*runs.values(), strict=True)
     if any(other != tokens[0] for other in tokens):
         raise UserError("these runs have different tokenizers: draw their maps one by one")
@@ -285,12 +270,8 @@ def main() -> None:
         named = [name if names.count(name) == 1 else f"{name}, {folder}" for folder, (name, _, _) in runs.items()]
         figure = draw(together(dict(zip(named, grids, strict=True)), head is not None), tokens[0])
     if json is not None:
-        entries = [
-            {"run": folder, "attention": name, **m._asdict(), "weights": m.weights.tolist()}
-            for folder, (name, _, rows) in runs.items()
-            for row in rows
-            for m in row
-        ]
+        maps = ((folder, name, m) for folder, (name, _, rows) in runs.items() for row in rows for m in row)
+        entries = [{"run": r, "attention": name, **m._asdict(), "weights": m.weights.tolist()} for r, name, m in maps]
         with open(json, "w", encoding="utf-8") as f:
             dump({"tokens": tokens[0], "maps": entries}, f)
     figure.savefig(out, dpi=120)

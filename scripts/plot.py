@@ -7,6 +7,7 @@ A training loss is drawn twice: each value as a faint line, and the running mean
 points.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -30,7 +31,6 @@ out = "curves.png"  # the file of the picture
 KEYS = {"loss": "loss", "norm": "norm", "logit": "max_logit", "speed": "tokens_per_s", "lr": "lr"}  # of the log
 LABELS = {"loss": "loss (nats per token)", "norm": "gradient norm", "logit": "largest |attention score|"}
 LABELS |= {"speed": "tokens per second", "lr": "learning rate"}
-NUMBERS = {"iter", "val_loss", "ms", *KEYS.values()}  # the columns of a log
 
 
 def read(folder: str) -> list[dict]:
@@ -39,12 +39,11 @@ def read(folder: str) -> list[dict]:
     if not os.path.exists(path):
         raise UserError(f"there is no {path}: --runs= are folders that train.py wrote, with commas between them")
     rows = []
-    with open(path, encoding="utf-8", errors="replace") as f:
-        for number, line in enumerate(f, 1):
-            if row := parsed(line):
+    with open(path, encoding="utf-8") as f:
+        for line in f:
+            with contextlib.suppress(json.JSONDecodeError):  # train.py is writing this line
+                row = json.loads(line)
                 rows.append(row | {"steps": row["iter"] + ("ms" in row)})  # an evaluation comes before its step
-            elif line.endswith("\n"):  # else train.py is writing it
-                raise UserError(f"{path}: line {number} is no row of a log")
     if not rows:
         raise UserError(f"{path} is empty: the run has logged nothing yet")
     timed = [{"steps": 0, "ms": 0.0, "tokens_per_s": 0.0}, *(row for row in rows if "ms" in row)]
@@ -56,18 +55,6 @@ def read(folder: str) -> list[dict]:
     for row in rows:
         row |= {"time": np.interp(row["steps"], steps, hours), "tokens": np.interp(row["steps"], steps, tokens)}
     return rows
-
-
-def parsed(line: str) -> dict | None:
-    """The row of a log that a line holds, of all layers' largest scores the largest; None if it holds none."""
-    try:
-        row = json.loads(line)
-        if isinstance(row.get("max_logit"), list):
-            row["max_logit"] = max(row["max_logit"])
-    except (ValueError, AttributeError, TypeError):  # no JSON, no row, no numbers
-        return None
-    sound = all(isinstance(row[key], (int, float)) for key in NUMBERS & row.keys())
-    return row if sound and "iter" in row and ("ms" not in row or "tokens_per_s" in row) else None
 
 
 def running_mean(values: list[float], smooth: float | None) -> list[float]:
@@ -88,7 +75,7 @@ def draw(ax, name: str, logs: dict[str, list[dict]]) -> None:
     ends = [os.path.basename(run) for run in logs]
     for i, (run, rows) in enumerate(logs.items()):
         at = [row[x] for row in rows if KEYS[name] in row]
-        values = [row[KEYS[name]] for row in rows if KEYS[name] in row]
+        values = [np.max(row[KEYS[name]]) for row in rows if KEYS[name] in row]  # of all layers' scores the largest
         label = os.path.basename(run) if ends.count(os.path.basename(run)) == 1 else run
         if name in ("loss", "norm", "speed"):
             ax.plot(at, values, color=f"C{i}", alpha=0.25, linewidth=0.8)

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 from harness import ROOT, Workers
-from test_scripts import SCRIPTS
+from test_configurator import SCRIPTS
 
 PAGES = ["README.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
 NOTEBOOK = json.load(open(os.path.join(ROOT, "notebooks", "attention.ipynb"), encoding="utf-8"))

@@ -123,11 +123,6 @@ def test_orthogonal(shape):
     assert orthogonal(torch.zeros(shape), 5).abs().max() == 0
 
 
-def test_muon_takes_matrices_alone():
-    with pytest.raises(ValueError, match=r"matrices; got a parameter of shape \(3,\)"):
-        Muon([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-
-
 def test_the_size_of_a_muon_step():
     """lr sqrt(rows / columns) times an orthogonal matrix: a spectral norm that does not depend on the gradient's."""
     for size in (1e-6, 1.0, 1e6):

@@ -72,34 +72,29 @@ def kept_bytes(config: GPTConfig, dtype: str) -> int:
 def activation_bytes(config: GPTConfig, dtype: str) -> float:
     """Bytes per token of a micro-batch that a training step needs besides weights, gradients and optimizer.
 
-    They are what autograd keeps for the layers and the head, and two gradients of the logits in float32. The former is
-    measured on small models (one layer and two of each kind, two vocabularies), so it holds for any attention whose
-    memory grows linearly with the tokens. Dropped weights, and long heads of an attention without a fast form, take
-    more for longer texts. On a GPU dropped weights and biases by distance take less.
+    They are what autograd keeps, and two gradients of the logits in float32. The former is measured on models with few
+    layers, few tokens and two small vocabularies, so it holds for any attention whose memory grows linearly with the
+    tokens. Dropped weights, and long heads of an attention without a fast form, take more for longer texts. On a GPU
+    dropped weights and a bias take less.
     """
-    most, chunk = 2048 if config.position == "t5" else 512, 64  # tokens; t5 keeps a bias that grows up to some length
-    if sums := SUMS.get(config.attention):  # enough for its sums to run
-        D = config.resolved().head_dim
-        most, chunk = max(most, sums.linear_from(D) + 2 * sums.chunk(D)), sums.chunk(D)
-    T = min(config.block_size, most - chunk + config.block_size % chunk)  # the same remainder of chunks
-    small = replace(config, block_size=T, nope_long=False, vocab_size=64, activation_checkpointing=False)
-    per_layer = {}  # {the letters of its heads: bytes}
-    layers = [config.layer_heads(layer) for layer in range(config.n_layer)]
-    for letters in dict.fromkeys(layers):
-        kind = {"heads": letters, "window": config.resolved().window if "S" in letters else None}
-        if len({*letters}) == 1 and config.short_attention:  # short_attention needs heads of both kinds
-            kind |= {"attention": config.short_attention if "S" in letters else config.attention}
-            kind |= {"short_attention": None}
-        alike = replace(small, n_layer=1, **kind)
-        one = kept_bytes(alike, dtype)
-        two = kept_bytes(replace(alike, n_layer=2), dtype)
-        wider = kept_bytes(replace(alike, vocab_size=128), dtype)
-        per_layer[letters] = (two - one) / T
-        rest = (2 * one - two + (wider - one) * (config.vocab_size - 64) / 64) / T  # embeddings and head
-    total = sum(per_layer[letters] for letters in layers)
-    if config.activation_checkpointing:  # the input of each layer, and all of one layer
-        total = 4 * config.n_embd * config.n_layer + max(per_layer.values())
-    return total + rest + 8 * config.vocab_size
+    c = config.resolved()
+    most, chunk = 2048 if c.position == "t5" else 512, 64  # tokens; t5 keeps a bias that grows up to some length
+    if sums := SUMS.get(c.attention):  # enough for its sums to run
+        most, chunk = max(most, sums.linear_from(c.head_dim) + 2 * sums.chunk(c.head_dim)), sums.chunk(c.head_dim)
+    T = min(c.block_size, most - chunk + c.block_size % chunk)  # the same remainder of chunks
+    small = replace(config, block_size=T, window=c.window, activation_checkpointing=False)
+
+    def kept(n_layer: int, vocab_size: int) -> float:
+        return kept_bytes(replace(small, n_layer=n_layer, vocab_size=vocab_size), dtype) / T
+
+    period = len(c.heads.split("/"))  # of layers with other heads
+    n = period + c.n_layer % period
+    few = kept(n, 64)
+    layer = (kept(n + period, 64) - few) / period
+    rest = few + (kept(n, 128) - few) * (c.vocab_size - 64) / 64 + 8 * c.vocab_size
+    if c.activation_checkpointing:  # the input of each layer, and all of one layer
+        return rest - (n - 1) * layer + 4 * c.n_embd * c.n_layer
+    return rest + (c.n_layer - n) * layer
 
 
 def matmul_rate(device: str, dtype: str) -> float:
@@ -125,8 +120,7 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
     """The lines of a dry run. run: train.py's settings; n_tokens: of the train split, if it is there."""
     with torch.device("meta"):
         model = GPT(config)
-    n = num_params(model, non_embedding=False)
-    per_token = flops(model)
+    n, per_token = num_params(model, non_embedding=False), flops(model)
     rows = run["batch_size"] * run["gradient_accumulation_steps"]
     micro = min(run["batch_size"], rows // world) * config.block_size
     step = rows * config.block_size  # tokens, as micro and total
@@ -135,21 +129,19 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
     matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
     per_weight = 16 if dtype == "float32" else 18  # bytes: itself, its gradient, two of AdamW's; autocast's copy
     saved = 4 * matrices if run["optimizer"] == "muon" else 0  # Muon has one number per weight, the others two
-    shares = world if run["parallel"] == "fsdp" else 1
-    held = (per_weight * n - saved) / shares / 2**30  # GiB, as acts
+    held = (per_weight * n - saved) / (world if run["parallel"] == "fsdp" else 1) / 2**30  # GiB, as acts
     acts = activation_bytes(config, dtype) * micro / 2**30
     peak = peak_flops(device, dtype)
     rate = peak or matmul_rate(device, dtype)
-    kind = device.split(":")[0]
-    machine = f"{world} x {torch.cuda.get_device_name()}" if peak else f"{count(world, 'process')} on this {kind}"
+    machine = f"{world} x {torch.cuda.get_device_name()}" if peak else f"{count(world, 'process')} on this {device}"
     work = per_token * total / (MFU * world)  # seconds at a rate of one FLOP/s
     return "\n".join([
         f"parameters: {n:,}, {num_params(model):,} without position (and untied token) embeddings",
         f"FLOPs: {per_token:,} per token, forward and backward; {per_token * step:.3g} per step; "
         f"{per_token * total:.3g} in all",
         f"tokens: {step:,} per step ({rows} x {config.block_size}), {total:,} in {run['max_iters']:,} steps{epochs}",
-        f"memory of a process, about: {held + acts:.2f} GiB = {held:.2f} for weights, gradients and {run['optimizer']}"
-        f"{f', a share of {world},' if shares > 1 else ''} + {acts:.2f} for {micro:,} tokens at a time, in {dtype}",
+        f"memory of a process, about: {held + acts:.2f} GiB = {held:.2f} for weights, gradients and {run['optimizer']} "
+        f"+ {acts:.2f} for {micro:,} tokens at a time, in {dtype}",
         f"time, at {MFU:.0%} of the rate of matrix products: {duration(work / rate)} on {machine} "
         f"({rate / 1e12:.3g} TFLOP/s)",
         " " * 45 + ", ".join(f"{duration(work / PEAK_FLOPS[gpu])} on {world} x {gpu}" for gpu in ("A100", "H100")),

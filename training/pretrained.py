@@ -1,17 +1,17 @@
 """Weights from and for models of Hugging Face's transformers: translates their configs and names to ours, and back.
 
-FAMILIES has an entry for each family of models, with functions that translate in both directions (ours, theirs).
+FAMILIES has an entry for each family of models. `load` reads a model of a family, or of a run's folder; `export` makes
+a model of a family out of ours.
 """
 
 import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
-from errors import NotInstalled, UserError, first_line, optional, refuse
+from errors import UserError, first_line, optional, refuse
 from model import GPT, GPTConfig
 from text.tokenizers import GPT2_VOCAB_SIZE, hub_args
 from training import checkpoint
@@ -30,10 +30,8 @@ LLAMA_FIELDS = {
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs: ours
 # fields that may differ from what the weights were trained with
 FREE = "dropout attn_dropout z_loss attention short_attention heads window temperature logit_softcap block_size".split()
-FREE += ["label_smoothing", "activation_checkpointing"]
-FREE += ["decay", "conv"]  # their weights, if they have any, begin as in a new model
-NEW = ("attn.conv.weight", "attn.decay.log_slopes")
-OURS = "nanoattn"  # the family of models that lab/hub/export.py --custom writes
+FREE += ["label_smoothing", "activation_checkpointing", "decay", "conv"]
+NEW = ("attn.conv.weight", "attn.decay.log_slopes")  # weights of these choices, which begin as in a new model
 # fields that matter only in training
 TRAINING = ("dropout", "attn_dropout", "zero_init", "label_smoothing", "z_loss", "activation_checkpointing")
 USER = "a model of Hugging Face"  # what needs the package transformers
@@ -154,25 +152,21 @@ def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> Non
 
 
 @contextlib.contextmanager
-def loading(name: str, errors: type[Exception] = Exception) -> Iterator[None]:
-    """Turns an error within it (by default any) into an OSError or a UserError that names what is loaded."""
+def loading(name: str) -> Iterator[None]:
+    """Turns an error of transformers, or of what it calls, into a sentence that names what is loaded."""
     try:
         yield
-    except MemoryError:
-        raise
-    except ImportError as error:
-        raise NotInstalled(f"cannot load {name}: {first_line(error)}") from None
     except OSError as error:
         other = "" if os.path.isdir(name) else " (a local folder can be loaded as well)"
         raise OSError(f"cannot load {name} through transformers: {first_line(error)}{other}") from None
-    except errors as error:  # of several libraries
+    except Exception as error:  # of several libraries
         raise UserError(f"cannot convert {name}: {first_line(error)}") from None
 
 
 def config_of(name: str, changes: dict) -> tuple[object, dict]:
     """(transformers' config, the fields of GPTConfig) of the model that `load` loads; GPT-2 needs no network.
 
-    The config of a run's folder is None.
+    The config of a run's folder is None. changes: fields to change. Raises UserError for one that the weights fix.
     """
     if checkpoint.names(name):
         return None, _changed(name, run_in(name)["model_args"], changes)
@@ -180,25 +174,21 @@ def config_of(name: str, changes: dict) -> tuple[object, dict]:
         raise UserError(f"{name} is a file: give the folder of a run or of a model")
     if name not in GPT2 and not os.path.isdir(name) and (name.count("/") != 1 or name[0] in "./~"):
         raise UserError(f"{name!r} is not one of {', '.join(GPT2)}, no owner/model of the hub and no local folder")
-    AutoConfig = with_ours().AutoConfig
+    AutoConfig = optional("transformers", USER).AutoConfig
     if name in GPT2 and not os.path.isdir(name):
         n_layer, n_head, n_embd = GPT2[name]
         c = AutoConfig.for_model("gpt2", n_layer=n_layer, n_head=n_head, n_embd=n_embd)
     else:
         with loading(name):
             c = AutoConfig.from_pretrained(name, **hub_args(name))
-    with loading(name, UserError):
-        if c.model_type == OURS:
-            fields = c.gpt
-        elif c.model_type in FAMILIES:
-            fields = FAMILIES[c.model_type].ours(c)
-        else:
-            raise UserError(f"the family {c.model_type} is not one of {', '.join(FAMILIES)}")
+    if c.model_type not in FAMILIES:
+        raise UserError(f"cannot convert {name}: the family {c.model_type} is not one of {', '.join(FAMILIES)}")
+    with loading(name):
+        fields = FAMILIES[c.model_type].ours(c)
     return c, _changed(name, fields, changes)
 
 
 def _changed(name: str, fields: dict, changes: dict) -> dict:
-    """The fields of GPTConfig with these changes. Raises UserError for one that the weights do not allow."""
     if fixed := [key for key in changes if key not in FREE]:
         raise UserError(f"{fixed[0]} is fixed: {name}'s weights were trained with it. You can change {', '.join(FREE)}")
     args = fields | changes
@@ -207,19 +197,9 @@ def _changed(name: str, fields: dict, changes: dict) -> dict:
     return args
 
 
-def with_ours() -> ModuleType:
-    """The package transformers, which then knows the models that lab/hub/export.py --custom writes."""
-    transformers = optional("transformers", USER)
-    from lab.hub.modeling_nanoattn import NanoattnConfig, NanoattnForCausalLM  # here: it needs transformers
-
-    transformers.AutoConfig.register(OURS, NanoattnConfig, exist_ok=True)
-    transformers.AutoModelForCausalLM.register(NanoattnConfig, NanoattnForCausalLM, exist_ok=True)
-    return transformers
-
-
-def run_in(folder: str, verify: bool = False) -> dict:
-    """The checkpoint with the lowest validation loss in a run's folder. verify: read all of it, for its checksums."""
-    return checkpoint.load(checkpoint.path_of(folder, "best"), verify, lazily=True)
+def run_in(folder: str) -> dict:
+    """The checkpoint with the lowest validation loss in a run's folder."""
+    return checkpoint.load(checkpoint.path_of(folder, "best"))
 
 
 def tokens_of(name: str) -> dict | None:
@@ -233,66 +213,58 @@ def tokens_of(name: str) -> dict | None:
 def load(name: str, changes: dict) -> GPT:
     """The GPT with pretrained weights: of the hub, a local folder, a run's folder. changes: fields of GPTConfig."""
     c, args = config_of(name, changes)
+    trained_at = args["block_size"]
+    if args.get("position", "learned") == "learned":  # all positions are copied first, and cropped afterwards
+        trained_at = c.n_positions if c else run_in(name)["model_args"]["block_size"]
+    model = GPT(GPTConfig(**args | {"block_size": trained_at}))
     if c is None:
-        return with_changes(checkpoint.model_of(run_in(name, verify=True)), args)
-    settings = {"dtype": torch.float32, "output_loading_info": True} | hub_args(name)
-    with loading(name):
-        theirs, found = with_ours().AutoModelForCausalLM.from_pretrained(name, **settings)
-    tied = {"lm_head.weight"} if c.tie_word_embeddings else set()
-    if missing := sorted(set(found["missing_keys"]) - tied):  # transformers has filled it with random numbers
-        raise UserError(f"cannot convert {name}: its file has no {missing[0]}")
-    if c.model_type == OURS:
-        return with_changes(theirs.gpt, args)
-    learned = "position" not in args  # then all positions are copied first, and cropped afterwards
-    model = GPT(GPTConfig(**args | ({"block_size": c.n_positions} if learned else {})))
-    with loading(name, UserError):
-        copy_from(model, theirs.state_dict(), FAMILIES[c.model_type])
-    if learned:
+        copy_own(model, run_in(name)["model"])
+    else:
+        settings = {"dtype": torch.float32, "output_loading_info": True} | hub_args(name)
+        with loading(name):
+            theirs, found = optional("transformers", USER).AutoModelForCausalLM.from_pretrained(name, **settings)
+        tied = {"lm_head.weight"} if c.tie_word_embeddings else set()
+        if missing := sorted(set(found["missing_keys"]) - tied):  # transformers has filled it with random numbers
+            raise UserError(f"cannot convert {name}: its file has no {missing[0]}")
+        with loading(name):
+            copy_from(model, theirs.state_dict(), FAMILIES[c.model_type])
+    if trained_at != args["block_size"]:
         model.crop_block_size(args["block_size"])
     return model
 
 
-def with_changes(trained: GPT, args: dict) -> GPT:
-    """A GPT with the fields args and the weights of one of ours. The weights of NEW choices begin anew."""
-    learned = trained.config.position == "learned"  # then all positions are copied first, and cropped afterwards
-    model = GPT(GPTConfig(**args | ({"block_size": trained.config.block_size} if learned else {})))
-    theirs, ours = trained.state_dict(), model.state_dict()
-    new = [key for key in ours if key not in theirs and not key.endswith(NEW)]
-    refuse((True, f"the changed model needs {key}, which was not trained") for key in new)
-    lost = [key for key, p in theirs.items() if key not in ours or ours[key].shape != p.shape]
-    refuse((True, f"the changed model has no place for the trained weight {key}") for key in lost)
-    model.load_state_dict(theirs, strict=False)
-    if learned:
-        model.crop_block_size(args["block_size"])
-    return model
+def copy_own(model: GPT, state: dict[str, torch.Tensor]) -> None:
+    """Copies the weights of one of our models. Raises UserError where they do not fit; those of NEW begin anew."""
+    needed = {key: p.shape for key, p in model.state_dict().items() if key in state or not key.endswith(NEW)}
+    given = {key: p.shape for key, p in state.items()}
+    if differing := sorted(key for key in needed | given if needed.get(key) != given.get(key)):
+        raise UserError(f"the trained weights do not fit the changed model: see {differing[0]}")
+    model.load_state_dict(state, strict=False)
 
 
 def export(model: GPT) -> object:
     """Our model as a PreTrainedModel of transformers. Raises UserError, naming the choices that no family has."""
-    family, config = _fitting(model.config)
-    D = model.config.resolved().head_dim
-    theirs = optional("transformers", USER).AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    transformers, c = optional("transformers", USER), model.config.resolved()
+    family, config = _fitting(model.config, transformers.AutoConfig)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     # GPT-2's biases are zeros where ours has none
     state = {key: torch.zeros_like(p) if key.endswith("bias") else p for key, p in theirs.state_dict().items()}
     for key, p in model.state_dict().items():
         names = sources(key, family.modules)
         parts = p.split([len(state[name]) for name in names]) if len(names) > 1 else [p]
         for name, part in zip(names, parts, strict=True):
-            state[name] = converted(name, part, D, family, back=True).contiguous()
+            state[name] = converted(name, part, c.head_dim, family, back=True).contiguous()
     theirs.load_state_dict(state)
     return theirs
 
 
-def _fitting(config: GPTConfig) -> tuple[Family, object]:
+def _fitting(config: GPTConfig, AutoConfig: type) -> tuple[Family, object]:
     """(the family that has all of a model's choices, transformers' config of it)."""
-    AutoConfig = optional("transformers", USER).AutoConfig
-    ours = _choices(config)
-    misfits = {}  # {family: fields in which it differs}
+    ours, misfits = _choices(config), {}  # misfits: {family: fields in which it differs}
     for name, family in FAMILIES.items():
-        arguments = family.theirs(config.resolved())
         try:
             with loading(name):
-                theirs = AutoConfig.for_model(name, **arguments)
+                theirs = AutoConfig.for_model(name, **family.theirs(config.resolved()))
             back = _choices(GPTConfig(**family.ours(theirs)))
         except UserError:  # for sizes that the family cannot have
             continue
@@ -304,13 +276,11 @@ def _fitting(config: GPTConfig) -> tuple[Family, object]:
         raise UserError("transformers has no model of these sizes: n_head, head_dim and n_embd do not fit there")
     nearest, fields = min(misfits.items(), key=lambda entry: len(entry[1]))
     asked = [f"{key}={getattr(config, key)!r}" for key in fields if getattr(config, key) is not None]
-    lacks = f"the nearest, {nearest}, has no {', '.join(asked or fields)}"
-    raise UserError(f"transformers has no such model; {lacks}. export_hf.py --custom exports every model")
+    raise UserError(f"transformers has no such model; the nearest, {nearest}, has no {', '.join(asked or fields)}")
 
 
 def _choices(config: GPTConfig) -> dict:
     """The fields that a trained model depends on, with every default spelled out."""
     c = config.resolved()
     heads = "/".join(c.layer_heads(layer) for layer in range(c.n_layer))
-    spelled = vars(c) | {"heads": heads}
-    return {key: x for key, x in spelled.items() if key not in TRAINING}
+    return {key: x for key, x in (vars(c) | {"heads": heads}).items() if key not in TRAINING}

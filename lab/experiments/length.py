@@ -102,7 +102,6 @@ def doubled(flags: dict, short: int, long: int, repeats: int) -> dict:
     """How many times as long a step on `long` tokens takes as one on `short`: the median of some rounds."""
     gpt, adamw = trainer(flags, long)
     tasks = {n: functools.partial(step_in, gpt, adamw, n) for n in (short, long)}
-    interleaved(tasks, "cpu", 1)  # warm-up
     rounds = interleaved(tasks, "cpu", repeats)
     found = {f"s_{n}": medians(rounds[n])[0]["s"] for n in rounds}
     return found | {key.removesuffix("s") + "ratio": x for key, x in ratios(rounds, long, short).items()}

@@ -53,7 +53,6 @@ def step_times(
         settings = Settings(chosen["learning_rate"], adam, chosen["weight_decay"], chosen["adam_eps"])
         x = torch.randint(vocab_size, (chosen["batch_size"], chosen["block_size"]))
         tasks[name] = functools.partial(timed_step, gpt.train(), OPTIMIZER[chosen["optimizer"]](gpt, settings), x)
-    interleaved(tasks, "cpu", 3)  # warm-up
     rounds = interleaved(tasks, "cpu", repeats)
     return {name: (medians(rounds[name])[0]["ms"], ratios(rounds, name, against[name])["ms"]) for name in rounds}
 

@@ -1,0 +1,154 @@
+"""bench.py: its rows, its checks against the definitions, its refusals."""
+
+import json
+
+import pytest
+import torch
+
+import bench
+from attention import forms
+from attention.scores import plain_form, takes
+from model import ATTENTION, GPT, GPTConfig
+
+TINY = ("--n_head=2", "--head_dim=8", "--heads=SL", "--batch_size=1", "--repeats=2", "--device=cpu", "--quick")
+
+
+def test_attention(run, tmp_path):
+    out_file = tmp_path / "b.json"
+    small = (*TINY, "--what=attention", "--lengths=16,400", f"--out={out_file}")
+    code, out, _ = run("bench.py", *small, "--plot")
+    assert code == 0 and "WRONG" not in out and "left out" not in out
+    rows = json.loads(out_file.read_text())["attention"]
+    names = ["sdpa"]
+    for core, definition in ATTENTION.items():
+        names += [core, f"{core} SL", f"{core} differential"]
+        names += [f"{core} decay"] if takes(definition, "fade") else []
+    assert [(row["subject"], row["n"]) for row in rows] == [(name, n) for n in (16, 400) for name in names]
+    assert all(row["peak bytes"] > 4 * 2 * 8 * row["n"] and row["median"]["both"] > 0 for row in rows)
+    assert rows[0]["ratio"] == {"forward": 1, "backward": 1, "both": 1} and all(row["error"] < 1e-5 for row in rows)
+    assert (tmp_path / "b.png").stat().st_size > 10000
+    code, out, _ = run("bench.py", *small, "--only=sdpa,softmax", "--patience=1e-9")
+    assert code == 0 and "softmax: longer texts are skipped" in out and "n = 400" not in out and "laser" not in out
+
+
+def test_positions_head_dims_and_tokens_at_once(run, tmp_path):
+    flags = ["--what=attention", "--only=softmax,rope,alibi,t5,relative", "--lengths=16,64", "--head_dim=16,8"]
+    flags += ["--tokens=128", "--repeats=1", "--n_head=2", "--heads=SL", f"--out={tmp_path / 'b.json'}"]
+    code, out, _ = run("bench.py", *flags)
+    assert code == 0 and "WRONG" not in out
+    rows = json.loads((tmp_path / "b.json").read_text())["attention"]
+    names = ["softmax", "rope", "alibi", "relative", "t5"]
+    expected = [(name, d, n, 128 // n) for d in (16, 8) for n in (16, 64) for name in names]
+    assert [(row["subject"], row["d"], row["n"], row["batch"]) for row in rows] == expected
+    assert rows[0]["ratio"]["both"] == 1  # of the first row that is timed
+
+
+def test_a_new_attention_is_timed_a_wrong_one_is_not(run, tmp_path, monkeypatch):
+    """It is compared with its own definition, and a bug in it prints its traceback."""
+
+    def broken(s, seen, v):
+        raise ValueError("a bug of mine")
+
+    def doubled(definition):
+        return lambda q, k, v, **settings: 2 * plain_form(definition)(q, k, v, **settings)
+
+    monkeypatch.setitem(ATTENTION, "mine", lambda s, seen, v: (s * seen) @ v)
+    monkeypatch.setitem(ATTENTION, "wrong", lambda s, seen, v: (s * seen) @ v)
+    monkeypatch.setitem(forms.FAST, "wrong", doubled)
+    monkeypatch.setitem(forms.WRITTEN_FOR, "wrong", forms.fingerprint(ATTENTION["wrong"]))
+    monkeypatch.setitem(ATTENTION, "broken", broken)
+    flags = ("--what=attention", "--lengths=16", "--only=sdpa,mine,mine SL,broken,wrong,wrong SL", "--window=5")
+    code, out, err = run("bench.py", *TINY, *flags, f"--out={tmp_path / 'b.json'}")
+    timed = [row["subject"] for row in json.loads((tmp_path / "b.json").read_text())["attention"]]
+    assert code == 0 and timed == ["sdpa", "mine", "mine SL"]
+    assert out.count("WRONG") == 2 and "wrong SL is WRONG: it differs from the definition by y 1, dq 1, " in out
+    assert "broken left out (ValueError: a bug of mine)" in out
+    assert err.count("Traceback (most recent call last)") == 1 and "in broken\n" in err
+
+
+def test_an_edited_definition_is_measured(run, tmp_path, monkeypatch):
+    """A model runs the edited definition instead of the fast form, and so does bench.py."""
+    monkeypatch.setitem(ATTENTION, "beta", lambda s, seen, v: 2 * (s * seen) @ v)
+    small = (*TINY, "--what=attention", "--lengths=16", "--only=sdpa,beta,beta SL", f"--out={tmp_path / 'b.json'}")
+    code, out, err = run("bench.py", *small)
+    assert code == 0 and "WRONG" not in out and "attention='beta': its definition was edited" in err
+    assert len(json.loads((tmp_path / "b.json").read_text())["attention"]) == 3
+
+
+def test_flex_attention_is_short_and_long_softmax(monkeypatch):
+    """Its mask, without a compiler."""
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    for name, value in {"n_head": 3, "heads": "SLS", "window": 5}.items():
+        monkeypatch.setattr(bench, name, value)
+    q, k, v = (torch.randn(1, 3, 40, 8) for _ in range(3))
+    short = {"heads": "SLS", "window": 5}
+    for pattern, fields in (("L", {}), ("SLS", short)):
+        torch.testing.assert_close(bench.flex(pattern)(q, k, v), bench.layer(fields, plain=True)(q, k, v))
+
+
+def test_what_fails_is_left_out(capsys):
+    left = [1, 1, 0]
+    tasks = {"works": lambda: {"ms": 1.0}, "fails later": lambda: {"ms": 1 / left.pop(0)}}
+    assert bench.interleaved(tasks, "cpu", 2) == {"works": {"ms": [1.0, 1.0]}}
+    out, err = capsys.readouterr()
+    assert "fails later left out (ZeroDivisionError: " in out and "Traceback" in err
+
+    def too_much():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert bench.tried("much", too_much, "cpu") is None
+    out, err = capsys.readouterr()
+    assert out.startswith("much left out (") and not err  # that is no bug
+
+
+def test_medians_and_ratios():
+    rounds = {"a": {"ms": [1.0, 2.0, 4.0, 8.0, 9.0]}, "b": {"ms": [3.0, 6.0, 12.0, 8.0, 9.0]}}
+    assert bench.medians(rounds["b"]) == ({"ms": 8.0}, {"ms": (9.0 - 6.0) / 2 / 8.0})
+    assert bench.ratios(rounds, "b", "a") == {"ms": 3.0}  # the median of 3, 3, 3, 1, 1
+
+
+def test_models_steps_and_decoding(tmp_path, monkeypatch):
+    """With models that are less wide and have fewer layers."""
+    flags = {"what": "model,step,decode", "model_lengths": "16,160", "step_length": 16, "decode_length": 8}
+    flags |= {"heads": "SL", "batch_size": 1, "repeats": 2, "device": "cpu", "out": str(tmp_path / "b.json")}
+    sizes = {"LS_MODEL": {"n_layer": 2, "n_embd": 48, "vocab_size": 99}, "GPT_10M": {"n_layer": 2, "n_embd": 48}}
+    sizes = {name: getattr(bench, name) | small for name, small in sizes.items()}
+    for name, value in (flags | sizes).items():
+        monkeypatch.setattr(bench, name, value)
+    bench.main()
+    results = json.loads((tmp_path / "b.json").read_text())
+    names = [f"{core} {pattern}" for core in ATTENTION for pattern in ("L", "SL")]
+    names += [f"softmax/{core} conv SL" for core in forms.SUMS]
+    assert [(row["subject"], row["n"]) for row in results["model"]] == [(name, n) for n in (16, 160) for name in names]
+    assert [row["subject"] for row in results["step"]] == names
+    assert [row["subject"] for row in results["decode"]] == [*names, "softmax L, GQA 2", "softmax L, MQA"]
+    size = {row["subject"]: row["cache, bytes"] for row in results["decode"]}
+    assert size["softmax L"] == 2 * 2 * 48 * 8 * 4  # layers, k and v, width, tokens, bytes
+    assert size["softmax L"] == 3 * size["softmax L, GQA 2"] == 6 * size["softmax L, MQA"]
+
+
+def test_it_has_nanogpts_model():
+    """Its Shakespeare model, in the bytes of its cache."""
+    gpt = GPT(GPTConfig(1024, **bench.GPT_10M)).eval()
+    cache = gpt.new_cache()
+    gpt(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+    assert cache.nbytes == 6 * 2 * 384 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("--lengths=a,b", "--lengths must be positive integers"),
+        ("--head_dim=8,0", "--head_dim must be positive integers"),
+        ("--repeats=0", "must be at least 1"),
+        ("--what=attn", "not one of attention, model, step, decode"),
+        ("--only=sdap", "not one of sdpa"),
+        ("--heads=S/L", "the letters of one layer, with an S"),
+        ("--heads=SX", "made of S (short) and L (long)"),
+        ("--window=-1", "0 (a token sees itself alone) or more"),
+        ("--out=/nonexistent/bench.json", "no file can be written there"),
+    ],
+)
+def test_refusals(run, wrong, says):
+    code, _, err = run("bench.py", *TINY, wrong)
+    assert code == 2 and says in err
