@@ -5,7 +5,6 @@ left alone. The text is the prompt and, directly after it, the answer, which oft
 answer's tokens are targets.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -16,13 +15,11 @@ import torch
 
 from errors import UserError
 from text.dataset import Tokens, read_meta
-from text.files import TextError, replace
-from text.sources import SPLITS
 from text.tokenizers import Tokenizer
 
 
 def read_examples(path: str) -> Iterator[tuple[str, str]]:
-    """Yields (prompt, answer) of each line of a JSONL file. Raises TextError, naming the line that is wrong."""
+    """Yields (prompt, answer) of each line of a JSONL file. Raises UserError, naming the line that is wrong."""
     with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
             if not line.strip():
@@ -34,20 +31,9 @@ def read_examples(path: str) -> Iterator[tuple[str, str]]:
                     raise TypeError("prompt and answer must be text, and not empty")
                 (prompt + answer).encode()  # half a character is an error
             except (ValueError, KeyError, TypeError) as error:
-                what = f"{type(error).__name__}: {error}"
                 need = 'a line must be {"prompt": "...", "answer": "..."}'
-                raise TextError(f"{path}, line {number}: {need} ({what})") from None
+                raise UserError(f"{path}, line {number}: {need} ({type(error).__name__}: {error})") from None
             yield prompt, answer
-
-
-def sources_of(source: str) -> dict[str, str]:
-    """{train, val, test: path of its JSONL}, of a folder with train.jsonl, val.jsonl and maybe test.jsonl."""
-    names = sorted(os.listdir(source)) if os.path.isdir(source) else []
-    stems = [name.removesuffix(".jsonl") for name in names if name.endswith(".jsonl")]
-    found = {SPLITS[stem]: os.path.join(source, f"{stem}.jsonl") for stem in stems if stem in SPLITS}
-    if not {"train", "val"} <= found.keys():
-        raise UserError(f"--source={source} must be a folder with train.jsonl and val.jsonl")
-    return found
 
 
 def encode(tok: Tokenizer, prompt: str, answer: str) -> tuple[np.ndarray, int]:
@@ -63,33 +49,33 @@ def encode(tok: Tokenizer, prompt: str, answer: str) -> tuple[np.ndarray, int]:
 
 
 def prepare(folder: str, source: str, tok: Tokenizer) -> dict:
-    """Writes <split>.bin and meta.json, whose entry "answers" says where answers are. Returns meta.json's content."""
+    """Writes <split>.bin and meta.json, whose entry "answers" says where answers are. Returns meta.json's content.
+
+    source: a folder with train.jsonl, val.jsonl and maybe test.jsonl. Raises UserError, before anything is written.
+    """
+    paths = {split: os.path.join(source, f"{split}.jsonl") for split in ("train", "val", "test")}
+    if not all(os.path.isfile(paths[split]) for split in ("train", "val")):
+        raise UserError(f"--source={source} must be a folder with train.jsonl and val.jsonl")
+    dtype, written, files = np.min_scalar_type(tok.n_vocab - 1), {}, {}
+    for split, path in paths.items():
+        if not os.path.isfile(path):
+            continue
+        examples = [encode(tok, *example) for example in read_examples(path)]
+        if not examples:
+            raise UserError(f"{path} holds no examples")
+        ends = np.cumsum([len(ids) for ids, _ in examples]).tolist()
+        answers = [[end - len(ids) + n, end] for end, (ids, n) in zip(ends, examples, strict=True)]
+        written[split] = np.concatenate([ids for ids, _ in examples]).astype(dtype).tobytes()
+        files[f"{split}.bin"] = {"tokens": ends[-1], "documents": len(examples), "answers": answers}
+        files[f"{split}.bin"]["sha256"] = hashlib.sha256(written[split]).hexdigest()
     os.makedirs(folder, exist_ok=True)
-    dtype = np.min_scalar_type(tok.n_vocab - 1)
-    files, data = {}, {}
-    for split, path in sources_of(source).items():
-        ids, answers, size, texts = [], [], 0, []
-        for prompt, answer in read_examples(path):
-            example, begin = encode(tok, prompt, answer)
-            answers.append([size + begin, size + len(example)])
-            size += len(example)
-            ids.append(example)
-            texts.append(prompt + answer)
-        if not ids:
-            raise TextError(f"{path} holds no examples")
-        data[f"{split}.bin"] = written = np.concatenate(ids).astype(dtype).tobytes()
-        text = "\n".join(texts)
-        files[f"{split}.bin"] = {
-            "tokens": size, "documents": len(ids), "bytes": len(text.encode()), "words": len(text.split()),
-            "sha256": hashlib.sha256(written).hexdigest(), "answers": answers,
-        }  # fmt: skip
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(os.path.join(folder, "meta.json"))  # first, because it describes the others
-    for name, written in data.items():
-        replace(os.path.join(folder, name), written)
+    for split, data in written.items():
+        with open(os.path.join(folder, f"{split}.bin"), "wb") as f:
+            f.write(data)
     meta = {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name, "source": {"from": source}}
-    meta |= {"files": files}
-    replace(os.path.join(folder, "meta.json"), json.dumps(meta, ensure_ascii=False).encode())
+    meta["files"] = files
+    with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as f:
+        json.dump(meta, f, ensure_ascii=False)
     return meta
 
 
@@ -107,7 +93,6 @@ class Examples(Tokens):
         if longest > block_size:
             raise UserError(f"{folder}: an answer of {split} has {longest} tokens, more than block_size={block_size}")
         self.block_size = min(block_size, int((self.end - self.start).max()) - 1)
-        self.beginning = int(self.begin[0])
 
     @property
     def places(self) -> int:

@@ -1,5 +1,5 @@
 # fine-tunes a model on prompts and answers (lab/hub/prepare_answers.py), for a few passes over some thousand examples:
-# python train.py lab/hub/finetune_task.py --init_from=out-books --dataset=endings --out_dir=out-endings
+# python -m lab.hub.finetune lab/hub/finetune_task.py --init_from=out-books --dataset=endings --out_dir=out-endings
 
 # init_from and dataset are given on the command line
 out_dir = "out-task"

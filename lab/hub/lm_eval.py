@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import random
-import sys
 from typing import Literal
 
 from configurator import at_least_one, check_writable, configure, pick_device, user_errors
@@ -23,15 +22,11 @@ from errors import NotFinite, UserError, first_line, note, optional
 # isort: split
 import torch
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from text.files import replace
 from text.sampling import stream
 from text.tokenizers import Tokenizer, hub_args
 from training.checkpoint import open_model
-
-# Python finds modules in a script's folder; there this file would hide the library of the same name.
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:] = [path for path in sys.path if os.path.abspath(path) != HERE]
 
 # Which model?
 init_from = "resume"  # resume: the checkpoint in out_dir; or gpt2, gpt2-xl, ..., a model of the hub, a local folder
@@ -52,7 +47,7 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloa
 # - StoryCloze: lm-eval's storycloze_2016 needs data from its authors; xstorycloze_en was made from these data.
 # - RaceM: lm-eval's race is RaceH. race_middle.yaml is ours.
 LASER = ["wsc", "winogrande", "wsc273", "wic", "xstorycloze_en", "sglue_rte", "record",
-         os.path.join(HERE, "tasks", "race_middle.yaml"), "race", "piqa", "openbookqa", "multirc",
+         os.path.join(os.path.dirname(__file__), "tasks", "race_middle.yaml"), "race", "piqa", "openbookqa", "multirc",
          "hellaswag", "copa", "cb", "boolq", "arc_easy"]  # fmt: skip
 USER = "lab/hub/lm_eval.py"
 GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}  # a task's settings, as known here
@@ -92,40 +87,24 @@ def adapter(model: torch.nn.Module, tok: Tokenizer, batch_size: int, device: str
                 if not 1 <= len(continuation) <= self.max_length:
                     most = f"1 to block_size={self.max_length}"
                     raise UserError(f"an answer of the task has {len(continuation)} tokens; this model takes {most}")
-                ids = (context + continuation)[-self.max_length - 1 :]
-                rows.append((len(ids) - len(continuation), ids, i))
-            # the longest first, and the answers to a question side by side
-            rows.sort(key=lambda row: (row[0], row[1][: row[0]], len(row[1])), reverse=True)
+                rows.append(((context + continuation)[-self.max_length - 1 :], len(continuation), i))
+            rows.sort(key=lambda row: len(row[0]))  # little padding
             for at in tqdm(range(0, len(rows), batch_size), "log p", disable=disable_tqdm):
                 batch = rows[at : at + batch_size]
                 for (_, _, i), answer in zip(batch, self.scored(batch), strict=True):
                     answers[i] = answer
             return answers
 
-        def scored(self, rows: list[tuple[int, list[int], int]]) -> list[tuple[float, bool]]:
-            """The same for a batch of (length of the context, ids, _). What rows share is computed once, in a cache."""
-            past = min(n for n, _, _ in rows) - 1  # the last token of a context predicts the first one of its answer
-            shared = [tuple(ids[:past]) for _, ids, _ in rows]
-            contexts = {context: i for i, context in enumerate(dict.fromkeys(shared))}
-            if len(contexts) == len(rows):  # no two rows share a context
-                past = 0
-            cache = model.new_cache(max(len(ids) for _, ids, _ in rows) - 1) if past else None
-            inputs = [ids[past:-1] for _, ids, _ in rows]
-            longest = max(map(len, inputs))
-            x = tensor([ids + [0] * (longest - len(ids)) for ids in inputs])  # no token sees what is on its right
-            spans = [slice(n - 1 - past, len(ids) - 1 - past) for n, ids, _ in rows]  # where the answers are predicted
-            targets = tensor([token for n, ids, _ in rows for token in ids[n:]])
+        def scored(self, rows: list[tuple[list[int], int, int]]) -> list[tuple[float, bool]]:
+            """The same for a batch of (ids, how many of them are the answer's, _)."""
+            sizes = [n for _, n, _ in rows]
+            targets = tensor([token for ids, n, _ in rows for token in ids[-n:]])
             with amp:
-                if cache is not None:
-                    model(tensor(list(contexts)), cache=cache)
-                    cache.select(tensor([contexts[context] for context in shared]))
-                with contextlib.nullcontext() if cache is None else cache.extended(*x.shape):
-                    h = model.hidden(x, cache)
-                h = torch.cat([row[span] for row, span in zip(h, spans, strict=True)])
+                h = model.hidden(pad_sequence([tensor(ids[:-1]) for ids, _, _ in rows], batch_first=True))
+                h = torch.cat([x[len(ids) - n - 1 : len(ids) - 1] for x, (ids, n, _) in zip(h, rows, strict=True)])
                 logits = model.predict(h[None], targets[None])[0][0].float()
             if not logits.isfinite().all():
                 raise NotFinite("the model's logits are not finite; has its training diverged?")
-            sizes = [len(ids) - n for n, ids, _ in rows]
             log_p = (-F.cross_entropy(logits, targets, reduction="none")).split(sizes)
             greedy = (logits.argmax(-1) == targets).split(sizes)
             return [(p.sum().item(), g.all().item()) for p, g in zip(log_p, greedy, strict=True)]
@@ -241,7 +220,8 @@ def main() -> None:
     if results.get("groups"):
         print(utils.make_table(results, "groups"))
     if out is not None:
-        replace(out, json.dumps(results, indent=2, default=utils.handle_non_serializable).encode())
+        with open(out, "w", encoding="utf-8") as f:
+            json.dump(results, f, indent=2, default=utils.handle_non_serializable)
 
 
 if __name__ == "__main__":
