@@ -36,7 +36,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attention.forms import SUMS, fast_form, takes
 from attention.heads import HeadGroup
-from attention.scores import spelled_out
+from attention.scores import plain_form
 from choices import POSITION
 from configurator import check_writable, configure, names, pick_device, positive, user_errors
 from errors import refuse
@@ -251,7 +251,7 @@ def right_subjects(dev: str, dt: torch.dtype, D: int) -> dict[str, Subject]:
         found = derivatives(subject.run, x, subject.backward)
         meaning = subject.core, subject.pattern, subject.differential, subject.position
         if meaning not in exact:
-            definition = functools.partial(subject.layer, spelled_out(ATTENTION[subject.core]))
+            definition = functools.partial(subject.layer, plain_form(ATTENTION[subject.core]))
             parts = [derivatives(definition, row) for row in rows]
             exact[meaning] = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
         return [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact[meaning], strict=False)]

@@ -1,12 +1,11 @@
 """A GPT whose causal self-attention is pluggable: the whole model, to be read from top to bottom.
 
-1. Four attentions: each is a function of a few lines, its definition. ATTENTION is their table.
+1. The attentions: each is a function of scores, a few lines, its definition. ATTENTION is their table.
 2. GPTConfig, with every choice; then CausalSelfAttention, MLP, Block and GPT: GPT-2, built from these choices.
 
 A new attention is one function and one line in ATTENTION. Nothing else is needed to train it with short and long
-heads, to decode it with a cache, to test it and to time it. To save time and memory, a GPT runs fast forms of these
-functions (attention/forms.py): other code that computes the same. When a GPT is built, each fast form is compared with
-its definition here. If you have changed the definition, the definition runs: what you edit here is what is trained.
+heads, to decode it with a cache, to test it and to time it. To save time and memory, a GPT runs fast forms of the
+definitions (attention/forms.py): other code that computes the same. If you change a definition, your code runs.
 
 Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary. Attention is
 (B, H, T, D) everywhere.
@@ -21,81 +20,71 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention.cache import Cache, cache_form, why_it_ends
+from attention.cache import Cache, why_it_ends
 from attention.documents import Documents
-from attention.forms import fast_form, takes
-from attention.heads import groups_of, inverse_of
-from attention.more import MORE
+from attention.heads import HeadGroup, inverse_of
 from attention.probe import probed
-from attention.scores import at_least_float32, check_finite, check_shapes, decayed, scores, visible
-from choices import ACTIVATION, DECAY, POSITION, QK_NORM, WHERE, RMSNorm, ShortConv, new_norm
+from choices import ACTIVATION, QK_NORM, WHERE, RMSNorm, ShortConv, new_norm
 from errors import UserError
+from positions import DECAY, POSITION
 from rules import check, with_defaults
 from text.sampling import stream
 
 # -----------------------------------------------------------------------------
-# Attention: f(q, k, v, *, window=None, scale=None, bias=None) -> y, causal.
-#   q (B, H, Tq, D), k (B, H, T, D), v (B, H, T, Dv), y (B, H, Tq, Dv) in v's precision. In training Tq = T. If
-#     Tq < T, as in decoding, the queries are those of the last Tq tokens
-#   window: key j is seen by query i where 0 <= i - j <= window, window + 1 keys; None: all up to i
-#   scale: of the scores, 1 / sqrt(D) if None
-#   bias: added to the scaled scores by `scores`; a tensor that broadcasts to (B, H, Tq, T), or a ByDistance, which
-#     has a number for each distance i - j (attention/scores.py)
-# An attention that can drop its weights takes `dropout` as well: the probability, 0.0 by default, in training alone.
-# One that need not be causal takes `causal` and `seen`, and passes them to `visible` (lab/examples/bert.py): with
-# causal=False, all keys are seen, or those with |i - j| <= window; seen (B, 1, 1, T) is False where a key is padding.
-# One whose weights are not made of exp(s) takes `decay` (H, 1, 1): they are multiplied by exp(-decay (i - j)). For all
-# others a decay becomes more dimensions of q and k, which lower the scores of far keys (choices.ALiBi).
-# y_i may use q_i and the keys and values that query i sees, but neither T nor a key's index, nor other heads or rows.
-# Short heads are computed in blocks of queries: T is then the length of a block, and dimension 1 counts blocks. (To
-# count the keys that a query sees, use seen.sum(-1).) The name of an attention that needs more goes into WHOLE.
+# Attention: f(s, seen, v) -> y (B, H, Tq, Dv), for Tq queries and T keys. In training Tq = T.
+#   s (B, H, Tq, T): the scores, q k^T times their scale, plus the bias of a position. seen, which broadcasts to s: True
+#   where query i sees key j. v (B, H, T, Dv): the values. All numbers are float32, or float64 if the model's are.
+# By name it can also have drop(weights), which drops weights in training; fade(x), which multiplies by gamma^(i - j) if
+# there is a decay (without it, a decay lowers the scores); q (B, H, Tq, D) and k (B, H, T, D).
+# y_i may use row i of s and the keys and values that query i sees, neither T nor a key's place: their number is
+# seen.sum(-1). Short heads are computed in blocks of queries; then dimension 1 counts blocks of all heads.
 
 
-def softmax_attention(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0, causal=True, seen=None):
+def softmax_attention(s, seen, v, drop):
     """y = softmax(s) v ("Attention Is All You Need", Vaswani et al. 2017, equation 1)."""
-    s, seen = scores(q, k, scale, bias), visible(q, k, window, causal, seen)  # (B, H, Tq, T), (Tq, T)
-    weights = s.masked_fill(~seen, -math.inf).softmax(-1)
-    return F.dropout(weights, dropout).to(v.dtype) @ v
+    return drop(s.where(seen, -math.inf).softmax(-1)) @ v
 
 
-def laser_attention(q, k, v, *, window=None, scale=None, bias=None, causal=True, seen=None):
+def laser_attention(s, seen, v):
     """y = log(softmax(s) exp(v)) ("LASER: Attention with Exponential Transformation", Duvvuri and Dhillon, equation 6).
 
-    The sum is taken in log space, where exp cannot overflow. This needs T x T x D numbers for each head. There is no
-    dropout: the first query has a single weight, and dropping it would give log(0).
+    The sum is taken in log space, where exp cannot overflow: T x T x Dv numbers for each head. Without `drop`: the
+    first query has a single weight, and dropping it would give log(0).
     """
-    s, seen = scores(q, k, scale, bias), visible(q, k, window, causal, seen)
-    log_weights = s.masked_fill(~seen, -math.inf).log_softmax(-1)
-    return (log_weights[..., None] + at_least_float32(v)[..., None, :, :]).logsumexp(-2).to(v.dtype)
+    log_weights = s.where(seen, -math.inf).log_softmax(-1)
+    return (log_weights[..., None] + v[..., None, :, :]).logsumexp(-2)
 
 
-def beta_attention(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0, causal=True, seen=None):
+def beta_attention(s, seen, v, drop, fade):
     """y = s / (1 + ||s||) v, ||s|| the L2 norm of a query's scores (the blog post on beta attention in nanoGPT).
 
-    Scores that a query does not see are 0. Weights may be negative, and need not sum to 1.
+    Weights may be negative, and need not sum to 1.
     """
-    s, seen = scores(q, k, scale, bias), visible(q, k, window, causal, seen)
-    s = decayed(s, decay).masked_fill(~seen, 0.0)
-    weights = s / (1 + s.norm(dim=-1, keepdim=True))
-    return F.dropout(weights, dropout).to(v.dtype) @ v
+    s = fade(s).where(seen, 0.0)
+    return drop(s / (1 + s.norm(dim=-1, keepdim=True))) @ v
 
 
-def beta2_attention(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0, causal=True, seen=None):
+def beta_squared_attention(s, seen, v, drop, fade):
     """y = s^2 / (1 + sum s^2) v: beta's square, which gives large scores more weight, and no weight below 0 (ours)."""
-    s, seen = scores(q, k, scale, bias), visible(q, k, window, causal, seen)
-    s2 = decayed(s.square(), decay).masked_fill(~seen, 0.0)
-    weights = s2 / (1 + s2.sum(-1, keepdim=True))
-    return F.dropout(weights, dropout).to(v.dtype) @ v
+    s2 = fade(s.square()).where(seen, 0.0)
+    return drop(s2 / (1 + s2.sum(-1, keepdim=True))) @ v
+
+
+SOFTCAP = 50.0  # Gemma 2's
+
+
+def softcap_attention(s, seen, v, drop):
+    """y = softmax(c tanh(s / c)) v: no score is larger than c = SOFTCAP (Gemma 2, Riviere et al. 2024, section 2)."""
+    return drop((SOFTCAP * torch.tanh(s / SOFTCAP)).where(seen, -math.inf).softmax(-1)) @ v
 
 
 ATTENTION: dict[str, Callable] = {
     "softmax": softmax_attention,
     "laser": laser_attention,
     "beta": beta_attention,
-    "beta2": beta2_attention,
-    **MORE,
+    "beta_squared": beta_squared_attention,
+    "softcap": softcap_attention,
 }
-WHOLE: set[str] = set()  # names of attentions that need all queries and keys at once; short heads cost T^2 too
 
 # -----------------------------------------------------------------------------
 
@@ -125,14 +114,15 @@ class GPTConfig:
     per_dim_temperature: bool = False  # each dimension of the queries is multiplied by a learned number, softplus(p)
     conv: int = 0  # width of a short convolution over time, added to q, k and v: 4 is usual; 0: none
     # How does the model know the order of the tokens?
-    position: str = "learned"  # a name in choices.POSITION
+    position: str = "learned"  # a name in positions.POSITION
     rope_base: float | None = None  # rope: the base of its wavelengths; None: 10000
     max_distance: int | None = None  # relative, t5: larger distances count as this one; None: 16 (relative), 128 (t5)
-    decay: str = "none"  # beside any position: weights are multiplied by exp(-slope distance): a name in choices.DECAY
+    decay: str = (
+        "none"  # weights are also multiplied by exp(-slope (i - j)): a name in positions.DECAY
+    )
     nope_long: bool = False  # only short heads know positions, and long heads do not (Command A: --heads=S/S/S/L)
     # What are the blocks made of?
     norm: str = "layernorm"  # the kind of norm: a name in choices.NORM
-    norm_bias: bool | None = None  # biases in the norms; None: as `bias` for layernorm, False for rmsnorm
     norm_eps: float = 1e-5  # a small number that is added to the variance in a norm
     where: str = "pre"  # where a block has its norms: a name in choices.WHERE
     block: str = "serial"  # serial: the MLP gets the output of attention; parallel: both get the same input (PaLM)
@@ -164,13 +154,13 @@ class GPTConfig:
 
     @property
     def scheme(self) -> type | None:
-        """The class of the position, a choices.Scheme; None for a position that is added to the embedding."""
+        """The class of the position, a positions.Scheme; None for a position that is added to the embedding."""
         return POSITION[self.position][1]
 
     @property
     def long_bias(self) -> bool:
         """Whether the position adds a bias to the scores of long heads."""
-        return self.scheme is not None and self.scheme.scores and not self.nope_long
+        return self.scheme is not None and self.scheme.biased and not self.nope_long
 
     def layer_heads(self, layer: int) -> str:
         """The heads of one layer, a letter each: 'SSSL'."""
@@ -208,53 +198,51 @@ class CausalSelfAttention(nn.Module):
         letters = c.layer_heads(layer)
         positioned = c.scheme is not None and ("S" in letters or not c.nope_long)
         self.position = (shared_position or c.scheme(c)) if positioned else None
-        self.scale = c.scale
-        self.dropout = {"dropout": c.attn_dropout} if c.attn_dropout else {}
+        self.scale, self.attn_dropout = c.scale, c.attn_dropout
         self.n_map = 2 if c.differential else 1  # query heads that share one value
         if c.differential:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 setattr(self, name, nn.Parameter(0.1 * torch.randn(D)))
             self.ln_head = RMSNorm(2 * D, bias=False, eps=1e-5)
-        self.groups = groups_of(letters, H // G, self.n_map, c.window)  # [short heads, long heads], or one of the two
-        for group in self.groups:
-            long = group.window is None
-            group.attention = c.attention if long else c.short_attention
-            group.definition = definition = ATTENTION[group.attention]
-            group.core = fast_form(group.attention, definition, group.attention in WHOLE, short=not long)
-            group.cache = cache_form(group.attention, definition, D, self.n_map * D, c.long_bias or not long)
-            group.decays = takes(definition, "decay")
-            schemes = (None if long and c.nope_long else self.position, self.decay)
-            group.schemes = [scheme for scheme in schemes if scheme is not None]
+        self.groups = []  # the short heads, then the long ones; or one of the two
+        for letter, name, window in (("S", c.short_attention, c.window), ("L", c.attention, None)):
+            if heads := [h for h, kind in enumerate(letters) if kind == letter]:
+                position = None if letter == "L" and c.nope_long else self.position
+                schemes = [scheme for scheme in (position, self.decay) if scheme is not None]
+                shape = {"n_query": H // G, "n_map": self.n_map, "width": D}
+                self.groups.append(HeadGroup(heads, window, name, ATTENTION[name], schemes, **shape))
         self.calls = self.groups  # kernels.use changes this: Triton's kernels take both groups in one call
         self.inverse = inverse_of(letters)  # puts the heads back into the layer's order; None if they are in it already
         self.probe = None  # a function that looks into the layer (attention/probe.py)
 
-    def forward(self, x, memory=None):
-        """memory: None, or what else x sees: a Cache of earlier tokens, Documents, Bidirectional (not causal)."""
+    def forward(self, x, context=None):
+        """x (B, T, C) -> (B, T, C). context: None or what x sees besides itself, a Cache or Documents."""
         (B, T, _), (H, G, D) = x.shape, self.sizes
-        q, k, v = self.project(x, memory)
+        qkv = self.c_attn(x)
+        if self.conv is not None:
+            qkv = self.conv(qkv, context)
+        q, k, v = qkv.split((H * D, G * D, G * D), dim=-1)
         q = self.q_norm(q.view(B, T, H, D).transpose(1, 2))  # (B, H, T, D)
-        k = self.k_norm(k.view(B, -1, G, D).transpose(1, 2))  # (B, G, T, D)
-        v = v.view(B, k.shape[2], -1, self.n_map * D).transpose(1, 2)  # (B, G, T, D); differential: (B, G / 2, T, 2 D)
+        k = self.k_norm(k.view(B, T, G, D).transpose(1, 2))  # (B, G, T, D)
+        v = v.view(B, T, -1, self.n_map * D).transpose(1, 2)  # (B, G, T, D); differential: (B, G / 2, T, 2 D)
         if self.per_dim_temperature is not None:
             q = q * F.softplus(self.per_dim_temperature)
-        past = 0 if memory is None else memory.length
-        dropout = self.dropout if self.training else {}
+        past = 0 if context is None else context.length
+        dropout = self.attn_dropout if self.training else 0.0
         y = []
-        for group in self.calls if memory is None and self.probe is None else self.groups:
+        for group in self.calls if context is None and self.probe is None else self.groups:
             q_part, k_part, v_part = group.take(q, k, v)
-            settings = {**group.settings, "scale": self.scale, **dropout}
+            settings = {**group.settings, "scale": self.scale, "dropout": dropout}
             for scheme in group.schemes:
                 q_part, k_part, more = scheme(q_part, k_part, group, past)
                 settings |= more
             q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)  # norms and rotations give float32
             core = group.core if self.probe is None else probed(self, group)
-            if memory is not None:
-                y.append(memory.attend(core, group, q_part, k_part, v_part, **settings))
+            if context is not None:
+                y.append(context.attend(core, group, q_part, k_part, v_part, **settings))
             else:
                 y.append(core(q_part, *group.share(k_part, v_part), **settings))
-            check_shapes(q_part, v_part, y[-1])
         y = torch.cat(y, dim=1) if len(y) > 1 else y[0]  # (B, H, T, n_map D)
         if self.inverse is not None:
             y = y[:, self.inverse]
@@ -262,15 +250,6 @@ class CausalSelfAttention(nn.Module):
             y = self.ln_head(y[:, ::2] - self.lambda_of_pairs() * y[:, 1::2]) * (1 - self.lambda_init)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, H * D))
         return self.resid_dropout(y) if self.training else y  # each module call costs time when decoding one token
-
-    def project(self, x, memory):
-        """The rows of q, k and v before they are cut into heads: (B, T, H D), (B, T, G D) and (B, T, G D)."""
-        H, G, D = self.sizes
-        qkv = self.c_attn(x)
-        check_finite(qkv)
-        if self.conv is not None:
-            qkv = self.conv(qkv, memory)
-        return qkv.split((H * D, G * D, G * D), dim=-1)
 
     def lambda_of_pairs(self):
         """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, of all pairs of the layer."""
@@ -318,21 +297,21 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(c, layer, shared_position)
         self.mlp = MLP(c)
 
-    def forward(self, x, memory=None):
+    def forward(self, x, context=None):
         if self.added:
-            x = self.ln_1(x + self.attn(x, memory))
+            x = self.ln_1(x + self.attn(x, context))
             return self.ln_2(x + self.mlp(x))
         h = self.ln_1(x)
         if self.parallel:
-            return x + self.ln_1_after(self.attn(h, memory)) + self.ln_2_after(self.mlp(h))
-        x = x + self.ln_1_after(self.attn(h, memory))
+            return x + self.ln_1_after(self.attn(h, context)) + self.ln_2_after(self.mlp(h))
+        x = x + self.ln_1_after(self.attn(h, context))
         return x + self.ln_2_after(self.mlp(self.ln_2(x)))
 
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019), with the choices of GPTConfig. block: the class of its blocks."""
+    """GPT-2 (Radford et al. 2019), with the choices of GPTConfig."""
 
-    def __init__(self, config: GPTConfig, block: type = Block):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
         c = config.resolved()
@@ -342,12 +321,11 @@ class GPT(nn.Module):
             "wte": nn.Embedding(c.vocab_size, c.n_embd),
             "wpe": embedded and embedded(c),
             "drop": nn.Dropout(c.dropout),
-            "h": nn.ModuleList([block(c, layer, shared_position) for layer in range(c.n_layer)]),
+            "h": nn.ModuleList([Block(c, layer, shared_position) for layer in range(c.n_layer)]),
             "ln_f": nn.Identity() if c.where == "post" else new_norm(c, c.norm, c.n_embd),
         }
         self.transformer = nn.ModuleDict({name: module for name, module in modules.items() if module is not None})
-        # Vaswani et al., section 3.4: the embedding is multiplied by sqrt(C) before the sinusoids are added
-        self.embedding_scale = c.n_embd**0.5 if c.position == "sinusoidal" else 1.0
+        self.embedding_scale = getattr(modules["wpe"], "embedding_scale", 1.0)
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         if c.tied:
             self.transformer.wte.weight = self.lm_head.weight
@@ -391,19 +369,19 @@ class GPT(nn.Module):
         with cache.extended(*idx.shape):
             return self.predict(self.hidden(idx, cache), targets)
 
-    def hidden(self, idx: Tensor, memory=None, pos: Tensor | None = None) -> Tensor:
-        """The input of the output head, (B, T, C). memory: see CausalSelfAttention.forward."""
+    def hidden(self, idx: Tensor, context=None, pos: Tensor | None = None) -> Tensor:
+        """The input of the output head, (B, T, C). context: see CausalSelfAttention.forward."""
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
         if "wpe" in self.transformer:
-            past = 0 if memory is None else memory.length
+            past = 0 if context is None else context.length
             at = torch.arange(past, past + idx.shape[1], device=idx.device) if pos is None else pos
             x = x + self.transformer.wpe(at).to(x.dtype)
         x = self.transformer.drop(x)
-        recompute = self.config.activation_checkpointing and self.training and not isinstance(memory, Cache)
+        recompute = self.config.activation_checkpointing and self.training and not isinstance(context, Cache)
         for block in self.transformer.h:
-            x = checkpoint(block, x, memory, use_reentrant=False) if recompute else block(x, memory)
+            x = checkpoint(block, x, context, use_reentrant=False) if recompute else block(x, context)
         return self.transformer.ln_f(x)
 
     def predict(self, x: Tensor, targets: Tensor | None) -> tuple:
@@ -435,8 +413,8 @@ class GPT(nn.Module):
             raise UserError(f"block_size={block_size} is below 1 or larger than the model's {self.config.block_size}")
         self.config.window = self.config.resolved().window  # its default depends on block_size
         self.config.block_size = block_size
-        if self.config.position == "learned":
-            self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size])
+        if "wpe" in self.transformer:
+            self.transformer.wpe.crop(block_size)
 
     @classmethod
     def from_pretrained(cls, name: str, override_args: dict | None = None) -> "GPT":

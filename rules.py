@@ -9,16 +9,17 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from attention.forms import linear_in_values, takes
-from choices import ACTIVATION, DECAY, NORM, POSITION, QK_NORM, T5, WHERE
+from attention.scores import takes
+from choices import ACTIVATION, NORM, QK_NORM, WHERE
 from errors import refuse
+from positions import DECAY, POSITION
 
 
 def with_defaults(c, ATTENTION: dict[str, Callable]):
     """GPTConfig.resolved(): c with its default in the place of each None that stands for a default."""
     window = 50 if c.block_size <= 2048 else 100  # long-short paper, section 5.1
-    short = c.short_attention or c.attention
-    drops = all(takes(ATTENTION[name], "dropout") for name in (c.attention, short))
+    short, scheme = c.short_attention or c.attention, POSITION[c.position][1]
+    drops = all(takes(ATTENTION[name], "drop") for name in (c.attention, short))
     return replace(
         c,
         short_attention=short if "S" in c.heads else None,
@@ -26,8 +27,7 @@ def with_defaults(c, ATTENTION: dict[str, Callable]):
         head_dim=c.head_dim or c.n_embd // c.n_head,
         attn_dropout=(c.dropout if drops else 0.0) if c.attn_dropout is None else c.attn_dropout,
         window=window if c.window is None and "S" in c.heads else c.window,
-        rope_base=c.rope_base or (10000.0 if c.position == "rope" else None),
-        max_distance=c.max_distance or {"relative": 16, "t5": 128}.get(c.position),  # the papers' values
+        **{name: getattr(c, name) or value for name, value in (scheme.defaults if scheme else {}).items()},
         n_hidden=c.n_hidden or (8 * max(1, round(c.n_embd / 3)) if ACTIVATION[c.mlp][1] else 4 * c.n_embd),
     )
 
@@ -56,8 +56,8 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
     for name in ("dropout", "attn_dropout"):
         yield not 0 <= (getattr(c, name) or 0.0) < 1, f"{name}={getattr(c, name)} must be in [0, 1)"
     for name in attentions(c):
-        yield (bool(c.attn_dropout) and not takes(ATTENTION[name], "dropout"),
-               f"attention={name!r} allows no dropout on attention weights (its function takes no `dropout`; in "
+        yield (bool(c.attn_dropout) and not takes(ATTENTION[name], "drop"),
+               f"attention={name!r} allows no dropout on attention weights (its function takes no `drop`; in "
                f"LASER a dropped weight can be log(0)): leave attn_dropout out, or set it to 0")
     positive = {"temperature": "; 1.0 changes no score", "logit_softcap": "; Gemma 2's is 30", "rope_base": ""}
     for name, hint in positive.items():
@@ -100,30 +100,20 @@ def rules_of_heads(c) -> Iterator[tuple[bool, str]]:
 
 
 def rules_of_position(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
-    D = c.head_dim or c.n_embd // c.n_head
-    yield (c.position == "rope" and D % 2 == 1,
-           f"position='rope' turns dimensions in pairs, but a head has {D}: head_dim must be even")
+    schemes = {name: scheme for name, (_, scheme) in POSITION.items() if scheme}  # those inside attention
     yield (c.position == "sinusoidal" and c.n_embd % 2 == 1,
            f"position='sinusoidal' is made of pairs of a sine and a cosine, but n_embd={c.n_embd} is odd")
-    for name in attentions(c):
-        yield (c.position == "t5" and takes(ATTENTION[name], "decay"),
-               f"position='t5' adds a number to scores, so that far keys can weigh less. In {name} a low score is no "
-               f"small weight, but a negative or a large one: use alibi, rope, relative, learned, sinusoidal or none")
-        yield (c.position == "relative" and not linear_in_values(ATTENTION[name]),
-               f"position='relative' adds a vector to the values for each distance: the attention must be linear in "
-               f"its values, and {name} is not. Use rope, alibi, t5, learned, sinusoidal or none")
     yield (c.position == "alibi" and c.decay != "none",
            f"position='alibi' is a decay itself: leave decay={c.decay!r} out, or use --position=none")
-    for name, positions in (("rope_base", ("rope",)), ("max_distance", ("relative", "t5"))):
-        value = getattr(c, name)
-        yield (value is not None and c.position not in positions,
-               f"{name}={value} is used only with position={' or '.join(positions)}, not {c.position!r}: leave it out")
-    least = T5.buckets // 2 + 1 if c.position == "t5" else 1
-    yield (c.max_distance is not None and c.max_distance < least,
-           f"max_distance={c.max_distance} must be at least {least} for position={c.position!r}")
-    inside = [name for name, (_, scheme) in POSITION.items() if scheme]
-    yield (c.nope_long and c.position not in inside,
-           f"nope_long is for positions inside attention ({', '.join(inside)}), not for position={c.position!r}")
+    for name in dict.fromkeys(name for scheme in schemes.values() for name in scheme.defaults):
+        users, value = [p for p, scheme in schemes.items() if name in scheme.defaults], getattr(c, name)
+        yield (value is not None and c.position not in users,
+               f"{name}={value} is used only with position={' or '.join(users)}, not {c.position!r}: leave it out")
+    yield c.max_distance is not None and c.max_distance < 1, f"max_distance={c.max_distance} must be at least 1"
+    if c.position in schemes:
+        yield from schemes[c.position].refuses(c, {name: ATTENTION[name] for name in attentions(c)})
+    yield (c.nope_long and c.position not in schemes,
+           f"nope_long is for positions inside attention ({', '.join(schemes)}), not for position={c.position!r}")
     yield (c.nope_long and not {"S", "L"} <= set(c.heads),
            f"nope_long needs both short and long heads, but heads={c.heads!r} has one kind: use --heads=S/S/S/L, or "
            f"--position=none")

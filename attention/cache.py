@@ -1,21 +1,19 @@
 """The cache of decoding: what a model keeps of the tokens that it has seen.
 
-Long heads keep all keys and values, short heads only the last window + 1. Long heads of beta and beta2 keep running
-sums instead, if these are smaller. A short convolution keeps its last inputs. GPT.new_cache() makes a Cache of all
-layers.
+Long heads keep all keys and values, short heads only the last window + 1. Long heads of beta and beta_squared keep
+running sums instead, if these are smaller. A short convolution keeps its last inputs. GPT.new_cache() makes a Cache of
+all layers.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
 
-from attention.forms import SUMS, alike, fixed_inputs, unchanged
 from attention.heads import HeadGroup
-from attention.scores import at_least_float32, spelled_out
+from attention.scores import at_least_float32, plain_form
 from attention.sums import linear_attention, scaled
-from errors import UserError, note
+from errors import UserError
 
 
 class KeyValues:
@@ -25,10 +23,11 @@ class KeyValues:
         self.window, self.capacity = window, capacity
         self.n, self.k, self.v = 0, None, None
 
-    def attend(self, core: Callable, group: HeadGroup, q, k, v, **settings) -> torch.Tensor:
+    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, bias=None, **settings) -> torch.Tensor:
         """y (B, H, T, Dv) of the next T tokens, whose keys and values are kept."""
         k, v = self.with_all(k, v) if self.window is None else self.with_last(k, v)
-        return core(q, *group.share(k.to(q.dtype), v.to(q.dtype)), **settings)
+        bias = None if bias is None else bias[..., -k.shape[-2] :]  # it has a number for every key so far
+        return core(q, *group.share(k.to(q.dtype), v.to(q.dtype)), bias=bias, **settings)
 
     def with_all(self, k, v) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends the new k and v, in memory for `capacity` tokens; returns all keys and values so far."""
@@ -56,51 +55,37 @@ class KeyValues:
 
 
 class RunningSums:
-    """The state of beta or beta2 (attention/sums.py): all that its long heads need of the past, however long it is."""
+    """The state of beta or beta_squared (attention/sums.py): all that long heads need of the past, however long."""
 
     def __init__(self, kind: type):
         self.kind, self.state = kind, None
 
-    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, window=None, scale=None, bias=None, **more):
-        """y (B, H, T, Dv) of the next T tokens, which are added to the sums. more: decay, if there is one."""
-        if more.get("dropout"):
+    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, scale=None, decay=None, dropout=0.0, **settings):
+        """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
+        if dropout:
             raise ValueError("running sums cannot drop attention weights: call eval() before decoding")
-        if bias is not None:
-            raise ValueError("running sums cannot hold a bias: a Scheme that gives one must have scores = True")
         k, v = group.share(k, v)
-        decay = more.get("decay")
         if self.state is None or q.shape[-2] > 1:
             y, self.state = linear_attention(self.kind, q, k, v, scale=scale, decay=decay, state=self.state)
             return y
         with torch.autocast(q.device.type, enabled=False):
             one = scaled(q, scale), at_least_float32(k), at_least_float32(v)
-            y, self.state = self.kind.at_once(*one, decay, self.state)
+            y, self.state = self.kind.one_token(*one, decay, self.state)
         return y.to(v.dtype)
 
 
-@functools.cache
-def cache_form(name: str, definition: Callable, D: int, Dv: int, keep_all: bool = False) -> Callable:
-    """f(window, capacity) -> the part of a cache for a group of heads: KeyValues, or running sums if they are smaller.
-
-    D, Dv: widths of keys and values. keep_all: the heads are short, or have a bias, so that there are no sums. Sums are
-    used only if they agree with the definition.
-    """
-    if keep_all or name not in SUMS or not unchanged(name, definition) or not decodes_alike(name, definition):
-        return KeyValues
-    kind = SUMS[name]
-
-    def new(window: int | None, capacity: int) -> KeyValues | RunningSums:
-        smaller = kind.state_size(D, Dv) <= capacity * (D + Dv)
-        return RunningSums(kind) if smaller else KeyValues(window, capacity)
-
-    return new
+def new_part(group: HeadGroup, capacity: int) -> KeyValues | RunningSums:
+    """What a cache keeps of a group of heads: keys and values or, if they are smaller, running sums."""
+    if group.sums is not None and group.sums.state_size(*group.widths) <= capacity * sum(group.widths):
+        return RunningSums(group.sums)
+    return KeyValues(group.window, capacity)
 
 
 def why_it_ends(model: torch.nn.Module) -> str | None:
     """Why a GPT's cache cannot go on past block_size; None if it can, with constant memory and speed."""
     groups = [group for block in model.transformer.h for group in block.attn.groups]
     for group in groups:
-        if group.window is None and isinstance(group.cache(None, 2**62), KeyValues):
+        if group.window is None and group.sums is None:
             return f"long heads of attention={group.attention!r} keep all keys and values"
     schemes = [scheme for group in groups for scheme in group.schemes]
     if "wpe" in model.transformer or not all(scheme.endless for scheme in schemes):
@@ -108,24 +93,10 @@ def why_it_ends(model: torch.nn.Module) -> str | None:
     return None
 
 
-@functools.cache
-def decodes_alike(name: str, definition: Callable) -> bool:
-    """Whether decoding by running sums gives what the definition gives. If not, a line says so."""
-    q, k, v, _ = (x.detach() for x in fixed_inputs(20))
-    for settings in ({}, {"scale": 0.3, "decay": q[0, :, :1, :1].abs()}):
-        group, kept, y = HeadGroup([0, 1], 1, 1, None), RunningSums(SUMS[name]), []
-        for part in zip(*(x.split((5, 1, 1, 13), dim=-2) for x in (q, k, v)), strict=True):
-            y.append(kept.attend(definition, group, *part, **settings))
-        if not alike(torch.cat(y, dim=-2), definition(q, k, v, **settings)):
-            note(f"attention={name!r}: its cache and its definition disagree, so decoding keeps all keys and values")
-            return False
-    return True
-
-
 def run_definitions(model: torch.nn.Module) -> None:
     """Makes a GPT run the definitions of its attentions, not fast forms, and keep all keys and values (--plain)."""
     for group in (group for block in model.transformer.h for group in block.attn.groups):
-        group.core, group.cache = spelled_out(group.definition), KeyValues
+        group.core, group.sums = plain_form(group.definition), None
 
 
 class Cache:
@@ -138,7 +109,7 @@ class Cache:
         if capacity < 1:
             raise UserError(f"a cache of {capacity} tokens: it must have room for 1 or more")
         self.capacity, self.length, self.rows, self.broken = capacity, 0, 0, False
-        self.parts = {group: group.cache(group.window, capacity) for group in groups}
+        self.parts = {group: new_part(group, capacity) for group in groups}
         self.last = {}  # {a short convolution: its inputs of the last tokens}
 
     def attend(self, core: Callable, group: HeadGroup, q, k, v, **settings) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from attention.heads import HeadGroup
-from attention.scores import part_of, uncompiled
+from attention.scores import uncompiled
 
 
 class Documents:
@@ -26,14 +26,14 @@ class Documents:
     def attend(self, core: Callable, group: HeadGroup, q, k, v, *, bias=None, **settings) -> torch.Tensor:
         """y (B, H, T, Dv) of a group of heads."""
         k, v = group.share(k, v)
-        if isinstance(bias, torch.Tensor):
-            bias = bias.expand(torch.broadcast_shapes(bias.shape, (1, 1, q.shape[-2], q.shape[-2])))
+        if bias is not None:
+            bias = bias.expand(len(q), -1, q.shape[-2], q.shape[-2])
         found = [{} for _ in q]  # for each row: start -> y of the document that begins there
         for (start, end), rows in self.rows_at.items():
             few = slice(None) if len(rows) == len(q) else rows
             own = slice(start, end)
             parts = (x[few, :, own] for x in (q, k, v))
-            y = core(*parts, bias=part_of(bias, own, own, few), **settings)
+            y = core(*parts, bias=None if bias is None else bias[few, :, own, own], **settings)
             for row, part in zip(rows, y, strict=True):
                 found[row][start] = part
         return torch.stack([torch.cat([parts[start] for start in sorted(parts)], dim=-2) for parts in found])

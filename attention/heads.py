@@ -1,37 +1,40 @@
 """The heads of a layer in two groups, short and long: which heads of q, k and v belong to each group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from attention.forms import SUMS, fast_form, unchanged
+from attention.scores import takes
+
 
 class HeadGroup:
-    """The query heads of a layer that share a window, and the heads of keys and values that they need.
+    """Query heads of a layer that share a window, and the heads of keys and values that they need.
 
-    heads: their numbers. n_query: how many query heads in a row share one head of keys and values (1 without
+    heads: their numbers. window: None for long heads. name, definition: their attention. schemes: the choices.Schemes
+    that act on their q and k. n_query: how many query heads in a row share one head of keys and values (1 without
     grouped queries). n_map: 2 with differential attention, where heads 2i and 2i + 1 are two maps of one head: they
-    have a key each and one value together; else 1. window: None for long heads.
+    have a key each and one value together; else 1. width: D, of a head.
 
-    A layer gives each group its attention: its name, the form that runs (core), whether it takes `decay` (decays), the
-    choices.Schemes that act on its q and k, and f(window, capacity) -> its part of a cache (attention/cache.py).
+    core is the form of the attention that runs; sums its kind of running sums, if a cache can keep these (sums.py).
     """
 
-    attention: str
-    definition: Callable
-    core: Callable
-    decays: bool
-    schemes: list
-    cache: Callable
-
-    def __init__(self, heads: list[int], n_query: int, n_map: int, window: int | None):
+    def __init__(
+        self, heads: list[int], window: int | None, name: str, definition: Callable, schemes: Sequence = (), *,
+        n_query: int = 1, n_map: int = 1, width: int = 1,
+    ):  # fmt: skip
         values = [h // n_map // n_query for h in heads]
         keys = [n_map * value + h % n_map for h, value in zip(heads, values, strict=True)]
-        self.window = window
-        self.settings = {"window": window}  # arguments of the core for these heads
-        self.heads = heads
+        self.heads, self.window, self.name, self.definition, self.schemes = heads, window, name, definition, schemes
         self.q, self.k, self.v = index(heads), index(sorted(set(keys))), index(sorted(set(values)))
         self.k_of = [sorted(set(keys)).index(key) for key in keys]  # for each query head: which of the keys
         self.v_of = [sorted(set(values)).index(value) for value in values]
+        self.settings = {"window": window}  # arguments of the core for these heads
+        self.core = fast_form(name, definition)
+        self.fades = takes(definition, "fade")
+        self.widths = width, n_map * width  # of a key and of a value
+        summed = window is None and not any(scheme.biased for scheme in schemes) and unchanged(name, definition)
+        self.sums = SUMS.get(name) if summed else None
 
     def take(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The group's heads of a layer's q (B, H, T, D), k (B, G, T, D) and v (B, G / n_map, T, n_map D)."""
@@ -42,16 +45,8 @@ class HeadGroup:
         return per_head(k, self.k_of), per_head(v, self.v_of)
 
 
-def groups_of(letters: str, n_query: int, n_map: int, window: int | None) -> list[HeadGroup]:
-    """The short heads and then the long heads of a layer, as in the long-short paper. letters: S or L per head."""
-    short = [h for h, letter in enumerate(letters) if letter == "S"]
-    long = [h for h, letter in enumerate(letters) if letter == "L"]
-    groups = [HeadGroup(short, n_query, n_map, window)] if short else []
-    return groups + ([HeadGroup(long, n_query, n_map, None)] if long else [])
-
-
 def inverse_of(letters: str) -> list[int] | None:
-    """The place of each head after `groups_of` has put the short ones first; None if no head has moved."""
+    """The place of each head after the short ones were put first; None if no head has moved."""
     order = [h for kind in "SL" for h, letter in enumerate(letters) if letter == kind]
     return None if order == sorted(order) else [order.index(h) for h in range(len(letters))]
 

@@ -714,9 +714,9 @@ def use(model: torch.nn.Module, definition: Callable) -> None:
             group.core = KERNEL[name](group.core)
         (H, G, _), (first, *others) = layer.sizes, layer.groups
         if others and layer.inverse is None and first.schemes == others[0].schemes:  # short and long heads at once
-            together = HeadGroup([*range(H)], H // G, layer.n_map, first.window)
-            together.settings = {"window": first.window, "n_short": len(first.heads)}
-            together.core, together.schemes, together.decays = first.core, first.schemes, first.decays
+            shape = {"n_query": H // G, "n_map": layer.n_map}
+            together = HeadGroup([*range(H)], first.window, name, definition, first.schemes, **shape)
+            together.settings["n_short"], together.core = len(first.heads), first.core
             layer.calls = [together]
 
 
@@ -728,23 +728,23 @@ def by_kernel(core: str, run: Callable) -> Callable:
     """
 
     def kernel(fast: Callable) -> Callable:
-        def attend(q, k, v, *, window=None, n_short=None, scale=None, bias=None, **dropout):
-            if bias is None and not any(dropout.values()) and fits(core, q, k, v, window):
+        def kernels(q, k, v, *, window=None, n_short=None, scale=None, bias=None, decay=None, dropout=0.0, **far):
+            if bias is None and decay is None and not dropout and fits(core, q, k, v, window):
                 q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
                 n_short = 0 if window is None else q.shape[1] if n_short is None else n_short
                 scale = q.shape[-1] ** -0.5 if scale is None else scale
                 with torch.autocast(q.device.type, enabled=False):
                     return run(q, k, v, min(window or 0, q.shape[-2]), n_short, scale)
             if n_short is None:
-                return fast(q, k, v, window=window, scale=scale, bias=bias, **dropout)
+                return fast(q, k, v, window=window, scale=scale, bias=bias, decay=decay, dropout=dropout, **far)
             if bias is not None:
                 raise ValueError("n_short and a bias do not go together: call short heads and long ones separately")
             parts = (slice(0, n_short), window), (slice(n_short, q.shape[1]), None)
             parts = ((h, w) for h, w in parts if h.start < h.stop)
-            y = [attend(q[:, h], k[:, h], v[:, h], window=w, scale=scale, **dropout) for h, w in parts]
+            y = [kernels(q[:, h], k[:, h], v[:, h], window=w, scale=scale, dropout=dropout) for h, w in parts]
             return torch.cat(y, dim=1)
 
-        return attend
+        return kernels
 
     return kernel
 

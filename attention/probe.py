@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from attention.fast import windowed
+from attention.fast import few_rows_at_a_time, in_blocks
 from attention.heads import HeadGroup
-from attention.scores import ByDistance, scores, visible
+from attention.scores import scores, visible
 
 
 @contextlib.contextmanager
@@ -58,13 +58,11 @@ def largest_logits(model: torch.nn.Module, idx: torch.Tensor, pos: torch.Tensor 
 def largest_scores(q, k, v, *, window=None, scale=None, bias=None) -> torch.Tensor:
     """max_j |s_ij| of each query i, (B, H, Tq, 1), computed like an attention: short heads cost O(T window), and long
     ones hold no (T, T) matrix. The values are not used."""
-    bias = ByDistance(bias.values) if isinstance(bias, ByDistance) else bias  # without what it adds to values
     return in_largest(q, k, k[..., :1], window=window, scale=scale, bias=bias)
 
 
-def largest_of_rows(q, k, v, *, window, scale, bias):
-    unseen = ~visible(q, k, window)
-    return scores(q, k, scale, bias).abs().masked_fill_(unseen, 0.0).amax(-1, keepdim=True)
+def largest_of_rows(q, k, v, *, window=None, scale=None, bias=None, decay=None):
+    return scores(q, k, scale, bias).abs().masked_fill_(~visible(q, k, window), 0.0).amax(-1, keepdim=True)
 
 
-in_largest = windowed(largest_of_rows, lambda q, k, v, bias: q.shape[0] * q.shape[1] * k.shape[-2])
+in_largest = in_blocks(few_rows_at_a_time(largest_of_rows, lambda q, k, v: q.shape[0] * q.shape[1] * k.shape[-2]))

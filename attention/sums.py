@@ -1,10 +1,10 @@
-"""beta and beta2 in linear time: what they need of the past is a few running sums, so nothing is approximated.
+"""beta and beta_squared in linear time: what they need of the past is a few running sums, so nothing is approximated.
 
 Shapes are those of scores.py: q, k (B, H, T, D), v (B, H, T, Dv). The tokens are computed in chunks of c. Within a
 chunk the scores are computed as in the definition; all earlier chunks enter through their sums. With a decay, the
-scores of beta and the squared scores of beta2 are multiplied by gamma^(i - j), gamma = exp(-decay). A chunk needs three
-powers of gamma, and none is above 1, so nothing overflows: from the last token of the chunk before to query i, from key
-j to the chunk's last token, and over the whole chunk.
+scores of beta and the squared scores of beta_squared are multiplied by gamma^(i - j), gamma = exp(-decay). A chunk
+needs three powers of gamma, and none is above 1, so nothing overflows: from the last token of the chunk before to
+query i, from key j to the chunk's last token, and over the whole chunk.
 """
 
 import itertools
@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from attention.fast import CHUNK, for_bias, windowed
-from attention.scores import at_least_float32
+from attention.fast import CHUNK, in_blocks
+from attention.scores import at_least_float32, plain_form
 
 LINEAR_FROM = 256  # tokens; for fewer, the quadratic form is as fast
 ROWS_AT_ONCE = 8192  # queries of all heads that a CPU computes at once, so that their tensors stay in its cache
@@ -22,24 +22,19 @@ NUMBERS_AT_ONCE = 2**27  # features of all queries that a GPU holds at once: 512
 
 
 def by_sums(kind: type, definition: Callable) -> Callable:
-    """The fast form of an attention whose `kind` (Beta, Beta2) has its equations; short heads run the definition.
+    """The fast form of an attention whose `kind` (Beta, BetaSquared) has its equations; short heads run the definition.
 
     With dropped weights, a bias or a window there are no such sums; then, and for few tokens, the definition runs.
     """
-    quadratic = windowed(definition, for_bias)
+    quadratic = in_blocks(plain_form(definition))
 
-    def attend(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0, causal=True, seen=None):
-        Tq, T, least = q.shape[-2], k.shape[-2], kind.linear_from(q.shape[-1])
-        if window is None and bias is None and not dropout:
-            if not causal and decay is None and min(Tq, T) >= least:
-                return over_all(kind, q, k, v, scale, seen)
-            if causal and seen is None and T == Tq >= least:
-                return linear_attention(kind, q, k, v, scale=scale, decay=decay)[0]
-        more = {"decay": decay} if decay is not None else {}
-        more |= {"causal": causal, "seen": seen}
-        return quadratic(q, k, v, window=window, scale=scale, bias=bias, dropout=dropout, **more)
+    def sums(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0, **far):
+        alone = window is None and bias is None and not dropout
+        if alone and k.shape[-2] == q.shape[-2] >= kind.linear_from(q.shape[-1]):
+            return linear_attention(kind, q, k, v, scale=scale, decay=decay)[0]
+        return quadratic(q, k, v, window=window, scale=scale, bias=bias, decay=decay, dropout=dropout, **far)
 
-    return attend
+    return sums
 
 
 def linear_attention(kind: type, q, k, v, *, scale=None, decay=None, state=None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,18 +48,6 @@ def linear_attention(kind: type, q, k, v, *, scale=None, decay=None, state=None)
             decay = decay.to(q.dtype).expand(q.shape[1], 1, 1).flatten()
         y, state = Linear.apply(kind, q, at_least_float32(k), at_least_float32(v), decay, state)
     return y.to(v.dtype), state
-
-
-def over_all(kind: type, q, k, v, scale: float | None, seen: torch.Tensor | None) -> torch.Tensor:
-    """y if every query sees all keys that are no padding: each query reads one sum over the keys.
-
-    seen (B, 1, 1, T), as in `visible`; where a text is nothing but padding, y is 0.
-    """
-    with torch.autocast(q.device.type, enabled=False):
-        k = at_least_float32(k)
-        if seen is not None:
-            k = k.where(seen.mT, 0.0)  # a key of zeros adds nothing to a sum
-        return kind.at_once(scaled(q, scale), k, at_least_float32(v), None, 0.0)[0].to(v.dtype)
 
 
 def scaled(q: torch.Tensor, scale: float | None) -> torch.Tensor:
@@ -266,18 +249,16 @@ class Beta:
         return D * (Dv + D)
 
     @staticmethod
-    def at_once(q, k, v, decay, state) -> tuple:
-        """(y, state): all queries q see all keys k, v and those of the state (0.0 for none), which is decayed by one
-        token's distance before. Decoding calls it for one token; over_all for all tokens. decay (H, 1, 1) or None."""
+    def one_token(q, k, v, decay, state) -> tuple:
+        """(y, state) of one more token, as decoding needs it. state: the sums of the tokens before; they are decayed by
+        the distance of one token first. decay (H, 1, 1) or None."""
         Dv, D = v.shape[-1], k.shape[-1]
         if decay is not None:
             gamma = (-decay).exp()
             state = state * torch.cat((gamma.expand(-1, 1, Dv), gamma.square().expand(-1, 1, D)), dim=-1)
-        state = state + over_keys(k, torch.cat((v, k), dim=-1))
+        state = state + k.mT * torch.cat((v, k), dim=-1)  # for one key `*` takes half the time of `@`
         y, qG = (q @ state).split((Dv, D), dim=-1)
         square = (q * qG).sum(-1, keepdim=True)
-        if square.requires_grad:
-            return y / (1 + Root.apply(square, rounding(q, state[..., Dv:]))), state
         return y / (1 + square.clamp(min=0).sqrt()), state
 
     @staticmethod
@@ -314,11 +295,6 @@ class Beta:
         return dq, dk, dv, state
 
 
-def over_keys(k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The sum of k_j^T w_j over all keys j. For one key, as in decoding, `*` takes half the time of `@`."""
-    return k.mT * w if k.shape[-2] == 1 else k.mT @ w
-
-
 def rounding(q: torch.Tensor, G: torch.Tensor) -> torch.Tensor:
     """The rounding error of r = sqrt(q G q^T), (..., T, 1): a gradient divides by r or, if r is smaller, by this.
 
@@ -328,27 +304,11 @@ def rounding(q: torch.Tensor, G: torch.Tensor) -> torch.Tensor:
     return (q.square().sum(-1, keepdim=True) * trace).mul(torch.finfo(q.dtype).eps).sqrt()
 
 
-class Root(torch.autograd.Function):
-    """The square root of a sum of squares x, at least 0. least: the gradient divides by no smaller root."""
-
-    @staticmethod
-    def forward(ctx, x, least):
-        root = x.clamp(min=0).sqrt()
-        ctx.save_for_backward(torch.maximum(root, least).clamp(min=torch.finfo(x.dtype).eps ** 2))
-        return root
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        (root,) = ctx.saved_tensors
-        return dy / (2 * root), None
-
-
 # -----------------------------------------------------------------------------
-# beta2
+# beta_squared
 
 
-class Beta2:
+class BetaSquared:
     """y = sum_j s_j^2 v_j / (1 + sum_j s_j^2): linear attention over products of two features.
 
         s_j^2 = (q . k_j)^2 = sum_a<=b m_ab q_a q_b k_ja k_jb,   m = 1 if a = b, else 2
@@ -373,12 +333,12 @@ class Beta2:
 
     @staticmethod
     def state_size(D: int, Dv: int) -> int:
-        return Beta2.features(D) * (Dv + 1)
+        return BetaSquared.features(D) * (Dv + 1)
 
     @staticmethod
-    def at_once(q, k, v, decay, state) -> tuple:
-        """As Beta.at_once."""
-        state = (state if decay is None else state * (-decay).exp()) + over_keys(products(k), with_ones(v))
+    def one_token(q, k, v, decay, state) -> tuple:
+        """As Beta.one_token."""
+        state = (state if decay is None else state * (-decay).exp()) + products(k).mT * with_ones(v)
         y = (products(q) * how_often(q.shape[-1], q).T) @ state
         return y[..., :-1] / (1 + y[..., -1:]), state
 

@@ -30,7 +30,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from attention.fast import for_values, in_rows
 from attention.forms import alike, fixed_inputs
 from attention.probe import probing
-from attention.scores import ByDistance, at_least_float32, spelled_out, visible
+from attention.scores import ByDistance, at_least_float32, plain_form, visible
 from configurator import check_writable, configure, user_errors
 from errors import UserError, note, optional, refuse
 from model import ATTENTION, GPT
@@ -135,7 +135,7 @@ def weights_at_once(attention: str, q, k, *, bias, **settings) -> torch.Tensor:
     bias = ByDistance(bias.values) if isinstance(bias, ByDistance) else bias  # without what it adds to values
     one_hot = at_least_float32(torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)).expand(*k.shape[:-1], -1)
     if attention not in LINEAR_IN:
-        return spelled_out(definition)(q, k, one_hot, bias=bias, **settings)
+        return plain_form(definition)(q, k, one_hot, bias=bias, **settings)
     f, inverse = LINEAR_IN[attention]
     return f(in_rows(definition, for_values)(q, k, inverse(one_hot), bias=bias, **settings))
 

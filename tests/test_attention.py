@@ -6,11 +6,12 @@ import itertools
 import pytest
 import torch
 from harness import pairwise
-from reference import fast, naive_attention, one_query
+from reference import fast, naive_attention, one_query, plain
 from torch.nn import functional as F
 
 from attention import fast as forms
-from attention.forms import SUMS, takes
+from attention.forms import SUMS
+from attention.scores import takes
 from model import ATTENTION
 
 T = 37
@@ -43,7 +44,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @cores
 @windows
-@pytest.mark.parametrize("form", [fast, ATTENTION.get], ids=["fast", "plain"])
+@pytest.mark.parametrize("form", [fast, plain], ids=["fast", "plain"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_equals_naive_forward_and_backward(core, window, form, dtype, tolerance):
     q, k, v = qkv(dtype)
@@ -92,13 +93,13 @@ def test_a_bias_in_blocks(core, window, shape):
 
 
 DECAYS = [0.0, 1e-3, 0.5, 20.0, 200.0]  # gamma^n of the last three is below float32's smallest number
-DECAYING = [name for name in ATTENTION if takes(ATTENTION[name], "decay")]
+DECAYING = [name for name in ATTENTION if takes(ATTENTION[name], "fade")]
 decaying = pytest.mark.parametrize("core", DECAYING)
 
 
 @decaying
 @pytest.mark.parametrize("window", [None, 16, 100])
-@pytest.mark.parametrize("form", [fast, ATTENTION.get], ids=["fast", "plain"])
+@pytest.mark.parametrize("form", [fast, plain], ids=["fast", "plain"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_a_decay_forward_and_backward(core, window, form, dtype, tolerance):
     """Outputs, and the gradients of q, k, v and of each head's decay; D is not Dv, and LONG is no whole of chunks."""
@@ -178,7 +179,7 @@ def test_half_precision_forward(core, window, dtype, tolerance):
 
 @cores
 @windows
-@pytest.mark.parametrize("form", [fast, ATTENTION.get], ids=["fast", "plain"])
+@pytest.mark.parametrize("form", [fast, plain], ids=["fast", "plain"])
 def test_scale_bias_and_value_width(core, window, form):
     q, k, v = qkv(dv=5)
     bias = torch.randn(3, T, T, dtype=torch.float64)
@@ -278,9 +279,9 @@ def test_laser_on_both_sides_of_its_range(spread):
     """exp and log run where they are exact, the definition elsewhere; both agree with the definition."""
     slow = []
 
-    def counted(*args, **kwargs):
+    def counted(s, seen, v):
         slow.append(1)
-        return ATTENTION["laser"](*args, **kwargs)
+        return ATTENTION["laser"](s, seen, v)
 
     q, k, v = qkv(torch.float32)
     v = v.detach() / (v.max() - v.min()).item() * spread

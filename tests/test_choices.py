@@ -53,7 +53,7 @@ def tokens(B: int = 2, n: int = T) -> torch.Tensor:
 def test_what_is_refused():
     """The only refused pairs are these. Many tests skip refused pairs, so they skip no others."""
     refused = {(a, p) for a in ATTENTION for p in POSITION if not legal(attention=a, position=p)}
-    assert refused == {("beta", "t5"), ("beta2", "t5"), ("laser", "relative")}
+    assert refused == {("beta", "t5"), ("beta_squared", "t5"), ("laser", "relative")}
 
 
 # -----------------------------------------------------------------------------
@@ -673,7 +673,7 @@ def test_zero_init_starts_from_the_embedding(where):
         ({"position": "t5", "attention": "beta"}, "In beta a low score is no small weight"),
         ({"position": "relative", "attention": "laser"}, "must be linear in its values, and laser is not"),
         ({"position": "relative", "short_attention": "laser", "heads": "SL"}, "linear in its values, and laser is not"),
-        ({"position": "t5", "short_attention": "beta2", "heads": "SL"}, "In beta2 a low score is no small weight"),
+        ({"position": "t5", "short_attention": "beta_squared", "heads": "SL"}, "In beta_squared a low score is no small weight"),
         ({"attn_dropout": 0.1, "short_attention": "laser", "heads": "SL"}, "attention='laser' allows no dropout"),
         ({"short_attention": "sofmax", "heads": "SL"}, "short_attention='sofmax' is not one of softmax, laser, beta"),
         ({"short_attention": "beta"}, "needs both short and long heads, but heads='L' has one kind"),

@@ -137,7 +137,7 @@ def in_float64():
 )
 def test_plain_and_fast_train_to_the_same_losses(core, heads, differential, run, data, tmp_path, in_float64):
     """Short heads in blocks and running sums need some length. (In float32 rounding alone gives another loss, by 3e-5
-    for beta2, after a few steps. Losses are in float32.)"""
+    for beta_squared, after a few steps. Losses are in float32.)"""
     flags = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, "--block_size=270", "--batch_size=1"]
     flags += ["--max_iters=4", "--eval_interval=4", "--eval_iters=1", "--sample_tokens=8", "--learning_rate=1e-2"]
     flags += ["--gradient_accumulation_steps=1", "--warmup_iters=1", "--lr_decay_iters=20", f"--attention={core}"]

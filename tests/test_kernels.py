@@ -178,7 +178,7 @@ def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
     ("choices", "says"),
     [
         ({"attention": "laser"}, "has no Triton kernel, but softmax, beta have"),
-        ({"attention": "beta2"}, "attention='beta2' has no Triton kernel"),
+        ({"attention": "beta_squared"}, "attention='beta_squared' has no Triton kernel"),
         ({"short_attention": "beta", "heads": "SL", "window": 2}, "short heads have 'beta' and long ones 'softmax'"),
         ({"attention": "beta", "block_size": 256, "decay": "alibi", "position": "rope"}, "kernel knows no decay"),
         ({"decay": "learned"}, r"queries are 22 wide \(6 of these for the decay\) and values 16"),

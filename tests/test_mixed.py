@@ -17,7 +17,7 @@ from training import checkpoint
 from training.optimizers import Settings, by_decay
 
 V, C, H, D = 29, 32, 4, 8
-LONG = LINEAR_FROM + 34  # more than beta's and beta2's chunks, and no whole of them
+LONG = LINEAR_FROM + 34  # more than beta's and beta_squared's chunks, and no whole of them
 pairs = pytest.mark.parametrize(("short", "long"), [*itertools.product(ATTENTION, ATTENTION)])
 cores = pytest.mark.parametrize("core", ATTENTION)
 
@@ -131,7 +131,7 @@ def test_cached_packed_and_plain_are_the_same(short, long, more):
 
 def test_a_cache_is_a_ring_for_short_heads_and_sums_for_long_ones():
     """Its bytes do not grow with the text."""
-    choices = {"attention": "beta2", "short_attention": "softmax", "heads": "SSSL", "window": 20, "conv": 4}
+    choices = {"attention": "beta_squared", "short_attention": "softmax", "heads": "SSSL", "window": 20, "conv": 4}
     gpt = GPT(config(block_size=1000, position="rope", **choices)).eval()
     cache = gpt.new_cache()
     sizes = []
@@ -255,7 +255,7 @@ def test_bfloat16_autocast_stays_near_float32(core):
 
 def test_activation_checkpointing_of_all_of_it():
     """A convolution in packed documents and learned slopes: the same gradients, bit for bit."""
-    choices = {"attention": "beta2", "short_attention": "laser", "heads": "SL", "decay": "learned", "conv": 4}
+    choices = {"attention": "beta_squared", "short_attention": "laser", "heads": "SL", "decay": "learned", "conv": 4}
     gpt, x, grads = shaken(config(window=20, **choices)).train(), tokens(), []
     pos = torch.cat((torch.arange(20), torch.arange(LONG - 20))).expand(2, -1)
     for again in (False, True):

@@ -263,10 +263,10 @@ def test_counts():
     beta = {"attention": "beta", "block_size": 300}
     assert estimate.flops(GPT(config(**beta))) == 6 * n + 12 * L * C * (64 + 16)  # linear
     assert estimate.flops(GPT(config(**beta, dropout=0.1))) == 6 * n + 12 * L * C * 300  # not with dropped weights
-    features = 8 * 9 / 2  # of beta2, for heads of 8
-    beta2 = GPT(config(attention="beta2", short_attention="softmax", heads="SL", window=3, block_size=300, conv=4))
+    features = 8 * 9 / 2  # of beta_squared, for heads of 8
+    beta_squared = GPT(config(attention="beta_squared", short_attention="softmax", heads="SL", window=3, block_size=300, conv=4))
     taps = L * 3 * C * 4
-    assert estimate.flops(beta2) == 6 * (n + taps) + 12 * L * 8 * (2 * (64 + features * 9 / 8) + 2 * 4)
+    assert estimate.flops(beta_squared) == 6 * (n + taps) + 12 * L * 8 * (2 * (64 + features * 9 / 8) + 2 * 4)
     wide = GPT(config(differential=True))
     assert estimate.flops(wide) == 6 * estimate.num_params(wide) + 18 * L * C * T  # values are twice as wide
     assert estimate.flops(GPT(config(heads="SL", window=3))) == 6 * n + 12 * L * 8 * (2 * T + 2 * 4)

@@ -183,7 +183,7 @@ def test_resume_restores_the_config_and_flags_win(train, tmp_path):
     config = tmp_path / "my.py"
     config.write_text("weight_decay = 0.7\n")
     code, out, _ = train(str(config), "--init_from=resume", "--beta2=0.9", "--max_iters=5")
-    assert code == 0 and "resume: keeping weight_decay=0.3" in out and "resume: beta2 was 0.95, now 0.9" in out
+    assert code == 0 and "resume: keeping weight_decay=0.3" in out and "resume: beta_squared was 0.95, now 0.9" in out
     saved = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))
     assert saved["config"]["weight_decay"] == 0.3
     groups = saved["optimizer"][0]["param_groups"]
@@ -310,7 +310,7 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
         (["--position=rope", "--n_embd=36"], "a head has 9"),
         (["--n_kv_head=3"], "n_head=4 is not a multiple of n_kv_head=3"),
         (["--where=post", "--block=parallel"], "a parallel block has one sum"),
-        (["--position=t5", "--attention=beta2"], "In beta2 a low score is no small weight"),
+        (["--position=t5", "--attention=beta_squared"], "In beta_squared a low score is no small weight"),
         (["--short_attention=beta"], "short_attention='beta' needs both short and long heads"),
         (["--vocab_size=5"], "less than the"),
         (["--batch_size=0"], "at least 1"),

@@ -1,4 +1,4 @@
-"""attention/sums.py: beta and beta2 from running sums, in linear time."""
+"""attention/sums.py: beta and beta_squared from running sums, in linear time."""
 
 import functools
 import resource
@@ -114,10 +114,10 @@ def test_outputs_and_gradients_are_those_of_one_query_at_a_time(core, rows, on_a
 
 @pytest.mark.parametrize(
     ("core", "D", "Dv", "least"),
-    [("beta", 16, 16, 16), ("beta", 64, 64, 64), ("beta2", 16, 16, 73), ("beta2", 16, 32, 94), ("beta2", 64, 64, 1057)],
+    [("beta", 16, 16, 16), ("beta", 64, 64, 64), ("beta_squared", 16, 16, 73), ("beta_squared", 16, 32, 94), ("beta_squared", 64, 64, 1057)],
 )
 def test_a_cache_is_the_smaller_one(core, D, Dv, least):
-    """beta's D (D + Dv) or beta2's D (D + 1) / 2 (Dv + 1) numbers, or D + Dv for each token: sums from `least` on."""
+    """beta's D (D + Dv) or beta_squared's D (D + 1) / 2 (Dv + 1) numbers, or D + Dv for each token: sums from `least` on."""
     form = cache_form(core, ATTENTION[core], D, Dv)
     assert type(form(None, least)) is RunningSums and type(form(None, least - 1)) is KeyValues
     assert cache_form(core, ATTENTION[core], D, Dv, keep_all=True) is KeyValues
@@ -125,8 +125,8 @@ def test_a_cache_is_the_smaller_one(core, D, Dv, least):
 
 LINEAR_MODELS = [
     {"attention": "beta", "decay": "learned", "position": "rope"},
-    {"attention": "beta2"},
-    {"attention": "beta2", "short_attention": "softmax", "heads": "SL", "window": 50, "decay": "alibi", "conv": 4},
+    {"attention": "beta_squared"},
+    {"attention": "beta_squared", "short_attention": "softmax", "heads": "SL", "window": 50, "decay": "alibi", "conv": 4},
 ]
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from choices import norm_has_bias
+
 from errors import NotInstalled, UserError, first_line, optional, refuse
 from model import GPT, GPTConfig
 from text.tokenizers import GPT2_VOCAB_SIZE, hub_args, own_meta
@@ -297,7 +297,7 @@ def _fitting(config: GPTConfig) -> tuple[Family, object]:
             back = _choices(GPTConfig(**family.ours(theirs)))
         except UserError:  # for sizes that the family cannot have
             continue
-        free = ("bias", "norm_bias") if name == "gpt2" else ()
+        free = ("bias",) if name == "gpt2" else ()
         misfits[name] = [key for key in ours if ours[key] != back[key] and key not in free]
         if not misfits[name]:
             return family, theirs
@@ -313,5 +313,5 @@ def _choices(config: GPTConfig) -> dict:
     """The fields that a trained model depends on, with every default spelled out."""
     c = config.resolved()
     heads = "/".join(c.layer_heads(layer) for layer in range(c.n_layer))
-    spelled = vars(c) | {"heads": heads, "norm_bias": norm_has_bias(c, c.norm)}
+    spelled = vars(c) | {"heads": heads}
     return {key: x for key, x in spelled.items() if key not in TRAINING}
