@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from attention.forms import fast_form, takes
+from attention.scores import plain_form
 from configurator import configure, names, pick_device, user_errors
 from lab.examples import spelling
+from lab.examples.attention import weights_of
 from lab.examples.common import check_training, fit
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
 from model import ATTENTION
-from scripts.maps import weights_at_once
 
 # What is the last way to mix?
 attention = "softmax"  # attentions, separated by commas: a name in ATTENTION
@@ -43,7 +43,6 @@ words = "through,knowledge"  # words that are pronounced at the end, separated b
 picture = "before_attention.png"  # the picture of the weights; empty: none
 
 WIDTH = 128  # C, of both networks
-BOTH_SIDES = [name for name in ATTENTION if takes(ATTENTION[name], "causal")]  # attentions that need not be causal
 
 
 class Mean(nn.Module):
@@ -86,7 +85,7 @@ class DotProduct(Mean):
 
     def __init__(self, attention: str):
         super().__init__()
-        self.attention, self.attend = attention, fast_form(attention, ATTENTION[attention])
+        self.attention, self.attend = attention, plain_form(ATTENTION[attention])
         self.W = nn.Linear(WIDTH, WIDTH, bias=False)
         self.U = nn.Linear(WIDTH, WIDTH, bias=False)
 
@@ -95,11 +94,11 @@ class DotProduct(Mean):
 
     def weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
         q, k, seen = self.W(q)[:, None, None], k[:, None], seen[:, None, None]  # as in model.py: (B, H, T, C), H = 1
-        return weights_at_once(self.attention, q, k, bias=None, causal=False, seen=seen)[:, 0, 0]
+        return weights_of(self.attention, q, k, seen)[:, 0, 0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         q, k, v, seen = self.W(q)[:, None, None], k[:, None], v[:, None], seen[:, None, None]
-        return self.attend(q, k, v, causal=False, seen=seen)[:, 0, 0]
+        return self.attend(q, k, v, seen=seen)[:, 0, 0]
 
 
 class Recurrent(nn.Module):
@@ -157,7 +156,7 @@ if __name__ == "__main__":
     with user_errors():
         check_training(config, "test_words")
         mixtures = {"mean": Mean, "additive": Additive}
-        mixtures |= {name: partial(DotProduct, name) for name in names(attention, BOTH_SIDES)}
+        mixtures |= {name: partial(DotProduct, name) for name in names(attention, ATTENTION)}
         device, shown = pick_device(device, "float32")[0], spelling.own_words(words)
         spelling.check_picture(picture)
         (train, test), maps = spelling.dictionary(test_words), []

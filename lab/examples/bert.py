@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from choices import new_norm
 from configurator import at_least_one, configure, pick_device, user_errors
 from errors import UserError
-from lab.examples.bidirectional import Bidirectional
+from lab.examples.attention import Bidirectional
 from lab.examples.common import fit, generator, gpt_config, result
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of, prepare_shakespeare

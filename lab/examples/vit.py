@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from configurator import at_least_one, configure, pick_device, user_errors
 from errors import UserError, first_line, optional, refuse
-from lab.examples.bidirectional import Bidirectional
+from lab.examples.attention import Bidirectional
 from lab.examples.common import fit, generator, gpt_config, result
 from model import GPT, GPTConfig
 

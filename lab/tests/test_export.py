@@ -26,7 +26,7 @@ CASES += [
     {"position": "t5", "tied": False},  # a table that all layers share, and a head that shares nothing
     {"differential": True, "attention": "laser", "heads": "SSLL"},
     {
-        "attention": "beta2",
+        "attention": "beta_squared",
         "short_attention": "softmax",
         "heads": "SL",
         "conv": 4,

@@ -35,7 +35,7 @@ CASES = {
     "laser": {"attention": "laser", "position": "rope"},
     "beta": {"attention": "beta", "position": "rope", "heads": "SSSL"},
     "short heads": {"heads": "SL", "window": 5},
-    "differential": {"attention": "beta2", "position": "none", "differential": True, "heads": "SSLL/L", "conv": 3},
+    "differential": {"attention": "beta_squared", "position": "none", "differential": True, "heads": "SSLL/L", "conv": 3},
 }
 
 
