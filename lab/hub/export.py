@@ -31,16 +31,8 @@ CARD = """---
 library_name: transformers
 tags: [nanoattn]
 ---
-A GPT of nanoattn, which differs from GPT-2 (124M) in: {choices}.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})
-tokenizer = AutoTokenizer.from_pretrained(FOLDER{trust})
-ids = tokenizer(TEXT, return_tensors="pt").input_ids
-print(tokenizer.decode(model.generate(ids, max_new_tokens=100, do_sample=True)[0]))
-```
+A GPT of nanoattn, which differs from GPT-2 (124M) in: {}.
+Load it by `AutoModelForCausalLM.from_pretrained(FOLDER{})`.
 """
 
 
@@ -118,16 +110,12 @@ def main() -> None:
         their_tok.save_pretrained(to)
     theirs.save_pretrained(to)
     code = {f"{name}.py": text for name, text in code_files().items()} if custom else {}
-    for name, text in (code | {"README.md": card(model.config)}).items():
+    own = [f"{name}={x!r}" for name, x in vars(model.config).items() if x != getattr(GPTConfig, name)]
+    card = CARD.format(", ".join(own), ", trust_remote_code=True" if custom else "")
+    for name, text in (code | {"README.md": card}).items():
         with open(os.path.join(to, name), "w", encoding="utf-8") as f:
             f.write(text)
     print(f"{path} is {to}: {type(theirs).__name__}, {theirs.num_parameters():,} parameters")
-
-
-def card(c: GPTConfig) -> str:
-    """The README.md of an exported folder."""
-    own = [f"{name}={value!r}" for name, value in vars(c).items() if value != getattr(GPTConfig, name)]
-    return CARD.format(choices=", ".join(own), trust=", trust_remote_code=True" if custom else "")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import runpy
 import sys
 
 import text.dataset
-from lab.hub.answers import open_split
+from lab.hub.prepare_answers import open_split
 
 if __name__ == "__main__":
     text.dataset.Tokens = open_split  # train.py imports it from there

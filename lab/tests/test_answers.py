@@ -1,4 +1,4 @@
-"""Fine-tuning on prompts and answers: lab/hub/answers.py, prepare_answers.py and finetune.py."""
+"""Fine-tuning on prompts and answers: lab/hub/prepare_answers.py and finetune.py."""
 
 import importlib
 import json
@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lab.hub import answers
-from lab.hub.answers import Examples, open_split
+from lab.hub.prepare_answers import Examples, encode, open_split, prepare, read_examples
 from text import dataset, tokenizers
 from training import checkpoint
 
@@ -23,7 +22,7 @@ def tasks(tmp_path):
 
     def tasks(tok: tokenizers.Tokenizer, rows: list = ROWS) -> str:
         jsonl(tmp_path / "source", rows)
-        answers.prepare(str(tmp_path / "prepared"), str(tmp_path / "source"), tok)
+        prepare(str(tmp_path / "prepared"), str(tmp_path / "source"), tok)
         return str(tmp_path / "prepared")
 
     return tasks
@@ -69,7 +68,7 @@ def test_a_token_across_the_boundary_is_the_answers(bpe):
     bpe(b" P", b" Pa", b"ba", pattern=r" ?\S+|\s+")
     tok = tokenizers.GPT2Tokenizer()
     for prompt, answer, first in (("is ", "Pan", " Pa"), ("a b", "an", "ba"), ("is", " Pa", " Pa")):
-        ids, n = answers.encode(tok, prompt, answer)
+        ids, n = encode(tok, prompt, answer)
         assert tok.decode(ids[n : n + 1]) == first
         assert tok.decode(ids[:n]) + tok.decode(ids[n:-1]) == prompt + answer and ids[-1] == tok.eot
 
@@ -77,7 +76,7 @@ def test_a_token_across_the_boundary_is_the_answers(bpe):
 def test_blank_lines_and_a_byte_order_mark_are_no_examples(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes('\ufeff{"prompt": "a", "answer": "b"}\r\n\r\n{"prompt": "c", "answer": "d"}\n\n'.encode())
-    assert list(answers.read_examples(str(path))) == [("a", "b"), ("c", "d")]
+    assert list(read_examples(str(path))) == [("a", "b"), ("c", "d")]
 
 
 def test_batches_are_drawn_as_those_of_running_text(tasks):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from harness import ROOT
 
-from choices import POSITION
 from model import ATTENTION, GPT, GPTConfig
+from positions import POSITION
 from text import tokenizers
 from training import checkpoint
 
