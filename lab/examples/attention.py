@@ -43,9 +43,7 @@ class Bidirectional:
         k, v = group.share(k, v)
         near = distances(q, k).abs() <= (math.inf if window is None else window)  # (T, T)
         seen = near if self.seen is None else near & self.seen[:, None, None, :]
-        seen = torch.where(
-            seen.any(-1, keepdim=True), seen, near
-        )  # a query sees nothing but padding: any finite output
+        seen = torch.where(seen.any(-1, keepdim=True), seen, near)  # where all is padding: any finite output
         if self.found is not None:
             self.found.append(weights_of(group.name, q, k, seen, settings["scale"]))
         fast = group.name == "laser" and unchanged("laser", group.definition)

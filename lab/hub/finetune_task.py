@@ -7,8 +7,6 @@ eval_interval = 50
 eval_iters = 50
 log_interval = 10
 always_save_checkpoint = False  # best.pt is saved; ckpt.pt only at the end
-wandb_project = "tasks"
-wandb_run_name = "task"
 
 batch_size = 16  # examples
 gradient_accumulation_steps = 1
