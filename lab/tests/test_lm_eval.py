@@ -1,5 +1,6 @@
 """lab/hub/lm_eval.py: log p and texts computed by hand, an exported folder, tasks, mistakes."""
 
+import itertools
 import json
 import os
 import sys
@@ -32,10 +33,8 @@ TOK = CharTokenizer(LETTERS, eot=True)
 T = 16
 CASES = {
     "softmax": {},
-    "laser": {"attention": "laser", "position": "rope"},
-    "beta": {"attention": "beta", "position": "rope", "heads": "SSSL"},
-    "short heads": {"heads": "SL", "window": 5},
-    "differential": {"attention": "beta_squared", "position": "none", "differential": True, "heads": "SSLL/L"},
+    "laser": {"attention": "laser", "position": "rope", "heads": "SL", "window": 5},
+    "beta": {"attention": "beta", "position": "none", "differential": True, "heads": "SSLL/L"},
 }
 
 
@@ -47,10 +46,6 @@ def gpt(tok=TOK, **choices) -> GPT:
     for p in model.parameters():
         p.data *= 4 if p.dim() > 1 else 1
     return model
-
-
-def adapter(model: GPT, tok=TOK, batch_size: int = 4):
-    return script.adapter(model, tok, batch_size)
 
 
 def requests(kind: str, *arguments: tuple) -> list[Instance]:
@@ -84,36 +79,23 @@ def written_by_hand(model: GPT, prompt: list[int], n: int) -> list[int]:
 # by hand
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_log_p_of_answers(case, batch_size):
+def test_log_p_of_answers(case):
+    """In float32 and bfloat16. A text without a context begins at its boundary; lm-eval moves spaces to the answer."""
     model = gpt(**CASES[case])
-    contexts = ["abc", "abc", "abc", "a", "abcdefghi abcdef", "abcdefghi abcdefgh. abcdefgh", "abcd", "abcd", "abc"]
-    answers = [" d", " defg", " d.", "b", " ab", " abc def", "e", "f", " d"]
-    best = TOK.decode(written_by_hand(model, TOK.encode("abcd"), 3))
-    pairs = [*zip(contexts, answers, strict=True), ("abcd", best)]
-    got = adapter(model, batch_size=batch_size).loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
-    for (context, answer), (log_p, greedy) in zip(pairs, got, strict=True):
-        expected = by_hand(model, TOK.encode(context), TOK.encode(answer))
+    contexts = ["abc", "abc", "a", "abcdefghi abcdef", "abcdefghi abcdefgh. abcdefgh", "abcd", "abcd", "abc "]
+    answers = [" defg", " d.", "b", " ab", " abc def", "e", "f", "de"]
+    pairs = [*zip(contexts, answers, strict=True), ("abcd", TOK.decode(written_by_hand(model, TOK.encode("abcd"), 3)))]
+    asked = requests("loglikelihood", ("", "abc"), *pairs)
+    got = script.adapter(model, TOK, 4).loglikelihood(asked, disable_tqdm=True)
+    for (context, answer), (log_p, greedy) in zip([(END, "abc"), *pairs], got, strict=True):
+        n = len(context.rstrip(" "))
+        expected = by_hand(model, TOK.encode(context[:n]), TOK.encode(context[n:] + answer))
         assert log_p == pytest.approx(expected[0], abs=1e-4) and greedy == expected[1], (context, answer)
     assert got[-1][1] and not all(greedy for _, greedy in got)
-    lm = script.adapter(model, TOK, batch_size, "bfloat16")
-    half = lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
+    half = script.adapter(model, TOK, 4, "bfloat16").loglikelihood(asked, disable_tqdm=True)
     assert [p for p, _ in half] != [p for p, _ in got]
     assert [p for p, _ in half] == pytest.approx([p for p, _ in got], abs=0.3, rel=0.02)
-
-
-def test_a_text_without_a_context_begins_at_its_boundary():
-    model, ids = gpt(), TOK.encode("abc")
-    (got,) = adapter(model).loglikelihood(requests("loglikelihood", ("", "abc")), disable_tqdm=True)
-    assert got[0] == pytest.approx(by_hand(model, [TOK.eot], ids)[0], abs=1e-4)
-
-
-def test_spaces_belong_to_the_answer():
-    """lm-eval moves the spaces at a context's end to the answer; for characters the text is the same."""
-    model = gpt()
-    (got,) = adapter(model).loglikelihood(requests("loglikelihood", ("abc ", "de")), disable_tqdm=True)
-    assert got[0] == pytest.approx(by_hand(model, TOK.encode("abc"), TOK.encode(" de"))[0], abs=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -121,7 +103,9 @@ def test_log_p_of_whole_texts(case):
     """Windows of T tokens; the last one has a full context, and predicts only what is left."""
     model = gpt(**CASES[case])
     texts = ["a", "abcdefg hi. abcd", "abcdefg hi. abcde", "ahe" + " abc def ghi." * 5, ""]
-    got = adapter(model).loglikelihood_rolling(requests("rolling", *[(text,) for text in texts]), disable_tqdm=True)
+    got = script.adapter(model, TOK, 4).loglikelihood_rolling(
+        requests("rolling", *[(text,) for text in texts]), disable_tqdm=True
+    )
     for text, log_p in zip(texts, got, strict=True):
         ids, total = [TOK.eot, *TOK.encode(text)], 0.0
         for i in range(1, len(ids)):
@@ -131,35 +115,24 @@ def test_log_p_of_whole_texts(case):
         assert log_p == pytest.approx(total, abs=1e-3)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_texts(case, batch_size):
+def test_texts(case):
     """Greedy by default; contexts of several lengths; one is too long: its last T - max_gen_toks tokens are seen."""
     model, n = gpt(**CASES[case], vocab_size=TOK.n_vocab + 9), 7  # ids that mean nothing are not written
     contexts = ["abc", "abd", "a", "abcdefghi abcdefghi. abcdef", "abe", "i"]
-    given = {"until": [], "max_gen_toks": n}
-    got = adapter(model, batch_size=batch_size).generate_until(
-        requests("generate_until", *[(context, given) for context in contexts]), disable_tqdm=True
-    )
     whole = [TOK.decode(written_by_hand(model, TOK.encode(context)[-(T - n) :], n)) for context in contexts]
-    assert got == [text.split(END)[0] for text in whole] and any(got)
-
-
-def test_a_text_ends_at_a_stop():
-    model = gpt(**CASES["laser"])
-    contexts, n = ["abc", "dab", "ghi"], 9
-    whole = [TOK.decode(written_by_hand(model, TOK.encode(context), n)) for context in contexts]
     stop = next(text[3:5] for text in whole if len(set(text[:5])) > 1)
-    lm = adapter(model)
-    for until in (stop, [stop], ["hhhh", stop]):
-        ask = requests("generate_until", *[(context, {"until": until, "max_gen_toks": n}) for context in contexts])
-        assert lm.generate_until(ask, disable_tqdm=True) == [text.split(END)[0].split(stop)[0] for text in whole]
+    lm = script.adapter(model, TOK, 3)
+    for until in ([], stop, ["\n\n\n", stop]):
+        asked = requests("generate_until", *[(context, {"until": until, "max_gen_toks": n}) for context in contexts])
+        expected = [text.split(END)[0].split(stop if until else "\0")[0] for text in whole]
+        assert lm.generate_until(asked, disable_tqdm=True) == expected and any(expected)
 
 
 def test_texts_without_a_boundary():
     """Of two contexts the shorter one is padded with a token of the text; the text is the same as alone."""
     tok = CharTokenizer(LETTERS)
-    lm, ask = adapter(gpt(tok, position="rope"), tok), [(x, {"until": ["."], "max_gen_toks": 9}) for x in ("abc", "d")]
+    lm, ask = script.adapter(gpt(tok), tok, 2), [(x, {"until": ["."], "max_gen_toks": 9}) for x in ("abc", "d")]
     both = lm.generate_until(requests("", *ask), disable_tqdm=True)
     assert both == [lm.generate_until(requests("", one), disable_tqdm=True)[0] for one in ask] and all(both)
 
@@ -167,13 +140,10 @@ def test_texts_without_a_boundary():
 # -----------------------------------------------------------------------------
 # tasks
 
+ENDS = [(" and", " of"), (" R", " no")]
 ROWS = [
     {"prompt": f"the lord of {a}", "answer": b, "choices": [b, c] if i % 3 else [c, b]}
-    for i, (a, b, c) in enumerate(
-        (a, b, c)
-        for a in ("all", "noble", "Rome!", "the", "and the lord speaks: ")
-        for b, c in ((" and", " of"), (" R", " no"))
-    )
+    for i, (a, (b, c)) in enumerate(itertools.product(("all", "noble", "Rome!", "and the lord speaks: "), ENDS))
 ]
 KINDS = {
     "choices": {"output_type": "multiple_choice", "doc_to_choice": "choices",
@@ -218,7 +188,7 @@ def test_an_exported_folder_has_the_same_numbers(train, run, tmp_path):
     assert run("lab/hub/export.py", f"--out_dir={tmp_path / 'out'}", f"--to={folder}", "--custom")[0] == 0
     theirs = HFLM(pretrained=folder, device="cpu", batch_size=3, dtype="float32", trust_remote_code=True)
     model, tok, _, _ = open_model("resume", str(tmp_path / "out"), "best")
-    ours = adapter(model, tok)
+    ours = script.adapter(model, tok, 3)
     assert theirs.max_length == ours.max_length and theirs.prefix_token_id == ours.prefix_token_id
     paths, results = [save_task(tmp_path, kind) for kind in KINDS], []
     for lm in (ours, theirs):
@@ -239,13 +209,8 @@ def test_a_task_of_ones_own(train, run, tmp_path, monkeypatch):
     paths = [save_task(tmp_path, kind) for kind in ("choices", "greedy")]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    where = [
-        f"--out_dir={tmp_path / 'out'}",
-        "--device=cpu",
-        f"--out={tmp_path / 'r.json'}",
-        f"--tasks={','.join(paths)}",
-    ]
-    code, out, err = run("lab/hub/lm_eval.py", *where)
+    where = [f"--out_dir={tmp_path / 'out'}", f"--out={tmp_path / 'r.json'}", f"--tasks={','.join(paths)}"]
+    code, out, err = run("lab/hub/lm_eval.py", *where, "--device=cpu")
     assert code == 0, err
     model, tok, _, about = open_model("resume", str(tmp_path / "out"), "best")
     scores = {}  # {question: what by_hand gives for its choices, the answer first}
@@ -290,11 +255,8 @@ def test_the_tasks_of_the_laser_paper(monkeypatch):
     row = {"example_id": "middle1.txt", "article": "Tom has a dog.", "answer": "B", "question": "What has Tom?",
            "options": ["A cat", "A dog", "Two", "None"]}  # fmt: skip
     asked, rows = [], datasets.Dataset.from_list([row])
-    monkeypatch.setattr(
-        datasets,
-        "load_dataset",
-        lambda **args: asked.append(args) or dict.fromkeys(("train", "validation", "test"), rows),
-    )
+    splits = dict.fromkeys(("train", "validation", "test"), rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda **args: asked.append(args) or splits)
     (path,) = set(script.LASER) - set(names)
     (task,) = script.load([path], num_fewshot=None)["tasks"].values()
     assert asked == [{"path": "ehovy/race", "name": "middle"}]
@@ -319,9 +281,8 @@ def test_mistakes(train, mistake, run, tmp_path, monkeypatch):
     assert train("--max_iters=1")[0] == 0
     mistake("--tasks= names no task")
     mistake("there is no file none.yaml", "--tasks=none.yaml")
-    mistake("lm-eval has no task 'hellaswg'; did you mean 'hellaswag'?", "--tasks=piqa, hellaswg")
+    mistake("lm-eval has no task 'hellaswg'", "--tasks=piqa, hellaswg")
     path = save_task(tmp_path, "choices")
-    mistake("names the task mine_choices twice", f"--tasks={path},{path}")
     mistake("--limit=0 must be at least 1", "--limit=0", f"--tasks={path}")
     mistake("no file can be written there", f"--out={tmp_path}", f"--tasks={path}")
     with open(tmp_path / "rows.jsonl", "a") as f:
@@ -354,7 +315,7 @@ def test_without_a_network(train, mistake, monkeypatch):
 
 
 def test_what_does_not_fit():
-    lm = adapter(gpt())
+    lm = script.adapter(gpt(), TOK, 4)
     with pytest.raises(UserError, match=r"has 17 tokens; this model takes 1 to block_size=16"):
         lm.loglikelihood(requests("", ("a", "b" * 17)))
     with pytest.raises(UserError, match=r"lm-eval: .*requested max tokens to generate \(256\)"):
@@ -366,13 +327,10 @@ def test_what_does_not_fit():
 
 
 def test_the_token_before_a_text(capsys):
-    assert (
-        adapter(gpt()).prefix_token_id == TOK.eot
-        and adapter(gpt(ByteTokenizer()), ByteTokenizer()).prefix_token_id == 255
-    )
+    assert script.adapter(gpt(), TOK, 4).prefix_token_id == TOK.eot
+    assert script.adapter(gpt(ByteTokenizer()), ByteTokenizer(), 4).prefix_token_id == 255
     tok = CharTokenizer(LETTERS)
-    lm = adapter(gpt(), tok)
-    assert lm.prefix_token_id == lm.prefix_token_id == tok.encode("\n")[0]
-    assert capsys.readouterr().err.count("no boundary of documents") == 1
+    assert script.adapter(gpt(tok), tok, 4).prefix_token_id == tok.encode("\n")[0]
+    assert "no boundary of documents" in capsys.readouterr().err
     with pytest.raises(UserError):
-        _ = adapter(gpt(), CharTokenizer("abc")).prefix_token_id
+        script.adapter(gpt(), CharTokenizer("abc"), 4)
