@@ -38,6 +38,8 @@ def jsonl(folder, rows: list) -> None:
 def test_only_answers_are_targets(tasks):
     """By hand: y is the next token where that belongs to the answer (or is the end of it), else -1."""
     tok = tokenizers.CharTokenizer("abcd ", eot=True)
+    x, y = next(Examples(tasks(tokenizers.CharTokenizer("abcd ")), "val", 32).eval_batches(1, 1))
+    assert x[0, :3].tolist() == [0, 1, 2] and y[0].tolist() == [-1, 2, 3, *[-1] * 6]  # without a boundary it just ends
     data = open_split(tasks(tok), "val", 32)
     assert isinstance(data, Examples) and data.block_size == 10  # abcdab cda and its end are 11 tokens
     x, y = data.eval_batches(1, 4).__next__()
@@ -47,11 +49,6 @@ def test_only_answers_are_targets(tasks):
         assert x[row, :n].tolist() == text[:-1]
         before = len(prompt) - 1
         assert y[row].tolist() == [-1] * before + text[before + 1 :] + [-1] * (10 - n)
-
-
-def test_without_a_boundary_the_answer_just_ends(tasks):
-    x, y = next(Examples(tasks(tokenizers.CharTokenizer("abcd ")), "val", 32).eval_batches(1, 1))
-    assert x[0, :3].tolist() == [0, 1, 2] and y[0].tolist() == [-1, 2, 3, *[-1] * 6]
 
 
 def test_a_long_prompt_loses_its_beginning_and_a_long_answer_is_refused(tasks):
@@ -141,22 +138,18 @@ def test_a_users_mistakes_are_sentences(run, trained, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     flags = [f"--source={source}", f"--init_from={trained}", f"--out_dir={tmp_path / 'task'}"]
-    code, _, err = run("lab/hub/prepare_answers.py", *flags)
-    assert code == 2 and "must be a folder with train.jsonl and val.jsonl" in err
+    for few, says in (
+        (flags, "must be a folder with train.jsonl and val.jsonl"),
+        (flags[1:], "--source= says which"),
+        (["--source=x", "--init_from=owner/name"], "is no folder of a run"),
+    ):
+        code, _, err = run("lab/hub/prepare_answers.py", *few)
+        assert code == 2 and says in err
     for lines, says in MISTAKES.items():
         for split in ("train", "val"):
             (source / f"{split}.jsonl").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
         code, _, err = run("lab/hub/prepare_answers.py", *flags)
         assert code == 2 and says in err and not os.path.exists(tmp_path / "task" / "meta.json")
-
-
-def test_which_model_is_a_sentence(run, tmp_path):
-    for flags, says in (
-        ((), "--source= says which"),
-        (("--source=x", "--init_from=owner/name"), "is no folder of a run"),
-    ):
-        code, _, err = run("lab/hub/prepare_answers.py", *flags, f"--out_dir={tmp_path}")
-        assert code == 2 and says in err
 
 
 def test_endings_of_novels(tmp_path):

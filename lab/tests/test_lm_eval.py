@@ -150,8 +150,6 @@ KINDS = {
                 "doc_to_target": "{{choices.index(answer)}}", "metric_list": [{"metric": "acc"}]},
     "greedy": {"output_type": "loglikelihood", "doc_to_target": "answer",
                "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}]},
-    "whole": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{(prompt + answer) * 3}}",
-              "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}]},
     "write": {"output_type": "generate_until", "doc_to_target": "answer", "metric_list": [{"metric": "exact_match"}],
               "generation_kwargs": {"until": ["a"], "max_gen_toks": 6, "do_sample": False}},
 }  # fmt: skip
@@ -179,8 +177,7 @@ def data(tmp_path, text) -> str:
 
 
 def test_an_exported_folder_has_the_same_numbers(train, run, tmp_path):
-    """lm-eval's own model of the exported folder: log p, greedy flags, texts and every task's results."""
-    from lm_eval import evaluate
+    """In lm-eval's own model of the exported folder."""
     from lm_eval.models.huggingface import HFLM
 
     folder = str(tmp_path / "exported")
@@ -190,13 +187,11 @@ def test_an_exported_folder_has_the_same_numbers(train, run, tmp_path):
     model, tok, _, _ = open_model("resume", str(tmp_path / "out"), "best")
     ours = script.adapter(model, tok, 3)
     assert theirs.max_length == ours.max_length and theirs.prefix_token_id == ours.prefix_token_id
-    paths, results = [save_task(tmp_path, kind) for kind in KINDS], []
-    for lm in (ours, theirs):
-        found = evaluate(lm, script.load(paths, num_fewshot=1), log_samples=False, bootstrap_iters=0)["results"]
-        results.append({task: {k: x for k, x in row.items() if type(x) is float} for task, row in found.items()})
-    assert set(results[0]) == {f"mine_{kind}" for kind in KINDS}
-    for task in results[0]:
-        assert results[0][task] == pytest.approx(results[1][task], rel=1e-4), task
+    answers = requests("", ("the lord", " of"), ("noble Rome!", " and the lord of all"))
+    for one, other in zip(ours.loglikelihood(answers), theirs.loglikelihood(answers), strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    write = requests("", ("the lord", {"until": ["a"], "max_gen_toks": 9}))
+    assert ours.generate_until(write) == theirs.generate_until(write)
 
 
 # -----------------------------------------------------------------------------
@@ -225,17 +220,6 @@ def test_a_task_of_ones_own(train, run, tmp_path, monkeypatch):
     assert results["config"]["model"] == about and about in out and "|mine_choices|" in out
 
 
-def test_the_example_task(tmp_path, monkeypatch):
-    """lab/hub/tasks/line_ends.yaml loads, from any folder, and --num_fewshot is heard."""
-    monkeypatch.chdir(tmp_path)
-    path = os.path.join(ROOT, "lab", "hub", "tasks", "line_ends.yaml")
-    (task,) = script.load([path], num_fewshot=None)["tasks"].values()
-    assert len(task.eval_docs) == 100 and task.get_config("num_fewshot") == 0
-    for row in task.eval_docs:
-        assert row["answer"] in row["choices"] and len(set(row["choices"])) == 2
-    assert script.load([path], num_fewshot=2)["tasks"]["line_ends"].get_config("num_fewshot") == 2
-
-
 class FewTasks(TaskManager):
     """lm-eval's index of all its tasks takes seconds to make; this one has some folders."""
 
@@ -243,6 +227,15 @@ class FewTasks(TaskManager):
         names = ("super_glue", "winogrande", "wsc273", "xstorycloze", "race", "piqa", "openbookqa", "hellaswag", "arc")
         here = os.path.dirname(sys.modules["lm_eval.tasks"].__file__)
         super().__init__(include_defaults=False, include_path=[f"{here}/{name}" for name in names if include_defaults])
+
+
+def test_the_example_task(tmp_path, monkeypatch):
+    """lab/hub/tasks/line_ends.yaml loads, from any folder, and --num_fewshot is heard."""
+    monkeypatch.chdir(tmp_path)
+    for n in (None, 2):
+        task = script.load([os.path.join(ROOT, "lab/hub/tasks/line_ends.yaml")], num_fewshot=n)["tasks"]["line_ends"]
+        assert len(task.eval_docs) == 100 and task.get_config("num_fewshot") == (n or 0)
+    assert all(row["answer"] in row["choices"] and len(set(row["choices"])) == 2 for row in task.eval_docs)
 
 
 def test_the_tasks_of_the_laser_paper(monkeypatch):

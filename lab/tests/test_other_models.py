@@ -79,28 +79,10 @@ def test_vit_tests_on_the_same_digits_for_every_seed():
     assert len(y.unique()) == len(labels.unique()) == 10
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--attention=laser", "--position=rope", "--norm=rmsnorm", "--mlp=swiglu"],
-        ["--attention=beta", "--heads=SL", "--window=4", "--position=sinusoidal", "--shift=0"],
-        ["--heads=SSLL", "--window=3", "--differential", "--position=none", "--patch_size=4"],
-    ],
-    ids=" ".join,
-)
-def test_vit_runs(run, flags):
-    pytest.importorskip("sklearn")
-    code, out, err = run("lab/examples/vit.py", *TINY, "--seed=3", *flags)
-    assert code == 0, err
-    name = next((flag[12:] for flag in flags if flag.startswith("--attention=")), "softmax")
-    assert re.search(rf"^result: attention={name} seed=3 error on 449 test images [01]\.\d{{4}}$", out, re.MULTILINE)
-
-
 def test_vit_learns(run):
     pytest.importorskip("sklearn")
-    code, out, err = run(
-        "lab/examples/vit.py", "--steps=100", "--n_layer=1", "--shift=0", "--batch_size=32", "--device=cpu"
-    )
+    flags = ["--steps=100", "--n_layer=1", "--shift=0", "--batch_size=32"]
+    code, out, err = run("lab/examples/vit.py", *flags, "--device=cpu")
     assert code == 0 and float(out.split()[-1]) < 0.2, err
 
 
@@ -195,21 +177,24 @@ def test_the_words_of_the_japanese_vowels(vowels):
         assert all(word.isfinite().all() for word in words)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--attention=laser", "--position=learned", "--norm=rmsnorm", "--mlp=swiglu", "--kernel=1"],
-        ["--attention=beta", "--heads=SL", "--window=4", "--position=none", "--kernel=15"],
-        ["--heads=SSLL", "--window=4", "--differential", "--activation_checkpointing"],
-    ],
-    ids=" ".join,
-)
-def test_conformer_runs(run, flags, vowels):
-    code, out, err = run("lab/examples/conformer.py", *TINY, "--seed=3", *flags)
+VIT = r"error on 449 test images [01]\.\d{4}"
+CONFORMER = r"error on 370 test recordings [01]\.\d{4}, loss \d+\.\d{4}"
+RUNS = [
+    ("vit", VIT, "--attention=laser --position=rope --norm=rmsnorm --mlp=swiglu"),
+    ("vit", VIT, "--attention=beta --heads=SL --window=4 --position=sinusoidal --shift=0"),
+    ("vit", VIT, "--attention=softmax --heads=SSLL --window=3 --differential --position=none --patch_size=4"),
+    ("conformer", CONFORMER, "--attention=laser --position=learned --norm=rmsnorm --mlp=swiglu --kernel=1"),
+    ("conformer", CONFORMER, "--attention=beta --heads=SL --window=4 --position=none --kernel=15"),
+    ("conformer", CONFORMER, "--attention=softmax --heads=SSLL --window=4 --differential --activation_checkpointing"),
+]
+
+
+@pytest.mark.parametrize(("name", "result", "flags"), RUNS)
+def test_runs(run, vowels, name, result, flags):
+    pytest.importorskip("sklearn")
+    code, out, err = run(f"lab/examples/{name}.py", *TINY, "--seed=3", *flags.split())
     assert code == 0, err
-    name = next((flag[12:] for flag in flags if flag.startswith("--attention=")), "softmax")
-    line = rf"^result: attention={name} seed=3 error on 370 test recordings [01]\.\d{{4}}, loss \d+\.\d{{4}}$"
-    assert re.search(line, out, re.MULTILINE)
+    assert re.search(rf"^result: {flags.split()[0][2:]} seed=3 {result}$", out, re.MULTILINE)
 
 
 def test_conformer_learns(run, vowels):
