@@ -1,14 +1,11 @@
 """A GPT whose causal self-attention is pluggable: the whole model, to be read from top to bottom.
 
-1. The attentions: each is a function of scores, a few lines, its definition. ATTENTION is their table.
-2. GPTConfig, with every choice; then CausalSelfAttention, MLP, Block and GPT: GPT-2, built from these choices.
+First the attentions: each is a function of scores, a few lines. Then GPTConfig, with every choice, and GPT-2, built
+from these choices: CausalSelfAttention, MLP, Block, GPT. A new attention is one function and one line in ATTENTION.
+To save time and memory, a GPT runs fast forms of these functions (attention/forms.py): other code that computes the
+same. If you edit a function here, your code runs.
 
-A new attention is one function and one line in ATTENTION. Nothing else is needed to train it with short and long
-heads, to decode it with a cache, to test it and to time it. To save time and memory, a GPT runs fast forms of the
-definitions (attention/forms.py): other code that computes the same. If you change a definition, your code runs.
-
-Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary. Attention is
-(B, H, T, D) everywhere.
+Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary.
 """
 
 import math
@@ -30,14 +27,12 @@ from positions import DECAY, POSITION
 from rules import check, with_defaults
 from text.sampling import stream
 
-# -----------------------------------------------------------------------------
-# Attention: f(s, seen, v) -> y (B, H, Tq, Dv), for Tq queries and T keys. In training Tq = T.
-#   s (B, H, Tq, T): the scores, q k^T times their scale, plus the bias of a position. seen, which broadcasts to s: True
-#   where query i sees key j. v (B, H, T, Dv): the values. All numbers are float32, or float64 if the model's are.
-# By name it can also have drop(weights), which drops weights in training; fade(x), which multiplies by gamma^(i - j) if
-# there is a decay (without it, a decay lowers the scores); q (B, H, Tq, D) and k (B, H, T, D).
-# y_i may use row i of s and the keys and values that query i sees, neither T nor a key's place: their number is
-# seen.sum(-1). Short heads are computed in blocks of queries; then dimension 1 counts blocks of all heads.
+# Attention: f(s, seen, v) -> y (B, H, Tq, Dv) for Tq queries and T keys; in training Tq = T. All in float32 or wider.
+#   s (B, H, Tq, T): the scores, scaled, with a position's bias. seen broadcasts to s: True where query i sees key j.
+#   v (B, H, T, Dv): the values. By name it may also have drop(weights), which drops weights in training; fade(x), which
+#   multiplies by a decay's gamma^(i - j) (without it, a decay lowers s); q (B, H, Tq, D) and k (B, H, T, D).
+# y_i may use row i of s and the keys and values that query i sees, but neither T nor a key's place; their number is
+# seen.sum(-1). Short heads are computed in blocks of queries: dimension 1 then counts the blocks of all heads.
 
 
 def softmax_attention(s, seen, v, drop):
@@ -48,8 +43,8 @@ def softmax_attention(s, seen, v, drop):
 def laser_attention(s, seen, v):
     """y = log(softmax(s) exp(v)) ("LASER: Attention with Exponential Transformation", Duvvuri and Dhillon, equation 6).
 
-    The sum is taken in log space, where exp cannot overflow: T x T x Dv numbers for each head. Without `drop`: the
-    first query has a single weight, and dropping it would give log(0).
+    The sum is taken in log space, where exp cannot overflow: T x T x Dv numbers for each head. It has no drop: the
+    first query has a single weight, and without it y would be log(0).
     """
     log_weights = s.where(seen, -math.inf).log_softmax(-1)
     return (log_weights[..., None] + v[..., None, :, :]).logsumexp(-2)
@@ -70,12 +65,9 @@ def beta_squared_attention(s, seen, v, drop, fade):
     return drop(s2 / (1 + s2.sum(-1, keepdim=True))) @ v
 
 
-SOFTCAP = 50.0  # Gemma 2's
-
-
 def softcap_attention(s, seen, v, drop):
-    """y = softmax(c tanh(s / c)) v: no score is larger than c = SOFTCAP (Gemma 2, Riviere et al. 2024, section 2)."""
-    return drop((SOFTCAP * torch.tanh(s / SOFTCAP)).where(seen, -math.inf).softmax(-1)) @ v
+    """y = softmax(c tanh(s / c)) v: no score is larger than c = 50 (Gemma 2, Riviere et al. 2024, section 2)."""
+    return drop((50.0 * torch.tanh(s / 50.0)).where(seen, -math.inf).softmax(-1)) @ v
 
 
 ATTENTION: dict[str, Callable] = {
@@ -85,8 +77,6 @@ ATTENTION: dict[str, Callable] = {
     "beta_squared": beta_squared_attention,
     "softcap": softcap_attention,
 }
-
-# -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -117,9 +107,7 @@ class GPTConfig:
     position: str = "learned"  # a name in positions.POSITION
     rope_base: float | None = None  # rope: the base of its wavelengths; None: 10000
     max_distance: int | None = None  # relative, t5: larger distances count as this one; None: 16 (relative), 128 (t5)
-    decay: str = (
-        "none"  # weights are also multiplied by exp(-slope (i - j)): a name in positions.DECAY
-    )
+    decay: str = "none"  # beside any position, far keys weigh less, by exp(-slope (i - j)): a name in positions.DECAY
     nope_long: bool = False  # only short heads know positions, and long heads do not (Command A: --heads=S/S/S/L)
     # What are the blocks made of?
     norm: str = "layernorm"  # the kind of norm: a name in choices.NORM
@@ -141,10 +129,7 @@ class GPTConfig:
         check(self, ATTENTION)
 
     def resolved(self) -> "GPTConfig":
-        """The same choices with every default filled in. Modules read this copy.
-
-        window stays None without short heads; rope_base and max_distance stay None with positions that do not use them.
-        """
+        """The same choices with every default filled in: modules read this copy. What is not used stays None."""
         return with_defaults(self, ATTENTION)
 
     @property
@@ -157,19 +142,11 @@ class GPTConfig:
         """The class of the position, a positions.Scheme; None for a position that is added to the embedding."""
         return POSITION[self.position][1]
 
-    @property
-    def long_bias(self) -> bool:
-        """Whether the position adds a bias to the scores of long heads."""
-        return self.scheme is not None and self.scheme.biased and not self.nope_long
-
     def layer_heads(self, layer: int) -> str:
         """The heads of one layer, a letter each: 'SSSL'."""
         layers = self.heads.split("/")
         pattern = layers[layer % len(layers)]
         return (pattern * self.n_head)[: self.n_head]
-
-
-# -----------------------------------------------------------------------------
 
 
 class CausalSelfAttention(nn.Module):
@@ -178,8 +155,8 @@ class CausalSelfAttention(nn.Module):
     A short head sees its own token and the `window` tokens before it (LS-attention: "Short-Range Dependency Effects
     on Transformer Instability and a Decomposed Attention Solution").
     Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value V twice as wide, and
-    y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with one lambda per layer and an RMSNorm per pair. Each A V is
-    an output of the attention, so LASER takes the log of each of the two before the difference.
+    y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with one lambda per layer and an RMSNorm per pair. LASER takes
+    the log of each A V before the difference.
     """
 
     def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
@@ -191,8 +168,8 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(c.dropout)
         self.q_norm, self.k_norm = QK_NORM[c.qk_norm](c, D)
         # softplus(p) is 1 at the start (LASER, section 4: softmax(Q diag(softplus(p)) K^T / sqrt(d)))
-        p = torch.full((D,), math.log(math.e - 1)) if c.per_dim_temperature else None
-        self.per_dim_temperature = None if p is None else nn.Parameter(p)
+        p = torch.full((D,), math.log(math.e - 1))
+        self.per_dim_temperature = nn.Parameter(p) if c.per_dim_temperature else None
         self.conv = ShortConv((H + 2 * G) * D, c.conv) if c.conv else None
         self.decay = DECAY[c.decay](c)
         letters = c.layer_heads(layer)
@@ -208,8 +185,8 @@ class CausalSelfAttention(nn.Module):
         self.groups = []  # the short heads, then the long ones; or one of the two
         for letter, name, window in (("S", c.short_attention, c.window), ("L", c.attention, None)):
             if heads := [h for h, kind in enumerate(letters) if kind == letter]:
-                position = None if letter == "L" and c.nope_long else self.position
-                schemes = [scheme for scheme in (position, self.decay) if scheme is not None]
+                both = None if letter == "L" and c.nope_long else self.position, self.decay
+                schemes = [scheme for scheme in both if scheme is not None]
                 shape = {"n_query": H // G, "n_map": self.n_map, "width": D}
                 self.groups.append(HeadGroup(heads, window, name, ATTENTION[name], schemes, **shape))
         self.calls = self.groups  # kernels.use changes this: Triton's kernels take both groups in one call
@@ -229,11 +206,10 @@ class CausalSelfAttention(nn.Module):
         if self.per_dim_temperature is not None:
             q = q * F.softplus(self.per_dim_temperature)
         past = 0 if context is None else context.length
-        dropout = self.attn_dropout if self.training else 0.0
         y = []
         for group in self.calls if context is None and self.probe is None else self.groups:
             q_part, k_part, v_part = group.take(q, k, v)
-            settings = {**group.settings, "scale": self.scale, "dropout": dropout}
+            settings = {**group.settings, "scale": self.scale, "dropout": self.attn_dropout if self.training else 0.0}
             for scheme in group.schemes:
                 q_part, k_part, more = scheme(q_part, k_part, group, past)
                 settings |= more
@@ -348,20 +324,17 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, cache: Cache | None = None, pos: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """(logits, loss) for token ids idx (B, T), T <= block_size.
+        """(logits, loss) for token ids idx (B, T). Raises ValueError for more than block_size tokens without a cache.
 
-        With targets (B, T): logits (B, T, V), and the mean cross-entropy in nats over the targets that are not -1.
-        In training label_smoothing acts (Szegedy et al. 2016, section 7), and z_loss mean(log^2 Z) is added, Z the sum
-        of a token's exp(logits) (PaLM, section 5).
-        Without targets: the logits of the last position, (B, 1, V), and None.
-        cache: from new_cache; it holds the tokens before idx, and idx is added to it.
-        pos (B, T): positions in documents (text.dataset.positions). A document begins where pos is 0; no token sees
-        another document. Raises ValueError for more than block_size tokens.
+        With targets (B, T): logits (B, T, V), and the mean cross-entropy in nats over the targets that are not -1; in
+        training with label_smoothing (Szegedy et al. 2016, section 7) and plus z_loss mean(log^2 Z), Z the sum of a
+        token's exp(logits) (PaLM, section 5). Without targets: the logits of the last position, (B, 1, V), and None.
+        cache: from new_cache; it holds the tokens before idx, and idx is added to it. pos (B, T): positions in
+        documents (text.dataset.positions). A document begins where pos is 0; no token sees another document.
         """
-        most = self.config.block_size if cache is None else cache.capacity
-        if not 1 <= idx.shape[1] <= most:
-            limit = f"block_size={most}" if cache is None else f"{most}, the capacity of the cache"
-            raise ValueError(f"{idx.shape[1]} tokens do not fit: this model takes 1 to {limit}")
+        T = idx.shape[1]
+        if T < 1 or (cache is None and T > self.config.block_size):
+            raise ValueError(f"{T} tokens do not fit: this model takes 1 to block_size={self.config.block_size}")
         if cache is None:
             return self.predict(self.hidden(idx, None if pos is None else Documents(pos), pos), targets)
         if pos is not None:
@@ -372,8 +345,7 @@ class GPT(nn.Module):
     def hidden(self, idx: Tensor, context=None, pos: Tensor | None = None) -> Tensor:
         """The input of the output head, (B, T, C). context: see CausalSelfAttention.forward."""
         x = self.transformer.wte(idx)  # (B, T, C)
-        if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
+        x = x if self.embedding_scale == 1.0 else x * self.embedding_scale
         if "wpe" in self.transformer:
             past = 0 if context is None else context.length
             at = torch.arange(past, past + idx.shape[1], device=idx.device) if pos is None else pos
@@ -409,8 +381,8 @@ class GPT(nn.Module):
 
     def crop_block_size(self, block_size: int) -> None:
         """Shortens the context, for fine-tuning a model at a smaller one. Raises UserError for a larger one."""
-        if not 1 <= block_size <= self.config.block_size:
-            raise UserError(f"block_size={block_size} is below 1 or larger than the model's {self.config.block_size}")
+        if not 1 <= block_size <= (most := self.config.block_size):
+            raise UserError(f"block_size={block_size} is below 1 or larger than the model's {most}")
         self.config.window = self.config.resolved().window  # its default depends on block_size
         self.config.block_size = block_size
         if "wpe" in self.transformer:

@@ -60,10 +60,12 @@ class RunningSums:
     def __init__(self, kind: type):
         self.kind, self.state = kind, None
 
-    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, scale=None, decay=None, dropout=0.0, **settings):
+    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, scale=None, bias=None, decay=None, dropout=0.0, **_):
         """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
         if dropout:
             raise ValueError("running sums cannot drop attention weights: call eval() before decoding")
+        if bias is not None:
+            raise ValueError("running sums cannot hold a bias: a Scheme that gives one must have biased = True")
         k, v = group.share(k, v)
         if self.state is None or q.shape[-2] > 1:
             y, self.state = linear_attention(self.kind, q, k, v, scale=scale, decay=decay, state=self.state)
@@ -86,7 +88,7 @@ def why_it_ends(model: torch.nn.Module) -> str | None:
     groups = [group for block in model.transformer.h for group in block.attn.groups]
     for group in groups:
         if group.window is None and group.sums is None:
-            return f"long heads of attention={group.attention!r} keep all keys and values"
+            return f"long heads of attention={group.name!r} keep all keys and values"
     schemes = [scheme for group in groups for scheme in group.schemes]
     if "wpe" in model.transformer or not all(scheme.endless for scheme in schemes):
         return f"position={model.config.position!r} knows no later positions"

@@ -117,4 +117,5 @@ def linear(config: object) -> bool:
     """Whether training a GPTConfig takes linear time in long heads: by running sums, if nothing needs the weights."""
     c = config.resolved()
     least = SUMS[c.attention].linear_from(c.head_dim) if c.attention in SUMS else math.inf
-    return not c.long_bias and c.block_size >= least and not c.attn_dropout
+    biased = c.scheme is not None and c.scheme.biased and not c.nope_long
+    return not biased and c.block_size >= least and not c.attn_dropout

@@ -685,7 +685,7 @@ def never(model: torch.nn.Module) -> str | None:
         return f"they take one attention, but short heads have {c.short_attention!r} and long ones {c.attention!r}"
     if c.attn_dropout:
         return f"they cannot drop attention weights, and attn_dropout is {c.attn_dropout}: set --attn_dropout=0"
-    if c.long_bias:
+    if all(any(scheme.biased for scheme in group.schemes) for group in groups):
         return f"they take no bias by distance, and position={c.position!r} has one"
     if c.attention == "beta" and any(scheme.extra for group in groups for scheme in group.schemes):
         return "beta's kernel knows no decay"

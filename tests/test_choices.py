@@ -1,24 +1,23 @@
 """Each choice against its formula written out, in every attention, cached and uncached."""
 
 import math
-import warnings
 
 import pytest
 import torch
 from harness import pairwise
 from reference import fast, naive_attention, one_query
-from test_attention import close, qkv, saved_bytes
+from test_attention import close, saved_bytes
 from torch.nn import functional as F
 
-import choices
+import positions
 from attention import fast as forms
 from attention.cache import RunningSums
 from attention.forms import SUMS
 from attention.heads import HeadGroup
-from attention.scores import ByDistance
 from attention.sums import Beta
-from choices import ACTIVATION, POSITION, WHERE, alibi_slopes, t5_bucket
+from choices import ACTIVATION, WHERE
 from model import ATTENTION, GPT, GPTConfig
+from positions import POSITION, alibi_slopes, t5_bucket
 from training import checkpoint, estimate
 
 V, T, C, H, D = 65, 24, 32, 4, 8
@@ -60,72 +59,41 @@ def test_what_is_refused():
 # positions: the bias by distance, and each scheme
 
 
-def by_distance(B: int, H: int, Tq: int, n: int, per_query: bool, v: int | None) -> ByDistance:
-    values = torch.randn(B if per_query else 1, H, Tq if per_query else 1, n, dtype=torch.float64, requires_grad=True)
-    return ByDistance(values, v and torch.randn(n, v, dtype=torch.float64, requires_grad=True))
-
-
-BIASES = [
-    (None, 1, False), (None, 9, True), (None, 200, True), (0, 9, True), (16, 9, False), (16, 200, True), (100, 9, True)
-]  # window, n, per_query  # fmt: skip
+FAR = [
+    (None, 1), (None, 9), (None, 200), (0, 9), (16, 9), (16, 200), (100, 9)
+]  # window, n  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("core", "kind", "with_v", "few"),  # few: a few queries at a time
-    pairwise(
-        ATTENTION, BIASES, [False, True], [False, True],
-        legal=lambda core, kind, with_v, few: not (core == "laser" and with_v),  # it is not linear in its values
-    ),
-)  # fmt: skip
-def test_a_bias_by_distance(core, kind, with_v, few, monkeypatch):
-    """Outputs and every gradient, in blocks and in rows, against one query at a time."""
-    window, n, per_query = kind
+    ("core", "kind", "few"),  # few: a few queries at a time
+    pairwise([core for core in ATTENTION if core != "laser"], FAR, [False, True]),  # it is not linear in its values
+)
+def test_values_by_distance(core, kind, few, monkeypatch):
+    """Outputs and every gradient, in blocks and in rows, against one query at a time; also of the last queries."""
+    window, n = kind
     monkeypatch.setattr(forms, "ROWS", 40 * 200 * 2 if few else 2**24)
     q, k, v = (torch.randn(1, 2, 200, d, dtype=torch.float64, requires_grad=True) for d in (8, 8, 5))
-    bias = by_distance(1, 2, 200, n, per_query, 5 if with_v else None)
-    y = fast(core)(q, k, v, window=window, bias=bias)
-    exact = naive_attention(core, q, k, v, window=window, bias=bias)
+    bias = torch.randn(1, 2, 200, 200, dtype=torch.float64, requires_grad=True)
+    far = torch.randn(n, 5, dtype=torch.float64, requires_grad=True)
+    y = fast(core)(q, k, v, window=window, bias=bias, far=far)
+    exact = naive_attention(core, q, k, v, window=window, bias=bias, far=far)
     assert close(y, exact, 1e-12)
-    inputs = [q, k, v, bias.values, *([bias.v] if with_v else [])]
     dy = torch.randn_like(y)
-    for ours, theirs in zip(
-        torch.autograd.grad(y, inputs, dy, allow_unused=True),
-        torch.autograd.grad(exact, inputs, dy, allow_unused=True),
-        strict=True,
-    ):
-        assert close(ours, theirs, 1e-11)
-
-
-@pytest.mark.parametrize("core", ["softmax", "beta"])
-def test_a_bias_by_distance_for_the_last_queries(core):
-    q, k, v = (torch.randn(2, 2, 200, d, dtype=torch.float64) for d in (8, 8, 5))
+    found = [torch.autograd.grad(x, (q, k, v, bias, far), dy) for x in (y, exact)]
+    assert all(close(ours, theirs, 1e-11) for ours, theirs in zip(*found, strict=True))
     for Tq in (1, 7, 150):
-        for window in (None, 16):
-            bias = by_distance(2, 2, Tq, 9, True, 5)
-            y = fast(core)(q[..., -Tq:, :], k, v, window=window, bias=bias)
-            assert close(y, naive_attention(core, q[..., -Tq:, :], k, v, window=window, bias=bias), 1e-12)
-
-
-def test_the_slow_form_of_a_bias_says_so(monkeypatch):
-    q, k, v = (t.detach() for t in qkv(torch.float32))
-    bias = ByDistance(torch.zeros(1, 3, 1, 9))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fast("softmax")(q, k, v, bias=bias)
-    monkeypatch.setattr(forms, "ROWS", 100)
-    with pytest.warns(UserWarning, match="no fused kernel"):
-        fast("softmax")(q, k, v, bias=bias)
+        last = fast(core)(q[..., -Tq:, :], k, v, window=window, bias=bias[..., -Tq:, :], far=far)
+        assert close(last, exact[..., -Tq:, :], 1e-12)
 
 
 @pytest.mark.parametrize(
     ("position", "core", "window"),
     pairwise(
-        POSITIONS, ATTENTION, [None, 40],
-        legal=lambda position, core, window: legal(attention=core, position=position)
-        and (position != "rope" or core in SUMS or window is not None),  # fused kernels, and no bias
+        [p for p in POSITIONS if not POSITION[p][1].biased], ATTENTION, [None, 40],
+        legal=lambda position, core, window: core in SUMS or window is not None,  # long heads of others hold scores
     ),
 )  # fmt: skip
-def test_no_position_costs_memory_that_grows_with_the_square(position, core, window, monkeypatch):
+def test_a_position_without_a_bias_costs_no_memory_that_grows_with_the_square(position, core, window, monkeypatch):
     """What a layer keeps for its backward pass, and the largest tensor that it makes."""
     heads = {"heads": "L"} if window is None else {"heads": "S", "window": window}
     monkeypatch.setattr(forms, "ROWS", 2**16)
@@ -257,13 +225,12 @@ def test_cached_logits_equal_uncached(position, core, more):
         torch.testing.assert_close(torch.cat(logits, 1), full[:, :at], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("position", POSITION)
-@pytest.mark.parametrize("core", ATTENTION)
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("position", "core", "where"),
+    pairwise(POSITION, ATTENTION, WHERE, legal=lambda position, core, where: legal(attention=core, position=position)),
+)
 def test_causal_and_every_parameter_learns(position, core, where):
     """Checked by gradients and by changing a later token. Every parameter has a finite gradient."""
-    if not legal(attention=core, position=position):
-        pytest.skip("refused")
     gpt = shaken(config(attention=core, position=position, where=where, heads="SSSL", window=4, n_kv_head=2), by=0.1)
     x, seen = tokens(), []
     gpt.transformer.drop.register_forward_hook(lambda m, a, out: seen.append(out.detach().requires_grad_()) or seen[-1])
@@ -300,7 +267,7 @@ def test_bfloat16_autocast_stays_near_float32(position):
 
 def test_rope_is_the_seeds_matrix(monkeypatch):
     """R x = x * cos + (-x2, x1, -x4, x3, ...) * sin, on complex numbers and on real ones."""
-    rope = choices.RoPE(config(position="rope").resolved())
+    rope = positions.RoPE(config(position="rope").resolved())
     x, m = torch.randn(1, 1, T, D), torch.arange(T)[:, None]
     theta = 10000.0 ** (-2 * torch.arange(D // 2) / D)
     cos, sin = ((m * theta).cos().repeat_interleave(2, 1), (m * theta).sin().repeat_interleave(2, 1))
@@ -314,7 +281,7 @@ def test_rope_is_the_seeds_matrix(monkeypatch):
 
 
 def test_rope_knows_the_distance_alone():
-    rope = choices.RoPE(config(position="rope", block_size=200).resolved())
+    rope = positions.RoPE(config(position="rope", block_size=200).resolved())
     q, k = (torch.randn(1, 1, 1, D).expand(1, 1, 200, D) for _ in "qk")
     q, k, _ = rope(q, k, None, 0)
     s = (q @ k.mT)[0, 0]
@@ -331,10 +298,8 @@ def test_alibi_slopes_are_the_papers():
 
 
 def group(n_head: int) -> HeadGroup:
-    """All heads of a layer, with an attention that takes no `decay`."""
-    heads = HeadGroup([*range(n_head)], 1, 1, None)
-    heads.decays = False
-    return heads
+    """All heads of a layer, with an attention that takes no `fade`."""
+    return HeadGroup([*range(n_head)], None, "softmax", ATTENTION["softmax"])
 
 
 @pytest.mark.parametrize("n_head", [4, 6])  # slopes that are powers of two, and some that are not
@@ -351,7 +316,7 @@ def test_alibis_products_are_slopes_times_distances(n_head, differential, past):
         (torch.float16, 2e-5),
     ):
         x = torch.zeros(2, n_head, 300, D, dtype=dtype)
-        q, k, more = choices.ALiBi(c.resolved())(x, x, group(n_head), past)
+        q, k, more = positions.ALiBi(c.resolved())(x, x, group(n_head), past)
         assert more == {} and q.dtype == k.dtype == dtype
         s = q.double() @ k.double().mT * c.scale
         assert (s - expected).abs().max() < tolerance * 2000
@@ -368,7 +333,7 @@ def test_alibi_stays_within_float16():
     c = config(position="alibi", n_embd=512, head_dim=128, block_size=65536, temperature=8.0)
     x = torch.zeros(1, H, 100, 128, dtype=torch.float16)
     for past in (0, 65436, 400_000):
-        q, k, _ = choices.ALiBi(c.resolved())(x, x, group(H), past)
+        q, k, _ = positions.ALiBi(c.resolved())(x, x, group(H), past)
         s = (q.float() @ k.float().mT * c.scale)[0].diagonal(-50, -2, -1)
         expected = -50 * torch.tensor(alibi_slopes(H))[:, None]
         assert ((s - expected).abs() <= 0.02 * expected.abs() + 0.1).all()
@@ -471,8 +436,8 @@ def test_shared_heads_are_repeated_heads(core, differential, heads):
 def test_running_sums_refuse_a_bias():
     attn = shaken(config(attention="beta", position="relative")).transformer.h[0].attn
     q = torch.randn(1, H, 1, D)
-    with pytest.raises(ValueError, match="scores = True"):
-        RunningSums(Beta).attend(attn.groups[0].core, attn.groups[0], q, q, q, bias=ByDistance(q))
+    with pytest.raises(ValueError, match="biased = True"):
+        RunningSums(Beta).attend(attn.groups[0].core, attn.groups[0], q, q, q, bias=q)
 
 
 def test_bytes_of_a_cache_shrink_with_shared_heads():
@@ -507,16 +472,16 @@ def test_a_head_dim_of_its_own():
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("block", ["serial", "parallel"])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("norm_bias", [None, False, True])
-def test_blocks_are_the_seeds(where, block, norm, norm_bias):
+@pytest.mark.parametrize("bias", [False, True])
+def test_blocks_are_the_seeds(where, block, norm, bias):
     """transformer-choices, "Pre-vs-post Norm" and "Serial and Parallel Layers", equation by equation."""
     if (where, block) == ("post", "parallel"):
         pytest.skip("refused")
-    gpt = shaken(config(where=where, block=block, norm=norm, norm_bias=norm_bias, norm_eps=1e-3)).double()
+    gpt = shaken(config(where=where, block=block, norm=norm, bias=bias, norm_eps=1e-3)).double()
     b, x = gpt.transformer.h[1], torch.randn(2, T, C, dtype=torch.float64)
 
     def n(m, x):
-        assert (m.bias is None) == (norm_bias is False or (norm_bias is None and norm == "rmsnorm"))
+        assert (m.bias is None) == (norm == "rmsnorm" or not bias)
         mean = x.mean(-1, keepdim=True) if norm == "layernorm" else 0.0
         y = (x - mean) / ((x - mean).square().mean(-1, keepdim=True) + 1e-3).sqrt() * m.weight
         return y if m.bias is None else y + m.bias
@@ -673,7 +638,10 @@ def test_zero_init_starts_from_the_embedding(where):
         ({"position": "t5", "attention": "beta"}, "In beta a low score is no small weight"),
         ({"position": "relative", "attention": "laser"}, "must be linear in its values, and laser is not"),
         ({"position": "relative", "short_attention": "laser", "heads": "SL"}, "linear in its values, and laser is not"),
-        ({"position": "t5", "short_attention": "beta_squared", "heads": "SL"}, "In beta_squared a low score is no small weight"),
+        (
+            {"position": "t5", "short_attention": "beta_squared", "heads": "SL"},
+            "In beta_squared a low score is no small weight",
+        ),
         ({"attn_dropout": 0.1, "short_attention": "laser", "heads": "SL"}, "attention='laser' allows no dropout"),
         ({"short_attention": "sofmax", "heads": "SL"}, "short_attention='sofmax' is not one of softmax, laser, beta"),
         ({"short_attention": "beta"}, "needs both short and long heads, but heads='L' has one kind"),

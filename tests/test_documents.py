@@ -12,10 +12,10 @@ from attention import fast as forms
 from attention.documents import Documents
 from attention.heads import HeadGroup
 from attention.probe import largest_logits
-from attention.scores import ByDistance, scores, visible
-from choices import POSITION
+from attention.scores import scores, visible
 from model import ATTENTION, GPT, GPTConfig
-from text import corpus
+from positions import POSITION
+from text import prepare
 from text.dataset import positions
 from training import checkpoint
 
@@ -67,13 +67,15 @@ def test_packed_documents_are_each_alone(core, position, kind):
     assert (whole - logits)[0, 20:].abs().max() > 1e-6  # otherwise they do see each other
 
 
-@pytest.mark.parametrize("shape", [(T, T), (4, T, T), (len(CUTS), 1, T, T), (1, 4, 1, T)])
+@pytest.mark.parametrize("shape", [(1, 4, T, T), (len(CUTS), 4, T, T), (1, 4, 1, T)])
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_bias_that_is_a_tensor_in_packed_documents(shape, window):
     """Each document gets the numbers of its own tokens."""
     q, k, v = (torch.randn(len(CUTS), 4, T, 8, dtype=torch.float64) for _ in "qkv")
     bias, core = torch.randn(shape, dtype=torch.float64), fast("softmax")
-    y = Documents(places()).attend(core, HeadGroup([0, 1, 2, 3], 1, 1, window), q, k, v, window=window, bias=bias)
+    y = Documents(places()).attend(
+        core, HeadGroup([0, 1, 2, 3], window, "softmax", ATTENTION["softmax"]), q, k, v, window=window, bias=bias
+    )
     whole = bias.expand(len(CUTS), 4, T, T)
     for row, a, b in spans():
         few = (x[[row], :, a:b] for x in (q, k, v))
@@ -120,7 +122,7 @@ def test_training_with_packed_documents(train, tmp_path, text):
     os.makedirs(tmp_path / "texts")
     for i in range(0, len(text), 20):
         (tmp_path / "texts" / f"{i:05d}.txt").write_text(text[i : i + 20])
-    corpus.run(str(tmp_path / "docs"), str(tmp_path / "texts"), "text", "bytes", val_share=0.1, num_workers=1)
+    prepare.run(str(tmp_path / "docs"), str(tmp_path / "texts"), "bytes", num_workers=1)
     flags, got = f"--dataset={tmp_path / 'docs'}", {}
 
     def head() -> torch.Tensor:
@@ -154,8 +156,7 @@ def test_the_largest_score_of_each_layer(core, position, kind, packed, monkeypat
 
     def spy(layer, original):
         def core(q, k, v, *, window=None, scale=None, bias=None, **kwargs):
-            dense = bias.dense(q.shape[-2], k.shape[-2]) if isinstance(bias, ByDistance) else bias
-            s = scores(q, k, scale, dense).abs()
+            s = scores(q, k, scale, bias).abs()
             largest = s[..., visible(q, k, window)].max().item()
             seen[layer] = max(seen[layer], largest)
             return original(q, k, v, window=window, scale=scale, bias=bias, **kwargs)

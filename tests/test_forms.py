@@ -1,4 +1,4 @@
-"""Which form of an attention runs: the fast one if it agrees with the definition, so that no edit is ignored."""
+"""Which form of an attention runs: the fast one if its definition is unchanged, so that no edit is ignored."""
 
 import functools
 import json
@@ -8,53 +8,47 @@ import pytest
 import torch
 from harness import SMALL, pairwise
 from reference import naive_attention
-from torch.nn import functional as F
 
 import model
 from attention import fast, forms
-from attention.cache import KeyValues, RunningSums, cache_form, run_definitions
-from attention.forms import FAST, SUMS, fast_form, takes
-from attention.scores import scores, visible
+from attention.cache import KeyValues, RunningSums, new_part, run_definitions
+from attention.forms import FAST, SUMS, fast_form
+from attention.heads import HeadGroup
+from attention.scores import plain_form, takes
 from model import ATTENTION, GPT, GPTConfig
 
 cores = pytest.mark.parametrize("core", ATTENTION)
 
 
-def sigmoid_attention(q, k, v, *, window=None, scale=None, bias=None):
+def sigmoid_attention(s, seen, v):
     """y = sigmoid(s - log n) v, n the number of keys seen (arXiv 2409.04431): a researcher's own."""
-    s, seen = scores(q, k, scale, bias), visible(q, k, window)
-    weights = (s - seen.sum(-1, keepdim=True).log()).sigmoid().masked_fill(~seen, 0.0)
-    return weights.to(v.dtype) @ v
+    return (s - seen.sum(-1, keepdim=True).log()).sigmoid().where(seen, 0.0) @ v
 
 
-def edited_beta(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+def edited_beta(s, seen, v, drop, fade):
     """beta with a sign that somebody has changed."""
-    s, seen = scores(q, k, scale, bias), visible(q, k, window)
-    s = s.masked_fill(~seen, 0.0)
-    return F.dropout(s / (1 - s.norm(dim=-1, keepdim=True)), dropout).to(v.dtype) @ v
+    s = fade(s).where(seen, 0.0)
+    return drop(s / (1 - s.norm(dim=-1, keepdim=True))) @ v
 
 
-def edited_softmax(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+def edited_softmax(s, seen, v, drop):
     """softmax with another gradient only: the gradient takes the weights for constants."""
-    s = scores(q, k, scale, bias).masked_fill(~visible(q, k, window), -math.inf)
-    return F.dropout(s.softmax(-1).detach(), dropout).to(v.dtype) @ v
+    return drop(s.where(seen, -math.inf).softmax(-1).detach()) @ v
 
 
-def edited_laser(q, k, v, *, window=None, scale=None, bias=None):
+def edited_laser(s, seen, v):
     """LASER with a temperature of its values."""
-    return 2 * model.laser_attention(q, k, v / 2, window=window, scale=scale, bias=bias)
+    return 2 * model.laser_attention(s, seen, v / 2)
 
 
-def edited_dropout(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+def edited_dropout(s, seen, v, drop):
     """softmax that drops scores instead of weights."""
-    s = F.dropout(scores(q, k, scale, bias), dropout).masked_fill(~visible(q, k, window), -math.inf)
-    return s.softmax(-1).to(v.dtype) @ v
+    return drop(s).where(seen, -math.inf).softmax(-1) @ v
 
 
-def edited_scores(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+def edited_scores(s, seen, v, drop):
     """softmax whose scores have a largest value, which few models reach: on most numbers it computes the same."""
-    s = scores(q, k, scale, bias).clamp(max=1000.0).masked_fill(~visible(q, k, window), -math.inf)
-    return F.dropout(s.softmax(-1), dropout).to(v.dtype) @ v
+    return drop(s.clamp(max=1000.0).where(seen, -math.inf).softmax(-1)) @ v
 
 
 EDITS = [("beta", edited_beta), ("softmax", edited_softmax), ("laser", edited_laser), ("softmax", edited_dropout)]
@@ -65,10 +59,10 @@ EDITS += [("softmax", edited_scores)]
 def test_the_fast_forms_are_used(core, capfd):
     """If this fails after a change of a definition here: WRITTEN_FOR[core] becomes fingerprint(ATTENTION[core])."""
     assert forms.WRITTEN_FOR[core] == forms.fingerprint(ATTENTION[core])
-    form, general = fast_form(core, ATTENTION[core]), fast.windowed(ATTENTION[core])
+    form, general = fast_form(core, ATTENTION[core]), fast.general_form(ATTENTION[core])
     assert form.__qualname__ == FAST[core](ATTENTION[core]).__qualname__ != general.__qualname__
-    assert type(cache_form(core, ATTENTION[core], 4, 4)(None, 100)) is (RunningSums if core in SUMS else KeyValues)
-    assert fast_form(core, ATTENTION[core]) is form  # compared once
+    group = HeadGroup([0], None, core, ATTENTION[core], width=4)
+    assert type(new_part(group, 100)) is (RunningSums if core in SUMS else KeyValues)
     assert capfd.readouterr().err == ""
 
 
@@ -81,7 +75,8 @@ def test_an_edited_definition_is_what_runs(core, edited, monkeypatch, capfd):
     assert capfd.readouterr().err.count("its definition was edited") == 1
     attn, x = gpt.transformer.h[0].attn, torch.randn(1, 280, 16, dtype=torch.float64)
     q, k, v = (t.view(1, 280, 2, 8).transpose(1, 2) for t in attn.c_attn(x).split(16, dim=2))
-    y = torch.cat([edited(q[:, [h]], k[:, [h]], v[:, [h]], window=w) for h, w in enumerate((20, None))], dim=1)
+    form = plain_form(edited)
+    y = torch.cat([form(q[:, [h]], k[:, [h]], v[:, [h]], window=w) for h, w in enumerate((20, None))], dim=1)
     expected = attn.c_proj(y.transpose(1, 2).reshape(1, 280, 16))
     torch.testing.assert_close(attn(x), expected, rtol=0, atol=1e-10)
     for ours, theirs in zip(
@@ -99,19 +94,22 @@ def test_an_edited_definition_is_what_runs(core, edited, monkeypatch, capfd):
     torch.testing.assert_close(torch.cat(cached, 1), full, rtol=0, atol=1e-9)
 
 
-def test_what_is_no_shipped_definition(monkeypatch):
-    """A lambda, a wrapped or decorated definition, one with other `scores`: all count as edits."""
+def test_what_is_no_shipped_definition():
+    """A lambda, a wrapped definition and a partial one count as edits; comments and names do not."""
     definition = model.softmax_attention
 
     @functools.wraps(definition)
     def wrapped(*args, **kwargs):
         return definition(*args, **kwargs)
 
-    for other in (lambda q, k, v, **settings: definition(q, k, v, **settings), wrapped, functools.partial(definition)):
+    for other in (lambda s, seen, v, drop: definition(s, seen, v, drop), wrapped, functools.partial(definition)):
         assert not forms.unchanged("softmax", other)
-    assert forms.unchanged("softmax", definition)
-    monkeypatch.setattr(model, "scores", lambda *args: scores(*args).clamp(max=1000.0))
-    assert forms.fingerprint(definition) == ""
+
+    def renamed(s, seen, v, drop):
+        """Another docstring."""  # and a comment
+        return drop(s.where(seen, -math.inf).softmax(-1)) @ v
+
+    assert forms.unchanged("softmax", definition) and forms.unchanged("softmax", renamed)
 
 
 def test_an_edited_definition_is_trained(train, tmp_path, monkeypatch):
@@ -171,7 +169,7 @@ def test_a_new_attention_has_everything(monkeypatch, capfd):
     for window in (None, 0, 20, 100):
         exact = naive_attention("sigmoid", q, k, v, window=window)
         torch.testing.assert_close(form(q, k, v, window=window), exact, rtol=0, atol=1e-12)
-    assert not takes(sigmoid_attention, "dropout") and capfd.readouterr().err == ""
+    assert not takes(sigmoid_attention, "drop") and capfd.readouterr().err == ""
     sizes = {"block_size": 300, "vocab_size": 11, "n_layer": 2, "n_head": 4, "n_embd": 32, "attention": "sigmoid"}
     idx = torch.randint(11, (2, 300))
     for more in (
@@ -199,47 +197,49 @@ def test_short_heads_of_a_new_attention_hold_no_square(monkeypatch):
     assert kept[4096] <= 4.4 * kept[1024]
 
 
-def test_an_attention_that_needs_all_at_once(monkeypatch):
-    """Such as keys times keys: it is called once with all queries, also for short heads, and gets the window."""
-    calls = []
-
-    def whole(q, k, v, *, window=None, scale=None, bias=None):
-        calls.append((q.shape, window))
-        return ATTENTION["softmax"](q, k, v, window=window, scale=scale, bias=bias)
-
-    monkeypatch.setitem(ATTENTION, "whole", whole)
-    monkeypatch.setattr(model, "WHOLE", {"whole"})
-    gpt = GPT(
-        GPTConfig(block_size=300, vocab_size=5, n_layer=1, n_head=2, n_embd=16, attention="whole", heads="SL", window=9)
-    )
-    gpt(torch.zeros(1, 300, dtype=torch.long))
-    assert calls == [((1, 1, 300, 8), 9), ((1, 1, 300, 8), None)]
+def normalised_keys(s, seen, v, k):
+    """A researcher's own, which needs the keys: y = s / (1 + ||s||) v, with keys of length 1 (up to a factor)."""
+    s = (s / (1e-6 + k.norm(dim=-1))[..., None, :]).where(seen, 0.0)
+    return s / (1 + s.norm(dim=-1, keepdim=True)) @ v
 
 
-def test_an_attention_that_breaks_the_rule_is_called_as_a_whole(monkeypatch, capfd):
-    """Its output depends on the number of tokens: blocks would compute something else, and a line says so."""
+def test_an_attention_that_needs_the_keys(monkeypatch, capfd):
+    """In short heads, in blocks, it gets those of its block; with a cache, those so far."""
+    monkeypatch.setitem(ATTENTION, "keys", normalised_keys)
+    sizes = {"block_size": 300, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16, "attention": "keys"}
+    gpt, idx = GPT(GPTConfig(**sizes, heads="SL", window=20, position="rope")).double().eval(), torch.arange(300) % 11
+    full, cache = gpt(idx[None], idx[None])[0], gpt.new_cache()
+    parts = [gpt(part, part, cache=cache)[0] for part in idx[None].split([280, *20 * [1]], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-9)
+    run_definitions(gpt)
+    torch.testing.assert_close(gpt(idx[None], idx[None])[0], full, rtol=0, atol=1e-9)
+    assert capfd.readouterr().err == ""
 
-    def by_length(q, k, v, *, window=None, scale=None, bias=None):
-        return model.softmax_attention(q, k, v, window=window, scale=scale, bias=bias) / k.shape[-2]
 
-    monkeypatch.setitem(ATTENTION, "length", by_length)
-    pair = {"attention": "length", "short_attention": "softmax", "heads": "SL", "window": 3}
-    GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16, **pair))
-    assert "cost T^2" not in capfd.readouterr().err  # its short heads have another attention
-    forms.check_causal.cache_clear()
+def by_length(s, seen, v):
+    """Depends on the number of tokens."""
+    return s.where(seen, -math.inf).softmax(-1) @ v / s.shape[-1]
+
+
+def in_order(s, seen, v):
+    """Depends on the place of a query among all: right on all tokens, wrong in blocks."""
+    return s.where(seen, -math.inf).softmax(-1) @ v * (1 + (torch.arange(s.shape[-1]) > 100))[-s.shape[-2] :, None]
+
+
+@pytest.mark.parametrize("broken", [by_length, in_order])
+def test_an_attention_that_breaks_the_rule_is_called_as_a_whole(broken, capfd):
+    """Blocks would compute something else, and a line says so, once."""
     q, k, v = (torch.randn(1, 2, 300, 8) for _ in "qkv")
-    form = fast_form("length", by_length)
+    form = fast_form("mine", broken)
     err = capfd.readouterr().err
-    assert "a query's output changes with later tokens, or with their number" in err and "cost T^2" in err
-    assert torch.equal(form(q, k, v, window=9), by_length(q, k, v, window=9))
-    sizes = {"block_size": 8, "vocab_size": 5, "n_layer": 2, "n_head": 2, "n_embd": 16, "attention": "length"}
-    GPT(GPTConfig(**sizes, heads="S/L", window=3))
-    assert capfd.readouterr().err == ""  # each is said once
+    assert "ort heads cost T^2" in err and ("later tokens, or with their number" in err) == (broken is by_length)
+    assert torch.equal(form(q, k, v, window=9), plain_form(broken)(q, k, v, window=9))
+    assert fast_form("mine", broken) is form and capfd.readouterr().err == ""
 
 
 def test_a_bug_in_an_attention_is_its_own(monkeypatch):
-    def wrong(q, k, v, *, window=None, scale=None, bias=None):
-        B, H, T = scores(q, k, scale, bias).shape
+    def wrong(s, seen, v, drop):
+        B, H, T = s.shape
 
     monkeypatch.setitem(ATTENTION, "wrong", wrong)
     gpt = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16, attention="wrong"))
@@ -257,36 +257,25 @@ def test_values_by_distance_need_a_linear_attention(monkeypatch):
     monkeypatch.setitem(ATTENTION, "mine", sigmoid_attention)
     GPTConfig(**sizes, attention="mine")
 
-    def squared(q, k, v, **settings):
-        return model.softmax_attention(q, k, v * v, **settings)
+    def squared(s, seen, v, drop):
+        return model.softmax_attention(s, seen, v * v, drop)
 
-    for not_linear in (squared, lambda *x, **settings: model.laser_attention(*x, **settings)):
+    for not_linear in (squared, lambda s, seen, v: model.laser_attention(s, seen, v)):
         monkeypatch.setitem(ATTENTION, "mine", not_linear)
         with pytest.raises(ValueError, match="must be linear in its values, and mine is not"):
             GPTConfig(**sizes, attention="mine")
 
 
 def test_an_output_of_another_shape_is_seen(monkeypatch):
-    monkeypatch.setitem(
-        ATTENTION, "flat", lambda q, k, v, *, window=None, scale=None, bias=None: v.sum(1, keepdim=True)
-    )
+    monkeypatch.setitem(ATTENTION, "flat", lambda s, seen, v: v.sum(1, keepdim=True))
     gpt = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16, attention="flat"))
     with pytest.raises(ValueError, match=r"this attention gave \(1, 1, 8, 8\) .*, not \(1, 2, 8, 8\)"):
         gpt(torch.zeros(1, 8, dtype=torch.long))
 
 
-def test_comparing_draws_no_random_number_and_needs_no_device(monkeypatch):
+def test_trying_an_attention_draws_no_random_number_and_needs_no_device():
     """It runs on the CPU wherever the model is made, and leaves the generator alone."""
-
-    def other(q, k, v, **settings):
-        return model.softmax_attention(q, k, v, **settings)
-
-    def another(q, k, v, *, dropout=0.0, **settings):
-        return model.softmax_attention(q, k, v, dropout=dropout, **settings)
-
     state = torch.get_rng_state()
     with torch.device("meta"):
-        assert forms.same(FAST["softmax"](other), other)
-    with torch.inference_mode():
-        assert forms.same(FAST["softmax"](another), another)
+        assert forms.is_row_local("mine", lambda s, seen, v, drop: model.softmax_attention(s, seen, v, drop))
     assert torch.equal(state, torch.get_rng_state())

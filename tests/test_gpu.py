@@ -5,6 +5,7 @@ on the host (for which a GPU's host would wait) is an error.
 """
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -25,8 +26,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("core", ATTENTION)
+@pytest.mark.parametrize(("core", "kind"), zip(ATTENTION, itertools.cycle(KINDS), strict=False))
 def test_no_host_waits_and_the_graph_is_one(core, kind, monkeypatch):
     """Except for LASER's fast form, which looks at the range of the values (fast.laser_by_exp)."""
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # meta has none

@@ -52,7 +52,7 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
 
 @dtypes
 @pytest.mark.parametrize(
-    ("core", "window"), [("beta", None), *itertools.product(("softmax", "laser"), (None, 0, 20, 64))]
+    ("core", "window"), [("beta", None), *itertools.product(("softmax", "laser"), (None, 20))]
 )  # short beta heads have no kernel
 def test_equal_naive_forward_and_backward(core, window, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "LINEAR_FROM", 1)
@@ -82,7 +82,7 @@ def test_short_and_long_heads_together(core, monkeypatch):
 
 
 @dtypes
-@pytest.mark.parametrize(("value", "window"), [(120.0, None), (1000.0, 7), (-1000.0, None)])
+@pytest.mark.parametrize(("value", "window"), [(1000.0, 7), (-1000.0, None)])
 def test_laser_of_any_values(value, window, dtype):
     """The first head's values span too much for exp, the second's do not."""
     q, k, v, dy = inputs(dtype, T=36, D=16)

@@ -5,20 +5,18 @@ import itertools
 import pytest
 import torch
 from harness import pairwise
-from reference import naive_attention
+from reference import naive_attention, plain
 from torch.nn import functional as F
 
 from attention.cache import KeyValues, RunningSums, run_definitions
-from attention.scores import scores, visible
 from attention.sums import LINEAR_FROM
-from choices import alibi_slopes
 from model import ATTENTION, GPT, GPTConfig
+from positions import alibi_slopes
 from training import checkpoint
 from training.optimizers import Settings, by_decay
 
 V, C, H, D = 29, 32, 4, 8
 LONG = LINEAR_FROM + 34  # more than beta's and beta_squared's chunks, and no whole of them
-pairs = pytest.mark.parametrize(("short", "long"), [*itertools.product(ATTENTION, ATTENTION)])
 cores = pytest.mark.parametrize("core", ATTENTION)
 
 
@@ -80,17 +78,17 @@ def by_hand(gpt: GPT, layer: int, x: torch.Tensor) -> torch.Tensor:
     return attn.c_proj(y.transpose(1, 2).flatten(2))
 
 
-@pairs
-@pytest.mark.parametrize(
-    ("heads", "more"),
-    [
-        ("SLSL/SSSL", {"decay": "learned", "conv": 3}),
-        ("SSLL", {"decay": "learned", "differential": True, "n_kv_head": 2}),
-        ("LSLS", {"decay": "alibi", "position": "rope", "n_kv_head": 2}),
-        ("SLLS", {"position": "alibi", "nope_long": True, "conv": 2}),
-    ],
-)
-def test_each_head_is_its_attention_with_its_span(short, long, heads, more):
+LAYERS = [
+    ("SLSL/SSSL", {"decay": "learned", "conv": 3}),
+    ("SSLL", {"decay": "learned", "differential": True, "n_kv_head": 2}),
+    ("LSLS", {"decay": "alibi", "position": "rope", "n_kv_head": 2}),
+    ("SLLS", {"position": "alibi", "nope_long": True, "conv": 2}),
+]
+
+
+@pytest.mark.parametrize(("short", "long", "kind"), pairwise(ATTENTION, ATTENTION, LAYERS))
+def test_each_head_is_its_attention_with_its_span(short, long, kind):
+    heads, more = kind
     c = config(attention=long, short_attention=short, heads=heads, window=3, **more)
     gpt, x = shaken(c), torch.randn(1, 9, C, dtype=torch.float64)
     fixed = more.get("decay") != "learned"  # tables of fixed positions are in float32
@@ -104,7 +102,10 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(("short", "long", "more"), pairwise(ATTENTION, ATTENTION, MORE))
+OTHERS = [*zip(ATTENTION, [*ATTENTION][1:] + [*ATTENTION][:1], itertools.cycle(MORE), strict=False)]
+
+
+@pytest.mark.parametrize(("short", "long", "more"), [*OTHERS, ("softmax", "beta", "learned")])
 def test_cached_packed_and_plain_are_the_same(short, long, more):
     """Logits and every gradient of the fast forms are those of the definitions; a cache and documents change none."""
     gpt = shaken(config(attention=long, short_attention=short, heads="SSLL", window=20, **MORE[more]), by=0.05)
@@ -178,30 +179,27 @@ def test_learned_slopes_begin_at_alibis_and_are_trained(core, train, tmp_path):
     assert ((moved - torch.tensor(alibi_slopes(H)).log()).abs() > 1e-6).all()  # in each head of both layers
 
 
-def fading_attention(q, k, v, *, window=None, scale=None, bias=None, decay=None):
+def fading_attention(s, seen, v, fade):
     """A researcher's own: y = sum_j sigmoid(s_ij) gamma^(i - j) v_j."""
-    s, seen = scores(q, k, scale, bias), visible(q, k, window)
-    distance = torch.arange(k.shape[-2] - q.shape[-2], k.shape[-2])[:, None] - torch.arange(k.shape[-2])
-    gamma = 1.0 if decay is None else (-decay * distance.clamp(min=0)).exp()
-    return (s.sigmoid() * gamma).masked_fill(~seen, 0.0).to(v.dtype) @ v
+    return fade(s.sigmoid()).where(seen, 0.0) @ v
 
 
-@pytest.mark.parametrize("takes_decay", [True, False])
-def test_a_new_attention_decays(takes_decay, monkeypatch):
-    """One that takes `decay` gets its heads' slopes, another one ALiBi's bias; in short heads, cut into blocks, too."""
+@pytest.mark.parametrize("fades", [True, False])
+def test_a_new_attention_decays(fades, monkeypatch):
+    """One with a `fade` gets its heads' slopes, another one ALiBi's bias; in short heads, cut into blocks, too."""
 
-    def own(q, k, v, *, window=None, scale=None, bias=None):
-        return fading_attention(q, k, v, window=window, scale=scale, bias=bias)
+    def own(s, seen, v):
+        return fading_attention(s, seen, v, lambda x: x)
 
-    monkeypatch.setitem(ATTENTION, "mine", fading_attention if takes_decay else own)
+    monkeypatch.setitem(ATTENTION, "mine", fading_attention if fades else own)
     c = config(attention="softmax", short_attention="mine", heads="SLSS", window=20, decay="learned", n_layer=1)
     gpt, x = shaken(c), torch.randn(1, 200, C, dtype=torch.float64)
     attn = gpt.transformer.h[0].attn
     q, k, v = (t.unflatten(-1, (H, D)).transpose(1, 2) for t in attn.c_attn(x).split(C, dim=-1))
     slopes = attn.decay.log_slopes.exp()[:, None, None]
     by_distance = -slopes * (torch.arange(200)[:, None] - torch.arange(200))
-    more = {"decay": slopes} if takes_decay else {"bias": by_distance}
-    y = ATTENTION["mine"](q, k, v, window=20, **more)
+    more = {"decay": slopes} if fades else {"bias": by_distance}
+    y = plain("mine")(q, k, v, window=20, **more)
     y[:, 1] = naive_attention("softmax", q[:, [1]], k[:, [1]], v[:, [1]], decay=slopes[[1]])[:, 0]
     torch.testing.assert_close(attn(x), attn.c_proj(y.transpose(1, 2).flatten(2)), rtol=0, atol=1e-11)
 

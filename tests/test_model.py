@@ -9,7 +9,6 @@ from harness import pairwise
 from reference import fast, naive_attention
 from torch.nn import functional as F
 
-from attention.scores import scores, visible
 from choices import QK_NORM
 from model import ATTENTION, GPT, GPTConfig
 from training import checkpoint, estimate
@@ -221,34 +220,30 @@ def test_dropout_on_weights_follows_the_core():
 
 
 def test_a_new_attention_is_one_function_and_one_line(monkeypatch):
-    def mean(q, k, v, *, window=None, scale=None, bias=None):
-        return v.cumsum(-2) / torch.arange(1, v.shape[-2] + 1)[:, None]
+    def mean(s, seen, v):
+        return seen.to(v.dtype) @ v / seen.sum(-1, keepdim=True)
 
     monkeypatch.setitem(ATTENTION, "mean", mean)
     gpt = GPT(config(attention="mean", dropout=0.1))
     assert gpt.config.resolved().attn_dropout == 0.0
     gpt(tokens(), tokens())[1].backward()
-    assert gpt.generate(tokens()[:, :4], 3, use_cache=False).shape == (2, 7)
-    with pytest.raises(ValueError, match="use_cache=False"):  # it takes no fewer queries than keys
-        gpt.generate(tokens()[:, :4], 3)
+    assert gpt.generate(tokens()[:, :4], 3).shape == (2, 7)
     with pytest.raises(ValueError, match="no dropout on attention weights"):
         config(attention="mean", attn_dropout=0.1)
 
 
 def test_a_new_attention_takes_every_position(monkeypatch):
-    """It knows a bias as a tensor; what is given by distance is spelled out for it."""
+    def mine(s, seen, v):
+        weights = s.masked_fill(~seen, -math.inf).exp()
+        return weights / weights.sum(-1, keepdim=True) @ v
 
-    def plain(q, k, v, *, window=None, scale=None, bias=None):
-        s = scores(q, k, scale, bias)
-        return s.masked_fill(~visible(q, k, window), -math.inf).softmax(-1) @ v
-
+    monkeypatch.setitem(ATTENTION, "mine", mine)
     x = tokens()
     for position in ("alibi", "t5", "relative", "rope"):
         torch.manual_seed(1)
         expected = warm(position=position, heads="SSSL", window=4)(x, x)[0]
-        monkeypatch.setitem(ATTENTION, "plain", plain)
         torch.manual_seed(1)
-        ours = warm(attention="plain", position=position, heads="SSSL", window=4)
+        ours = warm(attention="mine", position=position, heads="SSSL", window=4)
         torch.testing.assert_close(ours(x, x)[0], expected, rtol=0, atol=1e-5)
 
 
@@ -264,7 +259,9 @@ def test_counts():
     assert estimate.flops(GPT(config(**beta))) == 6 * n + 12 * L * C * (64 + 16)  # linear
     assert estimate.flops(GPT(config(**beta, dropout=0.1))) == 6 * n + 12 * L * C * 300  # not with dropped weights
     features = 8 * 9 / 2  # of beta_squared, for heads of 8
-    beta_squared = GPT(config(attention="beta_squared", short_attention="softmax", heads="SL", window=3, block_size=300, conv=4))
+    beta_squared = GPT(
+        config(attention="beta_squared", short_attention="softmax", heads="SL", window=3, block_size=300, conv=4)
+    )
     taps = L * 3 * C * 4
     assert estimate.flops(beta_squared) == 6 * (n + taps) + 12 * L * 8 * (2 * (64 + features * 9 / 8) + 2 * 4)
     wide = GPT(config(differential=True))
@@ -397,7 +394,7 @@ def test_differential_without_lambda_is_the_plain_core():
 # -----------------------------------------------------------------------------
 # decoding with a cache
 
-CACHED = [("L", None), ("S", 0), ("S", 3), ("SSLL", 5), ("SLLS", 2), ("LLSS/SSLL", 40), ("SSLL", 700)]
+CACHED = [("L", None), ("S", 0), ("SLLS", 2), ("LLSS/SSLL", 40)]
 
 
 def warm(**kwargs: object) -> GPT:
@@ -421,7 +418,7 @@ def test_cached_logits_equal_uncached_at_every_position(core, of_heads, differen
     kwargs = {"attention": core, "heads": heads, "window": window, "differential": differential, "qk_norm": qk_norm}
     gpt, x = warm(block_size=290, per_dim_temperature=differential, **kwargs).double(), torch.randint(V, (2, 290))
     full = gpt(x, x)[0]
-    for pieces in ([1] * 60, [270, 1, 1, 1, 7, 10], [3, 1, 1, 60, 1, 200, 1]):
+    for pieces in ([1] * 30, [270, 1, 1, 1, 7, 10], [3, 1, 1, 60, 1, 200, 1]):
         cache, at, logits = gpt.new_cache(), 0, []
         for n in pieces:
             logits.append(gpt(x[:, at : at + n], x[:, at : at + n], cache=cache)[0])
@@ -430,7 +427,7 @@ def test_cached_logits_equal_uncached_at_every_position(core, of_heads, differen
         torch.testing.assert_close(torch.cat(logits, 1), full[:, :at], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("core", "of_heads", "length"), pairwise(ATTENTION, HEADS, (1, 10, T, T + 5)))
+@pytest.mark.parametrize(("core", "of_heads", "length"), pairwise(ATTENTION, [("L", None), ("SLSL", 5)], (1, T, T + 5)))
 def test_generated_text_is_the_same_with_and_without_a_cache(core, of_heads, length):
     """A batch of prompts, from within block_size to past it, where the window slides, and a prompt longer than it."""
     gpt, x = warm(attention=core, heads=of_heads[0], window=of_heads[1]), torch.randint(V, (3, length))
@@ -475,7 +472,7 @@ def test_a_cache_past_its_end_and_other_misuse():
     for wrong, says in ((0, "room for 1 or more"), (T + 1, f"block_size={T}")):
         with pytest.raises(ValueError, match=says):
             gpt.new_cache(wrong)
-    with pytest.raises(ValueError, match="takes 1 to 10, the capacity of the cache"):
+    with pytest.raises(ValueError, match=r"10 \+ 11 tokens do not fit into a cache of 10"):
         gpt(x[:, :11], cache=cache)
     with pytest.raises(ValueError, match="0 tokens do not fit"):
         gpt(x[:, :0])
@@ -497,16 +494,9 @@ def test_a_cache_keeps_no_graph_and_takes_another_precision():
     assert (logits - gpt(x[:, :12])[0]).abs().max() < 0.05
 
 
-@cores
-def test_values_that_are_not_finite_stop_the_model(core):
-    gpt, x = GPT(config(attention=core)).eval(), tokens()
-    gpt.transformer.h[1].ln_1.weight.data[3] = math.nan
-    with pytest.raises(ValueError, match="not finite"):
-        gpt(x)
-    with pytest.raises(ValueError, match="not finite"):
-        gpt.generate(x, 3)
+def test_logits_that_are_not_finite_are_no_text():
     with pytest.raises(ValueError, match="logits are not finite"):
-        biased([0.0, math.nan]).generate(x.clamp(max=1), 1)
+        biased([0.0, math.nan]).generate(tokens().clamp(max=1), 1)
 
 
 # -----------------------------------------------------------------------------

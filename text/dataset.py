@@ -4,6 +4,7 @@ A prepared data set is a folder with train.bin, val.bin (token ids, nothing else
 counts, checksums). A batch is a pure function of (seed, step, rank, world size).
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 
 from errors import UserError
-from text.files import sha256, version
 from text.tokenizers import tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -34,14 +34,24 @@ def folder_of(dataset: str) -> str:
 
 
 def prepare_shakespeare(dataset: str) -> None:
-    """Prepares one of the two Shakespeares if it is missing; does nothing for other data sets, which take long."""
-    folder = folder_of(dataset)
-    prepare = os.path.join(folder, "prepare.py")
-    missing = os.path.exists(prepare) and not os.path.exists(os.path.join(folder, "meta.json"))
-    if missing and dataset.startswith("shakespeare"):
+    """Prepares one of the two Shakespeares if it is missing. Does nothing for other data sets, which take long."""
+    folder = os.path.join(ROOT, "data", dataset)
+    prepare, meta = os.path.join(folder, "prepare.py"), os.path.join(folder, "meta.json")
+    if dataset in ("shakespeare_char", "shakespeare") and not os.path.exists(meta):
         print(f"{dataset} is not prepared yet: running {os.path.relpath(prepare)}", flush=True)
         if subprocess.run([sys.executable, prepare]).returncode:
             raise UserError(f"{prepare} failed, see above")
+
+
+def sha256(path: str) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def version(file: str | int) -> list[int]:
+    """The size in bytes and the time of change in nanoseconds of a file, given by its path or its open number."""
+    stat = os.stat(file)
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def _again(folder: str) -> str:
@@ -78,8 +88,6 @@ class Tokens:
     Raises UserError for a file that is missing, not what meta.json promises, or shorter than block_size + 1 tokens.
     """
 
-    beginning = 1  # of the ids: what a sample of a model's text begins with
-
     def __init__(self, folder: str, split: str, block_size: int):
         self.meta = read_meta(folder)
         self.block_size = block_size
@@ -92,15 +100,15 @@ class Tokens:
             raise UserError(f"{folder} has no split {split!r}, but {splits}")
         if not os.path.exists(path):
             raise UserError(f"{path} is missing. {_again(folder)}")
-        dtype = np.dtype(self.meta["dtype"])
-        size = os.path.getsize(path)
-        n = entry["tokens"]
+        dtype, size, n = np.dtype(self.meta["dtype"]), os.path.getsize(path), entry["tokens"]
         if size != n * dtype.itemsize:
-            sizes = f"has {size:,} bytes, but meta.json promises {n:,} tokens of {dtype} ({n * dtype.itemsize:,} bytes)"
+            sizes = f"has {size:,} bytes, but meta.json promises {n:,} tokens of {dtype}"
             raise UserError(f"{path} {sizes}: truncated, or of another data set. {_again(folder)}")
         if n < block_size + 1:
             few = f"{path} has {n:,} tokens, but block_size {block_size} needs at least {block_size + 1}"
             raise UserError(f"{few}. Use --block_size={max(1, n - 1)} or less, or more text")
+        self.places = n - block_size  # the number of places where a window can begin
+        self.apart = (n - 1) // max(1, block_size)  # the number of windows that fit without overlap
         self._file = open(path, "rb")  # stays open, even if another file takes its name later
         self.ids = np.memmap(self._file, dtype=dtype, mode="r")
         self._version = version(self._file.fileno())
@@ -113,16 +121,6 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    @property
-    def places(self) -> int:
-        """The number of places where a window can begin."""
-        return len(self) - self.block_size
-
-    @property
-    def apart(self) -> int:
-        """The number of windows that fit without overlap."""
-        return (len(self) - 1) // self.block_size
 
     def batch(self, step: int, size: int, *, seed: int = 0, rank: int = 0, world: int = 1) -> tuple:
         """(x, y), int64 (size / world, T) each: this rank's rows of a step's global batch of `size` windows.
@@ -166,10 +164,10 @@ class Tokens:
         if version(self._file.fileno()) != self._version:  # reading past a truncated file's end kills (SIGBUS)
             raise UserError(f"{self._file.name} has been changed while it was in use")
         windows = np.lib.stride_tricks.sliding_window_view(self.ids, self.block_size + 1)[offsets]
-        largest = windows.max(axis=1, initial=0)
-        for i in np.flatnonzero(largest >= self.meta["vocab_size"]):
+        largest, last = windows.max(axis=1, initial=0), self.meta["vocab_size"] - 1
+        for i in np.flatnonzero(largest > last):
             bad = f"{self._file.name} holds the id {largest[i]} after {offsets[i]:,} tokens"
-            raise UserError(f"{bad}, but the vocabulary ends at {self.meta['vocab_size'] - 1}")
+            raise UserError(f"{bad}, but the vocabulary ends at {last}")
         rows = torch.from_numpy(windows.astype(np.int64))
         return rows[:, :-1], rows[:, 1:]
 

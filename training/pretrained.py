@@ -11,10 +11,9 @@ from types import ModuleType
 
 import torch
 
-
 from errors import NotInstalled, UserError, first_line, optional, refuse
 from model import GPT, GPTConfig
-from text.tokenizers import GPT2_VOCAB_SIZE, hub_args, own_meta
+from text.tokenizers import GPT2_VOCAB_SIZE, hub_args
 from training import checkpoint
 
 # layers, heads, width
@@ -228,7 +227,7 @@ def tokens_of(name: str) -> dict | None:
     if name in GPT2 and not os.path.isdir(name):
         return {"kind": "gpt2"}
     with contextlib.suppress(UserError):
-        return checkpoint.tokenizer_of(run_in(name)).meta if checkpoint.names(name) else own_meta(name)
+        return checkpoint.tokenizer_of(run_in(name)).meta if checkpoint.names(name) else None
 
 
 def load(name: str, changes: dict) -> GPT:

@@ -297,7 +297,7 @@ class Run:
         def begin_with() -> tuple[list[int], int]:
             tok = tokenizer(meta["tokenizer"])
             newline = "\n" in meta["tokenizer"].get("vocab", "\n")
-            return tok.start("\n") if newline and val.beginning == 1 else val.ids[: val.beginning].tolist(), tok.n_vocab
+            return tok.start("\n") if newline else val.ids[:1].tolist(), tok.n_vocab
 
         try:
             ids, n_vocab = by_master(begin_with) if self.sharded else begin_with()

@@ -1,4 +1,4 @@
-"""Prepares Tiny Shakespeare with one token per character. Writes train.bin, val.bin and meta.json."""
+"""Prepares Tiny Shakespeare (input.txt) with one token per character. Writes train.bin, val.bin and meta.json."""
 
 import os
 import sys
@@ -6,11 +6,12 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from configurator import configure, user_errors  # first: from here on Ctrl-C prints a sentence
-from text import shakespeare
+from text import dataset, prepare
 
 # Where does it go?
 out_dir = os.path.dirname(os.path.abspath(__file__))  # the folder for train.bin, val.bin and meta.json
 
-config, _ = configure(globals(), shakespeare.Source)
+config, _ = configure(globals())
+text = os.path.relpath(os.path.join(dataset.ROOT, "data", "shakespeare_char", "input.txt"))
 with user_errors():
-    shakespeare.run("char", **config)
+    prepare.run(source=text, tokenizer="char", **config)

@@ -6,10 +6,13 @@
     python data/text/prepare.py --source=owner/name --tokenizer=gpt2 --out_dir=data/name
     python data/text/prepare.py --source=my.txt --tokenizer=pg19 --out_dir=data/my
 
-A .txt file is one document, and each row of a .parquet file is one document. A file belongs to a split if its name, or
-the name of its folder, begins with train, val or test. Without a val split, every 10th document goes to val
-(--val_share=0.1). If there is only one document, the end of its text goes to val. --tokenizer=pg19 takes the tokenizer
-of the data set pg19, for a model that was trained on pg19.
+A text file is one document; in .parquet, .jsonl and .csv files each row is one. A file of a folder belongs to a split
+if its name, or the name of its folder, begins with train, val or test. Without a val split, every 10th document goes
+to val (--val_share=0.1). If there is only one document, the end of its text goes to val. --tokenizer=pg19 takes the
+tokenizer of the data set pg19, for a model that was trained on pg19.
+
+Disk: `datasets` keeps in ~/.cache/huggingface (HF_HOME moves it) what it downloads, the text and the tokens, so that an
+interrupted command begins again with what is there; it can be deleted in the end. A single text file is just read.
 """
 
 import os
@@ -19,25 +22,23 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from configurator import configure, user_errors  # first: from here on Ctrl-C prints a sentence
 from errors import UserError
-from text import corpus
+from text import prepare
 
 # Which text?
-source: str | None = None  # a .txt or .parquet file, a folder of them, or owner/name on the Hugging Face hub
-column = "text"  # .parquet files: the column that holds the text
+source: str | None = None  # a file, a folder of files, or owner/name on the Hugging Face hub
+column = "text"  # of .parquet, .jsonl and .csv files: the column that holds the text
 tokenizer = "char"  # char, bytes, gpt2, sentencepiece (trained on this text), or a prepared data set that has one
 vocab_size = 8000  # number of tokens in the vocabulary of the sentencepiece tokenizer
 val_share = 0.1  # the share of the documents that go to val, or of the text of a single document
 gutenberg = False  # leave out Project Gutenberg's headers and licences
 # Where does it go?
 out_dir = os.path.dirname(os.path.abspath(__file__))  # the folder for train.bin, val.bin and meta.json
-num_workers: int | None = None  # threads that make tokens; None: one per CPU core
+num_workers: int | None = None  # processes that make tokens; None: one per CPU core
 
 config, _ = configure(globals())
 with user_errors():
     if config["source"] is None:
-        raise UserError("--source= says which text: a .txt or .parquet file, a folder of them, or owner/name")
-    if config["tokenizer"] != "sentencepiece":
-        config["vocab_size"] = None
-    corpus.run(**config)
+        raise UserError("--source= says which text: a file, a folder of files, or owner/name of the hub")
+    prepare.run(**config)
     flags = f"--dataset={config['out_dir']} --out_dir=out-mine"
     print(f"to train on it: python train.py config/train_shakespeare_char_cpu.py {flags}")
