@@ -105,12 +105,7 @@ class Examples(Tokens):
         if longest > block_size:
             raise UserError(f"{folder}: an answer of {split} has {longest} tokens, more than block_size={block_size}")
         self.block_size = min(block_size, int((self.end - self.start).max()) - 1)
-
-    @property
-    def places(self) -> int:
-        return len(self.end)
-
-    apart = places
+        self.places = self.apart = len(self.end)
 
     def _windows(self, which: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, y) of these examples, (n, T)."""
