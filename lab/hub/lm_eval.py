@@ -1,6 +1,6 @@
 """Evaluates a model on tasks with lm-eval, the Language Model Evaluation Harness (pip install lm_eval).
 
-    python -m lab.hub.lm_eval --out_dir=out-shakespeare-char-cpu --tasks=lab/hub/tasks/line_ends.yaml
+    python -m lab.hub.lm_eval --out_dir=out-laser --tasks=lab/hub/tasks/line_ends.yaml
     python -m lab.hub.lm_eval --init_from=gpt2 --tasks=hellaswag,piqa --limit=100
     python -m lab.hub.lm_eval --out_dir=out --tasks=laser --num_fewshot=1
 
