@@ -1,8 +1,7 @@
 """Conformer: attention and convolution together, for recordings of men: who speaks? (Gulati et al. 2020)
 
     python -m lab.examples.conformer
-    python -m lab.examples.conformer --attention=laser --seed=2
-    python -m lab.examples.conformer --heads=SL --window=4 --kernel=5
+    python -m lab.examples.conformer --attention=laser --heads=SL --window=4 --kernel=5
 
 The data are the Japanese vowels of the UCI archive: nine men said /ae/, 640 times in all. A recording is 7 to 29 frames
 of 12 numbers, which describe the spectrum of the sound. The model is a GPT with a Conformer's blocks; each frame

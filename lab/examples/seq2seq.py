@@ -1,8 +1,7 @@
 """An encoder and a decoder that look at each other: from spelling to sound ("Attention Is All You Need").
 
     python -m lab.examples.seq2seq
-    python -m lab.examples.seq2seq --attention=laser --seed=2
-    python -m lab.examples.seq2seq --position=rope --norm=rmsnorm --beam=1
+    python -m lab.examples.seq2seq --attention=laser --position=rope --norm=rmsnorm --beam=1
 
 The encoder reads the letters of a word, from both sides. The decoder writes its phonemes, one after another; each sees
 the phonemes before it and, through cross-attention, all letters. The words are those of the CMU Pronouncing Dictionary

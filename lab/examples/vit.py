@@ -33,8 +33,6 @@ n_embd = 64  # width of the residual stream
 mlp = "gelu_exact"  # activation of the MLP: a name in choices.ACTIVATION
 norm_eps = 1e-6  # a small number that is added to the variance in a norm
 
-SIDE = 8  # pixels of an image, in a row
-
 
 class Patches(nn.Module):
     """Makes the tokens (B, 1 + patches, C) of images (B, channels, S, S): the class token, then the patches by rows."""
@@ -93,11 +91,11 @@ if __name__ == "__main__":
         device = pick_device(device, "float32")[0]
         at_least_one(patch_size=patch_size)
         refuse([
-            (SIDE % patch_size > 0, f"--patch_size={patch_size}: images have {SIDE} x {SIDE} pixels, not a multiple"),
+            (8 % patch_size > 0, f"--patch_size={patch_size}: images have 8 x 8 pixels, not a multiple"),
             (shift < 0, f"--shift={shift} must not be negative"),
         ])  # fmt: skip
         x, y, *test = digits()
-        sizes = {"vocab_size": 10, "block_size": 1 + (SIDE // patch_size) ** 2}
+        sizes = {"vocab_size": 10, "block_size": 1 + (8 // patch_size) ** 2}
         c = gpt_config(config, given, ["zero_init"], **sizes, tied=False)
         torch.manual_seed(seed)
         vit = ViT(c, 1, patch_size).to(device)

@@ -4,8 +4,8 @@
     python -m lab.hub.export --out_dir=out-laser --to=exported-laser --custom
 
 Without --custom the model becomes a GPT-2, Llama, Mistral or Qwen 3. If it has a choice that none of them has, such as
-another attention, the script names the choice and writes nothing. With --custom every model can be exported: the folder
-then also has the code of the model: transformers loads it with trust_remote_code=True, without this repository.
+another attention, the script names the choice and writes nothing. With --custom every model can be exported. The folder
+then also has the code of the model, which transformers loads with trust_remote_code=True, without this repository.
 """
 
 import os
@@ -15,7 +15,6 @@ from typing import Literal
 from configurator import configure, user_errors
 from errors import UserError, note, optional
 from lab.hub.tokenizer_json import fast
-from model import GPT
 from text.dataset import ROOT
 from training import checkpoint
 from training.pretrained import USER, export
@@ -66,32 +65,19 @@ def path_of(module: str) -> str:
     return os.path.join(ROOT, *module.split(".")) + ".py"
 
 
-def customised(model: GPT) -> object:
-    """Our model as the PreTrainedModel whose code goes along."""
-    optional("transformers", USER)
-    from lab.hub.modeling_nanoattn import NanoattnConfig, NanoattnForCausalLM
-
-    theirs = NanoattnForCausalLM.of(model)
-    names = {"AutoConfig": NanoattnConfig, "AutoModelForCausalLM": NanoattnForCausalLM}
-    theirs.config.auto_map = {auto: f"modeling_nanoattn.{cls.__name__}" for auto, cls in names.items()}
-    return theirs
-
-
-def plain(model: GPT) -> object:
-    """The model as one of a family of transformers. Raises UserError, naming the choices that no family has."""
-    try:
-        return export(model)
-    except UserError as error:
-        raise UserError(f"{error}. With --custom every model can be exported") from None
-
-
 def main() -> None:
     if not to or (os.path.exists(to) and (not os.path.isdir(to) or os.listdir(to))):
         raise UserError(f"--to={to} must name a folder that is empty or not there yet")
+    optional("transformers", USER)
+    from lab.hub.modeling_nanoattn import NanoattnForCausalLM
+
     path = checkpoint.path_of(out_dir, which)
     state = checkpoint.load(path)
     model = checkpoint.model_of(state)
-    theirs = customised(model) if custom else plain(model)
+    try:
+        theirs = NanoattnForCausalLM.of(model) if custom else export(model)
+    except UserError as error:
+        raise UserError(f"{error}. With --custom every model can be exported") from None
     try:
         tok = checkpoint.tokenizer_of(state)
         their_tok = fast(tok, model.config.block_size)

@@ -1,9 +1,6 @@
 """A GPT as a model of Hugging Face's transformers, whatever its attention: what `lab/hub/export.py --custom` writes.
 
-An exported folder has this file, model.py and the files that they import. transformers loads it without this
-repository:
-
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+An exported folder has this file, model.py and the files that they import: transformers needs nothing else.
 """
 
 import torch
@@ -89,7 +86,9 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def of(cls, gpt: GPT) -> "NanoattnForCausalLM":
         """The same model as gpt, with a copy of its weights."""
-        model = cls(NanoattnConfig(gpt=vars(gpt.config)))
+        classes = {"AutoConfig": "NanoattnConfig", "AutoModelForCausalLM": "NanoattnForCausalLM"}
+        where = {auto: f"modeling_nanoattn.{name}" for auto, name in classes.items()}  # read with trust_remote_code
+        model = cls(NanoattnConfig(gpt=vars(gpt.config), auto_map=where))
         model.gpt.load_state_dict(gpt.state_dict())
         return model
 

@@ -84,8 +84,8 @@ def prepare(folder: str, source: str, tok: Tokenizer) -> dict:
     for split, data in written.items():
         with open(os.path.join(folder, f"{split}.bin"), "wb") as f:
             f.write(data)
-    meta = {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name, "source": {"from": source}}
-    meta["files"] = files
+    meta = {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name}
+    meta |= {"source": {"from": source}, "files": files}
     with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as f:
         json.dump(meta, f, ensure_ascii=False)
     return meta

@@ -48,7 +48,7 @@ MISTAKES = {
         "--block=parallel": "--block has no effect in this example",
         "--beam=0": "--beam=0 must be at least 1",
         "--heads=SL": "window=50 covers all 32 tokens: set --window",
-        "--picture=a.xyz": "--picture=a.xyz must end in one of .eps",
+        "--picture=a.xyz": "--picture=a.xyz must end in .png, .pdf or .svg",
         "--picture=/nowhere/a.png": "/nowhere/a.png: no file can be written there",
         "--decay=learned": "ALiBi counts how far a key lies behind a query",
     },
