@@ -169,7 +169,8 @@ def _words(legal: list) -> str:
 
 def _print_help(script: dict, flags: dict[str, Flag]) -> None:
     paragraphs = [text for text in (script.get("__doc__") or "").strip().split("\n\n") if text]
-    paragraphs += [f"usage: python {sys.argv[0]} [config/file.py] [--flag=value ...]"]
+    command = f"-m {script['__spec__'].name}" if script.get("__spec__") else sys.argv[0]
+    paragraphs += [f"usage: python {command} [config/file.py] [--flag=value ...]"]
     paragraphs += ["Each flag stands here with its default value. A flag on the command line wins over a config file. "
                    "--flag is short for --flag=True, and --no-flag for --flag=False."]  # fmt: skip
     for text in paragraphs:

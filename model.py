@@ -27,12 +27,12 @@ from positions import DECAY, POSITION
 from rules import check, with_defaults
 from text.sampling import stream
 
-# Attention: f(s, seen, v) -> y (B, H, Tq, Dv) for Tq queries and T keys; in training Tq = T. All in float32 or wider.
+# Attention: f(s, seen, v) -> y (B, H, Tq, Dv) for Tq queries and T keys, in float32 or wider; in training Tq = T.
 #   s (B, H, Tq, T): the scores, scaled, with a position's bias. seen broadcasts to s: True where query i sees key j.
 #   v (B, H, T, Dv): the values. By name it may also have drop(weights), which drops weights in training; fade(x), which
 #   multiplies by a decay's gamma^(i - j) (without it, a decay lowers s); q (B, H, Tq, D) and k (B, H, T, D).
 # y_i may use row i of s and the keys and values that query i sees, but neither T nor a key's place; their number is
-# seen.sum(-1). Short heads are computed in blocks of queries: dimension 1 then counts the blocks of all heads.
+# seen.sum(-1). Short heads are computed in blocks: then B counts sequences and heads, and H the blocks of queries.
 
 
 def softmax_attention(s, seen, v, drop):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from attention.scores import at_least_float32, plain_form, uncompiled, visible
 
 CHUNK = 64  # tokens that are computed together; smaller chunks are so many that they cost more than they save
-ROWS = 2**23  # numbers that a few queries may need at once: 32 MiB in float32; on a GPU four times as many
+NUMBERS = 2**23  # that a few queries may need at once: 32 MiB in float32; on a GPU four times as many
 LASER_RANGE = 60.0  # largest range of a channel: exp(-60) = 9e-27, and its inverse, are far from float32's limits
 
 # -----------------------------------------------------------------------------
@@ -30,7 +30,8 @@ def in_blocks(attend: Callable) -> Callable:
 
     The queries are cut into blocks of c tokens. A block sees its own keys and the window before them. attend runs on
     all blocks at once, with the c queries of each as the last ones of c + window tokens; dimension 1 counts the blocks.
-    The first tokens, whose window would begin before position 0, are a call of their own.
+    The first tokens, whose window would begin before position 0, are a call of their own. Few tokens are not cut, nor
+    few queries after many keys (a cache).
     """
 
     def blocks(q, k, v, *, window=None, bias=None, decay=None, **settings):
@@ -99,7 +100,7 @@ def few_rows_at_a_time(attend: Callable, numbers: Callable) -> Callable:
     """
 
     def rows(q, k, v, **settings):
-        n = (ROWS if q.device.type == "cpu" else 4 * ROWS) // max(1, numbers(q, k, v))
+        n = (NUMBERS if q.device.type == "cpu" else 4 * NUMBERS) // max(1, numbers(q, k, v))
         return attend(q, k, v, **settings) if n >= q.shape[-2] else parts(max(1, n), q, k, v, **settings)
 
     @uncompiled  # torch.compile would unroll the loop
@@ -118,15 +119,15 @@ def few_rows_at_a_time(attend: Callable, numbers: Callable) -> Callable:
 
 
 def for_scores(q, k, v) -> int:
-    """The `numbers` of an attention that holds its scores: a score for each head and key.
+    """The numbers that a query needs in an attention that holds its scores: a score for each head and key.
 
-    16 scores count as one number, because holding all scores costs less time than computing them again.
+    16 scores count as one, since memory is cheaper than time here: the backward pass would compute them again.
     """
     return q.numel() // (q.shape[-1] * q.shape[-2]) * k.shape[-2] // 16
 
 
 def for_values(q, k, v) -> int:
-    """The `numbers` of LASER in log space: a number for each value."""
+    """The numbers that a query needs in LASER's log space: one for each value."""
     return v.numel()
 
 

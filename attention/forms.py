@@ -17,10 +17,9 @@ import torch
 
 from attention.fast import CHUNK, fused_softmax, general_form, in_blocks, laser_by_exp
 from attention.scores import plain_form
-from attention.sums import Beta, BetaSquared, by_sums
+from attention.sums import SUMS, by_sums
 from errors import note
 
-SUMS = {"beta": Beta, "beta_squared": BetaSquared}  # the attentions whose past is a few running sums
 FAST: dict[str, Callable] = {
     "softmax": fused_softmax,
     "laser": laser_by_exp,
@@ -77,16 +76,17 @@ def is_row_local(name: str, definition: Callable) -> bool:
     q, k, v = fixed_inputs(T)
     y, short = plain(q, k, v), plain(q, k, v, window=20)
     first, last = plain(q[..., :n, :], k[..., :n, :], v[..., :n, :]), plain(q[..., n:, :], k, v)
+    cost = "Short heads cost T^2, and text needs use_cache=False"
     if not alike(first, y[..., :n, :]) or not alike(last, y[..., n:, :]):
-        what = "a query's output changes with later tokens, or with their number. If it sees later tokens, its losses"
-        note(f"attention={name!r}: {what} mean nothing. Short heads cost T^2")
+        what = "a query's output changes with later tokens, or with their number"
+        note(f"attention={name!r}: {what}. If it sees later tokens, its losses mean nothing. {cost}")
         return False
     try:
         blocks_are_alike = alike(in_blocks(plain)(q, k, v, window=20), short)
     except Exception:  # an error of the blocks alone: the definition has run on all tokens
         blocks_are_alike = False
     if not blocks_are_alike:
-        note(f"attention={name!r}: outputs on blocks of a text differ from those on all of it: short heads cost T^2")
+        note(f"attention={name!r}: outputs on blocks of a text differ from those on all of it. {cost}")
     return blocks_are_alike
 
 

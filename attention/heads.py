@@ -4,14 +4,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from attention.forms import SUMS, fast_form, unchanged
+from attention.forms import fast_form, unchanged
 from attention.scores import takes
+from attention.sums import SUMS
 
 
 class HeadGroup:
     """Query heads of a layer that share a window, and the heads of keys and values that they need.
 
-    heads: their numbers. window: None for long heads. name, definition: their attention. schemes: the choices.Schemes
+    heads: their numbers. window: None for long heads. name, definition: their attention. schemes: the positions.Schemes
     that act on their q and k. n_query: how many query heads in a row share one head of keys and values (1 without
     grouped queries). n_map: 2 with differential attention, where heads 2i and 2i + 1 are two maps of one head: they
     have a key each and one value together; else 1. width: D, of a head.

@@ -62,7 +62,8 @@ def plain_form(definition: Callable) -> Callable:
       dropout: the probability that a weight is dropped, for a definition with `drop`
       far (n, Dv): is added to the values by distance, v_j + far[min(i - j, n - 1)] (Shaw et al. 2018, equation 3); the
         definition must be linear in its values
-    Only the plain form has `seen` (broadcasts to (B, H, Tq, T)): a mask of one's own in the place of the causal one.
+    Only the plain form has `seen` (broadcasts to (B, H, Tq, T)): a mask of one's own, in the place of the window.
+    Under autocast the scores are in float32, and so are softmax and norms; the products with v are in its precision.
     """
     drops, fades = takes(definition, "drop"), takes(definition, "fade")
     wants = [name for name in ("q", "k") if takes(definition, name)]

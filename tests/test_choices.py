@@ -12,9 +12,8 @@ from torch.nn import functional as F
 import positions
 from attention import fast as forms
 from attention.cache import RunningSums
-from attention.forms import SUMS
 from attention.heads import HeadGroup
-from attention.sums import Beta
+from attention.sums import SUMS, Beta
 from choices import ACTIVATION, WHERE
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION, alibi_slopes, t5_bucket
@@ -71,7 +70,7 @@ FAR = [
 def test_values_by_distance(core, kind, few, monkeypatch):
     """Outputs and every gradient, in blocks and in rows, against one query at a time; also of the last queries."""
     window, n = kind
-    monkeypatch.setattr(forms, "ROWS", 40 * 200 * 2 if few else 2**24)
+    monkeypatch.setattr(forms, "NUMBERS", 40 * 200 * 2 if few else 2**24)
     q, k, v = (torch.randn(1, 2, 200, d, dtype=torch.float64, requires_grad=True) for d in (8, 8, 5))
     bias = torch.randn(1, 2, 200, 200, dtype=torch.float64, requires_grad=True)
     far = torch.randn(n, 5, dtype=torch.float64, requires_grad=True)
@@ -96,7 +95,7 @@ def test_values_by_distance(core, kind, few, monkeypatch):
 def test_a_position_without_a_bias_costs_no_memory_that_grows_with_the_square(position, core, window, monkeypatch):
     """What a layer keeps for its backward pass, and the largest tensor that it makes."""
     heads = {"heads": "L"} if window is None else {"heads": "S", "window": window}
-    monkeypatch.setattr(forms, "ROWS", 2**16)
+    monkeypatch.setattr(forms, "NUMBERS", 2**16)
     largest, kept = {}, {}
     for n in (512, 2048):
         attn = GPT(config(attention=core, position=position, block_size=n, n_layer=1, **heads)).transformer.h[0].attn

@@ -14,7 +14,7 @@ import pytest
 from harness import ROOT, Workers
 from test_scripts import SCRIPTS
 
-PAGES = ["README.md", "RESULTS.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
+PAGES = ["README.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
 NOTEBOOK = json.load(open(os.path.join(ROOT, "notebooks", "attention.ipynb"), encoding="utf-8"))
 LINK = re.compile(r"""\[([^\]]*)\]\(<?([^)>\s]+)>?(?:\s+["'][^)]*)?\)""")  # [words](target "title")
 OTHER_LINK = re.compile(r"(?m)^ *\[[^\]]+\]:|<[^>]*\b(?:src|href) *=")  # [words]: target, and HTML
@@ -48,6 +48,10 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize("path", PAGES)
 def test_links(path):
+    check_links(path)
+
+
+def check_links(path: str) -> None:
     """Files and headings exist, [file, `name`](file) names something in it, and no link has a line number."""
     page = without_code(read(path))
     assert not OTHER_LINK.search(page), f"{path}: write links as [words](target), which this test understands"
@@ -77,7 +81,16 @@ def commands(page: str) -> list[str]:
 
 
 def test_commands(run):
-    """Every script, config file and flag in the pages exists."""
+    pages = {path: commands(read(path)) for path in PAGES}
+    cells = "\n".join("".join(cell["source"]) for cell in NOTEBOOK["cells"])
+    texts = dict(re.findall(r'(?m)^(\w+) = f?"([^"]*)"$', cells))  # QUICK = "--max_iters=600 ..."
+    calls = re.findall(r'python\(f?"([^"]+)"\)', cells)
+    pages["notebook"] = ["python " + re.sub(r"{(\w+)}", lambda x: texts.get(x[1], x[0]), line) for line in calls]
+    check_commands(run, pages, SCRIPTS)
+
+
+def check_commands(run, pages: dict[str, list[str]], scripts: list[str]) -> None:
+    """Every script, config file and flag in the pages exists. A flag without a script is one of the scripts'."""
 
     @functools.cache
     def flags_of(script: str) -> set[str]:
@@ -87,11 +100,6 @@ def test_commands(run):
         assert code == 0, err
         return {"--help", *re.findall(r"(?m)^ +(--\w+)", out)}
 
-    pages = {path: commands(read(path)) for path in PAGES}
-    cells = "\n".join("".join(cell["source"]) for cell in NOTEBOOK["cells"])
-    texts = dict(re.findall(r'(?m)^(\w+) = f?"([^"]*)"$', cells))  # QUICK = "--max_iters=600 ..."
-    calls = re.findall(r'python\(f?"([^"]+)"\)', cells)
-    pages["notebook"] = ["python " + re.sub(r"{(\w+)}", lambda x: texts.get(x[1], x[0]), line) for line in calls]
     loose = []  # (page, flag) without a script
     for path, line in ((path, line) for path, lines in pages.items() for line in lines):
         try:
@@ -104,6 +112,9 @@ def test_commands(run):
             if script is None and runs and re.fullmatch(r"[\w/]+\.py", word):
                 script = word
                 assert os.path.exists(os.path.join(ROOT, script)), f"{path}: {line}"
+            elif script is None and runs and words[i - 1] == "-m" and re.fullmatch(r"\w+(\.\w+)+", word):
+                script = word
+                assert os.path.exists(os.path.join(ROOT, *word.split(".")) + ".py"), f"{path}: {line}"
             elif re.fullmatch(r"config/\w+\.py", word):
                 assert os.path.exists(os.path.join(ROOT, word)), f"{path}: {line}"
             elif found := re.match(r"--(?:no-)?([\w-]+)", word):
@@ -112,7 +123,7 @@ def test_commands(run):
                     loose.append((path, flag))
                 else:
                     assert flag in flags_of(script), f"{path}: {script} has no {flag}: {line}"
-    known = set().union(*(flags_of(script) for script in {*SCRIPTS, "tests/resources.py"}), OTHERS)
+    known = set().union(*(flags_of(script) for script in {*scripts, "tests/resources.py"}), OTHERS)
     wrong = [(path, flag) for path, flag in loose if flag not in known]
     assert not wrong
 

@@ -170,7 +170,7 @@ def test_the_largest_score_of_each_layer(core, position, kind, packed, monkeypat
     gpt(idx, pos=pos)
     got = largest_logits(gpt, idx, pos)
     assert got == pytest.approx(seen, rel=1e-5) and min(got) > 0
-    monkeypatch.setattr(forms, "ROWS", 1000)
+    monkeypatch.setattr(forms, "NUMBERS", 1000)
     assert largest_logits(gpt, idx, pos) == pytest.approx(seen, rel=1e-5)
     assert all(block.attn.probe is None for block in gpt.transformer.h)
 

@@ -12,9 +12,10 @@ from reference import naive_attention
 import model
 from attention import fast, forms
 from attention.cache import KeyValues, RunningSums, new_part, run_definitions
-from attention.forms import FAST, SUMS, fast_form
+from attention.forms import FAST, fast_form
 from attention.heads import HeadGroup
 from attention.scores import plain_form, takes
+from attention.sums import SUMS
 from model import ATTENTION, GPT, GPTConfig
 
 cores = pytest.mark.parametrize("core", ATTENTION)

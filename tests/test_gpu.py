@@ -9,13 +9,14 @@ import itertools
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import DEVICE, ROOT
 
-from lab.experiments.forms import breaks, waits
 from model import ATTENTION, GPT, GPTConfig
 from training.distributed import shared, whole
 
@@ -24,6 +25,24 @@ KINDS = {
     "short, long, differential": {"heads": "SSLL", "window": 50, "differential": True},
     "long": {"position": "rope", "conv": 4, "qk_norm": "l2", "decay": "learned", "activation_checkpointing": True},
 }
+
+
+def breaks(model: GPT, x: torch.Tensor) -> int:
+    """How often torch.compile would interrupt the graph of the model's loss."""
+    torch._dynamo.reset()
+    return torch._dynamo.explain(lambda x: model(x, x)[1])(x).graph_break_count
+
+
+def waits(f: Callable) -> int:
+    """How often the host waits for the GPU during f()."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            f()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in found)
 
 
 @pytest.mark.parametrize(("core", "kind"), zip(ATTENTION, itertools.cycle(KINDS), strict=False))

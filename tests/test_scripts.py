@@ -728,28 +728,6 @@ def test_bench_says_in_a_line_what_is_no_bug(error, capsys):
     assert out.startswith("much left out (") and not err
 
 
-def test_training_on_a_gpu(run, tmp_path):
-    """Other ways to compute the loss give the same loss."""
-    small = ("--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=24", "--vocab_size=97", "--batch_size=2")
-    same = "plain,no wait,flash,triton,logits in bfloat16,chunks"
-    args = (
-        "--device=cpu",
-        "--dtype=float32",
-        "--no-compile",
-        "--steps=6",
-        "--chunks=3",
-        f"--out={tmp_path / 't.json'}",
-    )
-    code, out, err = run("lab/experiments/gpu_training.py", *small, *args, f"--only={same},beta")
-    assert code == 0, err
-    results = json.loads((tmp_path / "t.json").read_text())
-    losses = [results[name]["loss"] for name in same.split(",")]
-    assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5) and 3 < losses[0] < 5
-    assert abs(results["beta"]["loss"] - losses[0]) > 1e-6 and results["plain"]["tokens_per_s"] > 0
-    code, _, err = run("lab/experiments/gpu_training.py", *small, *args, "--only=plan")
-    assert code == 2 and "'plan' is not one of plain" in err
-
-
 def test_bench_models_steps_and_decoding(run, tmp_path, small_models):
     sizes = ("--model_lengths=16,160", "--step_length=16", "--decode_length=8", f"--out={tmp_path / 'b.json'}")
     code, out, _ = run("bench.py", *TINY, "--what=model,step,decode", *sizes)

@@ -10,9 +10,8 @@ from test_attention import DECAYS, close, long_qkv, saved_bytes
 
 from attention import sums
 from attention.cache import KeyValues, RunningSums, new_part
-from attention.forms import SUMS
 from attention.heads import HeadGroup
-from attention.sums import Linear, running_sums
+from attention.sums import SUMS, Linear, running_sums
 from model import ATTENTION, GPT, GPTConfig
 
 kinds = pytest.mark.parametrize("core", SUMS)

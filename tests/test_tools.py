@@ -16,7 +16,6 @@ import torch
 from harness import ROOT, write
 
 from attention.forms import FAST
-from attention.scores import visible
 from lab.experiments.runs import constants
 from model import GPT, GPTConfig
 from text import dataset, tokenizers
@@ -526,30 +525,3 @@ def test_missing_tensorboard_says_what_to_install(train, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     code, _, err = train("--tensorboard")
     assert code == 2 and "--tensorboard needs tensorboard: pip install tensorboard" in err
-
-
-# -----------------------------------------------------------------------------
-# lab/experiments/local_dependencies.py
-
-
-def test_short_scores_are_the_long_ones_of_a_window(run, tmp_path):
-    task = runpy.run_path(os.path.join(ROOT, "lab", "experiments", "local_dependencies.py"))
-    q, k = torch.randn(2, 12, 5)
-    short, long = task["short_scores"](q, k, 4).softmax(-1), task["long_scores"](q, k)
-    long = long.masked_fill(~visible(q, k, 4), -torch.inf).softmax(-1)
-    for block in range(3):
-        rows = slice(4 * block, 4 * block + 4)
-        before = long[rows, max(0, 4 * block - 4) : 4 * block + 4]
-        assert torch.allclose(short[block, :, -before.shape[1] :], before)
-        assert short[block].sum(-1).allclose(torch.ones(4))
-    p = task["target"](40, 4)
-    distance = torch.arange(40)[:, None] - torch.arange(40)
-    assert not p[(distance < 1) | (distance > 4)].any() and (p[8:].count_nonzero(-1) < 5).all()
-    assert p.sum(-1)[p.any(-1)].allclose(torch.ones(()))
-    sizes = ("--n=40", "--d=4", "--band=4", "--span=4", "--steps=300", "--rows=2", "--learning_rates=1e-1")
-    code, out, _ = run("lab/experiments/local_dependencies.py", *sizes, "--device=cpu", f"--out={tmp_path / 'l.json'}")
-    results = json.loads((tmp_path / "l.json").read_text())
-    first, last = (results["short 0.1"][i]["missed"] for i in (0, -1))
-    assert code == 0 and last < 0.2 * first and "| short | 0.1 |" in out
-    code, _, err = run("lab/experiments/local_dependencies.py", "--n=41", "--span=4", "--band=4")
-    assert code == 2 and "a multiple of span=4" in err

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from attention.forms import SUMS, linear
+from attention.forms import linear
+from attention.sums import SUMS
 from configurator import pick_device
 from model import GPT, GPTConfig
 from training.distributed import count

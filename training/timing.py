@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.autograd.profiler import profile
 
-from attention.forms import SUMS
+from attention.sums import SUMS
 from errors import UserError, first_line
 from model import ATTENTION, GPT, GPTConfig
 from text.sampling import stream

@@ -12,12 +12,13 @@ lab/experiments/jacobians.py has these Jacobians for all weights.
 
 import torch
 
-from attention.fast import in_rows
+from attention.fast import few_rows_at_a_time
 from attention.heads import HeadGroup
 from attention.probe import probing
-from attention.scores import ByDistance, scores, visible
-from configurator import at_least_one, configure, pick_device, user_errors
+from attention.scores import scores, visible
+from configurator import at_least_one, pick_device
 from errors import UserError
+from lab.experiments.results import show_table, start
 from rules import attentions
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
@@ -50,12 +51,12 @@ def measures_at_once(q, k, v, *, window=None, scale=None, bias=None):
     return torch.stack([n, *below, *norms, torch.ones_like(n)], dim=-1)
 
 
-def numbers_needed(q, k, v, bias) -> int:
-    """By one query of all heads, in 32 bits, for in_rows."""
+def numbers_needed(q, k, v) -> int:
+    """By one query of all heads, in 32 bits, for few_rows_at_a_time."""
     return 10 * q.shape[0] * q.shape[1] * k.shape[-2]
 
 
-measures = in_rows(measures_at_once, numbers_needed)
+measures = few_rows_at_a_time(measures_at_once, numbers_needed)
 
 
 @torch.no_grad()
@@ -72,7 +73,6 @@ def main() -> None:
     layers = {block.attn: torch.zeros(2, 6, dtype=torch.float64) for block in model.transformer.h}
 
     def see(layer: torch.nn.Module, group: HeadGroup, q, k, v, *, window=None, scale=None, bias=None, **_) -> None:
-        bias = ByDistance(bias.values) if isinstance(bias, ByDistance) else bias  # without what it adds to values
         found = measures(q, k, v, window=window, scale=scale, bias=bias)
         equal = measures(0 * q, k, v, window=window, scale=scale)
         layers[layer] += torch.stack([x.sum((0, 1, 2)).cpu() for x in (found, equal)])
@@ -80,18 +80,15 @@ def main() -> None:
     with probing(model, see):
         for x, _ in tokens.eval_batches(batches, batch_size):
             model(x.to(where))
-    print(f"{about}; {model.config.attention}, {batches * batch_size} windows of {model.config.block_size} tokens\n")
-    columns = "layer", "below 1e-3", "if scores were equal", "below 1e-7", "Jacobian, softmax", "LASER"
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    totals = dict(enumerate(layers.values())) | {"all": sum(layers.values())}
+    print(f"{about}; {model.config.attention}, {batches * batch_size} windows of {model.config.block_size} tokens")
+    rows, totals = [], dict(enumerate(layers.values())) | {"all": sum(layers.values())}
     for name, (found, equal) in totals.items():
         shares = [found[1] / found[0], equal[1] / equal[0], found[2] / found[0]]
         norms = found[3:5] / found[5]
-        print(f"| {name} | {' | '.join(f'{x:.1%}' for x in shares)} | {' | '.join(f'{x:.4f}' for x in norms)} |")
+        rows.append([name, *(f"{x:.1%}" for x in shares), *(f"{x:.4f}" for x in norms)])
+    columns = "layer", "below 1e-3", "if scores were equal", "below 1e-7", "Jacobian, softmax", "LASER"
+    show_table(columns, rows)
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

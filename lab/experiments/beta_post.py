@@ -9,15 +9,17 @@ for softmax. Its softmax model has overfitted by then. The pocket scale does the
 parameters and 2% of the text, which it sees 77 times (the post: 10.7M, the whole text, 163 times).
 """
 
+import hashlib
+import json
 import os
 import re
+import shutil
 from typing import Literal
 
-from configurator import at_least_one, check_writable, configure, names, user_errors
-from lab.experiments.results import drawing, spread
+from configurator import at_least_one, check_writable, names
+from lab.experiments.results import drawing, show_table, spread, start
 from lab.experiments.runs import as_flags, final, record
-from text import corpus, sources, tokenizers
-from text.dataset import ROOT, Tokens, folder_of, read_meta
+from text.dataset import Tokens, folder_of, read_meta
 
 # What is measured?
 what = "train,show"  # the parts to run, separated by commas; show: the picture and the table
@@ -51,12 +53,16 @@ def part_of_the_text(share: float, make: bool) -> str:
         return dataset
     folder = os.path.join(out_dir, re.sub("[^A-Za-z0-9]+", "-", f"{dataset}-{share:g}"))
     if make:
-        whole = folder_of(dataset)
-        tok = tokenizers.tokenizer(read_meta(whole)["tokenizer"])
-        ids = {split: Tokens(whole, split, 1).ids for split in ("train", "val")}
-        ids["train"] = ids["train"][: int(share * len(ids["train"]))]
-        splits = {split: sources.of_text(tok.decode(x.tolist())) for split, x in ids.items()}
-        corpus.prepare(folder, splits, tok.meta, {"from": f"{share:.1%} of {dataset}"})
+        whole, train_bin = folder_of(dataset), os.path.join(folder, "train.bin")
+        meta, ids = read_meta(whole), Tokens(whole, "train", 1).ids
+        ids = ids[: int(share * len(ids))]
+        os.makedirs(folder, exist_ok=True)
+        ids.tofile(train_bin)
+        shutil.copyfile(os.path.join(whole, "val.bin"), os.path.join(folder, "val.bin"))
+        meta["source"] = {"from": f"{share:.1%} of {dataset}"}
+        meta["files"]["train.bin"] = {"tokens": len(ids), "sha256": hashlib.sha256(ids.tobytes()).hexdigest()}
+        with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as f:
+            json.dump(meta, f)
     return folder
 
 
@@ -68,7 +74,7 @@ def train(make: bool) -> dict[tuple, list[dict]]:
     for row, dropout, seed in keys:
         run = flags | ROWS[row] | {"dataset": data, "dropout": dropout, "seed": seed}
         commands[f"{scale}, {row}, dropout {dropout:g}, seed {seed}"] = [file, *as_flags(run)]
-    made = dict(zip(keys, record(out, commands, out_dir, jobs, make).values(), strict=True))
+    made = dict(zip(keys, record(out, commands, out_dir, jobs, make, ("val_loss", "train_loss")).values(), strict=True))
     return {key[:2]: [r for other, r in made.items() if other[:2] == key[:2]] for key in keys}
 
 
@@ -87,17 +93,16 @@ def draw(found: dict) -> None:
 
 def show(found: dict) -> None:
     """Prints the table."""
-    print("\n| | dropout | best val loss | last val loss | last train loss | the post: val, train |")
-    print("|---" * 6 + "|")
+    rows = []
     for (row, dropout), results in found.items():
         best, train_losses = ([r[key] for r in results] for key in ("best", "train"))
         cells = [row, f"{dropout:g}", spread(best), spread([*map(final, results)]), spread(train_losses)]
-        train_loss, val_loss = POST[row]
-        print(f"| {' | '.join(cells)} | {f'{val_loss:.4f}, {train_loss:.4f}' if dropout else ''} |")
+        rows.append([*cells, f"{POST[row][1]:.4f}, {POST[row][0]:.4f}" if dropout else ""])
+    columns = ["", "dropout", "best val loss", "last val loss", "last train loss", "the post: val, train"]
+    show_table(columns, rows)
 
 
 def main() -> None:
-    os.chdir(ROOT)
     at_least_one(jobs=jobs, seeds=seeds)
     check_writable(out, picture)
     parts = names(what, ["train", "show"])
@@ -108,7 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

@@ -4,8 +4,8 @@
 
 It needs lm_eval. An example is a passage of a novel (some 50 words), the next sentence, and another sentence of the
 same novel. The novels are divided: most are for training from scratch, the rest for the task's examples (train, val,
-test). For each attention and seed: train.py trains a small model on the novels, then train.py fine-tunes it on the
-task's true endings (lab/hub/prepare_answers.py), and lab/hub/lm_eval.py says how often the passage points at the true
+test). For each attention and seed: train.py trains a small model on the novels, then lab/hub/finetune.py
+fine-tunes it on the task's true endings, and lab/hub/lm_eval.py says how often the passage points at the true
 ending, before and after. Finished runs are skipped. The results are in out_dir/accuracy.json.
 """
 
@@ -16,12 +16,10 @@ import re
 import subprocess
 import sys
 
-from configurator import at_least_one, configure, user_errors
+from configurator import at_least_one
 from errors import UserError
-from lab.experiments.results import measured, spread
+from lab.experiments.results import measured, saved, show_table, spread, start
 from lab.experiments.runs import finished, last
-from text.dataset import ROOT
-from text.files import replace
 
 # Which text, and how many runs?
 source = "books"  # a folder of novels, one .txt file for each; every fourth one is for the task
@@ -81,9 +79,10 @@ def write_task(folder: str, paths: list[str]) -> None:
         for path in own:
             with open(path, encoding="utf-8") as f:
                 rows += examples(f.read(), -(-sizes[split] // len(own)), rng)
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        replace(os.path.join(folder, f"{split}.jsonl"), lines.encode())
-    replace(os.path.join(folder, "endings.yaml"), YAML.encode())
+        with open(os.path.join(folder, f"{split}.jsonl"), "w", encoding="utf-8") as f:
+            f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with open(os.path.join(folder, "endings.yaml"), "w", encoding="utf-8") as f:  # the last one: now all are there
+        f.write(YAML)
 
 
 def divided() -> tuple[list[str], list[str]]:
@@ -108,7 +107,8 @@ def accuracy(run: str, task: str, out: str) -> dict:
     lm-eval compares log p(ending after the passage) - log p(ending alone): the endings differ in length, and in how
     usual their words are.
     """
-    script("lab/hub/lm_eval.py", f"--out_dir={run}", f"--tasks={task}/endings.yaml", "--batch_size=32", f"--out={out}")
+    flags = [f"--out_dir={run}", f"--tasks={task}/endings.yaml", "--batch_size=32", f"--out={out}"]
+    script("-m", "lab.hub.lm_eval", *flags)
     with open(out) as f:
         return {"acc": json.load(f)["results"]["endings"]["acc_mutual_info,none"]}
 
@@ -116,7 +116,6 @@ def accuracy(run: str, task: str, out: str) -> dict:
 def main() -> None:
     at_least_one(seeds=seeds, n_train=n_train, n_test=n_test)
     novels, of_task = divided()
-    os.chdir(ROOT)
     text, data, task = (os.path.join(out_dir, name) for name in ("text", "data", "task"))
     if not os.path.exists(os.path.join(task, "endings.yaml")):
         for i, path in enumerate(novels):
@@ -136,27 +135,26 @@ def main() -> None:
             more += [f"--seed={seed}", *flags]
             scratch = finished(f"{name}, seed {seed}", ["config/train_shakespeare_char_cpu.py", *more], before)
             if not os.path.exists(os.path.join(tokens, "meta.json")):
-                script("lab/hub/prepare_answers.py", f"--source={task}", f"--init_from={before}", f"--out_dir={tokens}")
+                made = f"--source={task}", f"--init_from={before}", f"--out_dir={tokens}"
+                script("-m", "lab.hub.prepare_answers", *made)
             more = [f"--init_from={before}", f"--dataset={tokens}", f"--max_iters={task_iters}", f"--seed={seed}"]
             more += [f"--lr_decay_iters={task_iters}", f"--warmup_iters={task_iters // 15}"]
-            tuned = finished(f"{name}, seed {seed}, fine-tuned", ["lab/hub/finetune_task.py", *more], after)
+            more = ["lab/hub/finetune_task.py", *more]
+            finetune = "-m", "lab.hub.finetune"
+            tuned = finished(f"{name}, seed {seed}, fine-tuned", more, after, script=finetune)
             vals = [row["val_loss"] for row in tuned if "val_loss" in row]
             losses[name][seed] = last(scratch), vals[0], min(vals)
             for which, run in (("before", before), ("after", after)):
                 out = os.path.join(run, "endings.json")
                 measured(path, name, which, seed, lambda run=run, out=out: accuracy(run, task, out))
-    with open(path) as f:
-        results = json.load(f)
-    print("\n| attention | val loss, novels | loss of the true endings: before, after | accuracy: before | after |")
-    print("|---|---|---|---|---|")
+    results, rows = saved(path, {}), []
     for name, found in losses.items():
         novel, first, best = (spread(list(x)) for x in zip(*found.values(), strict=True))
         acc = [spread([results[name][w][str(seed)]["acc"] for seed in found]) for w in ("before", "after")]
-        print(f"| {name} | {novel} | {first}, {best} | {' | '.join(acc)} |")
+        rows.append([name, novel, f"{first}, {best}", *acc])
+    columns = "val loss, novels", "loss of the true endings: before, after", "accuracy: before", "after"
+    show_table(["attention", *columns], rows)
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

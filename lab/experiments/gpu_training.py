@@ -15,7 +15,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -27,33 +26,34 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from configurator import check_writable, configure, names, pick_device, user_errors
+from bench import tried
+from configurator import check_writable, names, pick_device
 from errors import UserError
+from lab.experiments.results import save, start
 from model import ATTENTION, GPT, GPTConfig
 from training.estimate import flops, matmul_rate
 from training.optimizers import OPTIMIZER, Settings
-from training.timing import tried
 
 # What is measured?
 only = ""  # the rows to run, separated by commas; empty: all
+size: Literal["gpt2", "shakespeare", "tiny"] = "gpt2"  # of the model: GPT-2 (124M), nanoGPT's Shakespeare, a test
 profile = False  # also list the kernels that take most of the time in a step of the row plain
 steps = 30  # steps per row; the first third is not timed
-batches = 4  # batches of random tokens, which are used again and again
-chunks = 8  # number of parts in which the row chunks computes the loss
 budget = 500.0  # seconds; after this time no new row begins, and the skipped rows are named
 out = "gpu-training.json"  # the file of results
-# How large is the model?
-n_layer = 12  # number of blocks
-n_head = 12  # attention heads per layer
-n_embd = 768  # width of the residual stream
-block_size = 1024  # tokens per sequence
-vocab_size = 50304  # number of different tokens: GPT-2's 50257, rounded up to a multiple of 64
-batch_size = 12  # sequences per step
 # What does it run on?
 compile = True  # compile the model with torch.compile
 device = "cuda"  # cuda, cuda:0, or cpu (to try the script)
 dtype: Literal["bfloat16", "float32"] = "bfloat16"  # the precision of autocast
 seed = 1337  # decides the random numbers: weights and tokens
+
+SIZES = {  # of the model, and the sequences of a step
+    "gpt2": ({"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304}, 12),
+    "shakespeare": ({"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}, 64),
+    "tiny": ({"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 24, "vocab_size": 97}, 2),
+}
+BATCHES = 4  # batches of random tokens, which are used again and again
+CHUNKS = 8  # number of parts in which the row chunks computes the loss
 
 
 def in_chunks(model: GPT, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def in_chunks(model: GPT, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
     h = model.hidden(x).flatten(0, 1)
     y = y.flatten()
-    parts = zip(h.chunk(chunks), y.chunk(chunks), strict=True)
+    parts = zip(h.chunk(CHUNKS), y.chunk(CHUNKS), strict=True)
     return sum(checkpoint(part, *few, use_reentrant=False) for few in parts) / len(y)
 
 
@@ -108,9 +108,8 @@ PLAIN = {"batch": 1, "wait": True, "loss": "model", "backend": None, "mode": Non
 def new_model(row: dict, dev: str) -> GPT:
     """The model of a row, with the same first weights wherever the sizes are the same."""
     torch.manual_seed(seed)
-    sizes = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size, "vocab_size": vocab_size}
-    sizes |= {k: v for k, v in row.items() if k not in PLAIN}
-    model = GPT(GPTConfig(bias=False, **sizes)).to(dev).train()
+    fields = SIZES[size][0] | {k: v for k, v in row.items() if k not in PLAIN}
+    model = GPT(GPTConfig(bias=False, **fields)).to(dev).train()
     if row["triton"]:
         from attention import kernels  # Triton is not everywhere
 
@@ -120,24 +119,22 @@ def new_model(row: dict, dev: str) -> GPT:
 
 def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, rate: float) -> dict:
     """Trains a model for a few steps; tokens/s, memory, the last loss."""
-    row = PLAIN | changes
+    row, (fields, sequences) = PLAIN | changes, SIZES[size]
     if row["loss"] not in LOSS:
         raise UserError(f"this PyTorch has no F.{row['loss']}_cross_entropy")
-    model = new_model(row, dev)
+    model, block_size = new_model(row, dev), fields["block_size"]
     adamw = OPTIMIZER["adamw"](model, Settings(6e-4, (0.9, 0.95), 0.1))[0]
-    B = batch_size * row["batch"]
-    tokens = [torch.randint(min(vocab_size, 50257), (B, block_size + 1)).to(dev) for _ in range(batches)]
+    B = sequences * row["batch"]
+    tokens = [torch.randint(min(fields["vocab_size"], 50257), (B, block_size + 1)).to(dev) for _ in range(BATCHES)]
+    backend = contextlib.nullcontext if row["backend"] is None else functools.partial(sdpa_kernel, row["backend"])
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return LOSS[row["loss"]](model, x, y)
 
     fast = torch.compile(loss_of, mode=row["mode"]) if compile else loss_of
 
-    def backend() -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if row["backend"] is None else sdpa_kernel(row["backend"])
-
     def step(i: int) -> torch.Tensor:
-        x = tokens[i % batches]
+        x = tokens[i % BATCHES]
         with amp, backend():
             loss = fast(x[:, :-1], x[:, 1:])
         loss.backward()
@@ -199,10 +196,9 @@ def longest(step: Callable) -> list[dict]:
 
 def main() -> None:
     wanted = names(only, ROWS)
-    if steps < 6 or min(batch_size, batches, chunks) < 1 or budget < 0:
-        raise UserError("steps must be at least 6, batch_size, batches and chunks positive, and budget not negative")
+    if steps < 6 or budget < 0:
+        raise UserError("steps must be at least 6, and budget not negative")
     check_writable(out)
-    GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, vocab_size=vocab_size)  # or why not
     dev, name, amp = pick_device(device, dtype)
     if profile and (not dev.startswith("cuda") or "plain" not in wanted):
         raise UserError("--profile is of the row plain, on a GPU")
@@ -216,7 +212,7 @@ def main() -> None:
     print(f"{chip}, torch {torch.__version__}, {name}: a matrix product reaches {rate / 1e12:.3g} TFLOP/s")
     columns = "ms", "tokens/s", "x plain", "MFU", "GiB", "first step", "loss"
     print(f"{'':24}" + "".join(f"{c:>12}" for c in columns))
-    results = {"about": {"chip": chip, "torch": torch.__version__, "dtype": name, "flops": rate}}
+    results = {"about": {"chip": chip, "torch": torch.__version__, "dtype": name, "flops": rate}, "rows": {}}
     for key in wanted:
         if time.monotonic() - began > budget:
             print(f"{key:24}left out (--budget)")
@@ -226,8 +222,8 @@ def main() -> None:
         row = tried(key, functools.partial(measured, ROWS[key], dev, amp, rate), dev, foreign="backend" in ROWS[key])
         if row is None:
             continue
-        results[key] = row
-        times = row["tokens_per_s"] / results.get("plain", row)["tokens_per_s"]
+        results["rows"][key] = row
+        times = row["tokens_per_s"] / results["rows"].get("plain", row)["tokens_per_s"]
         print(
             f"{key:24}{row['ms']:12.2f}{row['tokens_per_s']:12,.0f}{times:12.2f}{row['mfu']:12.1%}"
             f"{row['peak_bytes'] / 2**30:12.1f}{row['first']:10.0f} s{row['loss']:12.4f}",
@@ -235,12 +231,8 @@ def main() -> None:
         )
         for kernel in row.get("kernels", []):
             print(f"{kernel['share']:8.1%}{kernel['ms']:9.2f} ms  {kernel['kernel']}", flush=True)
-        with open(out, "w", encoding="utf-8") as f:
-            json.dump(results, f, indent=1)
+        save(out, results)
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

@@ -15,33 +15,29 @@ log-sum-exp of v_j + log a_j, so it lies between their maximum and log n above i
 """
 
 import math
-import os
 
 import torch
 
-from configurator import check_writable, configure, user_errors
+from attention.scores import plain_form
+from configurator import check_writable
 from errors import UserError
-from lab.experiments.results import drawing
+from lab.experiments.results import drawing, show_table, start
 from model import beta_attention, laser_attention, softmax_attention
-from text.dataset import ROOT
 
 apart = 5.0  # the value of the first key; that of the second is 0
 other = 1.0  # beta: the second key's score
 picture = "lab/pictures/jacobians.png"  # the picture
 
-ATTENTION = {"softmax": softmax_attention, "LASER": laser_attention, "beta": beta_attention}
+ATTENTION = {
+    name: plain_form(definition)
+    for name, definition in (("softmax", softmax_attention), ("LASER", laser_attention), ("beta", beta_attention))
+}
 
 
 def outputs(name: str, s: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """y (B, 1) of B queries, one of each row, with the scores s (B, n) of their n keys and the values v (B, n)."""
     q = torch.ones(len(s), 1, 1, 1, dtype=s.dtype)
     return ATTENTION[name](q, s[:, None, :, None], v[:, None, :, None], scale=1.0)[:, 0, 0]
-
-
-def by_autograd(name: str, s: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """dy/ds (B, n)."""
-    s = s.clone().requires_grad_()
-    return torch.autograd.grad(outputs(name, s, v).sum(), s)[0]
 
 
 def closed_form(name: str, s: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -83,28 +79,30 @@ def draw() -> None:
 
 
 def main() -> None:
-    os.chdir(ROOT)
     check_writable(picture)
     if not 0 < apart < 700 or other == 0:
         raise UserError(f"--apart={apart} must be between 0 and 700, and --other={other} not 0")
     s, v = 5 * torch.randn(2, 1000, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    print("| | closed form against autograd: largest error | two values: largest gradient | at the weight |")
-    print("|---|---|---|---|")
+    rows = []
     for name in ATTENTION:
-        want = by_autograd(name, s, v)
+        y = outputs(name, s.requires_grad_(), v)
+        want = torch.autograd.grad(y.sum(), s)[0]
+        s = s.detach()
         error = (closed_form(name, s, v) - want).abs().max() / want.abs().max()
         weight, slope = two_values(name)
         at = abs(weight[slope.argmax()])
-        print(f"| {name} | {error:.0e} | {slope.max():.3f} | {at:.3f} |")
+        rows.append([name, f"{error:.0e}", f"{slope.max():.3f}", f"{at:.3f}"])
+    columns = "closed form against autograd: largest error", "two values: largest gradient", "at the weight"
+    show_table(["", *columns], rows)
     limit = 1 / apart - 1 / math.expm1(apart)
-    print(f"\nLASER's gradient is larger than softmax's below a weight of {limit:.3f}, and smaller above it:\n")
-    print("| weight of the larger value | gradient, softmax | LASER | ratio |\n|---|---|---|---|")
+    print(f"\nLASER's gradient is larger than softmax's below a weight of {limit:.3f}, and smaller above it:")
     weights = torch.tensor([1e-5, 0.001, 0.01, 0.1, 0.5, 0.9, 0.999], dtype=torch.float64)
     two = torch.stack((weights.logit(), torch.zeros_like(weights)), 1)
     values = torch.tensor((apart, 0.0), dtype=torch.float64).expand(len(two), 2)
     slopes = (closed_form(name, two, values)[:, 0] for name in ("softmax", "LASER"))
-    for weight, softmax, laser in zip(weights, *slopes, strict=True):
-        print(f"| {weight:g} | {softmax:.4g} | {laser:.4g} | {laser / softmax:.2f} |")
+    rows = [[f"{weight:g}", f"{softmax:.4g}", f"{laser:.4g}", f"{laser / softmax:.2f}"]
+            for weight, softmax, laser in zip(weights, *slopes, strict=True)]  # fmt: skip
+    show_table(["weight of the larger value", "gradient, softmax", "LASER", "ratio"], rows)
     above = outputs("LASER", s, v)[:, 0] - (v + s.log_softmax(1)).amax(1)
     print(f"\nlemma 3.2, 50 keys: y - max(v + log a) is between {above.min():.3f} and {above.max():.3f};", end=" ")
     print(f"it must be between 0 and log 50 = {math.log(50):.3f}\n")
@@ -112,7 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

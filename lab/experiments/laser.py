@@ -1,7 +1,7 @@
 """LASER against softmax over model sizes (LASER paper, figures 2, 3, 4 and 6, and its ablation with LAMB).
 
     OMP_NUM_THREADS=1 python -m lab.experiments.laser --jobs=2   # on two cores
-    python -m lab.experiments.laser --scale=paper                # the paper's sizes, on a large machine
+    python -m lab.experiments.laser --scale=paper                # the paper's sizes, large machine
     python -m lab.experiments.laser --what=show                  # picture and tables of --out
 
 At each size each attention is trained with each learning rate of the scale and seed 1, and then at its best rate with
@@ -9,17 +9,15 @@ the other seeds. Both attentions get the same rates. Finished runs are not repea
 """
 
 import math
-import os
 import statistics
 from typing import Literal
 
 import torch
 
-from configurator import at_least_one, check_writable, configure, names, user_errors
-from lab.experiments.results import drawing, spread
+from configurator import at_least_one, check_writable, names
+from lab.experiments.results import drawing, show_table, spread, start
 from lab.experiments.runs import as_flags, final, record
 from lab.experiments.times import model_of
-from text.dataset import ROOT
 from training.estimate import num_params
 
 # What is measured?
@@ -81,7 +79,8 @@ def train(make: bool) -> tuple[dict, dict]:
             own = {"attention": attention, "optimizer": optimizer, "learning_rate": rate, "seed": seed}
             name = f"{scale}, {size}, {attention}, {optimizer}, {rate:g}, seed {seed}"
             commands[name] = [s["file"], *as_flags(s["flags"] | s["sizes"][size][0] | own), *extra.split()]
-        return dict(zip(runs, record(out, commands, out_dir, jobs, make).values(), strict=True))
+        made = record(out, commands, out_dir, jobs, make, keep=("val_loss", "loss", "norm", "first"))
+        return dict(zip(runs, made.values(), strict=True))
 
     keys = [(*key, attention) for key in rates for attention in ATTENTIONS]
     first = results_of([(*key, rate, 1) for key in keys for rate in rates[key[:2]]])
@@ -147,7 +146,8 @@ def draw(found: dict, same: dict) -> None:
                 curve = found[large, "adamw", a][1][0]["curves"][key]
                 loss.plot(curve["iter"], curve[key], line, color=color, label=f"{a}, {key}")
             for j, size in enumerate(sizes):
-                first.plot([x + 2 * j for x in same[size, "adamw"][i]["first"]], color=color, label=None if j else a)
+                curve = same[size, "adamw"][i]["curves"]["first"]
+                first.plot(curve["iter"], [x + 2 * j for x in curve["first"]], color=color, label=None if j else a)
         for size in sizes:
             ratio = norm_ratio(*same[size, "adamw"])
             norm.plot(same[size, "adamw"][0]["curves"]["norm"]["iter"][: len(ratio)], ratio, label=size)
@@ -158,28 +158,28 @@ def draw(found: dict, same: dict) -> None:
         title = f"losses, {large} (paper's 301M: LASER 2.595, softmax 2.641)"
         loss.set(title=title, xlabel="step", ylabel="loss", ylim=(None, 3.5))
         norm.set(title="LASER's gradient norm / softmax's, same rate (paper: above 1)", xlabel="step")
-        first.set(title="first losses, sizes 2 apart, same rate (paper: LASER has fewer spikes)", xlabel="step")
+        title = "first losses, the largest of 5 steps, sizes 2 apart (paper: LASER has fewer spikes)"
+        first.set(title=title, xlabel="step")
 
 
 def show(found: dict, same: dict) -> None:
     """Prints the table of all sizes, and the power laws."""
-    head = "size | parameters | optimizer | softmax | its rate | LASER | its rate | LASER - softmax, each seed"
-    print(f"\n| {head} | ratio of norms | spikes: softmax, LASER |\n{'|---' * 10}|")
+    rows = []
     for (size, optimizer), pair in same.items():
         cells, both = [size, f"{parameters(size):,}", optimizer], [found[size, optimizer, a] for a in ATTENTIONS]
         for rate, results in both:
             cells += [spread(list(map(final, results))), f"{rate:g}"]
         cells.append(", ".join(f"{final(y) - final(x):+.3f}" for x, y in zip(both[0][1], both[1][1], strict=True)))
         cells.append(f"{statistics.median(norm_ratio(*pair)):.2f}")
-        cells.append(", ".join(str(sum(r["spikes"] for r in results)) for _, results in both))
-        print(f"| {' | '.join(cells)} |")
+        rows.append([*cells, ", ".join(str(sum(r["spikes"] for r in results)) for _, results in both)])
+    columns = "size, parameters, optimizer, softmax, its rate, LASER, its rate".split(", ")
+    show_table([*columns, "LASER - softmax, each seed", "ratio of norms", "spikes: softmax, LASER"], rows)
     for attention, law in laws(found).items():
         print(f"\n{attention}: L = a n^b, b = {', '.join(f'{b:.4f}' for _, b in law)} (one for each seed)", end="")
     print(f"\nfewer parameters with LASER: {', '.join(f'{x:.1%}' for x in shares(found))}")
 
 
 def main() -> None:
-    os.chdir(ROOT)
     at_least_one(jobs=jobs, seeds=seeds)
     check_writable(out, picture)
     parts = names(what, ["train", "show"])
@@ -190,7 +190,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

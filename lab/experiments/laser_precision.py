@@ -10,21 +10,21 @@ larger model may be larger.
 """
 
 import math
-import os
 import statistics
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
-from attention.fast import for_values, windowed
+from attention.fast import for_values, general_form
 from attention.forms import fast_form
 from attention.probe import probing
-from configurator import at_least_one, configure, pick_device, user_errors
+from configurator import at_least_one, pick_device
+from lab.experiments.results import show_table, start
 from lab.experiments.runs import finished
 from model import ATTENTION, GPT
-from text.dataset import ROOT, Tokens, folder_of
-from training import checkpoint
+from text.dataset import Tokens, folder_of
+from training.checkpoint import open_model
 
 # Which model?
 config_file = "config/train_shakespeare_char_cpu.py"  # the config file of the run
@@ -69,7 +69,7 @@ def recorded(model: GPT, batch: torch.Tensor) -> list[tuple]:
 
 def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list[float]:
     """The relative error on each of the inputs, whose values are multiplied by factor; infinity for NaN."""
-    definition = windowed(ATTENTION[core], for_values)  # a few queries at a time: LASER's holds T x T x D numbers
+    definition = general_form(ATTENTION[core], for_values)  # a few queries at a time: LASER's holds T x T x D numbers
     found = []
     for q, k, v in inputs:
         v = v * factor
@@ -82,32 +82,28 @@ def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list
 @torch.no_grad()
 def main() -> None:
     at_least_one(batches=batches, batch_size=batch_size)
-    os.chdir(ROOT)
     flags = [config_file, "--attention=laser", *extra.split()]
     finished("LASER", flags, out_dir)
-    state = checkpoint.load(os.path.join(out_dir, checkpoint.LATEST))
+    model, _, settings, _ = open_model("resume", out_dir, "latest")
     where, _, _ = pick_device(device, "float32")
-    model = checkpoint.model_of(state).eval().to(where)
-    tokens = Tokens(folder_of(state["config"]["dataset"]), "val", model.config.block_size)
+    model.eval().to(where)
+    tokens = Tokens(folder_of(settings["dataset"]), "val", model.config.block_size)
     inputs = [layer for x, _ in tokens.eval_batches(batches, batch_size) for layer in recorded(model, x.to(where))]
     ranges = torch.stack([(v.amax(-2) - v.amin(-2)).amax().float() for _, _, v in inputs])
     shape = tuple(inputs[0][0].shape)
     print(
         f"{len(inputs)} q, k and v of shape {shape} on {where}; the values of a channel span up to {ranges.max():.1f}"
     )
-    print("\n| in bfloat16 | relative error, mean | standard deviation |\n|---|---|---|")
+    rows = []
     for name, (way, core) in WAYS.items():
         e = errors(way, core, inputs, 1.0)
-        print(f"| {name} | {statistics.mean(e):.5f} | {statistics.pstdev(e):.5f} |")
-    factors = (3.0, 10.0, 100.0)
-    print(f"\n| values times | {' | '.join(f'{f:g}' for f in factors)} |\n|---|{'---|' * len(factors)}")
-    for name, (way, core) in WAYS.items():
-        means = [statistics.mean(errors(way, core, inputs[:: max(1, len(inputs) // 12)], f)) for f in factors]
-        print(f"| {name} | {' | '.join(f'{m:.5f}' for m in means)} |")
+        rows.append([name, f"{statistics.mean(e):.5f}", f"{statistics.pstdev(e):.5f}"])
+    show_table(["in bfloat16", "relative error, mean", "standard deviation"], rows)
+    factors, some = (3.0, 10.0, 100.0), inputs[:: max(1, len(inputs) // 12)]
+    rows = [[name, *(f"{statistics.mean(errors(way, core, some, f)):.5f}" for f in factors)]
+            for name, (way, core) in WAYS.items()]  # fmt: skip
+    show_table(["values times", *(f"{f:g}" for f in factors)], rows)
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

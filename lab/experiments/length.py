@@ -13,26 +13,23 @@ double  how much longer a step takes when the text gets twice as long, for the l
 draw    the picture
 print   the table
 
-Results that are in --out are not measured again, so you can stop the script and start it again.
-lab/experiments/endless.py
-is about long texts in decoding.
+Results that are in --out are not measured again, so you can stop the script and start it again. endless.py is
+about long texts in decoding.
 """
 
 import functools
-import os
 import resource
 import statistics
 from collections.abc import Callable
 
 import torch
 
-from configurator import configure, names, positive, user_errors
-from lab.experiments.results import drawing, measured, saved
+from bench import interleaved, medians, ratios
+from configurator import names, positive
+from lab.experiments.results import drawing, measured, saved, show_table, start
 from lab.experiments.times import apart, max_rss, timed_step
 from model import GPT, GPTConfig
-from text.dataset import ROOT
 from training.optimizers import OPTIMIZER, Settings
-from training.timing import interleaved, medians, ratios
 
 what = "steps,double,draw,print"  # the parts: see above
 only = ""  # the rows to measure, separated by semicolons; empty: all
@@ -47,17 +44,17 @@ picture = "lab/pictures/length.png"  # the picture
 SIZES = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 256, "position": "rope"}
 SHORT = {"heads": "SSSL", "window": 16}
 MIXED = SHORT | {"short_attention": "softmax", "conv": 4}
-BETA, BETA2 = {"attention": "beta"}, {"attention": "beta2"}
+BETA, SQUARED = {"attention": "beta"}, {"attention": "beta_squared"}
 ROWS = {
     "softmax": {},
     "softmax, LS": SHORT,
     "beta": BETA,
     "beta, decay": BETA | {"decay": "alibi"},
-    "beta2": BETA2,
-    "beta2, 8 heads": BETA2 | {"n_head": 8},
+    "beta_squared": SQUARED,
+    "beta_squared, 8 heads": SQUARED | {"n_head": 8},
     "softmax short, beta long, conv": MIXED | BETA,
-    "softmax short, beta2 long, conv": MIXED | BETA2,
-    "softmax short, beta2 long, conv, 8 heads": MIXED | BETA2 | {"n_head": 8},
+    "softmax short, beta_squared long, conv": MIXED | SQUARED,
+    "softmax short, beta_squared long, conv, 8 heads": MIXED | SQUARED | {"n_head": 8},
 }
 
 
@@ -150,24 +147,20 @@ def show() -> None:
     """Prints the table."""
     results = saved(out, {"steps": {}})
     sizes = sorted({int(n) for row in results["steps"].values() for n in row})
-    print("\n| a training step | " + " | ".join(f"n = {n:,}" for n in sizes) + " | twice the length |")
-    print("|---" * (len(sizes) + 2) + "|")
+    rows = []
     for name, row in results["steps"].items():
         cells = [x and f"{x['s']:.2f} s, {x['bytes'] / 2**20:,.0f} MiB" for x in map(row.get, map(str, sizes))]
         twice = results.get("double", {}).get(name, {}).values()
         cells.append(", ".join(f"{x['ratio']:.2f}x ({x['own_ratio']:.2f}x)" for x in twice))
-        print(f"| {name} | " + " | ".join(cell or "" for cell in cells) + " |")
+        rows.append([name, *(cell or "" for cell in cells)])
+    show_table(["a training step", *(f"n = {n:,}" for n in sizes), "twice the length"], rows)
 
 
 def main() -> None:
-    os.chdir(ROOT)
     parts: dict[str, Callable] = {"steps": measure_steps, "double": measure_double, "draw": draw, "print": show}
     for part in names(what, parts):
         parts[part]()
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

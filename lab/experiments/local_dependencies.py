@@ -14,15 +14,16 @@ section 3 a token sees itself, and in its task it does not. Here both attentions
 learn not to.
 """
 
-import json
+import itertools
 import time
 
 import torch
 from torch.nn import functional as F
 
 from attention.scores import visible
-from configurator import check_writable, configure, pick_device, user_errors
+from configurator import check_writable, pick_device
 from errors import UserError
+from lab.experiments.results import save, show_table, start
 
 # What is the task?
 n = 2500  # number of tokens
@@ -47,16 +48,10 @@ def target(n: int, band: int) -> torch.Tensor:
     return p / p.sum(-1, keepdim=True).clamp(min=1)
 
 
-def in_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """x (n, d) in blocks of `size` rows, each after the block before it: (n / size, 2 size, d)."""
-    x = x.unflatten(0, (-1, size))
-    return torch.cat((F.pad(x[:-1], (0, 0, 0, 0, 1, 0)), x), dim=1)
-
-
 def short_scores(q: torch.Tensor, k: torch.Tensor, size: int) -> torch.Tensor:
     """q k^T of each row with its own block of `size` and the one before: (n / size, size, 2 size); unseen ones -inf."""
-    q = q.unflatten(0, (-1, size))
-    k = in_blocks(k, size)
+    q, k = q.unflatten(0, (-1, size)), k.unflatten(0, (-1, size))
+    k = torch.cat((F.pad(k[:-1], (0, 0, 0, 0, 1, 0)), k), dim=1)
     s = (q @ k.mT).masked_fill(~visible(q, k, size), -torch.inf)
     s[0, :, :size] = -torch.inf  # there is nothing before the first block
     return s
@@ -110,23 +105,18 @@ def main() -> None:
     dev, _, _ = pick_device(device, "float32")
     torch.set_flush_denormal(True)
     torch.manual_seed(seed)
-    p = target(n, band)
+    p, fits = target(n, band), {}
     print(f"{'':6}{'rate':>8}{'step':>9}{'missed':>12}{'largest':>12}")
-    results = {}
-    for rate in rates:
-        for name in ("short", "long"):
-            results[f"{name} {rate:g}"] = fit(name, p, rate, dev)
-            with open(out, "w", encoding="utf-8") as f:
-                json.dump(results, f, indent=1)
-    print("\n| attention | learning rate | share missed | largest score |\n|---|---|---|---|")
+    for rate, name in itertools.product(rates, ("short", "long")):
+        fits[name, rate] = fit(name, p, rate, dev)
+        save(out, {f"{name} {rate:g}": rows for (name, rate), rows in fits.items()})
+    cells = []
     for name in ("long", "short"):
-        best = min((key for key in results if key.startswith(name)), key=lambda key: results[key][-1]["missed"])
-        last = results[best][-1]
-        print(f"| {name} | {best.split()[1]} | {last['missed']:.4f} | {last['largest']:.1f} |")
+        rate = min(rates, key=lambda rate, name=name: fits[name, rate][-1]["missed"])
+        end = fits[name, rate][-1]
+        cells.append([name, f"{rate:g}", f"{end['missed']:.4f}", f"{end['largest']:.1f}"])
+    show_table(["attention", "learning rate", "share missed", "largest score"], cells)
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

@@ -12,15 +12,13 @@ with higher and higher learning rates, until both break. Finished runs are not r
 import functools
 import itertools
 import math
-import os
 import statistics
 from typing import Literal
 
-from configurator import at_least_one, check_writable, configure, names, user_errors
-from lab.experiments.results import drawing, measured, spread
+from configurator import at_least_one, check_writable, names
+from lab.experiments.results import drawing, measured, show_table, spread, start
 from lab.experiments.runs import as_flags, constants, final, record
 from lab.experiments.times import step_times
-from text.dataset import ROOT
 
 # What is measured?
 what = "lengths,border,show"  # the parts to run, separated by commas; show: the picture and the tables
@@ -83,7 +81,7 @@ def results(runs: dict[tuple, dict], make: bool) -> dict[tuple, dict]:
     commands = {}
     for key, own in runs.items():
         commands[", ".join(map(str, (scale, *key)))] = [SCALES[scale]["file"], *as_flags(own), *extra.split()]
-    made = record(out, commands, out_dir, jobs, make, keep=("norm", "max_logit"))
+    made = record(out, commands, out_dir, jobs, make, keep=("loss", "max_logit"))
     return dict(zip(runs, made.values(), strict=True))
 
 
@@ -101,7 +99,8 @@ def times() -> dict[tuple, list[float]]:
     s, found = SCALES[scale], {}
     for n, heads in itertools.product(s["lengths"], (6, 2) if s["file"] == CPU else ()):
         rows = {kind: flags(n, heads, kind) for kind in s["kinds"]}
-        of = functools.partial(step_times, s["file"], rows, 65, 1 if scale == "tiny" else 15)
+        repeats, against = 1 if scale == "tiny" else 15, dict.fromkeys(rows, "long")
+        of = functools.partial(step_times, s["file"], rows, 65, repeats, against)
         ms = measured(out, "times", f"{scale}, {heads} heads", n, of)
         found |= {(n, heads, kind): ms[kind] for kind in rows}
     return found
@@ -129,7 +128,7 @@ def breaks(result: dict, usual: list[dict]) -> bool:
 
 def largest(results: list[dict]) -> float:
     """The largest absolute score of whole runs, the mean of the seeds."""
-    return statistics.mean(max(r["curves"]["max_logit"]["max_logit"], default=math.nan) for r in results)
+    return statistics.mean(r.get("max_logit", math.nan) for r in results)
 
 
 def perplexity(results: list[dict]) -> float:
@@ -166,20 +165,19 @@ def draw(by_length: dict, by_rate: dict) -> None:
 
 def show(by_length: dict, by_rate: dict, ms: dict) -> None:
     """Prints the table of the lengths, and that of the border."""
-    print("\n| n | heads | | val loss | perplexity | largest score | ms per step | |\n" + "|---" * 8 + "|")
+    rows = []
     for row, found in by_length.items():
-        cells = [*map(str, row), spread([*map(final, found)]), f"{perplexity(found):.2f}", f"{largest(found):.1f}"]
-        cells += [f"{ms[row][0]:.0f}", f"{ms[row][1]:.2f}x"] if row in ms else ["", ""]
-        print(f"| {' | '.join(cells)} |")
-    print("\n| learning rate | | last val loss | largest score | breaks |\n" + "|---" * 5 + "|")
-    usual = next(found for (_, kind), found in by_rate.items() if kind == "LS")
+        cells = [*row, spread([*map(final, found)]), f"{perplexity(found):.2f}", f"{largest(found):.1f}"]
+        rows.append(cells + ([f"{ms[row][0]:.0f}", f"{ms[row][1]:.2f}x"] if row in ms else ["", ""]))
+    show_table(["n", "heads", "", "val loss", "perplexity", "largest score", "ms per step", ""], rows)
+    usual, rows = next(found for (_, kind), found in by_rate.items() if kind == "LS"), []
     for (rate, kind), found in by_rate.items():
         broken = f"{sum(breaks(r, usual) for r in found)} of {len(found)}"
-        print(f"| {rate:g} | {kind} | {spread([*map(final, found)])} | {largest(found):.1f} | {broken} |")
+        rows.append([f"{rate:g}", kind, spread([*map(final, found)]), f"{largest(found):.1f}", broken])
+    show_table(["learning rate", "", "last val loss", "largest score", "breaks"], rows)
 
 
 def main() -> None:
-    os.chdir(ROOT)
     at_least_one(jobs=jobs, seeds=seeds)
     check_writable(out, picture)
     parts = names(what, ["lengths", "border", "show"])
@@ -191,7 +189,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

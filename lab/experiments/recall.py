@@ -1,7 +1,7 @@
 """Can attention in linear time look something up? Three synthetic tasks: accuracy against the size, drawn and printed.
 
-    OMP_NUM_THREADS=1 python -m lab.experiments.recall      # 40 minutes on one core of a busy CPU
-    OMP_NUM_THREADS=1 python -m lab.experiments.recall --tasks=pairs --only="beta; beta, conv" --seeds=2
+    OMP_NUM_THREADS=1 python -m lab.experiments.recall  # 40 minutes on one core of a busy CPU
+    python -m lab.experiments.recall --tasks=pairs --only="beta; beta, conv" --seeds=2
 
 pairs: multi-query associative recall (MQAR, Zoology, arXiv 2312.04927). Pairs of a key and a value, then all keys again
 in another order. At each of these keys the model has to give the key's value.
@@ -17,7 +17,6 @@ added to the JSON file --out. Runs that are there are skipped, so you can stop t
 """
 
 import collections
-import contextlib
 import itertools
 import math
 import statistics
@@ -26,9 +25,9 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from configurator import check_writable, configure, names, user_errors
-from errors import NotFinite, UserError, optional
-from lab.experiments.results import save, saved
+from configurator import check_writable, names
+from errors import UserError
+from lab.experiments.results import drawing, save, saved, show_table, start
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
 
@@ -49,9 +48,9 @@ MODELS = {  # flags; in the picture: colour, line (dashed: no convolution), mark
     "beta": ({"attention": "beta"}, "#56B4E9", "--", "v"),
     "beta, decay": ({"attention": "beta", "decay": "alibi"}, "#009E73", "--", "^"),
     "beta, conv": ({"attention": "beta", "conv": 4}, "#56B4E9", "-", "v"),
-    "beta2, conv": ({"attention": "beta2", "conv": 4}, "#D55E00", "-", "P"),
+    "beta_squared, conv": ({"attention": "beta_squared", "conv": 4}, "#D55E00", "-", "P"),
     "softmax short, beta long, conv": (MIXED | {"attention": "beta"}, "#0072B2", "-", "<"),
-    "softmax short, beta2 long, conv": (MIXED | {"attention": "beta2"}, "#E69F00", "-", "X"),
+    "softmax short, beta_squared long, conv": (MIXED | {"attention": "beta_squared"}, "#E69F00", "-", "X"),
 }
 VOCAB = 256
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": VOCAB, "position": "rope"}
@@ -110,26 +109,27 @@ def fit(task: str, flags: dict, rate: float, seed: int) -> dict:
     gpt = GPT(GPTConfig(**SIZES, **flags, block_size=per_unit * larger[-1] + 1)).train()
     (adamw,) = OPTIMIZER["adamw"](gpt, Settings(rate, (0.9, 0.99), 0.1))
     last, found = collections.deque(maxlen=STREAK), {str(n): 0.0 for n in sizes + larger}
-    with contextlib.suppress(NotFinite):  # a model that diverges has accuracy 0
-        for step in range(s["steps"]):
-            n = sizes[torch.randint(len(sizes), (), generator=g)]
-            x, y = batch(task, n, s["tokens"] // (per_unit * n), g)
-            logits, loss = gpt(x, y)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
-            for group in adamw.param_groups:  # warm-up, then a cosine down to a tenth
-                group["lr"] = rate * min((step + 1) / WARMUP, 0.55 + 0.45 * math.cos(math.pi * step / s["steps"]))
-            adamw.step()
-            adamw.zero_grad()
-            last.append(accuracy(logits, y))
-            if sum(last) >= 0.999 * STREAK:
-                break
-        gpt.eval()
-        for n in sizes + larger:  # the same sequences for every model
-            x, y = batch(task, n, s["sequences"], torch.Generator().manual_seed(12345))
-            with torch.no_grad():
-                logits = torch.cat([gpt(part, part)[0] for part in x.split(32)])
-            found[str(n)] = round(accuracy(logits, y), 4)
+    for step in range(s["steps"]):
+        n = sizes[torch.randint(len(sizes), (), generator=g)]
+        x, y = batch(task, n, s["tokens"] // (per_unit * n), g)
+        logits, loss = gpt(x, y)
+        if not loss.isfinite():  # a model that diverges has accuracy 0
+            return {"steps": step + 1, "trained": 0.0, "accuracy": found}
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
+        for group in adamw.param_groups:  # warm-up, then a cosine down to a tenth
+            group["lr"] = rate * min((step + 1) / WARMUP, 0.55 + 0.45 * math.cos(math.pi * step / s["steps"]))
+        adamw.step()
+        adamw.zero_grad()
+        last.append(accuracy(logits, y))
+        if sum(last) >= 0.999 * STREAK:
+            break
+    gpt.eval()
+    for n in sizes + larger:  # the same sequences for every model
+        x, y = batch(task, n, s["sequences"], torch.Generator().manual_seed(12345))
+        with torch.no_grad():
+            logits = torch.cat([gpt(part, part)[0] for part in x.split(32)])
+        found[str(n)] = round(accuracy(logits, y), 4)
     mean = statistics.mean(found[str(n)] for n in sizes)
     return {"steps": step + 1, "trained": round(mean, 4), "accuracy": found}
 
@@ -164,32 +164,28 @@ def means(runs: list[dict]) -> list[float]:
 
 def draw() -> None:
     """Writes the picture: a panel for each task, a line for each model."""
-    optional("matplotlib", "a picture")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5.2), layout="constrained")
-    axes = figure.subplots(1, len(TASKS), sharey=True)
-    for ax, (task, (_, _, label, sizes, larger)) in zip(axes, TASKS.items(), strict=True):
-        for model, (_, colour, line, marker) in MODELS.items():
-            y = means(best(task, model))
-            ax.plot((sizes + larger)[: len(y)], y, line, color=colour, marker=marker, markersize=5, label=model)
-        ax.axvspan(sizes[0], sizes[-1], color="0.93", zorder=0, label="trained sizes")
-        ax.set_xscale("log", base=2)
-        ax.set(xlabel=label, title=task, xticks=sizes + larger, xticklabels=sizes + larger, ylim=(-0.03, 1.03))
-    axes[0].set_ylabel("accuracy")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(picture, dpi=120)
+    with drawing(picture, 1, len(TASKS), 15, 5.2) as axes:
+        for ax, (task, (_, _, label, sizes, larger)) in zip(axes, TASKS.items(), strict=True):
+            for model, (_, colour, line, marker) in MODELS.items():
+                style = {"color": colour, "marker": marker, "label": model if ax is axes[-1] else None}
+                y = means(best(task, model))
+                ax.plot((sizes + larger)[: len(y)], y, line, markersize=5, **style)
+            ax.axvspan(sizes[0], sizes[-1], color="0.93", zorder=0)
+            ax.set_xscale("log", base=2)
+            ax.set(xlabel=label, title=f"{task} (grey: trained sizes)", ylim=(-0.03, 1.03))
+            ax.set_xticks(sizes + larger, sizes + larger)
+        axes[0].set_ylabel("accuracy")
+        axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def show(task: str) -> None:
-    """Prints a table of the mean accuracies, the best model first, those in linear time in bold type."""
+    """Prints a table of the mean accuracies, the best model first."""
     _, _, label, sizes, larger = TASKS[task]
-    print(f"\n| {label} |", *(f"{n} |" for n in sizes + larger), "learning rate | steps |")
-    print("|---" * (len(sizes + larger) + 3) + "|")
+    rows = []
     for runs in sorted(filter(None, (best(task, model) for model in MODELS)), key=lambda runs: -sum(means(runs))):
-        name = f"**{runs[0]['model']}**" if "beta" in runs[0]["model"] else runs[0]["model"]
         steps = ", ".join(str(run["steps"]) for run in runs)
-        print(f"| {name} |", *(f"{mean:.2f} |" for mean in means(runs)), f"{runs[0]['rate']} | {steps} |")
+        rows.append([runs[0]["model"], *(f"{mean:.2f}" for mean in means(runs)), runs[0]["rate"], steps])
+    show_table([label, *sizes, *larger, "learning rate", "steps"], rows)
 
 
 def main() -> None:
@@ -208,7 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

@@ -1,20 +1,26 @@
-"""What the experiments share: results in a JSON file, tables and pictures of them.
-
-What is measured is not measured again: `measured` takes it from the file.
-"""
+"""What the experiments share: results in a JSON file, tables and pictures of them."""
 
 import contextlib
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from configurator import configure, user_errors
 from errors import UserError, optional
-from text.files import replace
+
+SHORT = (",", ":")  # what separates numbers in a JSON file
+
+
+def start(script: dict) -> None:
+    """Sets the flags of a script, given by its globals(), and calls its main()."""
+    script.update(configure(script)[0])
+    with user_errors():
+        script["main"]()
 
 
 def saved(path: str, new: dict) -> dict:
-    """The results in a JSON file; `new` if there is no file. Raises UserError if it is made otherwise than `new`."""
+    """The results in a JSON file; `new` if there is no file. Raises UserError for a file whose tables are not new's."""
     if not os.path.exists(path):
         return new
     try:
@@ -27,16 +33,38 @@ def saved(path: str, new: dict) -> dict:
     return results
 
 
-def save(path: str, results: dict) -> None:
-    """Writes results to a JSON file, in one step: a program that is killed leaves the file as it was."""
-    replace(path, (json.dumps(results, indent=1) + "\n").encode())
+def save(path: str, results: dict[str, dict | list]) -> None:
+    """Writes tables of results, {table: {row: numbers}} or {table: [row]}, to a JSON file, with one row on each line.
+
+    The file is written beside its place and renamed: a program that is killed leaves the old file as it was.
+    """
+    tables = []
+    for name, table in results.items():
+        if isinstance(table, dict):
+            rows = [f"  {json.dumps(str(key))}: {json.dumps(row, separators=SHORT)}" for key, row in table.items()]
+        else:
+            rows = [f"  {json.dumps(row, separators=SHORT)}" for row in table]
+        opened, closed = "{}" if isinstance(table, dict) else "[]"
+        tables.append(f" {json.dumps(name)}: {opened}\n" + ",\n".join(rows) + f"\n {closed}")
+    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
+        f.write("{\n" + ",\n".join(tables) + "\n}\n")
+    os.replace(f"{path}.tmp", path)
+
+
+def short(x: object, digits: int = 7) -> object:
+    """x with its numbers rounded to so many digits."""
+    if isinstance(x, dict):
+        return {key: short(value, digits) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [short(value, digits) for value in x]
+    return float(f"{x:.{digits}g}") if isinstance(x, float) else x
 
 
 def measured(path: str, part: str, row: str, size: int, measure: Callable[[], dict]) -> dict:
     """The numbers of a row in a JSON file, {part: {row: {size: numbers}}}. Without them, adds those of measure()."""
     found = saved(path, {}).get(part, {}).get(row, {}).get(str(size))
     if found is None:
-        found = measure()
+        found = short(measure())
         print(f"{part}, {row}, {size}: {json.dumps(found)}", flush=True)
         results = saved(path, {})  # another process may have added to it
         results.setdefault(part, {}).setdefault(row, {})[str(size)] = found
@@ -49,6 +77,14 @@ def spread(x: list[float]) -> str:
     if len(x) < 2:
         return f"{x[0]:.3f}" if x else ""
     return f"{statistics.mean(x):.3f} ({min(x):.3f} to {max(x):.3f})"
+
+
+def show_table(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
+    """Prints a table in Markdown."""
+    columns = [str(column) for column in columns]
+    print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for row in rows:
+        print(f"| {' | '.join(map(str, row))} |")
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ from dataclasses import fields
 
 import torch
 
+from bench import interleaved, medians, ratios, stopwatch
 from lab.experiments.runs import constants
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
-from training.timing import interleaved, medians, ratios, stopwatch
 
 
 def apart(f: Callable, *args: object) -> object:
@@ -39,8 +39,13 @@ def model_of(config_file: str, flags: dict, vocab_size: int) -> tuple[GPT, dict]
     return GPT(GPTConfig(**{k: v for k, v in settings.items() if k in model_fields})), settings
 
 
-def step_times(config_file: str, rows: dict[str, dict], vocab_size: int, repeats: int) -> dict[str, tuple]:
-    """Of each row, {name: flags}: milliseconds of a training step, and their ratio to the first row's in that round."""
+def step_times(
+    config_file: str, rows: dict[str, dict], vocab_size: int, repeats: int, against: dict[str, str]
+) -> dict[str, tuple[float, float]]:
+    """Of each row, {name: flags}: milliseconds of a training step, and their ratio to another row's in that round.
+
+    against: {name: the name of that other row}.
+    """
     tasks = {}
     for name, flags in rows.items():
         gpt, chosen = model_of(config_file, flags, vocab_size)
@@ -50,7 +55,7 @@ def step_times(config_file: str, rows: dict[str, dict], vocab_size: int, repeats
         tasks[name] = functools.partial(timed_step, gpt.train(), OPTIMIZER[chosen["optimizer"]](gpt, settings), x)
     interleaved(tasks, "cpu", 3)  # warm-up
     rounds = interleaved(tasks, "cpu", repeats)
-    return {name: (medians(rounds[name])[0]["ms"], ratios(rounds, name, next(iter(rows)))["ms"]) for name in rounds}
+    return {name: (medians(rounds[name])[0]["ms"], ratios(rounds, name, against[name])["ms"]) for name in rounds}
 
 
 def timed_step(gpt: GPT, optimizers: list[torch.optim.Optimizer], x: torch.Tensor) -> dict[str, float]:

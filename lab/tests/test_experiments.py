@@ -1,119 +1,231 @@
 """Experiments at a tiny scale, by their own commands."""
 
+import json
 import os
-import runpy
 
 import pytest
 import torch
 from harness import ROOT
 from reference import ONE_QUERY
+from torch.nn import functional as F
+
+from attention.scores import visible
+from lab.experiments import attention_probabilities, endless, local_dependencies, tables
+from model import GPT, GPTConfig
+
+
+@pytest.fixture
+def small(data, tmp_path):
+    """The path of a config file for runs of two steps."""
+    path = tmp_path / "small.py"
+    path.write_text(
+        f"dataset = {data!r}\nblock_size = 32\nn_layer = 1\nn_head = 4\nn_embd = 32\nmax_iters = 2\n"
+        "batch_size = 4\ngradient_accumulation_steps = 1\neval_iters = 1\ndevice = 'cpu'\nlearning_rate = 1e-3\n"
+        "beta2 = 0.99\nmin_lr = 0.0\nwarmup_iters = 1\n"
+    )
+    return str(path)
+
+
+def rows(out: str) -> list[list[str]]:
+    """The cells of all tables in what a script printed."""
+    table = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]
+    return [row for row in table if "flags" not in row]
 
 
 @pytest.mark.slow
-def test_the_table_of_choices(run, quick, data, tmp_path, monkeypatch):
-    """Rows by name, resumed, timed, failed; and the README's links point at the lines that they mean."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.py").write_text(
-        f"dataset = {data!r}\nblock_size = 32\nn_layer = 1\nn_head = 4\nn_embd = 32\nmax_iters = 2\n"
-        "batch_size = 4\ngradient_accumulation_steps = 1\neval_iters = 1\ndevice = 'cpu'\nlearning_rate = 1e-3\n"
-        "beta2 = 0.99\nmin_lr = 0.0\n"
-    )
-    base = (f"--config_file={tmp_path / 'small.py'}", f"--out_dir={tmp_path / 'runs'}")
-    flags = (*base, "--seeds=1", "--repeats=2", "--jobs=2")
-    code, out, err = run("lab/experiments/choices.py", *flags, "--only=swiglu,muon")
+@pytest.mark.usefixtures("quick")
+def test_compare(run, small, tmp_path):
+    """Rows by name, with the row that they are compared with; nothing is made twice; what was wrong is said."""
+    flags = (f"--config_file={small}", f"--out={tmp_path / 'x.json'}", f"--out_dir={tmp_path / 'runs'}", "--seeds=2")
+    flags += ("--repeats=2", "--jobs=2")
+    code, out, err = run("lab.experiments.compare", *flags, "--table=choices", "--only=swiglu;muon")
     assert code == 0, err
-    table = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")][1:]
-    assert [row[0] for row in table] == ["| GPT-2", "| swiglu", "| muon"] and table[1][1] == "`--mlp=swiglu`"
-    assert table[0][3] == "+0.000" and all(float(row[2].split()[0]) > 0 and row[5][-1] == "x" for row in table)
-    again = run("lab/experiments/choices.py", *flags, "--only=swiglu", "--what=train")[1]
-    assert "seed 1" not in again and out.splitlines()[-2] in again  # with the time from before
-    for wrong, says in (("--only=swiglo", "'swiglo' is not one of GPT-2, none"),
+    gpt2, swiglu, muon = rows(out)
+    assert [gpt2[0], swiglu[0], muon[0]] == ["GPT-2", "swiglu", "muon"] and swiglu[1] == "`--mlp=swiglu`"
+    losses = {name: run["val"] for name, run in json.load(open(tmp_path / "x.json"))["runs"].items()}
+    changes = [losses[f"choices, muon, seed {seed}"] - losses[f"choices, GPT-2, seed {seed}"] for seed in (1, 2)]
+    assert muon[3] == f"{sum(changes) / 2:+.3f} ({changes[0]:+.3f}, {changes[1]:+.3f})"
+    assert gpt2[3].startswith("+0.000") and all(float(row[4]) > 0 and row[5][-1] == "x" for row in (swiglu, muon))
+    again = run("lab.experiments.compare", *flags, "--table=choices", "--only=swiglu", "--what=train,show")[1]
+    assert "seed 1" not in again and rows(again) == [gpt2, swiglu]
+    more = run("lab.experiments.compare", *flags, "--table=laser", "--only=LASER + QK-norm", "--what=train,show")[1]
+    assert [row[0] for row in rows(more)] == ["softmax + QK-norm", "LASER + QK-norm"]
+    extra = run("lab.experiments.compare", *flags, "--only=beta", "--what=train,show", "--extra=--max_iters=1")[1]
+    assert extra.count("--max_iters=1, seed 1") == 2 and [row[0] for row in rows(extra)] == ["softmax", "beta"]
+    for wrong, says in (("--only=swiglo", "'swiglo' is not one of softmax; LASER"),
                         ("--what=trian", "not one of train, time"), ("--jobs=0", "at least 1"),
-                        ("--extra=--block_size=9999", "this run failed")):  # fmt: skip
-        code, _, err = run("lab/experiments/choices.py", *flags, "--only=rope", wrong)
+                        ("--extra=--block_size=9999", "this run failed"),
+                        (f"--config_file={ROOT}/README.md", "is no config file")):  # fmt: skip
+        code, _, err = run("lab.experiments.compare", *flags, wrong)
         assert code == 2 and says in err
-    code, _, err = run("lab/experiments/choices.py", *flags, "--what=time", f"--config_file={ROOT}/README.md")
-    assert code == 2 and "is no config file" in err
-    code, out, err = run("lab/experiments/choices.py", *flags, "--table=speedrun", "--only=learned positions,AdamW")
-    assert code == 0, err
-    table = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")][1:]
-    assert [row[0] for row in table] == ["| speedrun", "| learned positions", "| AdamW"]
-    assert table[1][1] == "`--position=learned --rope_base=None`" and len(table[1]) == 6
-    (tmp_path / "runs" / "ms.json").write_text("{")
-    code, _, err = run("lab/experiments/choices.py", *flags, "--only=rope")
+    (tmp_path / "x.json").write_text("{")
+    code, _, err = run("lab.experiments.compare", *flags)
     assert code == 2 and "is damaged" in err
 
 
-def test_the_links_of_the_table_of_choices():
-    module = runpy.run_path(os.path.join(ROOT, "lab", "experiments", "choices.py"))
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_compare_in_equal_time(run, data, tmp_path):
+    """Runs of equal steps and of equal time, each once."""
+    few = f"--dataset={data} --max_iters=2 --lr_decay_iters=2 --warmup_iters=1 --eval_iters=1 --n_layer=1 --device=cpu"
+    flags = [f"--extra={few}", f"--out={tmp_path / 'x.json'}", f"--out_dir={tmp_path / 'runs'}", "--seeds=1"]
+    flags += ["--repeats=1", "--table=256", "--only=LS, conv (rope)"]
+    code, out, err = run("lab.experiments.compare", *flags)
+    assert code == 0, err
+    results = json.loads((tmp_path / "x.json").read_text())
+    ratios = {row.removeprefix("256, "): ratio for row, (_, ratio) in results["times"].items()}
+    assert [*ratios] == ["softmax (rope)", "LS, conv (rope)"] and ratios["softmax (rope)"] == 1
+    steps = [round(1500 / ratio) for ratio in ratios.values()]
+    assert [int(row[6]) for row in rows(out)] == steps
+    names = {f"256, {row}, {n} steps" for row, equal in zip(ratios, steps, strict=True) for n in (1500, equal)}
+    assert {name.split(" steps")[0] + " steps" for name in results["runs"]} == names
+    again = run("lab.experiments.compare", *flags, "--what=train,equal,show")[1]
+    assert "seed 1" not in again and rows(again) == rows(out)
+
+
+def test_the_table_of_choices_has_the_experiments_rows():
     page = open(os.path.join(ROOT, "docs", "choices.md"), encoding="utf-8").read()
-    assert module["relinked"](page) == page, "python -m lab.experiments.choices --what=links"
-    for name, row in module["ROWS"].items():
+    for name, flags in tables.CHOICES.items():
         line = next((line for line in page.splitlines() if line.startswith(f"| {name} |")), "")
-        assert module["link"](row) in line and all(flag in line for flag in module["as_flags"](row.flags)), name
+        assert line and all(f"--{key}" in line for key in flags), name
 
 
-def test_the_first_tables_experiment(run, quick, data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.py").write_text(
-        f"dataset = {data!r}\nblock_size = 32\nn_layer = 1\nn_head = 4\nn_embd = 32\nmax_iters = 2\n"
-        "batch_size = 4\ngradient_accumulation_steps = 1\neval_iters = 1\ndevice = 'cpu'\n"
-    )
-    flags = (f"--config_file={tmp_path / 'small.py'}", f"--out_dir={tmp_path / 'runs'}", "--seeds=1")
-    code, out, _ = run("lab/experiments/shakespeare_cores.py", *flags)
-    rows = [line for line in out.splitlines() if line.startswith("| ")]
-    assert code == 0 and [row.split(" | ")[0] for row in rows[1:]] == [
-        "| softmax", "| LASER", "| beta", "| LS", "| LASER + LS"
-    ]  # fmt: skip
-    again = run("lab/experiments/shakespeare_cores.py", *flags)[1]
-    assert "seed 1" not in again and rows == [line for line in again.splitlines() if line.startswith("| ")]
-    (tmp_path / "runs" / "beta-1" / "done").write_text("another command")
-    assert run("lab/experiments/shakespeare_cores.py", *flags)[1].count("seed 1") == 1
-
-
-def test_lasers_precision(run, quick, data, tmp_path):
+@pytest.mark.usefixtures("quick")
+def test_lasers_precision(run, small, tmp_path):
     """That ours is as exact as softmax where rounding exp(v) is not; and that it stays so for large values."""
-    (tmp_path / "small.py").write_text(
-        f"dataset = {data!r}\nblock_size = 32\nn_layer = 2\nn_head = 4\nn_embd = 32\nmax_iters = 3\n"
-        "batch_size = 4\ngradient_accumulation_steps = 1\neval_iters = 1\ndevice = 'cpu'\n"
-    )
-    flags = (f"--config_file={tmp_path / 'small.py'}", f"--out_dir={tmp_path / 'run'}", "--batches=2", "--batch_size=4")
-    code, out, err = run("lab/experiments/laser_precision.py", *flags, "--device=cpu")
+    flags = (f"--config_file={small}", "--extra=--n_layer=2 --max_iters=3", f"--out_dir={tmp_path / 'run'}")
+    code, out, err = run("lab.experiments.laser_precision", *flags, "--batches=2", "--batch_size=4", "--device=cpu")
     assert code == 0 and "4 q, k and v of shape (4, 4, 32, 8)" in out, err
-    rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith(("| LASER", "| softmax"))]
-    error = {name: [float(e) for e in numbers] for name, *numbers in rows[:4]}
-    large = {name: [float(e) for e in numbers] for name, *numbers in rows[4:]}
+    found = [row for row in rows(out) if row[0].startswith(("LASER", "softmax"))]
+    error = {name: [float(e) for e in numbers] for name, *numbers in found[:4]}
+    large = {name: [float(e) for e in numbers] for name, *numbers in found[4:]}
     assert error["LASER, ours"][0] < 1.5 * error["softmax"][0] < 0.005 < error["LASER, vanilla"][0]
     assert max(large["LASER, ours"]) < 0.005 and len(large) == 4
 
-    code, out, err = run("lab/experiments/attention_probabilities.py", f"--out_dir={tmp_path / 'run'}", "--device=cpu")
-    assert code == 0 and "laser, 10 windows of 32 tokens" in out, err
-    assert [line.split(" | ")[2] for line in out.splitlines() if line.startswith(("| 0", "| 1", "| all"))] == [
-        "0.0%"
-    ] * 3
     flags = (f"--out_dir={tmp_path / 'run'}", "--device=cpu")
-    out = run("lab/experiments/attention_probabilities.py", *flags, "--block_size=16", "--batches=3")[1]
+    code, out, err = run("lab.experiments.attention_probabilities", *flags)
+    assert code == 0 and "laser, 10 windows of 32 tokens" in out, err
+    assert [row[2] for row in rows(out) if row[0] in ("0", "1", "all")] == ["0.0%"] * 3
+    out = run("lab.experiments.attention_probabilities", *flags, "--block_size=16", "--batches=3")[1]
     assert "laser, 3 windows of 16 tokens" in out
-    code, _, err = run("lab/experiments/attention_probabilities.py", *flags, "--block_size=33")
+    code, _, err = run("lab.experiments.attention_probabilities", *flags, "--block_size=33")
     assert code == 2 and "block_size=33 is below 1 or larger than the model's 32" in err
 
 
 def test_attention_probabilities_and_jacobians():
     """As autograd has the Jacobians, and as counted one by one."""
-    measures = runpy.run_path(os.path.join(ROOT, "lab", "experiments", "attention_probabilities.py"))["measures"]
-    torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 20, 4, dtype=torch.float64) * size for size in (12, 1, 3))
-    found = measures(q, k, v, window=9)
+    found = attention_probabilities.measures(q, k, v, window=9)
     for h, i in ((0, 0), (1, 3), (0, 19)):
         s, values = (x[0, h, max(0, i - 9) : i + 1] for x in (k, v))
         s = s @ q[0, h, i] / 2
         p, want = s.softmax(-1), []
         for core in ("softmax", "laser"):
-            want.append(
-                torch.autograd.functional.jacobian(
-                    lambda s, f=ONE_QUERY[core], v=values: f(s, v, torch.ones(())), s
-                ).norm()
-            )
+            attend = lambda s, f=ONE_QUERY[core], v=values: f(s, v, torch.ones(()))  # noqa: E731
+            want.append(torch.autograd.functional.jacobian(attend, s).norm())
         want = [len(s), (p < 1e-3).sum(), (p < 1e-7).sum(), *want, 1]
         torch.testing.assert_close(found[0, h, i], torch.tensor(want, dtype=torch.float64))
     assert found[..., 1].sum() > found[..., 2].sum() > 0
+
+
+def test_training_on_a_gpu(run, tmp_path):
+    """Other ways to compute the loss give the same loss."""
+    same = "plain,no wait,flash,triton,logits in bfloat16,chunks"
+    args = ("--size=tiny", "--device=cpu", "--dtype=float32", "--no-compile", "--steps=6")
+    args += (f"--out={tmp_path / 't.json'}",)
+    code, out, err = run("lab.experiments.gpu_training", *args, f"--only={same},beta")
+    assert code == 0, err
+    results = json.loads((tmp_path / "t.json").read_text())["rows"]
+    losses = [results[name]["loss"] for name in same.split(",")]
+    assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5) and 3 < losses[0] < 5
+    assert abs(results["beta"]["loss"] - losses[0]) > 1e-6 and results["plain"]["tokens_per_s"] > 0
+    code, _, err = run("lab.experiments.gpu_training", *args, "--only=plan")
+    assert code == 2 and "'plan' is not one of" in err
+
+
+def test_short_scores_are_the_long_ones_of_a_window(run, tmp_path):
+    task = local_dependencies
+    q, k = torch.randn(2, 12, 5)
+    short, long = task.short_scores(q, k, 4).softmax(-1), task.long_scores(q, k)
+    long = long.masked_fill(~visible(q, k, 4), -torch.inf).softmax(-1)
+    for block in range(3):
+        queries = slice(4 * block, 4 * block + 4)
+        before = long[queries, max(0, 4 * block - 4) : 4 * block + 4]
+        assert torch.allclose(short[block, :, -before.shape[1] :], before)
+        assert short[block].sum(-1).allclose(torch.ones(4))
+    p = task.target(40, 4)
+    distance = torch.arange(40)[:, None] - torch.arange(40)
+    assert not p[(distance < 1) | (distance > 4)].any() and (p[8:].count_nonzero(-1) < 5).all()
+    assert p.sum(-1)[p.any(-1)].allclose(torch.ones(()))
+    sizes = ("--n=40", "--d=4", "--band=4", "--span=4", "--steps=300", "--rows=2", "--learning_rates=1e-1")
+    code, out, _ = run("lab.experiments.local_dependencies", *sizes, "--device=cpu", f"--out={tmp_path / 'l.json'}")
+    results = json.loads((tmp_path / "l.json").read_text())
+    first, last = (results["short 0.1"][i]["missed"] for i in (0, -1))
+    assert code == 0 and last < 0.2 * first and "| short | 0.1 |" in out
+    code, _, err = run("lab.experiments.local_dependencies", "--n=41", "--span=4", "--band=4")
+    assert code == 2 and "a multiple of span=4" in err
+
+
+@pytest.mark.usefixtures("quick", "no_new_processes")
+def test_endless(run, data, small, tmp_path):
+    flags = [f"--dataset={data}", f"--config_file={small}", f"--out_dir={tmp_path / 'runs'}", "--steps=3"]
+    flags += [f"--out={tmp_path / 'x.json'}", "--block_size=32", "--only=beta, alibi", "--tokens=100", "--slide=20"]
+    code, out, err = run("lab.experiments.endless", *flags)
+    assert code == 0, err
+    results = json.loads((tmp_path / "x.json").read_text())
+    assert {part: [*found] for part, found in results.items()} == {"decode": ["beta, alibi"], "far": ["beta, alibi"]}
+    wrote, read = results["decode"]["beta, alibi"]["32"]["endless"], results["far"]["beta, alibi"]["32"]
+    assert wrote["first"]["cache_bytes"] == wrote["last"]["cache_bytes"] > 0
+    assert [*read["sums"]] == [*read["slides"]] and [*read["sums"]][:2] == ["0-64", "64-256"]
+    assert sum("beta, alibi" in row for row in rows(out)) == 2 + 1
+    again = run("lab.experiments.endless", *flags)[1]
+    assert rows(out) == rows(again) and "far, " not in again
+    code, _, err = run("lab.experiments.endless", *flags, "--only=x")
+    assert code == 2 and "not one of" in err
+
+
+def test_losses_by_position():
+    """Through a cache as without one; and in windows each loss is that of a window that ends at most a hop later."""
+    few = endless.MIXED | endless.ROPE | {"window": 4, "vocab_size": 29, "n_layer": 2, "n_head": 4, "n_embd": 32}
+    gpt, whole = (GPT(GPTConfig(**few, block_size=n)).eval() for n in (16, 70))
+    for p in gpt.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    whole.load_state_dict(gpt.state_dict())
+    x = torch.randint(29, (2, 71))
+    found = endless.in_windows(gpt, x)  # a hop of 1
+    for t in range(70):
+        at = max(0, t + 1 - 16)
+        logits = gpt(x[:, at : t + 1])[0][:, 0]
+        torch.testing.assert_close(found[:, t], F.cross_entropy(logits, x[:, t + 1], reduction="none"))
+    logits = whole(x[:, :-1], x[:, 1:])[0]
+    want = F.cross_entropy(logits.mT, x[:, 1:], reduction="none")
+    torch.testing.assert_close(endless.through_a_cache(gpt, x, piece=13), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[:, :16], want[:, :16], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("no_new_processes")
+def test_length(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    flags = [f"--out={tmp_path / 'x.json'}", f"--picture={tmp_path / 'x.png'}", "--repeats=1", "--double=64,128"]
+
+    def length(*args: str) -> tuple[int, str, str]:
+        return run("lab.experiments.length", *flags, "--lengths=64,128", *args)
+
+    only = "--only=softmax;beta, decay"
+    code, out, err = length(only)
+    assert code == 0, err
+    results = json.loads((tmp_path / "x.json").read_text())
+    assert {part: [*x] for part, x in results.items()} == dict.fromkeys(["steps", "double"], ["softmax", "beta, decay"])
+    assert [*results["steps"]["softmax"]] == ["64", "128"] and os.path.getsize(tmp_path / "x.png") > 10_000
+    assert [row[0] for row in rows(out)][1:] == ["softmax", "beta, decay"]
+    again = length(only)[1]
+    assert rows(out) == rows(again) and "steps, " not in again
+    out = length("--what=steps", "--only=softmax", "--lengths=64,128,256", "--patience=0")[1]
+    assert "steps, softmax: no 128 tokens (--patience" in out
+    for wrong, says in (("--what=stepps", "not one of"), ("--lengths=0", "positive")):
+        code, _, err = length("--what=steps", wrong)
+        assert code == 2 and says in err
+    for damaged in ("[]", "{", "1"):
+        (tmp_path / "x.json").write_text(damaged)
+        code, _, err = length("--what=steps", "--only=beta")
+        assert code == 2 and "x.json is damaged" in err

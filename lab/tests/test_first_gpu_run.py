@@ -1,9 +1,9 @@
 """lab/first_gpu_run.py: its commands, in small and in full size, and how they end."""
 
+import concurrent.futures
 import io
 import os
 import re
-import threading
 
 import pytest
 import torch
@@ -34,10 +34,11 @@ def test_a_rehearsal_of_the_first_half_hour(commands, run, data):
         "kernels", "forms of softmax", "bench", "gpt2", "shakespeare", "shakespeare", "softmax", "beta", "LS", "long",
         "tests", "float16", "stopped", "resumed",
     ]  # fmt: skip
-    for _, name, (script, *flags) in small:
+    for _, name, argv in small:
+        script, *flags = argv[1:] if argv[0] == "-m" else argv
         if script == "train.py":
             flags += [f"--dataset={data}"] + {"stopped": ["--max_iters=3"], "resumed": ["--max_iters=5"]}.get(name, [])
-        if script != "-m":
+        if script != "pytest":
             code, out, err = run(script, *flags)
             assert code == 0, (name, err)
             assert name != "resumed" or "step 5: train loss" in out
@@ -45,8 +46,9 @@ def test_a_rehearsal_of_the_first_half_hour(commands, run, data):
 
 def test_the_commands_of_the_first_half_hour(commands, run):
     """In full size their flags are right; what then needs a GPU says so. A part takes nine minutes at most."""
-    for _, name, (script, *flags) in commands(tiny=False):
-        if script == "-m":
+    for _, name, argv in commands(tiny=False):
+        script, *flags = argv[1:] if argv[0] == "-m" else argv
+        if script == "pytest":
             files, names = [flag for flag in flags if flag.endswith(".py")], flags[-1].split(" or ")
             found = [re.findall(r"def (test_\w+)", open(os.path.join(ROOT, file)).read()) for file in files]
             assert all(any(name in test for tests in found for test in tests) for name in names)
@@ -55,7 +57,7 @@ def test_the_commands_of_the_first_half_hour(commands, run):
             assert code == 0 and "FLOPs: " in out, (name, err)
         elif name.startswith("forms of ") and name != "forms of softmax":  # which has the same flags
             assert flags[0] == f"--only={name.removeprefix('forms of ')}"
-        elif script == "lab/experiments/forms.py":
+        elif script == "lab.experiments.forms":
             code, out, err = run(script, *flags, "--budget=0", "--device=cpu")
             assert code == 0 and out.count("left out (--budget)") == 3, err
         elif script != "train.py":
@@ -71,19 +73,17 @@ def test_a_command_that_ends_or_is_ended(monkeypatch):
     line = "step 3: train loss 2.5000, val loss 2.7500"
     ignoring = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); "
     scripts = [f"print({line!r})", "1 / 0", "import time; time.sleep(60)", f"{ignoring}time.sleep(60)"]
-    log, found = io.StringIO(), [first.Command(["-c", script], 3.0) for script in scripts]
-    threads = [threading.Thread(target=c.run, args=("name", log, threading.Lock())) for c in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [c.result["code"] for c in found] == [0, 1, -15, -9]
-    assert [first.in_words(c.result).split()[0] for c in found] == ["done", "FAILED", "stopped", "stopped"]
-    assert found[0].result["losses"] == [{"s": pytest.approx(0, abs=3), "iter": 3, "train": 2.5, "val": 2.75}]
-    assert "ZeroDivisionError" in found[1].result["last lines"][-1] and line in log.getvalue()
+    log = io.StringIO()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        commands = (first.Command(["-c", script], 3.0) for script in scripts)
+        found = [*pool.map(lambda command: first.run("name", command, log, []), commands)]
+    assert [result["code"] for result in found] == [0, 1, 124, -9]
+    assert [first.in_words(result).split()[0] for result in found] == ["done", "FAILED", "stopped", "stopped"]
+    assert found[0]["losses"] == [{"s": pytest.approx(0, abs=3), "iter": 3, "train": 2.5, "val": 2.75}]
+    assert "ZeroDivisionError" in found[1]["last lines"][-1] and line in log.getvalue()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_first_half_hour_without_a_gpu(run):
-    code, _, err = run("lab/first_gpu_run.py")
+    code, _, err = run("lab.first_gpu_run")
     assert code == 2 and "there is no CUDA GPU here" in err

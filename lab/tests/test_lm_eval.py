@@ -99,23 +99,6 @@ def test_log_p_of_answers(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_log_p_of_whole_texts(case):
-    """Windows of T tokens; the last one has a full context, and predicts only what is left."""
-    model = gpt(**CASES[case])
-    texts = ["a", "abcdefg hi. abcd", "abcdefg hi. abcde", "ahe" + " abc def ghi." * 5, ""]
-    got = script.adapter(model, TOK, 4).loglikelihood_rolling(
-        requests("rolling", *[(text,) for text in texts]), disable_tqdm=True
-    )
-    for text, log_p in zip(texts, got, strict=True):
-        ids, total = [TOK.eot, *TOK.encode(text)], 0.0
-        for i in range(1, len(ids)):
-            first = (i - 1) // T * T  # of the window in which token i is predicted
-            last = min(first + T, len(ids) - 1)
-            total += log_probs(model, ids[max(0, last - T) : i])[ids[i]].item()
-        assert log_p == pytest.approx(total, abs=1e-3)
-
-
-@pytest.mark.parametrize("case", CASES)
 def test_texts(case):
     """Greedy by default; contexts of several lengths; one is too long: its last T - max_gen_toks tokens are seen."""
     model, n = gpt(**CASES[case], vocab_size=TOK.n_vocab + 9), 7  # ids that mean nothing are not written

@@ -1,19 +1,16 @@
 """lab/experiments/recall.py: its three tasks have the right answers, and its runs are not repeated."""
 
 import json
-import os
-import runpy
 
 import pytest
 import torch
-from harness import ROOT
 from torch.nn import functional as F
 
-RECALL = runpy.run_path(os.path.join(ROOT, "lab", "experiments", "recall.py"))
+from lab.experiments import recall
 
 
 def drawn(task: str, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return RECALL["batch"](task, n, 64, torch.Generator().manual_seed(n))
+    return recall.batch(task, n, 64, torch.Generator().manual_seed(n))
 
 
 def solved(task: str, x: list[int], n: int) -> list[int]:
@@ -33,7 +30,7 @@ def solved(task: str, x: list[int], n: int) -> list[int]:
 @pytest.mark.parametrize("n", [2, 4, 8, 64])
 def test_targets_are_the_answers_and_the_rest_has_none(task, n):
     x, y = drawn(task, n)
-    assert x.shape == y.shape and x.shape[1] <= RECALL["TASKS"][task][1] * n + 1 and 0 <= x.min() <= x.max() < 256
+    assert x.shape == y.shape and x.shape[1] <= recall.TASKS[task][1] * n + 1 and 0 <= x.min() <= x.max() < 256
     for tokens, targets in zip(x.tolist(), y.tolist(), strict=True):
         answers = solved(task, tokens, n)
         assert targets == [-1] * (len(tokens) - len(answers)) + answers
@@ -44,7 +41,7 @@ def test_targets_are_the_answers_and_the_rest_has_none(task, n):
 def test_accuracy_counts_the_answers_alone(task):
     """A perfect predictor has 1, random logits have 1 / VOCAB, and a predictor that is right elsewhere has 0."""
     x, y = drawn(task, 32)
-    accuracy = RECALL["accuracy"]
+    accuracy = recall.accuracy
     right = F.one_hot(y.clamp(min=0), 256).float()
     assert accuracy(right, y) == 1.0 and accuracy(-right, y) == 0.0
     wrong_where_asked = torch.where((y != -1)[..., None], -right, right)
@@ -64,21 +61,20 @@ def test_pairs_differ_in_order_and_values():
 
 def test_runs_are_made_once_and_drawn(run, tmp_path):
     files = (f"--out={tmp_path / 'r.json'}", f"--picture={tmp_path / 'r.png'}", "--scale=tiny")
-    only = "--only=softmax; softmax short, beta2 long, conv"
-    code, out, err = run("lab/experiments/recall.py", *files, only)
-    assert (
-        code == 0 and out.count("; seed 1; 3 steps:") == 2 * 2 * 3 and "| **softmax short, beta2 long, conv** |" in out
-    ), err
+    only = "--only=softmax; softmax short, beta_squared long, conv"
+    code, out, err = run("lab.experiments.recall", *files, only)
+    assert code == 0 and out.count("; seed 1; 3 steps:") == 2 * 2 * 3, err
+    assert "| softmax short, beta_squared long, conv |" in out
     for found in json.loads((tmp_path / "r.json").read_text())["runs"]:
-        *_, sizes, larger = RECALL["TASKS"][found["task"]]
+        *_, sizes, larger = recall.TASKS[found["task"]]
         assert [int(n) for n in found["accuracy"]] == sizes + larger and found["model"] in only
         assert all(0 <= value <= 1 for value in found["accuracy"].values())
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
-    again = run("lab/experiments/recall.py", *files, only, "--seeds=2")[1]
+    again = run("lab.experiments.recall", *files, only, "--seeds=2")[1]
     assert "seed 1;" not in again and again.count("; seed 2; 3 steps:") == 2 * 3 and again.count("| 3, 3 |") == 2 * 3
-    code, _, err = run("lab/experiments/recall.py", *files[:2], "--scale=small", only)
+    code, _, err = run("lab.experiments.recall", *files[:2], "--scale=small", only)
     assert code == 2 and "results of other settings" in err
-    code, _, err = run("lab/experiments/recall.py", *files, "--tasks=pears")
+    code, _, err = run("lab.experiments.recall", *files, "--tasks=pears")
     assert code == 2 and "'pears' is not one of pairs, copying" in err
-    code, _, err = run("lab/experiments/recall.py", *files, "--only=sofmax")
+    code, _, err = run("lab.experiments.recall", *files, "--only=sofmax")
     assert code == 2 and "'sofmax' is not one of softmax; softmax, conv;" in err

@@ -1,15 +1,14 @@
-"""The experiments laser.py, long_short.py, beta_post.py and jacobians.py at a tiny scale; and runs.py."""
+"""laser.py, long_short.py, beta_post.py and jacobians.py at a tiny scale; and runs.py."""
 
 import json
 import math
 import os
-import runpy
 
 import pytest
-from harness import ROOT
 
 from errors import UserError
-from lab.experiments import results, runs
+from lab.experiments import laser, long_short, results, runs
+from lab.experiments.times import model_of
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -21,13 +20,12 @@ def tables(out: str) -> list[list[list[str]]]:
 
 
 @pytest.fixture
-def tiny(run, data, tmp_path, monkeypatch):
+def tiny(run, data, tmp_path):
     """f(script, *flags) runs an experiment at its tiny scale: (its output, its JSON file); the picture was written."""
-    monkeypatch.chdir(tmp_path)
     here = [f"--{flag}={tmp_path / name}" for flag, name in (("out", "x.json"), ("out_dir", "r"), ("picture", "x.png"))]
 
     def f(script: str, *flags: str) -> tuple[str, dict]:
-        code, out, err = run(f"lab/experiments/{script}.py", "--scale=tiny", "--seeds=2", "--jobs=2", *here, *flags)
+        code, out, err = run(f"lab.experiments.{script}", "--scale=tiny", "--seeds=2", "--jobs=2", *here, *flags)
         assert code == 0, err
         picture = tmp_path / "x.png"
         assert picture.read_bytes()[1:4] == b"PNG"
@@ -42,16 +40,11 @@ def test_laser(tiny, data, run, tmp_path):
     """Equal rates for both, more seeds at the best one, one power law for each seed; nothing is trained twice."""
     small = f"--extra=--dataset={data} --device=cpu"
     out, found = tiny("laser", small)
-    commands = [r["command"] for r in found["runs"].values()]
-    for size in (8, 16):
-        of = [c for c in commands if f"--n_embd={size} " in c and "adamw" in c]
+    for size in ("1 x 8", "1 x 16"):
         for attention in ("softmax", "laser"):
-            mine = [c for c in of if f"--attention={attention} " in c]
-            assert sorted(c.split("--learning_rate=")[1].split()[0] for c in mine if "--seed=1" in c) == [
-                "0.001",
-                "0.01",
-            ]
-            assert sum("--seed=2" in c for c in mine) == 1
+            mine = [name for name in found["runs"] if name.startswith(f"tiny, {size}, {attention}, adamw, ")]
+            assert {name.split(", ")[4] for name in mine if name.endswith("seed 1")} == {"0.001", "0.01"}
+            assert sum(name.endswith("seed 2") for name in mine) == 1
     rows = tables(out)[0]
     for row in rows:
         for attention, at in (("softmax", 4), ("laser", 6)):
@@ -72,24 +65,24 @@ def test_laser(tiny, data, run, tmp_path):
     assert out.count("b = ") == 2 and "fewer parameters with LASER" in out
     again, same = tiny("laser", small)
     assert same == found and "seed 1" not in again and tables(again) == tables(out)
-    code, _, err = run("lab/experiments/laser.py", "--scale=tiny", "--what=show", f"--out={tmp_path / 'no.json'}")
+    code, _, err = run("lab.experiments.laser", "--scale=tiny", "--what=show", f"--out={tmp_path / 'no.json'}")
     assert code == 2 and "has no results of 'tiny, 1 x 8, softmax, adamw, 0.001, seed 1'" in err
 
 
 def test_the_statistics_of_laser():
-    script = runpy.run_path(os.path.join(ROOT, "lab", "experiments", "laser.py"))
-    a, b = script["power_law"]([1000, 5000, 70000], [3 * n**-0.08 for n in (1000, 5000, 70000)])
+    a, b = laser.power_law([1000, 5000, 70000], [3 * n**-0.08 for n in (1000, 5000, 70000)])
     assert (a, b) == (pytest.approx(3), pytest.approx(-0.08))
     # a law of LASER that reaches every loss with 3/4 of the parameters
-    assert script["saved_share"](1.5, (3.0, -0.1), (3.0 * 0.75**0.1, -0.1)) == pytest.approx(0.25)
-    softmax, laser = ({"curves": {"norm": {"norm": norms}}} for norms in ([1.0, 2.0], [3.0, 3.0, 9.0]))
-    assert script["norm_ratio"](softmax, laser) == [3.0, 1.5]
+    assert laser.saved_share(1.5, (3.0, -0.1), (3.0 * 0.75**0.1, -0.1)) == pytest.approx(0.25)
+    pair = ({"curves": {"norm": {"norm": norms}}} for norms in ([1.0, 2.0], [3.0, 3.0, 9.0]))
+    assert laser.norm_ratio(*pair) == [3.0, 1.5]
 
 
 @pytest.mark.slow
-def test_long_short(tiny, data):
+def test_long_short(tiny, data, monkeypatch):
     """All kinds and lengths; scores and times are measured; at a senseless rate all runs break."""
     small = f"--extra=--dataset={data} --device=cpu"
+    monkeypatch.setattr(long_short, "scale", "tiny")
     out, found = tiny("long_short", small)
     lengths, border = tables(out)
     kinds = ["long", "LS", "short", "QK-norm"]
@@ -99,8 +92,9 @@ def test_long_short(tiny, data):
         assert len(of) == 2 and val.startswith(f"{sum(r['val'] for r in of) / len(of):.3f}")
         assert float(perplexity) == pytest.approx(sum(math.exp(r["val"]) for r in of) / len(of), abs=0.01)
         assert float(score) >= 0 and float(ms) >= 0 and (float(ratio[:-1]) == 1 or kind != "long")
-        assert all(len(r["curves"]["max_logit"]["iter"]) == 4 for r in of)
-        assert all(("--window=" in r["command"]) == (kind in ("LS", "short")) for r in of)
+        assert float(score) == pytest.approx(sum(r["max_logit"] for r in of) / len(of), abs=0.06)
+        assert [len(r["curves"].get("max_logit", {}).get("iter", [])) for r in of] == [4, 0]  # of the first seed
+        assert ("window" in long_short.flags(int(n), int(heads), kind)) == (kind in ("LS", "short"))
     assert [[row[0], row[1], row[4]] for row in border] == [
         ["0.006", "long", "0 of 2"], ["0.006", "LS", "0 of 2"], ["1e+18", "long", "2 of 2"], ["1e+18", "LS", "2 of 2"]
     ]  # fmt: skip
@@ -109,22 +103,19 @@ def test_long_short(tiny, data):
 
 
 def test_a_run_breaks_half_a_nat_above_the_usual():
-    breaks = runpy.run_path(os.path.join(ROOT, "lab", "experiments", "long_short.py"))["breaks"]
-    usual = [{"val": 2.0, "diverged": None}, {"val": 2.2, "diverged": None}]
-    for val, diverged, broken in ((2.4, None, False), (2.6, None, True), (1.9, 7, True), (math.nan, None, True)):
-        assert breaks({"val": val, "diverged": diverged}, usual) is broken
+    usual = [{"val": 2.0}, {"val": 2.2}]
+    assert not long_short.breaks({"val": 2.4}, usual)
+    for result in ({"val": 2.6}, {"val": 1.9, "diverged": 7}, {"val": math.nan}):
+        assert long_short.breaks(result, usual)
 
 
 def test_two_heads_have_as_many_weights_as_six():
     """Section 5.1: what attention loses, the MLP gets."""
-    from lab.experiments.times import model_of
-
-    script = runpy.run_path(os.path.join(ROOT, "lab", "experiments", "long_short.py"))
-    for scale, s in script["SCALES"].items():
+    for scale, s in long_short.SCALES.items():
         n = {}
         for heads in (6, 2):
             flags = s["flags"] | (s["two"] if heads == 2 else {}) | {"heads": "L"}
-            n[heads] = sum(p.numel() for p in model_of(os.path.join(ROOT, s["file"]), flags, 65)[0].parameters())
+            n[heads] = sum(p.numel() for p in model_of(s["file"], flags, 65)[0].parameters())
         assert n[2] == n[6], scale
 
 
@@ -139,8 +130,7 @@ def test_beta_post(tiny, data, tmp_path):
         of = [r for name, r in found["runs"].items() if name.startswith(f"tiny, {row[0]}, dropout {row[1]}, ")]
         for cell, key in zip(row[2:5], ("best", "val", "train"), strict=True):
             assert cell == results.spread([r[key] for r in of])
-    commands = [r["command"] for r in found["runs"].values()]
-    (text,) = {command.split("--dataset=")[1].split()[0] for command in commands}
+    (text,) = (folder for folder in (tmp_path / "r").iterdir() if (folder / "meta.json").exists())
     whole, part = (json.load(open(os.path.join(d, "meta.json")))["files"] for d in (data, text))
     assert part["train.bin"]["tokens"] == whole["train.bin"]["tokens"] // 10
     assert part["val.bin"] == whole["val.bin"]
@@ -148,7 +138,7 @@ def test_beta_post(tiny, data, tmp_path):
 
 def test_jacobians(run, tmp_path):
     """The paper's two values, 5 apart: (e^5 - 1) / (1 + p (e^5 - 1)) against 5, times p (1 - p)."""
-    code, out, err = run("lab/experiments/jacobians.py", f"--picture={tmp_path / 'x.png'}")
+    code, out, err = run("lab.experiments.jacobians", f"--picture={tmp_path / 'x.png'}")
     assert code == 0 and (tmp_path / "x.png").exists(), err
     exact, two = tables(out)
     assert [row[0] for row in exact] == ["softmax", "LASER", "beta"] and all(float(row[1]) < 1e-13 for row in exact)
@@ -158,14 +148,13 @@ def test_jacobians(run, tmp_path):
     assert [row[3] for row in two if row[0] in ("0.001", "0.5", "0.999")] == ["25.69", "0.39", "0.20"]
     low, high = (float(x) for x in out.split("is between ")[1].split(";")[0].split(" and "))
     assert 0 <= low < high <= math.log(50)
-    assert run("lab/experiments/jacobians.py", "--apart=0")[0] == 2
+    assert run("lab.experiments.jacobians", "--apart=0")[0] == 2
 
 
-@pytest.mark.parametrize("script", ["laser", "long_short", "beta_post"])
-@pytest.mark.parametrize("flag", ["--seeds=0", "--jobs=0"])
-def test_counts_are_positive(script, flag, run):
-    code, _, err = run(f"lab/experiments/{script}.py", flag)
-    assert code == 2 and f"{flag} must be at least 1" in err
+def test_counts_are_positive(run):
+    for script, flag in (("laser", "--seeds=0"), ("long_short", "--jobs=0"), ("beta_post", "--seeds=0")):
+        code, _, err = run(f"lab.experiments.{script}", flag)
+        assert code == 2 and f"{flag} must be at least 1" in err
 
 
 # -----------------------------------------------------------------------------
@@ -176,11 +165,13 @@ def test_a_diverged_run_is_a_result_only_where_that_is_asked(data, tmp_path, cap
     command += ["--eval_iters=1", "--log_interval=1", "--n_layer=1", "--block_size=16", "--learning_rate=1e18"]
     with pytest.raises(UserError, match="this run failed"):
         runs.finished("a", command, str(tmp_path / "a"))
-    assert "stopped before the optimizer used it" in capfd.readouterr().err
+    assert "a smaller --learning_rate" in capfd.readouterr().err
     log = runs.finished("a", command, str(tmp_path / "a"), may_diverge=True)
     assert log[-1] == {"iter": log[-2]["iter"] + 1, "diverged": True}
     (result,) = runs.record(str(tmp_path / "x.json"), {"a": command}, str(tmp_path), 1, True).values()
-    assert result["diverged"] == log[-1]["iter"] and result["val"] == result["best"] == log[0]["val_loss"]
+    assert result["diverged"] == log[-1]["iter"] and result["val"] == result["best"] == results.short(
+        log[0]["val_loss"]
+    )
 
 
 def test_spikes_are_counted_once():

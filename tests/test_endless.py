@@ -1,6 +1,5 @@
 """Decoding past block_size with a cache that does not grow: stream(..., endless=True), sample.py --endless."""
 
-import json
 import os
 import random
 import runpy
@@ -8,7 +7,6 @@ import runpy
 import pytest
 import torch
 from harness import ROOT
-from torch.nn import functional as F
 
 from attention.cache import run_definitions
 from model import GPT, GPTConfig
@@ -20,8 +18,8 @@ ENDLESS = [
     {"attention": "beta", "position": "rope"},
     {"attention": "beta", "position": "alibi", "differential": True},
     {"attention": "beta", "position": "none", "decay": "learned", "n_kv_head": 2},
-    {"attention": "beta2", "short_attention": "softmax", "heads": "SSSL", "position": "rope", "conv": 4},
-    {"attention": "beta2", "short_attention": "laser", "heads": "SL", "position": "rope", "nope_long": True},
+    {"attention": "beta_squared", "short_attention": "softmax", "heads": "SSSL", "position": "rope", "conv": 4},
+    {"attention": "beta_squared", "short_attention": "laser", "heads": "SL", "position": "rope", "nope_long": True},
     {"attention": "laser", "heads": "S", "position": "none", "decay": "alibi"},
     {"attention": "softmax", "heads": "S", "position": "alibi"},
 ]
@@ -108,10 +106,10 @@ def test_definitions_keep_all_keys_and_values():
 
 def test_the_script(train, run, tmp_path):
     """All new choices: trained, resumed bit for bit, estimated, and sampled past block_size."""
-    choices = ("--attention=beta2", "--short_attention=softmax", "--heads=SSSL", "--window=8", "--position=rope")
+    choices = ("--attention=beta_squared", "--short_attention=softmax", "--heads=SSSL", "--window=8", "--position=rope")
     choices += ("--conv=4", "--decay=learned", "--dropout=0.1", "--attn_dropout=0")
     code, out, err = train(*choices)
-    assert code == 0 and "softmax (short heads) and beta2 (long heads) attention" in out, err
+    assert code == 0 and "softmax (short heads) and beta_squared (long heads) attention" in out, err
     straight = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["model"]
     assert train(*choices, "--max_iters=6")[0] == 0
     assert train("--init_from=resume", "--max_iters=10")[0] == 0
@@ -160,52 +158,3 @@ def test_a_long_text_is_shown_as_it_is_decoded_whole(seed):
     want = tok.decode(prompt + ids)[len(tok.decode(prompt)) :]
     assert "".join(text_of(map(torch.tensor, ids), tok, None, prompt)) == want
     assert "".join(text_of(map(torch.tensor, ids), tok, "the end", prompt)) == want.removesuffix("the end")
-
-
-def test_the_experiment(run, data, tmp_path, monkeypatch, quick, no_new_processes):
-    (tmp_path / "small.py").write_text(
-        "n_layer = 1\nn_head = 4\nn_embd = 32\nbatch_size = 4\ngradient_accumulation_steps = 1\neval_iters = 1\n"
-        "warmup_iters = 1\nlearning_rate = 1e-2\ndevice = 'cpu'\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    flags = [
-        f"--dataset={data}",
-        f"--config_file={tmp_path / 'small.py'}",
-        f"--out_dir={tmp_path / 'runs'}",
-        "--steps=3",
-    ]
-    flags += [f"--out={tmp_path / 'endless.json'}", "--blocks=32", "--only=beta, alibi"]
-    flags += ["--tokens=100", "--slide=20", "--far=128"]
-    code, out, err = run("lab/experiments/endless.py", *flags)
-    assert code == 0, err
-    results = json.loads((tmp_path / "endless.json").read_text())
-    assert {part: [*rows] for part, rows in results.items()} == {"decode": ["beta, alibi"], "far": ["beta, alibi"]}
-    wrote = results["decode"]["beta, alibi"]["32"]["endless"]
-    assert wrote["first"]["cache_bytes"] == wrote["last"]["cache_bytes"] > 0
-    read = results["far"]["beta, alibi"]["32"]["pieces"]
-    assert [*read["sums"]] == [*read["slides"]] == ["0-64", "64-128"]
-    tables = [line for line in out.splitlines() if line.startswith("|")]
-    assert sum("beta, alibi" in line for line in tables) == 2 + 1 + 1
-    again = run("lab/experiments/endless.py", *flags)[1]
-    assert tables == [line for line in again.splitlines() if line.startswith("|")] and "far, " not in again
-    code, _, err = run("lab/experiments/endless.py", *flags, "--only=x")
-    assert code == 2 and "not one of" in err
-
-
-def test_losses_by_position():
-    """Through a cache as without one; and in windows each loss is that of a window that ends at most a hop later."""
-    module = runpy.run_path(os.path.join(ROOT, "lab", "experiments", "endless.py"))
-    few = ENDLESS[3] | {"block_size": 16, "window": 4}
-    gpt = model(**few).float()
-    x = torch.randint(V, (2, 71))
-    found = module["in_windows"](gpt, x)  # a hop of 1
-    for t in range(70):
-        at = max(0, t + 1 - 16)
-        logits = gpt(x[:, at : t + 1])[0][:, 0]
-        torch.testing.assert_close(found[:, t], F.cross_entropy(logits, x[:, t + 1], reduction="none"))
-    whole = GPT(sizes(**few | {"block_size": 70})).eval()
-    whole.load_state_dict(gpt.state_dict())
-    logits = whole(x[:, :-1], x[:, 1:])[0]
-    want = F.cross_entropy(logits.mT, x[:, 1:], reduction="none")
-    torch.testing.assert_close(module["through_a_cache"](gpt, x, piece=13), want, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[:, :16], want[:, :16], rtol=1e-4, atol=1e-5)

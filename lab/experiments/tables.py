@@ -1,0 +1,150 @@
+"""The tables of compare.py: which rows, and which flags of train.py each row changes."""
+
+from dataclasses import dataclass, field
+
+CPU = "config/train_shakespeare_char_cpu.py"
+NOVELS = "config/train_pg19_ls.py"
+
+
+@dataclass
+class Table:
+    rows: dict[str, dict]  # {name: flags of train.py}
+    file: str = CPU  # the config file of every run
+    flags: dict = field(default_factory=dict)  # flags of every run
+    against: dict[str, str] = field(default_factory=dict)  # which row a row is compared with; otherwise the first one
+    loss: str = "val"  # which validation loss counts: val (the last) or best (the lowest)
+    steps: int | None = None  # of a run; rows are also compared in the time that the row they are compared with takes
+    vocab_size: int = 65  # of the data set, for times
+
+
+LASER = {"attention": "laser"}
+SHORT = {"heads": "SSSL", "window": 16}
+CORES = {"softmax": {}, "LASER": LASER, "beta": {"attention": "beta"}, "LS": SHORT, "LASER + LS": LASER | SHORT}
+VARIANTS = {
+    "": {},
+    " + temperature": {"temperature": 0.7},  # the paper tunes it, and does not name what it found
+    " + temperature per dimension": {"per_dim_temperature": True},
+    " + QK-norm": {"qk_norm": "layernorm"},
+    " + differential": {"differential": True},
+}
+CHOICES = {  # docs/choices.md has each row's paper, and where the choice is made
+    "GPT-2": {},
+    # positions
+    **{x: {"position": x} for x in ("none", "sinusoidal", "relative", "t5", "alibi", "rope")},
+    "rope S/S/L": {"heads": "S/S/L", "window": 16, "position": "rope"},
+    "rope S/S/L nope_long": {"heads": "S/S/L", "window": 16, "position": "rope", "nope_long": True},
+    "decay alibi": {"decay": "alibi"},
+    "decay learned": {"decay": "learned"},
+    "conv 4": {"conv": 4},
+    # norms
+    "bias": {"bias": True},
+    "rmsnorm": {"norm": "rmsnorm"},
+    **{x: {"where": x} for x in ("post", "sandwich", "olmo2")},
+    # blocks
+    "parallel": {"block": "parallel"},
+    **{x: {"mlp": x} for x in "gelu_exact relu relu2 swish elu selu sigmoid softplus".split()},
+    **{x: {"mlp": x} for x in "glu reglu geglu swiglu liglu".split()},
+    # depth and width, with as many weights
+    "1 x 164": {"n_layer": 1, "n_embd": 164, "n_head": 4},
+    "6 x 68": {"n_layer": 6, "n_embd": 68, "n_head": 4},
+    "12 x 48": {"n_layer": 12, "n_embd": 48, "n_head": 4},
+    # heads
+    "GQA 2": {"n_kv_head": 2},
+    "MQA": {"n_kv_head": 1},
+    "head_dim 32": {"head_dim": 32},
+    "dropout": {"dropout": 0.1},
+    "dropout of weights alone": {"attn_dropout": 0.1},
+    # stability
+    **{f"qk_norm {x}": {"qk_norm": x} for x in ("layernorm", "rmsnorm", "l2")},
+    "softcap": {"attention": "softcap"},
+    "logit_softcap 15": {"logit_softcap": 15},
+    "z_loss": {"z_loss": 1e-4},
+    "zero_init": {"zero_init": True},
+    "untied": {"tied": False},
+    # training
+    "muon": {"optimizer": "muon"},
+    "lamb": {"optimizer": "lamb", "learning_rate": 1e-2},
+    "nadamw": {"optimizer": "nadamw"},
+    "adam_eps 1e-24": {"adam_eps": 1e-24},
+    "weight_decay 0": {"weight_decay": 0.0},
+    "label_smoothing 0.1": {"label_smoothing": 0.1},
+    "wsd": {"schedule": "wsd"},
+    "constant": {"schedule": "constant"},
+}
+SPEEDRUN = {  # one choice of the config changed in each row
+    "speedrun": {},
+    "learned positions": {"position": "learned", "rope_base": None},
+    "rope_base 10000": {"rope_base": 10000.0},
+    "no QK-norm": {"qk_norm": "none"},
+    "qk_norm rmsnorm": {"qk_norm": "rmsnorm"},
+    "3 layers": {"n_layer": 3},
+    "4 layers": {"n_layer": 4},
+    "96 wide": {"n_embd": 96, "n_hidden": 288},
+    "tied": {"tied": True},
+    "muon_beta 0.95": {"muon_beta": 0.95},
+    "AdamW": {"optimizer": "adamw", "learning_rate": 6e-3},
+}
+PRE_OR_POST = [("pre", 6e-3, 100), ("pre", 6e-3, 0), ("post", 6e-3, 500), ("pre", 1e-3, 100), ("pre", 1e-3, 0)]
+PRE_OR_POST += [("post", 1e-3, 100), ("post", 1e-3, 0), ("post", 1e-3, 500)]  # post, 6e-3, 100 is in CHOICES
+WARMUP = {
+    f"{where} {rate:g} warm-up {n}": {"where": where, "learning_rate": rate, "warmup_iters": n}
+    for where, rate, n in PRE_OR_POST
+}
+
+CONV, LEARNED = {"conv": 4}, {"decay": "learned"}
+BETA, SQUARED = {"attention": "beta"}, {"attention": "beta_squared"}
+MIXED = {"short_attention": "softmax"} | SHORT
+LINEAR = {
+    "softmax": {},
+    "softmax, conv": CONV,
+    "softmax, learned decay, conv": LEARNED | CONV,
+    "LS": SHORT,
+    "LS, conv": SHORT | CONV,
+    "beta": BETA,
+    "beta, decay": BETA | {"decay": "alibi"},
+    "beta, learned decay": BETA | LEARNED,
+    "beta, conv": BETA | CONV,
+    "beta, learned decay, conv": BETA | LEARNED | CONV,
+    "beta_squared, conv": SQUARED | CONV,
+    "beta_squared, learned decay, conv": SQUARED | LEARNED | CONV,
+    "softmax short, beta long, conv": MIXED | BETA | CONV,
+    "softmax short, beta_squared long": MIXED | SQUARED,
+    "softmax short, beta_squared long, conv": MIXED | SQUARED | CONV,
+}
+FAST = ("beta, learned decay, conv", "softmax short, beta long, conv", "softmax short, beta_squared long, conv")
+LONG = {"n_layer": 4, "n_head": 8, "n_embd": 128, "heads": "L", "batch_size": 1, "gradient_accumulation_steps": 1}
+LONG |= {"learning_rate": 3e-3, "min_lr": 3e-4, "warmup_iters": 50, "eval_iters": 40, "log_logits": False}
+
+
+def linear(steps: int, *positions: str, only: tuple = tuple(LINEAR), window: int = 16, **other: object) -> Table:
+    """A table of rows of LINEAR. Each is compared with softmax that has the same positions."""
+    rows = {f"{row} ({p})": LINEAR[row] | {"position": p} for p in positions for row in only}
+    rows = {row: flags | ({"window": window} if "window" in flags else {}) for row, flags in rows.items()}
+    return Table(
+        rows, steps=steps, against={row: f"softmax ({flags['position']})" for row, flags in rows.items()}, **other
+    )
+
+
+TABLES = {
+    "cores": Table(CORES, loss="best"),  # the README's first table
+    "laser": Table(  # the LASER paper's tables 2, 4, 5 and 7
+        {name + more: flags | x for more, x in VARIANTS.items() for name, flags in (("softmax", {}), ("LASER", LASER))},
+        loss="best",
+        against={f"LASER{more}": f"softmax{more}" for more in VARIANTS},
+    ),
+    "choices": Table(CHOICES),  # docs/choices.md
+    "speedrun": Table(SPEEDRUN, "config/speedrun_shakespeare_char_cpu.py"),
+    "warmup": Table(
+        {f"{x} {r:g} warm-up {n}": {"where": x, "learning_rate": r, "warmup_iters": n} for x, r, n in PRE_OR_POST}
+    ),
+    "64": linear(1500, "learned", "rope"),  # attention in linear time, at contexts of 64 and of 256
+    "256": linear(
+        1500,
+        "rope",
+        only=("softmax", "softmax, conv", "softmax, learned decay, conv", "LS, conv", *FAST),
+        flags={"block_size": 256, "batch_size": 3, "eval_iters": 145},
+    ),
+    "novels": linear(  # n = 2048, after data/pg19/prepare.py
+        400, "rope", only=("softmax", "softmax, conv", *FAST), window=50, file=NOVELS, flags=LONG, vocab_size=10000
+    ),
+}

@@ -1,0 +1,38 @@
+"""The lab's pages: links lead somewhere, commands have flags that exist. And each script explains its flags."""
+
+import glob
+import os
+import re
+
+import pytest
+from harness import ROOT
+from test_docs import check_commands, check_links, commands, read
+from test_scripts import SCRIPTS, help_of
+
+PAGES = ["lab/README.md", "lab/RESULTS.md", *sorted(glob.glob("lab/*/README.md", root_dir=ROOT))]
+FILES = sorted(glob.glob("lab/*.py", root_dir=ROOT) + glob.glob("lab/[eh]*/*.py", root_dir=ROOT))
+SETS_FLAGS = re.compile(r"(?m)^ *(config, .*= configure\(|start\(globals)")
+LAB_SCRIPTS = [path[:-3].replace("/", ".") for path in FILES if SETS_FLAGS.search(read(path))]
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_links(path):
+    check_links(path)
+
+
+def test_commands(run):
+    check_commands(run, {path: commands(read(path)) for path in PAGES}, [*SCRIPTS, *LAB_SCRIPTS])
+
+
+@pytest.mark.parametrize("script", LAB_SCRIPTS)
+def test_help(run, script):
+    """It says the command, and explains every flag."""
+    flags = [flag for group in help_of(run, script).values() for flag in group]
+    assert flags and all(re.split(r"\s{2,}", flag, maxsplit=1)[1].strip() for flag in flags)
+
+
+def test_the_table_names_every_experiment():
+    page = read("lab/README.md")
+    shared = ("__init__", "results", "runs", "tables", "times")
+    for path in glob.glob("experiments/*.py", root_dir=os.path.join(ROOT, "lab")):
+        assert os.path.basename(path)[:-3] in shared or f"({path})" in page, path
