@@ -41,8 +41,8 @@ class NanoattnCache:
     def __init__(self, gpt: GPT, ids: Tensor, mask: Tensor | None):
         if mask is not None and not mask[:, -1].all():
             raise ValueError("decoding needs padding on the left: tokenizer.padding_side = 'left'")
-        padded = mask is not None and any(padding(mask))
-        self.ids, self.cache = ids[:, :0], None if padded else gpt.new_cache()
+        self.padded = mask is not None and any(padding(mask))
+        self.ids, self.cache = ids[:, :0], None if self.padded else gpt.new_cache()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.ids.shape[1]
@@ -170,6 +170,8 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
         slides = past.get_seq_length() > block_size
         if slides and before and n > 1:
             raise ValueError(f"{n} tokens do not fit after {before}: block_size is {block_size}")
+        if past.padded and mask is None:
+            raise ValueError("texts with padding need their attention_mask with every new token")
         if past.cache is not None and not slides:
             with past.cache.extended(*ids.shape):
                 return self.gpt.hidden(ids, past.cache)[:, -n:]

@@ -146,6 +146,7 @@ def test_bfloat16(tmp_path):
 def test_what_the_model_cannot_honour_is_refused(tmp_path):
     theirs, ids = theirs_of(ours_of({}), tmp_path), torch.zeros(1, 3, dtype=torch.long)
     long = torch.zeros(1, T + 1, dtype=torch.long)
+    padded = theirs(ids, attention_mask=torch.tensor([[0, 1, 1]]), use_cache=True).past_key_values
     for arguments, says in (
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "one run of ones in each row"),
         ({"attention_mask": torch.tensor([[0, 0, 0]])}, "one run of ones in each row"),
@@ -154,6 +155,7 @@ def test_what_the_model_cannot_honour_is_refused(tmp_path):
         ({"input_ids": None}, "needs input_ids"),
         ({"output_attentions": True}, "does not take output_attentions"),
         ({"past_key_values": ()}, "must be what this model returned"),
+        ({"past_key_values": padded}, "need their attention_mask with every new token"),
         ({"input_ids": long}, f"1 to block_size={T}"),
         ({"input_ids": long, "use_cache": True}, f"1 to block_size={T}"),
     ):
