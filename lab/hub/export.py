@@ -2,14 +2,12 @@
 
     python -m lab.hub.export --out_dir=out-shakespeare-char --to=exported
     python -m lab.hub.export --out_dir=out-laser --to=exported-laser --custom
-    python sample.py --init_from=exported-laser
 
 Without --custom the model becomes a GPT-2, Llama, Mistral or Qwen 3. If it has a choice that none of them has, such as
-another attention, the script names the choice and writes nothing. With --custom every model can be exported: the folder
-then also has the code of the model, and transformers loads it with trust_remote_code=True, without this repository.
+another attention, the script names the choice and writes nothing. With --custom every model can be exported. The folder
+then also has the code of the model, which transformers loads with trust_remote_code=True, without this repository.
 """
 
-import json
 import os
 import re
 from typing import Literal
@@ -17,10 +15,7 @@ from typing import Literal
 from configurator import configure, user_errors
 from errors import UserError, note, optional
 from lab.hub.tokenizer_json import fast
-from model import GPT, GPTConfig
 from text.dataset import ROOT
-from text.files import replace
-from text.tokenizers import OWN_FILE
 from training import checkpoint
 from training.pretrained import USER, export
 
@@ -31,21 +26,6 @@ which: Literal["best", "latest"] = "best"  # best: best.pt, or ckpt.pt if there 
 custom = False  # write the model's code too, so that every attention and every other choice can be exported
 
 CODE = "lab.hub.modeling_nanoattn"  # the module that transformers is told to load
-CARD = """---
-library_name: transformers
-tags: [nanoattn]
----
-A GPT of nanoattn, which differs from GPT-2 (124M) in: {choices}.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})
-tokenizer = AutoTokenizer.from_pretrained(FOLDER{trust})
-ids = tokenizer(TEXT, return_tensors="pt").input_ids
-print(tokenizer.decode(model.generate(ids, max_new_tokens=100, do_sample=True)[0]))
-```
-"""
 
 
 def code_files() -> dict[str, str]:
@@ -53,9 +33,6 @@ def code_files() -> dict[str, str]:
 
     A function that imports a file of ours (GPT.from_pretrained) needs this repository: there it raises an error.
     """
-
-    def flat(module: str) -> str:
-        return "modeling_nanoattn" if module == CODE else module.replace(".", "_")
 
     def rewritten(line: re.Match) -> str:
         indent, module, names = line.groups()
@@ -68,63 +45,54 @@ def code_files() -> dict[str, str]:
 
     files, waiting = {}, [CODE]
     while waiting:
-        module = waiting.pop()
+        if flat(module := waiting.pop()) in files:
+            continue
         with open(path_of(module), encoding="utf-8") as f:
             code = f.read()
         for other in re.findall(r"^ *import (\S+)", code, re.M):
             if os.path.exists(path_of(other)):
-                raise UserError(
-                    f"{path_of(module)}: for an export write `from {other} import ...`, not `import {other}`"
-                )
+                here = path_of(module)
+                raise UserError(f"{here}: for an export write `from {other} import ...`, not `import {other}`")
         files[flat(module)] = re.sub(r"^( *)from (\S+) import(.*)", rewritten, code, flags=re.M)
-        waiting = [module for module in waiting if flat(module) not in files]
     return files
+
+
+def flat(module: str) -> str:
+    return "modeling_nanoattn" if module == CODE else module.replace(".", "_")
 
 
 def path_of(module: str) -> str:
     return os.path.join(ROOT, *module.split(".")) + ".py"
 
 
-def customised(model: GPT) -> object:
-    """Our model as the PreTrainedModel whose code goes along."""
-    optional("transformers", USER)
-    from lab.hub.modeling_nanoattn import NanoattnConfig, NanoattnForCausalLM
-
-    theirs = NanoattnForCausalLM.of(model)
-    names = {"AutoConfig": NanoattnConfig, "AutoModelForCausalLM": NanoattnForCausalLM}
-    theirs.config.auto_map = {auto: f"modeling_nanoattn.{cls.__name__}" for auto, cls in names.items()}
-    return theirs
-
-
 def main() -> None:
     if not to or (os.path.exists(to) and (not os.path.isdir(to) or os.listdir(to))):
         raise UserError(f"--to={to} must name a folder that is empty or not there yet")
+    optional("transformers", USER)
+    from lab.hub.modeling_nanoattn import NanoattnForCausalLM
+
     path = checkpoint.path_of(out_dir, which)
     state = checkpoint.load(path)
     model = checkpoint.model_of(state)
-    theirs = customised(model) if custom else export(model)
-    files = {f"{name}.py": code for name, code in code_files().items()} if custom else {}
-    files["README.md"] = card(model.config)
+    try:
+        theirs = NanoattnForCausalLM.of(model) if custom else export(model)
+    except UserError as error:
+        raise UserError(f"{error}. With --custom every model can be exported") from None
     try:
         tok = checkpoint.tokenizer_of(state)
         their_tok = fast(tok, model.config.block_size)
     except (UserError, OSError) as error:
         note(f"no tokenizer is exported: {error}")
     else:
-        files[OWN_FILE] = json.dumps({"tokenizer": tok.meta})
         for c in (theirs.config, theirs.generation_config):
             c.bos_token_id = c.eos_token_id = c.pad_token_id = tok.eot
         their_tok.save_pretrained(to)
     theirs.save_pretrained(to)
-    for name, text in files.items():
-        replace(os.path.join(to, name), text.encode())
+    code = {f"{name}.py": text for name, text in code_files().items()} if custom else {}
+    for name, text in code.items():
+        with open(os.path.join(to, name), "w", encoding="utf-8") as f:
+            f.write(text)
     print(f"{path} is {to}: {type(theirs).__name__}, {theirs.num_parameters():,} parameters")
-
-
-def card(c: GPTConfig) -> str:
-    """The README.md of an exported folder."""
-    own = [f"{name}={value!r}" for name, value in vars(c).items() if value != getattr(GPTConfig, name)]
-    return CARD.format(choices=", ".join(own), trust=", trust_remote_code=True" if custom else "")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # fine-tunes a model on prompts and answers (lab/hub/prepare_answers.py), for a few passes over some thousand examples:
-# python train.py lab/hub/finetune_task.py --init_from=out-books --dataset=endings --out_dir=out-endings
+# python -m lab.hub.finetune lab/hub/finetune_task.py --init_from=out-books --dataset=endings --out_dir=out-endings
 
 # init_from and dataset are given on the command line
 out_dir = "out-task"
@@ -7,8 +7,6 @@ eval_interval = 50
 eval_iters = 50
 log_interval = 10
 always_save_checkpoint = False  # best.pt is saved; ckpt.pt only at the end
-wandb_project = "tasks"
-wandb_run_name = "task"
 
 batch_size = 16  # examples
 gradient_accumulation_steps = 1

@@ -1,37 +1,28 @@
 """Evaluates a model on tasks with lm-eval, the Language Model Evaluation Harness (pip install lm_eval).
 
-    python -m lab.hub.lm_eval --out_dir=out-shakespeare-char-cpu --tasks=lab/hub/tasks/line_ends.yaml
+    python -m lab.hub.lm_eval --out_dir=out-laser --tasks=lab/hub/tasks/line_ends.yaml
     python -m lab.hub.lm_eval --init_from=gpt2 --tasks=hellaswag,piqa --limit=100
     python -m lab.hub.lm_eval --out_dir=out --tasks=laser --num_fewshot=1
 
 A task is a name that lm-eval knows, or the path of a YAML file of your own. lm-eval downloads the data of its tasks; a
-task of your own needs no network. Texts are truncated, cut into windows and scored as lm-eval's own models do it.
+task of your own needs no network. The model is scored by HFLM, lm-eval's class for the models of transformers.
 """
 
 import contextlib
-import difflib
-import functools
 import json
+import logging
 import os
 import random
-import sys
 from typing import Literal
 
 from configurator import at_least_one, check_writable, configure, pick_device, user_errors
-from errors import NotFinite, UserError, first_line, note, optional
+from errors import UserError, first_line, note, optional
 
 # isort: split
 import torch
-from torch.nn import functional as F
 
-from text.files import replace
-from text.sampling import stream
-from text.tokenizers import Tokenizer, hub_args
+from text.tokenizers import HubTokenizer, Tokenizer, hub_args
 from training.checkpoint import open_model
-
-# Python finds modules in a script's folder; there this file would hide the library of the same name.
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:] = [path for path in sys.path if os.path.abspath(path) != HERE]
 
 # Which model?
 init_from = "resume"  # resume: the checkpoint in out_dir; or gpt2, gpt2-xl, ..., a model of the hub, a local folder
@@ -47,142 +38,61 @@ batch_size = 8  # texts that are computed together
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 or float16 on CUDA, else float32
 
-# The 16 tasks of the LASER paper's table 2, in its order, and ArcE of tables 6 and 7. Three are not quite the paper's:
-# - WSC: the paper's percentages are multiples of 1/285; lm-eval has SuperGLUE's validation set of 104 questions.
-# - StoryCloze: lm-eval's storycloze_2016 needs data from its authors; xstorycloze_en was made from these data.
-# - RaceM: lm-eval's race is RaceH. race_middle.yaml is ours.
+# The 16 tasks of the LASER paper's table 2, in its order, and ArcE of tables 6 and 7 (lab/hub/README.md has the names)
 LASER = ["wsc", "winogrande", "wsc273", "wic", "xstorycloze_en", "sglue_rte", "record",
-         os.path.join(HERE, "tasks", "race_middle.yaml"), "race", "piqa", "openbookqa", "multirc",
+         os.path.join(os.path.dirname(__file__), "tasks", "race_middle.yaml"), "race", "piqa", "openbookqa", "multirc",
          "hellaswag", "copa", "cb", "boolq", "arc_easy"]  # fmt: skip
 USER = "lab/hub/lm_eval.py"
-GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}  # a task's settings, as known here
 SEED = 1234  # lm-eval's: it decides which solved examples stand before a question
 
 
-def adapter(model: torch.nn.Module, tok: Tokenizer, batch_size: int, device: str, amp: object) -> object:
-    """A GPT in the form that lm-eval evaluates. It gives what lm-eval's HFLM gives for a model of transformers."""
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-    from tqdm import tqdm
+def adapter(model: torch.nn.Module, tok: Tokenizer, batch_size: int, dtype: str = "float32") -> object:
+    """lm-eval's HFLM of a GPT, with our tokenizer."""
+    optional("accelerate", USER)
+    HFLM = optional("lm_eval.models.huggingface", USER).HFLM
+    from lab.hub.modeling_nanoattn import NanoattnForCausalLM
+    from lab.hub.tokenizer_json import fast
 
-    def tensor(rows: list) -> torch.Tensor:
-        return torch.tensor(rows, device=device)
+    class Adapter(HFLM):
+        def tok_encode(self, string: str, *_, left_truncate_len: int | None = None, **more) -> list[int]:
+            return tok.encode(string)[-(left_truncate_len or 0) :]
 
-    class Adapter(TemplateLM):
-        max_length = model.config.block_size
-        eot_token_id = tok.eot
+        def tok_decode(self, tokens: int | list[int] | None, *_, **more) -> str | None:
+            if tokens is None or isinstance(tokens, int):  # the token of the end; it may be missing
+                return tokens if tokens is None else tok.decode([tokens])
+            return tok.decode(tokens[: (tokens + [tok.eot]).index(tok.eot)])
 
-        @functools.cached_property
-        def prefix_token_id(self) -> int:
-            """The token before a text without a context: bos, else eot, else a line end, as sample.py's --start."""
-            if tok.bos is None and tok.eot is None:
-                note("the vocabulary has no boundary of documents: texts without a context begin after a line end")
-                return tok.encode("\n")[0]
-            return tok.eot if tok.bos is None else tok.bos
+        def _loglikelihood_tokens(self, requests: list, *args, **more) -> list[tuple[float, bool]]:
+            sizes = [len(answer) for _, _, answer in requests]
+            for size in (size for size in sizes if not 1 <= size <= self.max_length):
+                most = f"1 to block_size={self.max_length}"
+                raise UserError(f"an answer of the task has {size} tokens; this model takes {most}")
+            return super()._loglikelihood_tokens(requests, *args, **more)
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-            return tok.encode(string)
+        def generate_until(self, requests: list, *args, **more) -> list[str]:
+            try:
+                return super().generate_until(requests, *args, **more)
+            except Exception as error:
+                # max_gen_toks leaves no room for the question; a character of `until` or of a question is not known
+                if isinstance(error, AssertionError) or "WordLevel error" in str(error):
+                    raise UserError(f"lm-eval: {error}") from None
+                raise
 
-        @torch.no_grad()
-        def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, **_) -> list[tuple[float, bool]]:
-            """(log p, whether it is the greedy one) of each continuation. What does not fit is cut from the left."""
-            rows, answers = [], [None] * len(requests)
-            for i, (_, context, continuation) in enumerate(requests):
-                if not 1 <= len(continuation) <= self.max_length:
-                    most = f"1 to block_size={self.max_length}"
-                    raise UserError(f"an answer of the task has {len(continuation)} tokens; this model takes {most}")
-                ids = (context + continuation)[-self.max_length - 1 :]
-                rows.append((len(ids) - len(continuation), ids, i))
-            # the longest first, and the answers to a question side by side
-            rows.sort(key=lambda row: (row[0], row[1][: row[0]], len(row[1])), reverse=True)
-            for at in tqdm(range(0, len(rows), batch_size), "log p", disable=disable_tqdm):
-                batch = rows[at : at + batch_size]
-                for (_, _, i), answer in zip(batch, self.scored(batch), strict=True):
-                    answers[i] = answer
-            return answers
-
-        def scored(self, rows: list[tuple[int, list[int], int]]) -> list[tuple[float, bool]]:
-            """The same for a batch of (length of the context, ids, _). What rows share is computed once, in a cache."""
-            past = min(n for n, _, _ in rows) - 1  # the last token of a context predicts the first one of its answer
-            shared = [tuple(ids[:past]) for _, ids, _ in rows]
-            contexts = {context: i for i, context in enumerate(dict.fromkeys(shared))}
-            if len(contexts) == len(rows):  # no two rows share a context
-                past = 0
-            cache = model.new_cache(max(len(ids) for _, ids, _ in rows) - 1) if past else None
-            inputs = [ids[past:-1] for _, ids, _ in rows]
-            longest = max(map(len, inputs))
-            x = tensor([ids + [0] * (longest - len(ids)) for ids in inputs])  # no token sees what is on its right
-            spans = [slice(n - 1 - past, len(ids) - 1 - past) for n, ids, _ in rows]  # where the answers are predicted
-            targets = tensor([token for n, ids, _ in rows for token in ids[n:]])
-            with amp:
-                if cache is not None:
-                    model(tensor(list(contexts)), cache=cache)
-                    cache.select(tensor([contexts[context] for context in shared]))
-                with contextlib.nullcontext() if cache is None else cache.extended(*x.shape):
-                    h = model.hidden(x, cache)
-                h = torch.cat([row[span] for row, span in zip(h, spans, strict=True)])
-                logits = model.predict(h[None], targets[None])[0][0].float()
-            if not logits.isfinite().all():
-                raise NotFinite("the model's logits are not finite; has its training diverged?")
-            sizes = [len(ids) - n for n, ids, _ in rows]
-            log_p = (-F.cross_entropy(logits, targets, reduction="none")).split(sizes)
-            greedy = (logits.argmax(-1) == targets).split(sizes)
-            return [(p.sum().item(), g.all().item()) for p, g in zip(log_p, greedy, strict=True)]
-
-        def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-            """log p of whole texts, in windows of block_size tokens; each token is predicted once."""
-            windows, owners = [], []
-            for i, (text,) in enumerate(request.args for request in requests):
-                ids, first = tok.encode(text), self.prefix_token_id
-                pairs = get_rolling_token_windows(ids, first, self.max_length, context_len=1)
-                windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
-                owners += [i] * (len(windows) - len(owners))
-            sums = [0.0] * len(requests)
-            for i, (log_p, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
-                sums[i] += log_p
-            return sums
-
-        def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-            """What the model writes after each context. Those of one length share a batch: a cache has one length."""
-            groups, texts = {}, [""] * len(requests)
-            for i, (context, given) in enumerate(request.args for request in requests):
-                settings = normalize_gen_kwargs(given, 256)  # as HFLM
-                if unknown := set(settings) - GENERATION:
-                    known = ", ".join(sorted(GENERATION))
-                    raise UserError(f"the task's generation_kwargs have {unknown.pop()!r}; known here are {known}")
-                if (room := self.max_length - (most := settings["max_gen_toks"])) < 1:
-                    why = f"block_size={self.max_length} leaves no room for the question"
-                    raise UserError(f"the task takes answers of {most} tokens (max_gen_toks): {why}")
-                prompt = (tok.encode(context) or [self.prefix_token_id])[-room:]
-                groups.setdefault((len(prompt), repr(settings)), []).append((i, prompt, settings))
-            groups = [g[at : at + batch_size] for g in groups.values() for at in range(0, len(g), batch_size)]
-            for group in tqdm(groups, "texts", disable=disable_tqdm):
-                numbers, prompts, (settings, *_) = zip(*group, strict=True)
-                for i, text in zip(numbers, self.written(prompts, settings), strict=True):
-                    texts[i] = text
-            return texts
-
-        def written(self, prompts: tuple[list[int], ...], settings: dict) -> list[str]:
-            """The texts after prompts of one length, up to one of `until`, the end of the text or max_gen_toks."""
-            # as HFLM: greedy, unless the task says more; top_k is 50 in transformers, and 0 means all tokens
-            sampling = settings.get("temperature", 0.0), settings.get("top_k", 50) or None, settings.get("top_p")
-            limits = {"stop": tok.eot, "vocab_size": tok.n_vocab}
-            rows, until = [[] for _ in prompts], [stop for stop in settings["until"] if stop]
-
-            def ended(row: list[int]) -> bool:
-                return tok.eot in row or any(stop in tok.decode(row) for stop in until)
-
-            with amp:
-                for tokens in stream(model, tensor(prompts), settings["max_gen_toks"], *sampling, **limits):
-                    for row, token in zip(rows, tokens[:, 0].tolist(), strict=True):
-                        row.append(token)
-                    if all(map(ended, rows)):
-                        break
-            texts = [tok.decode(row[: row.index(tok.eot)] if tok.eot in row else row) for row in rows]
-            return [postprocess_generated_text(text, until, None) for text in texts]
-
-    return Adapter()
+    theirs = NanoattnForCausalLM.of(model).eval().to(model.lm_head.weight.device)
+    padding = range(tok.n_vocab, model.config.vocab_size)  # ids that mean nothing are not written
+    theirs.generation_config.suppress_tokens = [*padding] or None
+    their_tok = tok._tok if isinstance(tok, HubTokenizer) else fast(tok, model.config.block_size)
+    if their_tok.pad_token is None:
+        their_tok.pad_token = tok.decode([0])
+    first = tok.eot if tok.bos is None else tok.bos  # the token before a text without a context
+    if first is None:
+        note("the vocabulary has no boundary of documents: texts without a context begin after a line end")
+        (first,) = tok.encode("\n")
+    logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)  # it would warn of a model that is no name
+    # logits_cache would give a wrong log p for one text that is cut at two places (lm-eval 0.4.13)
+    settings = {"backend": "causal", "batch_size": batch_size, "prefix_token_id": first, "logits_cache": False}
+    settings |= {"mixed_precision_dtype": None if dtype == "float32" else dtype}
+    return Adapter(theirs, tokenizer=their_tok, max_length=model.config.block_size, **settings)
 
 
 def load(names: list[str], num_fewshot: int | None) -> dict:
@@ -192,8 +102,7 @@ def load(names: list[str], num_fewshot: int | None) -> dict:
     manager = tasks.TaskManager(include_defaults=bool(known))  # the index of all tasks takes seconds
     for name in names:
         if name in known and name not in manager.task_index:
-            near = difflib.get_close_matches(name, manager.all_tasks, 1)
-            raise UserError(f"lm-eval has no task {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise UserError(f"lm-eval has no task {name!r}: lm_eval ls tasks prints all names")
         if name not in known and not os.path.isfile(name):
             raise UserError(f"there is no file {name}")
     if known and hub_args("gpt2"):  # no hub answers: for each task `datasets` would try for 23 s
@@ -206,8 +115,6 @@ def load(names: list[str], num_fewshot: int | None) -> dict:
                 more = manager.load([file])
         except Exception as error:  # the classes of several libraries
             raise UserError(f"cannot load the task {name}: {type(error).__name__}: {first_line(error)}") from error
-        if twice := set(found["tasks"]) & set(more["tasks"]):
-            raise UserError(f"--tasks names the task {twice.pop()} twice")
         found = {key: found[key] | more[key] for key in found}
     for name, task in found["tasks"].items():  # as lm-eval: --num_fewshot changes no task that says 0
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
@@ -227,7 +134,7 @@ def main() -> None:
         raise UserError("--tasks= names no task: give lm-eval's names, paths of YAML files, or laser")
     if out is not None:
         check_writable(out)
-    device, _, amp = pick_device(config["device"], config["dtype"])
+    device, dtype, _ = pick_device(config["device"], config["dtype"])
     evaluate, utils = optional("lm_eval", USER).evaluate, optional("lm_eval.utils", USER)
     model, tok, _, about = open_model(init_from, out_dir, which)
     print(about)
@@ -235,13 +142,14 @@ def main() -> None:
     loaded = load(names, num_fewshot)
     random.seed(0)
     torch.manual_seed(SEED)
-    results = evaluate(adapter(model, tok, batch_size, device, amp), loaded, limit=limit, log_samples=False)
+    results = evaluate(adapter(model, tok, batch_size, dtype), loaded, limit=limit, log_samples=False)
     results["config"] = config | {"model": about}
     print(utils.make_table(results))
     if results.get("groups"):
         print(utils.make_table(results, "groups"))
     if out is not None:
-        replace(out, json.dumps(results, indent=2, default=utils.handle_non_serializable).encode())
+        with open(out, "w", encoding="utf-8") as f:
+            json.dump(results, f, indent=2, default=utils.handle_non_serializable)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,6 @@
 """A GPT as a model of Hugging Face's transformers, whatever its attention: what `lab/hub/export.py --custom` writes.
 
-An exported folder has this file, model.py and the files that they import. transformers loads it without this
-repository:
-
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+An exported folder has this file, model.py and the files that they import: transformers needs nothing else.
 """
 
 import torch
@@ -34,62 +31,27 @@ class NanoattnConfig(PretrainedConfig):
 
 
 class NanoattnCache:
-    """What a batch of texts has read, for decoding. The texts may have different lengths, with padding on the left.
+    """What a batch of texts has read, for decoding: a Cache (attention/cache.py) or, with padding, the tokens alone.
 
-    Rows whose texts begin at the same place share a Cache (attention/cache.py); a forward pass runs once for each of
-    these groups. After block_size tokens of text the window slides, and each step is a whole forward pass, as in
-    sample.py.
+    After block_size tokens the window slides, as in sample.py. Then, and with padding, each step is a whole pass.
     """
 
     is_compileable = is_croppable = False  # read by transformers
 
-    def __init__(self, gpt: GPT, mask: Tensor | None, ids: Tensor):
-        self.gpt, self.ids = gpt, ids[:, :0]
-        self.starts = [0] * len(ids) if mask is None else padding(mask)  # of each row's text
+    def __init__(self, gpt: GPT, ids: Tensor, mask: Tensor | None):
         if mask is not None and not mask[:, -1].all():
             raise ValueError("decoding needs padding on the left: tokenizer.padding_side = 'left'")
-        self.caches = {start: gpt.new_cache() for start in set(self.starts)}
-
-    def rows(self, start: int) -> list[int]:
-        return [row for row, s in enumerate(self.starts) if s == start]
-
-    def hidden(self, ids: Tensor, n: int) -> Tensor:
-        """(B, n, C): the output head's input at the last n of the next tokens, ids (B, T); zeros at padding."""
-        block_size = self.gpt.config.block_size
-        if n > block_size:
-            raise ValueError(f"{n} tokens do not fit: this model takes 1 to block_size={block_size} at once")
-        past = self.get_seq_length()
-        self.ids = torch.cat((self.ids, ids), dim=1)
-        y = ids.new_zeros(len(ids), n, self.gpt.config.n_embd, dtype=self.gpt.lm_head.weight.dtype)
-        for start, cache in self.caches.items():
-            rows = self.rows(start)
-            text = self.ids[rows, start:]
-            if cache is not None and text.shape[1] <= block_size:
-                new = text[:, max(0, past - start) :]
-                with cache.extended(*new.shape):
-                    x = self.gpt.hidden(new, cache)
-            else:
-                if cache is not None and 1 < n and past > start:
-                    raise ValueError(f"{n} tokens do not fit after {past - start}: block_size is {block_size}")
-                self.caches[start] = None
-                with torch.no_grad():
-                    x = self.gpt.hidden(text[:, -block_size:])
-            x = x[:, -n:]
-            y[rows, n - x.shape[1] :] = x.to(y)
-        return y
+        self.padded = mask is not None and any(padding(mask))
+        self.ids, self.cache = ids[:, :0], None if self.padded else gpt.new_cache()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.ids.shape[1]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was (for beam search)."""
-        order = beam_idx.tolist()
-        old = {start: self.rows(start) for start in self.caches}
-        self.starts, self.ids = [self.starts[i] for i in order], self.ids[beam_idx]
-        self.caches = {start: cache for start, cache in self.caches.items() if start in self.starts}
-        for start, cache in self.caches.items():
-            if cache is not None:
-                cache.select(torch.tensor([old[start].index(order[row]) for row in self.rows(start)]))
+        self.ids = self.ids[beam_idx]
+        if self.cache is not None:
+            self.cache.select(beam_idx)
 
 
 def padding(mask: Tensor) -> list[int]:
@@ -124,7 +86,9 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def of(cls, gpt: GPT) -> "NanoattnForCausalLM":
         """The same model as gpt, with a copy of its weights."""
-        model = cls(NanoattnConfig(gpt=vars(gpt.config)))
+        classes = {"AutoConfig": "NanoattnConfig", "AutoModelForCausalLM": "NanoattnForCausalLM"}
+        where = {auto: f"modeling_nanoattn.{name}" for auto, name in classes.items()}  # read with trust_remote_code
+        model = cls(NanoattnConfig(gpt=vars(gpt.config), auto_map=where))
         model.gpt.load_state_dict(gpt.state_dict())
         return model
 
@@ -165,18 +129,15 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"this model does not take {name}")
         if input_ids is None:
             raise ValueError("this model needs input_ids")
-        n, block_size = logits_to_keep or input_ids.shape[1], self.gpt.config.block_size
-        if n < input_ids.shape[1] and past_key_values is None and not use_cache:  # generate without a cache
-            input_ids = input_ids[:, -max(n, block_size) :]
-            attention_mask = None if attention_mask is None else attention_mask[:, -max(n, block_size) :]
+        n = logits_to_keep or input_ids.shape[1]
         if past_key_values is None and use_cache and labels is None:
-            past_key_values = NanoattnCache(self.gpt, attention_mask, input_ids)
-        if past_key_values is not None:
-            if not isinstance(past_key_values, NanoattnCache):
-                raise ValueError(f"past_key_values must be what this model returned, not {type(past_key_values)}")
-            x = past_key_values.hidden(input_ids, n)
+            past_key_values = NanoattnCache(self.gpt, input_ids, attention_mask)
+        if past_key_values is None:
+            x = self.hidden(input_ids, attention_mask, n)
+        elif isinstance(past_key_values, NanoattnCache):
+            x = self.next(input_ids, attention_mask, n, past_key_values)
         else:
-            x = self.hidden(input_ids, attention_mask)[:, -n:]
+            raise ValueError(f"past_key_values must be what this model returned, not {type(past_key_values)}")
         # GPT.predict gives the logits of each text's last token: here each token is a text of its own
         logits = self.gpt.predict(x.flatten(0, 1)[:, None], None)[0].view(*x.shape[:2], -1)
         loss = None
@@ -184,14 +145,35 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
-    def hidden(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        """GPT.hidden of ids (B, T). Padding on the left becomes a document of its own, which the text does not see."""
-        T = ids.shape[1]
-        if T > self.gpt.config.block_size:
-            raise ValueError(f"{T} tokens do not fit: this model takes 1 to block_size={self.gpt.config.block_size}")
+    def hidden(self, ids: Tensor, mask: Tensor | None, n: int) -> Tensor:
+        """GPT.hidden at the last n of ids (B, T). For fewer than all, only the last block_size tokens are read.
+
+        Padding on the left becomes a document of its own, which the text does not see.
+        """
+        T, block_size = ids.shape[1], self.gpt.config.block_size
+        if n < T:
+            ids, mask, T = ids[:, -block_size:], None if mask is None else mask[:, -block_size:], min(T, block_size)
+        if T > block_size or n > T:
+            raise ValueError(f"{max(n, T)} tokens do not fit: this model takes 1 to block_size={block_size}")
         start = torch.zeros(len(ids)) if mask is None else torch.tensor(padding(mask))
         if not start.any():
-            return self.gpt.hidden(ids)
+            return self.gpt.hidden(ids)[:, -n:]
         at, start = torch.arange(T, device=ids.device), start[:, None].to(ids.device)
         pos = torch.where(at < start, at, at - start)
-        return self.gpt.hidden(ids, Documents(pos), pos)
+        return self.gpt.hidden(ids, Documents(pos), pos)[:, -n:]
+
+    @torch.no_grad()
+    def next(self, ids: Tensor, mask: Tensor | None, n: int, past: NanoattnCache) -> Tensor:
+        """GPT.hidden at the last n of the tokens ids (B, T) that follow on what `past` has read."""
+        before, block_size = past.get_seq_length(), self.gpt.config.block_size
+        past.ids = torch.cat((past.ids, ids), dim=1)
+        slides = past.get_seq_length() > block_size
+        if slides and before and n > 1:
+            raise ValueError(f"{n} tokens do not fit after {before}: block_size is {block_size}")
+        if past.padded and mask is None:
+            raise ValueError("texts with padding need their attention_mask with every new token")
+        if past.cache is not None and not slides:
+            with past.cache.extended(*ids.shape):
+                return self.gpt.hidden(ids, past.cache)[:, -n:]
+        past.cache = None
+        return self.hidden(past.ids, mask, n)

@@ -1,32 +1,139 @@
-"""Prepares prompts and answers, to fine-tune a model on a task. Writes train.bin, val.bin and meta.json.
+"""Prompts with their answers, to fine-tune a model on a task: from JSONL to tokens on disk, and batches of them.
 
     python -m lab.hub.prepare_answers --source=endings --init_from=out-books --out_dir=data/endings
-    python train.py lab/hub/finetune_task.py --init_from=out-books --dataset=endings
+    python -m lab.hub.finetune lab/hub/finetune_task.py --init_from=out-books --dataset=endings
 
 The source is a folder with train.jsonl, val.jsonl and maybe test.jsonl. Each line is an example:
-{"prompt": "The capital of France is", "answer": " Paris"}. The model sees the prompt and, directly after it, the
-answer. In training only the answer's tokens are targets. The tokens are those of the model that will be fine-tuned.
+{"prompt": "The capital of France is", "answer": " Paris"}; other keys, such as the "choices" of lab/hub/lm_eval.py, are
+left alone. The model sees the prompt and, directly after it, the answer. In training only the answer's tokens are
+targets. The tokens are those of the model that will be fine-tuned.
 """
 
+import hashlib
+import json
 import os
+from collections.abc import Iterator
 
-from configurator import configure, user_errors  # first: from here on Ctrl-C prints a sentence
+import numpy as np
+import torch
+
+from configurator import configure, user_errors
 from errors import UserError
-from text import corpus, examples, tokenizers
+from text.dataset import Tokens, read_meta
+from text.tokenizers import Tokenizer, tokenizer
 from training.pretrained import GPT2, tokens_of
 
 # Which examples, for which model?
 source: str | None = None  # a folder with train.jsonl and val.jsonl
-init_from = "gpt2"  # the model to fine-tune: a run's folder, a folder of lab/hub/export.py, gpt2, gpt2-medium, ...
-# Where does it go?
-out_dir = os.path.dirname(os.path.abspath(__file__))  # the folder for train.bin, val.bin and meta.json
+init_from = "gpt2"  # the model to fine-tune: a run's folder, gpt2, gpt2-medium, ...
+# Where do they go?
+out_dir = "data/answers"  # the folder for train.bin, val.bin and meta.json
 
-config, _ = configure(globals())
-globals().update(config)
-with user_errors():
-    if source is None:
-        raise UserError("--source= says which examples: a folder with train.jsonl and val.jsonl")
-    meta = tokens_of(init_from)
-    if meta is None:
-        raise UserError(f"--init_from={init_from} is no folder of a run or an export, nor one of {', '.join(GPT2)}")
-    corpus.report(examples.prepare(out_dir, source, tokenizers.tokenizer(meta)))
+
+def read_examples(path: str) -> Iterator[tuple[str, str]]:
+    """Yields (prompt, answer) of each line of a JSONL file. Raises UserError, naming the line that is wrong."""
+    with open(path, "rb") as f:
+        for number, line in enumerate(f, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                prompt, answer = row["prompt"], row["answer"]
+                if not (isinstance(prompt, str) and isinstance(answer, str) and prompt and answer):
+                    raise TypeError("prompt and answer must be text, and not empty")
+                (prompt + answer).encode()  # half a character is an error
+            except (ValueError, KeyError, TypeError) as error:
+                need = 'a line must be {"prompt": "...", "answer": "..."}'
+                raise UserError(f"{path}, line {number}: {need} ({type(error).__name__}: {error})") from None
+            yield prompt, answer
+
+
+def encode(tok: Tokenizer, prompt: str, answer: str) -> tuple[np.ndarray, int]:
+    """(ids of an example, how many of them are the prompt's); eot ends the answer, if the tokenizer has one.
+
+    A token with the prompt's end and the answer's beginning, such as " Paris" after "France is ", is the answer's.
+    """
+    before, ids = tok.ids(prompt), tok.ids(prompt + answer)
+    n = min(len(before), len(ids) - 1)
+    differ = np.flatnonzero(before[:n] != ids[:n])
+    end = [] if tok.eot is None else [tok.eot]
+    return np.concatenate((ids, np.array(end, dtype=ids.dtype))), int(differ[0]) if len(differ) else n
+
+
+def prepare(folder: str, source: str, tok: Tokenizer) -> dict:
+    """Writes <split>.bin and meta.json, whose entry "answers" says where answers are. Returns meta.json's content.
+
+    source: a folder with train.jsonl, val.jsonl and maybe test.jsonl. Raises UserError, before anything is written.
+    """
+    paths = {split: os.path.join(source, f"{split}.jsonl") for split in ("train", "val", "test")}
+    if not all(os.path.isfile(paths[split]) for split in ("train", "val")):
+        raise UserError(f"--source={source} must be a folder with train.jsonl and val.jsonl")
+    dtype, written, files = np.min_scalar_type(tok.n_vocab - 1), {}, {}
+    for split, path in paths.items():
+        if not os.path.isfile(path):
+            continue
+        examples = [encode(tok, *example) for example in read_examples(path)]
+        if not examples:
+            raise UserError(f"{path} holds no examples")
+        ends = np.cumsum([len(ids) for ids, _ in examples]).tolist()
+        answers = [[end - len(ids) + n, end] for end, (ids, n) in zip(ends, examples, strict=True)]
+        written[split] = np.concatenate([ids for ids, _ in examples]).astype(dtype).tobytes()
+        files[f"{split}.bin"] = {"tokens": ends[-1], "documents": len(examples), "answers": answers}
+        files[f"{split}.bin"]["sha256"] = hashlib.sha256(written[split]).hexdigest()
+    os.makedirs(folder, exist_ok=True)
+    for split, data in written.items():
+        with open(os.path.join(folder, f"{split}.bin"), "wb") as f:
+            f.write(data)
+    meta = {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name}
+    meta |= {"source": {"from": source}, "files": files}
+    with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as f:
+        json.dump(meta, f, ensure_ascii=False)
+    return meta
+
+
+class Examples(Tokens):
+    """One split of prompts and answers: a window is an example, padded on the right, with targets -1 but for answers.
+
+    An example of more than block_size tokens loses the beginning of its prompt. Raises UserError, as Tokens does.
+    """
+
+    def __init__(self, folder: str, split: str, block_size: int):
+        super().__init__(folder, split, 1)
+        self.begin, self.end = np.array(self.meta["files"][f"{split}.bin"]["answers"]).T
+        self.start = np.concatenate(([0], self.end[:-1]))  # an example begins where the one before it ends
+        longest = int((self.end - self.begin).max())
+        if longest > block_size:
+            raise UserError(f"{folder}: an answer of {split} has {longest} tokens, more than block_size={block_size}")
+        self.block_size = min(block_size, int((self.end - self.start).max()) - 1)
+        self.places = self.apart = len(self.end)
+
+    def _windows(self, which: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x, y) of these examples, (n, T)."""
+        x = torch.zeros(len(which), self.block_size, dtype=torch.int64)
+        y = torch.full_like(x, -1)
+        for row, i in enumerate(which):
+            start = max(self.start[i], self.end[i] - self.block_size - 1)
+            ids = torch.from_numpy(self.ids[start : self.end[i]].astype(np.int64))
+            x[row, : len(ids) - 1] = ids[:-1]
+            first = max(0, self.begin[i] - start - 1)  # this token predicts the answer's first one
+            y[row, first : len(ids) - 1] = ids[first + 1 :]
+        return x, y
+
+
+def open_split(folder: str, split: str, block_size: int) -> Tokens:
+    """A split of a prepared data set: running text, or prompts and answers."""
+    tasks = any("answers" in entry for entry in read_meta(folder)["files"].values())
+    return (Examples if tasks else Tokens)(folder, split, block_size)
+
+
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    globals().update(config)
+    with user_errors():
+        if source is None:
+            raise UserError("--source= says which examples: a folder with train.jsonl and val.jsonl")
+        meta = tokens_of(init_from)
+        if meta is None:
+            raise UserError(f"--init_from={init_from} is no folder of a run, nor one of {', '.join(GPT2)}")
+        for name, entry in prepare(out_dir, source, tokenizer(meta))["files"].items():
+            print(f"{out_dir}/{name}: {entry['documents']:,} examples, {entry['tokens']:,} tokens")

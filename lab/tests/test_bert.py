@@ -1,20 +1,17 @@
 """lab/examples/bert.py: the same numbers as transformers' BERT, what is hidden, a run, mistakes."""
 
-import importlib
-
 import pytest
 import torch
 from harness import SMALL, write
 from reference import randomised
 
+from lab.examples import bert, common
 from model import GPTConfig
 from text.tokenizers import CharTokenizer
 
-bert = importlib.import_module("lab.examples.bert")
-common = importlib.import_module("lab.examples.common")
 SIZES = {"block_size": 16, "vocab_size": 23, "n_layer": 2, "n_head": 4, "n_embd": 32}
 BERTS_OWN = {"position": "learned", "where": "post", "mlp": "gelu_exact", "norm_eps": 1e-12}
-TINY = [*SMALL, "--steps=2", "--eval_batches=2", "--fill=the _ord"]
+TINY = [*SMALL, "--steps=2", "--eval_batches=2"]
 
 
 @torch.no_grad()
@@ -76,11 +73,10 @@ def test_a_run_learns(run, tmp_path):
     letters = "abcdefghij"
     write(tmp_path, CharTokenizer(letters), {"train": letters * 300, "val": letters * 50}, {"from": "letters"})
     args = [f"--dataset={tmp_path}", *SMALL, "--n_layer=1", "--n_head=2", "--batch_size=16"]
-    code, out, err = run(
-        "lab/examples/bert.py", *args, "--steps=200", "--learning_rate=5e-3", "--eval_batches=3", "--fill=abc_ef_hij"
-    )
+    code, out, err = run("lab/examples/bert.py", *args, "--steps=200", "--learning_rate=5e-3", "--eval_batches=3")
     assert code == 0, err
-    assert out.splitlines()[-3:] == ["abc_ef_hij", "", "abcdefghij"]
+    gaps, _, filled = out.splitlines()[-3:]
+    assert gaps[:10] == "abcd_fghi_" and filled[4:-5] == (letters * 4)[4 : len(filled) - 5]
     assert float(out.split("error of hidden tokens ")[1].split(",")[0]) < 0.3  # by chance 0.9
 
 
@@ -91,36 +87,13 @@ def test_a_run_is_repeatable_and_takes_every_flag(run, data):
         assert code == 0, err
         (line,) = [line for line in out.splitlines() if line.startswith("result: ")]
         runs.append(line)
-        assert out.splitlines()[-3] == "the _ord" and len(out.splitlines()[-1]) == len("the _ord")
     assert runs[0] == runs[1] != runs[2]
     assert runs[0].startswith("result: attention=softmax seed=1 error of hidden tokens ")
     assert runs[3].startswith("result: attention=laser seed=1 ")
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--vocab_size=7", "--vocab_size has no effect in this example: leave it out"),
-        ("--position=t5", "T5 counts how far a key lies behind a query"),
-        ("--steps=0", "--steps=0 must be at least 1"),
-        ("--fill=_" + 40 * "a", "--fill needs a _, and at most block_size=32 tokens; it has 41"),
-        ("--fill=the lord", "--fill needs a _"),
-        ("--eval_batches=0", "--eval_batches=0 must be at least 1"),
-        ("--seed=-1", "--seed=-1 must be in 0 to 2^31 - 1"),
-        ("--seed=2147483648", "--seed=2147483648 must be in 0 to 2^31 - 1"),
-        ("--learning_rate=-1", "--learning_rate=-1.0 must be above 0"),
-        ("--fill=%", "'%'"),
-        ("--dataset=nowhere", "there is no data set 'nowhere'"),
-        ("--attention=soft", "attention='soft' is not one of softmax, laser"),
-    ],
-)
-def test_mistakes_are_a_sentence(run, data, flag, message):
-    code, out, err = run("lab/examples/bert.py", f"--dataset={data}", *TINY, flag)
-    assert code == 2 and message in err and len(err.splitlines()) == 1, err
-
-
-def test_without_fill_it_fills_in_the_validation_text(run, data):
-    flags = [f"--dataset={data}", *TINY[:-1], "--batch_size=1", "--block_size=2"]
+def test_it_fills_in_the_validation_text(run, data):
+    flags = [f"--dataset={data}", *TINY, "--batch_size=1", "--block_size=2"]
     code, out, err = run("lab/examples/bert.py", *flags, "--block_size=10", "--steps=1")
     assert code == 0, err
     gaps, text = out[out.index("result: ") :].split("\n", 1)[1].removesuffix("\n").split("\n\n")
@@ -130,7 +103,7 @@ def test_without_fill_it_fills_in_the_validation_text(run, data):
     assert code == 0 and "nan" not in out, err
 
 
-@pytest.mark.parametrize("steps", [1, 2, 9, 10, 19, 20, 25])
+@pytest.mark.parametrize("steps", [1, 9, 10, 25])
 def test_the_lines_of_a_training(steps, capsys):
     """At each tenth of the steps, and at the last one; the learning rate ends far below its highest value."""
     p = torch.nn.Parameter(torch.ones(3))
@@ -140,8 +113,3 @@ def test_the_lines_of_a_training(steps, capsys):
     lines = capsys.readouterr().out.splitlines()[1:]
     assert len(lines) == min(10, steps) and lines[-1].startswith(f"step {steps}: loss ")
     assert 3 - p.sum().item() > 0 and not model.training
-
-
-def test_help_names_the_flags(run):
-    code, out, _ = run("lab/examples/bert.py", "--help")
-    assert code == 0 and "--fill=" in out and "--attention='softmax'" in out

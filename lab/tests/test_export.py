@@ -9,13 +9,17 @@ import pytest
 import torch
 from harness import ROOT
 
-from choices import POSITION
-from lab.hub.tokenizer_json import fast
 from model import ATTENTION, GPT, GPTConfig
+from positions import POSITION
 from text import tokenizers
-from training import checkpoint, pretrained
+from training import checkpoint
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+import transformers
+
+from lab.hub.modeling_nanoattn import NanoattnForCausalLM
+from lab.hub.tokenizer_json import fast
+
 V, T = 65, 24
 SIZES = {"block_size": T, "vocab_size": V, "n_layer": 2, "n_head": 4, "n_embd": 32}
 CASES = [{"attention": name, "heads": heads} for name in ATTENTION for heads in ("L", "SSL")]
@@ -23,27 +27,18 @@ CASES += [{"position": name} for name in POSITION]
 CASES += [
     {"position": "t5", "tied": False},  # a table that all layers share, and a head that shares nothing
     {"differential": True, "attention": "laser", "heads": "SSLL"},
-    {
-        "attention": "beta2",
-        "short_attention": "softmax",
-        "heads": "SL",
-        "conv": 4,
-        "position": "rope",
-        "nope_long": True,
-    },
+    {"attention": "beta_squared", "short_attention": "softmax", "heads": "SL", "conv": 4, "position": "rope"},
     {"attention": "beta", "decay": "learned", "conv": 3, "n_kv_head": 2},
     {"decay": "alibi", "position": "none", "logit_softcap": 20.0, "qk_norm": "l2", "per_dim_temperature": True},
     {"norm": "rmsnorm", "mlp": "swiglu", "where": "sandwich", "bias": False, "head_dim": 12, "n_kv_head": 1},
-    {"block": "parallel", "where": "olmo2", "zero_init": True},
+    {"position": "rope", "nope_long": True, "heads": "S/L", "block": "parallel", "where": "olmo2"},
 ]
-for case in CASES:
-    if "S" in case.get("heads", "L"):
-        case["window"] = 4
 
 
 def ours_of(case: dict) -> GPT:
     """A model far from its first weights, so that every choice changes the result."""
-    model = GPT(GPTConfig(**SIZES | case)).eval()
+    window = {"window": 4} if "S" in case.get("heads", "L") else {}
+    model = GPT(GPTConfig(**SIZES | window | case)).eval()
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
     return model
@@ -51,11 +46,8 @@ def ours_of(case: dict) -> GPT:
 
 def theirs_of(ours: GPT, folder: object, **kwargs: object) -> torch.nn.Module:
     """The same model, written and loaded again by transformers, with all of its weights."""
-    hf = pretrained.with_ours()
-    from lab.hub.modeling_nanoattn import NanoattnForCausalLM
-
     NanoattnForCausalLM.of(ours).save_pretrained(folder)
-    theirs, found = hf.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    theirs, found = NanoattnForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
     assert not any(found.values()), found
     return theirs
 
@@ -68,7 +60,7 @@ def test_every_choice_as_a_model_of_transformers(tmp_path, case):
     expected = ours(x, x)[0]
     torch.testing.assert_close(theirs(x).logits, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(theirs(x, logits_to_keep=3).logits, expected[:, -3:], rtol=0, atol=1e-5)
-    assert GPT.from_pretrained(str(tmp_path)).config == ours.config
+    assert theirs.gpt.config == ours.config
 
     pieces, past = [], None  # with the cache
     for part in x.split([5, 1, 1, 10, 7], dim=1):
@@ -99,6 +91,26 @@ def test_every_choice_as_a_model_of_transformers(tmp_path, case):
     assert theirs.generate(batch, attention_mask=mask, num_beams=3, **few)[0, 3 : 3 + beams.shape[1]].equal(beams[0])
 
 
+@pytest.mark.parametrize("more", [{}, {"heads": "SL", "window": 3, "conv": 4}])
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_cache_keeps_the_rows_of_beams(attention, more):
+    """After select, decoding goes on as if the chosen rows alone had been there from the beginning."""
+    model = ours_of({"attention": attention, "position": "rope", **more})
+    before, after = torch.randint(V, (3, 9)), torch.randint(V, (5, 4))
+    rows = torch.tensor([2, 0, 0, 1, 2])
+    cache = model.new_cache()
+    model(before, cache=cache)
+    cache.select(rows)
+    assert cache.rows == 5 and cache.length == 9
+    with pytest.raises(ValueError, match="batch of 5"):
+        model(after[:3], cache=cache)
+    with torch.no_grad():
+        for i in range(4):
+            got = model(after[:, i : i + 1], cache=cache)[0]
+            whole = model(torch.cat((before[rows], after[:, : i + 1]), dim=1))[0]
+            torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
+
+
 def test_their_loss_and_gradients_are_ours(tmp_path):
     """labels are shifted inside, as everywhere in transformers; the mean is over the labels that are not -100."""
     ours = ours_of({"attention": "laser"})
@@ -106,21 +118,13 @@ def test_their_loss_and_gradients_are_ours(tmp_path):
     x = torch.randint(V, (2, T))
     labels, targets = x.clone(), x.roll(-1, 1)
     labels[:, :5], targets[:, :4], targets[:, -1] = -100, -1, -1
-    loss = theirs(x, labels=labels).loss
+    loss = theirs(x, labels=labels, use_cache=True).loss  # the cache would have no gradient
     expected = ours(x, targets)[1]
     torch.testing.assert_close(loss, expected)
     loss.backward()
     expected.backward()
     for (name, p), q in zip(theirs.gpt.named_parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, msg=name)
-
-
-def test_labels_with_use_cache_keep_the_gradient(tmp_path):
-    theirs = theirs_of(ours_of({}), tmp_path)
-    theirs(
-        torch.zeros(1, 5, dtype=torch.long), labels=torch.zeros(1, 5, dtype=torch.long), use_cache=True
-    ).loss.backward()
-    assert all(p.grad is not None for p in theirs.parameters())
 
 
 def test_several_tokens_across_the_end_of_the_window_are_refused(tmp_path):
@@ -139,9 +143,11 @@ def test_bfloat16(tmp_path):
     torch.testing.assert_close(theirs(x).logits.float(), ours(x, x)[0], rtol=0, atol=0.15)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_what_the_model_cannot_honour_is_refused(tmp_path):
+    theirs, ids = theirs_of(ours_of({}), tmp_path), torch.zeros(1, 3, dtype=torch.long)
+    long = torch.zeros(1, T + 1, dtype=torch.long)
+    padded = theirs(ids, attention_mask=torch.tensor([[0, 1, 1]]), use_cache=True).past_key_values
+    for arguments, says in (
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "one run of ones in each row"),
         ({"attention_mask": torch.tensor([[0, 0, 0]])}, "one run of ones in each row"),
         ({"attention_mask": torch.tensor([[1, 1, 0]]), "use_cache": True}, "padding_side = 'left'"),
@@ -149,14 +155,12 @@ def test_bfloat16(tmp_path):
         ({"input_ids": None}, "needs input_ids"),
         ({"output_attentions": True}, "does not take output_attentions"),
         ({"past_key_values": ()}, "must be what this model returned"),
-        ({"input_ids": torch.zeros(1, T + 1, dtype=torch.long)}, f"1 to block_size={T}"),
-        ({"input_ids": torch.zeros(1, T + 1, dtype=torch.long), "use_cache": True}, f"1 to block_size={T}"),
-    ],
-)
-def test_what_the_model_cannot_honour_is_refused(tmp_path, arguments, says):
-    theirs = theirs_of(ours_of({}), tmp_path)
-    with pytest.raises(ValueError, match=says):
-        theirs(**{"input_ids": torch.zeros(1, 3, dtype=torch.long)} | arguments)
+        ({"past_key_values": padded}, "need their attention_mask with every new token"),
+        ({"input_ids": long}, f"1 to block_size={T}"),
+        ({"input_ids": long, "use_cache": True}, f"1 to block_size={T}"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            theirs(**{"input_ids": ids} | arguments)
 
 
 # -----------------------------------------------------------------------------
@@ -179,10 +183,9 @@ def test_their_tokenizer_gives_our_tokens(tmp_path, kind, text, bpe):
     tok = {
         "char": lambda: tokenizers.CharTokenizer(alphabet),
         "char, documents": lambda: tokenizers.CharTokenizer(alphabet, True),
-        "bytes": tokenizers.ByteTokenizer,
-        "gpt2": tokenizers.GPT2Tokenizer,
+        "bytes": tokenizers.ByteTokenizer, "gpt2": tokenizers.GPT2Tokenizer,
         "sentencepiece": lambda: sentencepiece(text),
-    }[kind]()
+    }[kind]()  # fmt: skip
     fast(tok, T).save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert len(theirs) == tok.n_vocab and theirs.eos_token_id == theirs.bos_token_id == tok.eot
@@ -201,16 +204,9 @@ def test_their_tokenizer_gives_our_tokens(tmp_path, kind, text, bpe):
 # the script
 
 
-@pytest.fixture
-def trained(train, tmp_path) -> str:
-    """The folder of a run: LASER, long and short heads, characters."""
-    code, _, err = train("--attention=laser", "--heads=SSSL", "--window=4", "--position=rope")
-    assert code == 0, err
-    return str(tmp_path / "out")
-
-
+LASER = ("--attention=laser", "--heads=SSSL", "--window=4", "--position=rope")
 ALONE = """
-import json, sys, torch
+import json, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 folder = sys.argv[1]
@@ -229,14 +225,14 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_a_process_without_the_repository_loads_and_samples_it(run, trained, tmp_path):
-    to = str(tmp_path / "exported")
+def test_a_process_without_the_repository_loads_and_samples_it(run, train, tmp_path):
+    assert train(*LASER)[0] == 0
+    trained, to = str(tmp_path / "out"), str(tmp_path / "exported")
     code, out, err = run("lab/hub/export.py", f"--out_dir={trained}", f"--to={to}", "--custom")
     assert code == 0 and "NanoattnForCausalLM" in out, err
-    (tmp_path / "alone.py").write_text(ALONE)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HOME": str(tmp_path / "cache")}
+    argv = [sys.executable, "-c", ALONE, to, ROOT]
     env |= {"HF_HUB_OFFLINE": "1"}
-    argv = [sys.executable, str(tmp_path / "alone.py"), to, ROOT]
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -247,70 +243,19 @@ def test_a_process_without_the_repository_loads_and_samples_it(run, trained, tmp
     assert found["text"] == tok.decode(model.generate(ids, 40, 0.0)[0].tolist())
 
 
-@pytest.mark.parametrize("custom", [True, False])
-def test_an_export_is_sampled_evaluated_and_trained_on(run, train, data, trained, tmp_path, custom):
-    if not custom:
-        code, _, err = train("--max_iters=5")
-        assert code == 0, err
+def test_a_plain_export_is_sampled_and_trained_on(run, train, tmp_path):
+    assert train("--max_iters=5")[0] == 0
     to = str(tmp_path / "exported")
-    code, _, err = run("lab/hub/export.py", f"--out_dir={trained}", f"--to={to}", *["--custom"] * custom)
+    code, _, err = run("lab/hub/export.py", f"--out_dir={tmp_path / 'out'}", f"--to={to}")
     assert code == 0, err
     flags = ["--start=the lord", "--num_samples=1", "--max_new_tokens=40", "--device=cpu"]
-    outs = [run("sample.py", which, *flags)[1] for which in (f"--out_dir={trained}", f"--init_from={to}")]
+    outs = [run("sample.py", which, *flags)[1] for which in (f"--out_dir={tmp_path / 'out'}", f"--init_from={to}")]
     assert "the lord" in outs[0] and outs[0].splitlines()[1:] == outs[1].splitlines()[1:]
-    outs = [run("eval.py", which, f"--dataset={data}")[1] for which in (f"--out_dir={trained}", f"--init_from={to}")]
-    assert "bits per byte" in outs[0] and outs[0].splitlines()[1:] == outs[1].splitlines()[1:]
     code, out, err = train(f"--init_from={to}", f"--out_dir={tmp_path / 'more'}", "--max_iters=2")
-    assert code == 0 and "all of its weights carry over" in out and "other tokens" not in out, err
-    theirs = transformers.AutoTokenizer.from_pretrained(to, trust_remote_code=True)
-    assert theirs.decode(theirs.encode("the lord of all")) == "the lord of all"
-
-
-def test_what_is_exported_can_become_plain_only_if_a_family_has_it(run, trained, tmp_path):
-    code, _, err = run("lab/hub/export.py", f"--out_dir={trained}", f"--to={tmp_path / 'to'}")
-    assert code == 2 and "attention='laser'" in err and "--custom" in err and not os.path.exists(tmp_path / "to")
-
-
-# -----------------------------------------------------------------------------
-# the folder of a run as --init_from
-
-
-def test_a_run_begins_with_the_weights_of_another(run, train, trained, tmp_path):
-    flags = [f"--init_from={trained}", f"--out_dir={tmp_path / 'more'}", "--max_iters=0", "--eval_interval=1"]
-    code, out, err = train(*flags)
     assert code == 0 and "all of its weights carry over" in out, err
-    losses = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
-    best = min(row["val_loss"] for row in losses if "val_loss" in row)
-    assert f"val loss {best:.4f}" in out
-    outs = [run("sample.py", flag, "--num_samples=1")[1] for flag in (f"--out_dir={trained}", f"--init_from={trained}")]
-    assert outs[0] == outs[1] != ""
-    code, out, err = train(*flags[:2], "--attention=softmax", "--conv=3", "--max_iters=2", "--block_size=16")
-    assert code == 0 and "trained without attention=softmax, conv=3" in out, err
-    code, _, err = train(f"--init_from={trained}/best.pt", *flags[1:])
-    assert code == 2 and "best.pt is a file: give the folder of a run or of a model" in err
-    code, _, err = train(*flags[:2], "--position=learned")
-    assert code == 2 and f"--position=learned does not fit {trained}, which has position=rope" in err
 
 
-def test_a_changed_model_needs_a_place_for_every_trained_weight(train, tmp_path):
-    code, _, err = train("--conv=3", "--max_iters=2")
-    assert code == 0, err
-    flags = [f"--init_from={tmp_path / 'out'}", f"--out_dir={tmp_path / 'more'}"]
-    for width in (0, 4):
-        code, _, err = train(*flags, f"--conv={width}")
-        assert code == 2 and "has no place for the trained weight transformer.h.0.attn.conv.weight" in err
-    code, out, err = train(*flags, "--conv=3", "--attention=softmax", "--max_iters=1")
-    assert code == 0 and "trained without" not in out, err
-    short = ("--position=relative", "--nope_long", "--heads=S/L", "--window=4", "--max_iters=2")
-    assert train(*short)[0] == 0
-    code, _, err = train(*flags, "--heads=S/SL")
-    assert code == 2 and "needs transformer.h.1.attn.position.k, which was not trained" in err
-
-
-def test_other_tokens_are_told(train, trained, tmp_path):
-    (tmp_path / "weights").mkdir()
-    state = checkpoint.load(os.path.join(trained, "best.pt"))
-    state["tokenizer"] = state["tokenizer"] | {"vocab": state["tokenizer"]["vocab"][::-1]}
-    checkpoint.save(str(tmp_path / "weights" / "best.pt"), state)
-    code, out, err = train(f"--init_from={tmp_path / 'weights'}", "--max_iters=1", f"--out_dir={tmp_path / 'more'}")
-    assert code == 0 and "has other tokens than" in out, err
+def test_what_is_exported_can_become_plain_only_if_a_family_has_it(run, train, tmp_path):
+    assert train(*LASER, "--max_iters=1")[0] == 0
+    code, _, err = run("lab/hub/export.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'to'}")
+    assert code == 2 and "attention='laser'" in err and "--custom" in err and not os.path.exists(tmp_path / "to")

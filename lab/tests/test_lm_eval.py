@@ -1,8 +1,6 @@
-"""lab/hub/lm_eval.py: log p and texts computed by hand, lm-eval's own model of the same weights, tasks, mistakes."""
+"""lab/hub/lm_eval.py: log p and texts computed by hand, an exported folder, tasks, mistakes."""
 
-import contextlib
-import glob
-import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -16,14 +14,11 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from errors import NotFinite, UserError
-from model import ATTENTION, GPT, GPTConfig
-from text.files import TextError
+from errors import UserError
+from lab.hub import lm_eval as script
+from model import GPT, GPTConfig
 from text.tokenizers import END, ByteTokenizer, CharTokenizer
-
-spec = importlib.util.spec_from_file_location("scripts_lm_eval", os.path.join(ROOT, "lab", "hub", "lm_eval.py"))
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+from training.checkpoint import open_model
 
 
 @pytest.fixture(autouse=True)
@@ -38,16 +33,8 @@ TOK = CharTokenizer(LETTERS, eot=True)
 T = 16
 CASES = {
     "softmax": {},
-    "laser": {"attention": "laser", "position": "rope"},
-    "beta": {"attention": "beta", "position": "rope", "heads": "SSSL"},
-    "short heads": {"heads": "SL", "window": 5},
-    "beta2, differential": {
-        "attention": "beta2",
-        "position": "none",
-        "differential": True,
-        "heads": "SSLL/L",
-        "conv": 3,
-    },
+    "laser": {"attention": "laser", "position": "rope", "heads": "SL", "window": 5},
+    "beta": {"attention": "beta", "position": "none", "differential": True, "heads": "SSLL/L"},
 }
 
 
@@ -59,10 +46,6 @@ def gpt(tok=TOK, **choices) -> GPT:
     for p in model.parameters():
         p.data *= 4 if p.dim() > 1 else 1
     return model
-
-
-def adapter(model: GPT, tok=TOK, batch_size: int = 4):
-    return script.adapter(model, tok, batch_size, "cpu", contextlib.nullcontext())
 
 
 def requests(kind: str, *arguments: tuple) -> list[Instance]:
@@ -96,178 +79,60 @@ def written_by_hand(model: GPT, prompt: list[int], n: int) -> list[int]:
 # by hand
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("case", CASES)
-def test_log_p_of_answers(case, batch_size):
+def test_log_p_of_answers(case):
+    """In float32 and bfloat16. A text without a context begins at its boundary; lm-eval moves spaces to the answer."""
     model = gpt(**CASES[case])
-    contexts = ["abc", "abc", "abc", "a", "abcdefghi abcdef", "abcdefghi abcdefgh. abcdefgh", "abcd", "abcd", "abc"]
-    answers = [" d", " defg", " d.", "b", " ab", " abc def", "e", "f", " d"]
-    best = TOK.decode(written_by_hand(model, TOK.encode("abcd"), 3))
-    pairs = [*zip(contexts, answers, strict=True), ("abcd", best)]
-    got = adapter(model, batch_size=batch_size).loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
-    for (context, answer), (log_p, greedy) in zip(pairs, got, strict=True):
-        expected = by_hand(model, TOK.encode(context), TOK.encode(answer))
+    contexts = ["abc", "abc", "a", "abcdefghi abcdef", "abcdefghi abcdefgh. abcdefgh", "abcd", "abcd", "abc "]
+    answers = [" defg", " d.", "b", " ab", " abc def", "e", "f", "de"]
+    pairs = [*zip(contexts, answers, strict=True), ("abcd", TOK.decode(written_by_hand(model, TOK.encode("abcd"), 3)))]
+    asked = requests("loglikelihood", ("", "abc"), *pairs)
+    got = script.adapter(model, TOK, 4).loglikelihood(asked, disable_tqdm=True)
+    for (context, answer), (log_p, greedy) in zip([(END, "abc"), *pairs], got, strict=True):
+        n = len(context.rstrip(" "))
+        expected = by_hand(model, TOK.encode(context[:n]), TOK.encode(context[n:] + answer))
         assert log_p == pytest.approx(expected[0], abs=1e-4) and greedy == expected[1], (context, answer)
     assert got[-1][1] and not all(greedy for _, greedy in got)
-
-
-def test_a_text_without_a_context_begins_at_its_boundary():
-    model, ids = gpt(), TOK.encode("abc")
-    (got,) = adapter(model).loglikelihood(requests("loglikelihood", ("", "abc")), disable_tqdm=True)
-    assert got[0] == pytest.approx(by_hand(model, [TOK.eot], ids)[0], abs=1e-4)
-
-
-def test_spaces_belong_to_the_answer():
-    """lm-eval moves the spaces at a context's end to the answer; for characters the text is the same."""
-    model = gpt()
-    (got,) = adapter(model).loglikelihood(requests("loglikelihood", ("abc ", "de")), disable_tqdm=True)
-    assert got[0] == pytest.approx(by_hand(model, TOK.encode("abc"), TOK.encode(" de"))[0], abs=1e-4)
+    half = script.adapter(model, TOK, 4, "bfloat16").loglikelihood(asked, disable_tqdm=True)
+    assert [p for p, _ in half] != [p for p, _ in got]
+    assert [p for p, _ in half] == pytest.approx([p for p, _ in got], abs=0.3, rel=0.02)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_log_p_of_whole_texts(case):
-    """Windows of T tokens; the last one has a full context, and predicts only what is left."""
-    model = gpt(**CASES[case])
-    texts = ["a", "abcdefg hi. abcd", "abcdefg hi. abcde", "ahe" + " abc def ghi." * 5, ""]
-    got = adapter(model).loglikelihood_rolling(requests("rolling", *[(text,) for text in texts]), disable_tqdm=True)
-    for text, log_p in zip(texts, got, strict=True):
-        ids, total = [TOK.eot, *TOK.encode(text)], 0.0
-        for i in range(1, len(ids)):
-            first = (i - 1) // T * T  # of the window in which token i is predicted
-            last = min(first + T, len(ids) - 1)
-            total += log_probs(model, ids[max(0, last - T) : i])[ids[i]].item()
-        assert log_p == pytest.approx(total, abs=1e-3)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("case", CASES)
-def test_texts(case, batch_size):
+def test_texts(case):
     """Greedy by default; contexts of several lengths; one is too long: its last T - max_gen_toks tokens are seen."""
     model, n = gpt(**CASES[case], vocab_size=TOK.n_vocab + 9), 7  # ids that mean nothing are not written
     contexts = ["abc", "abd", "a", "abcdefghi abcdefghi. abcdef", "abe", "i"]
-    given = {"until": [], "max_gen_toks": n}
-    got = adapter(model, batch_size=batch_size).generate_until(
-        requests("generate_until", *[(context, given) for context in contexts]), disable_tqdm=True
-    )
     whole = [TOK.decode(written_by_hand(model, TOK.encode(context)[-(T - n) :], n)) for context in contexts]
-    assert got == [text.split(END)[0] for text in whole] and any(got)
-
-
-def test_a_text_ends_at_a_stop():
-    model = gpt(**CASES["laser"])
-    contexts, n = ["abc", "dab", "ghi"], 9
-    whole = [TOK.decode(written_by_hand(model, TOK.encode(context), n)) for context in contexts]
     stop = next(text[3:5] for text in whole if len(set(text[:5])) > 1)
-    lm = adapter(model)
-    for until in (stop, [stop], ["q", stop]):
-        ask = requests("generate_until", *[(context, {"until": until, "max_gen_toks": n}) for context in contexts])
-        assert lm.generate_until(ask, disable_tqdm=True) == [text.split(END)[0].split(stop)[0] for text in whole]
+    lm = script.adapter(model, TOK, 3)
+    for until in ([], stop, ["\n\n\n", stop]):
+        asked = requests("generate_until", *[(context, {"until": until, "max_gen_toks": n}) for context in contexts])
+        expected = [text.split(END)[0].split(stop if until else "\0")[0] for text in whole]
+        assert lm.generate_until(asked, disable_tqdm=True) == expected and any(expected)
 
 
-def test_a_text_ends_at_its_boundary(monkeypatch):
-    """After the token of the boundary nothing counts; rows of a batch end for themselves."""
-    model = gpt()
-
-    def stream(model, idx, n, *_, stop, vocab_size):
-        assert stop == TOK.eot and vocab_size == TOK.n_vocab
-        for tokens in ([[3], [4]], [[TOK.eot], [5]], [[TOK.eot], [6]])[:n]:
-            yield torch.tensor(tokens)
-
-    monkeypatch.setattr(script, "stream", stream)
-    ask = requests("generate_until", *[(context, {"max_gen_toks": 3}) for context in "ab"])
-    assert adapter(model).generate_until(ask, disable_tqdm=True) == [TOK.decode([3]), TOK.decode([4, 5, 6])]
-
-
-def test_sampling_settings():
-    """temperature=0 is greedy, do_sample=False too; with a temperature the torch generator decides."""
-    lm = adapter(gpt())
-
-    def text(**settings) -> str:
-        torch.manual_seed(3)
-        return lm.generate_until(requests("", ("abc", {"max_gen_toks": 12} | settings)), disable_tqdm=True)[0]
-
-    greedy = text()
-    assert text(temperature=3.0, top_k=0) == text(temperature=3.0, top_k=TOK.n_vocab)
-    assert greedy == text(do_sample=False, temperature=1.5) == text(temperature=0.0) == text(temperature=9.0, top_k=1)
-    warm = text(temperature=3.0, do_sample=True)
-    assert warm == text(temperature=3.0) != greedy
-    with pytest.raises(UserError, match="generation_kwargs have 'num_beams'; known here are do_sample"):
-        text(num_beams=4)
+def test_texts_without_a_boundary():
+    """Of two contexts the shorter one is padded with a token of the text; the text is the same as alone."""
+    tok = CharTokenizer(LETTERS)
+    lm, ask = script.adapter(gpt(tok), tok, 2), [(x, {"until": ["."], "max_gen_toks": 9}) for x in ("abc", "d")]
+    both = lm.generate_until(requests("", *ask), disable_tqdm=True)
+    assert both == [lm.generate_until(requests("", one), disable_tqdm=True)[0] for one in ask] and all(both)
 
 
 # -----------------------------------------------------------------------------
-# the cache
+# tasks
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_choices_of_one_question_share_its_computation(case, monkeypatch):
-    model = gpt(**CASES[case])
-    pairs = [(context, answer) for context in ("abcdefg", "hgfedcba.") for answer in (" a", " bcd", " efghi", ".")]
-    alone = adapter(model, batch_size=1).loglikelihood(requests("", *pairs), disable_tqdm=True)
-    caches, new_cache = [], model.new_cache
-    monkeypatch.setattr(model, "new_cache", lambda n: caches.append(new_cache(n)) or caches[-1])
-    together = adapter(model, batch_size=8).loglikelihood(requests("", *pairs), disable_tqdm=True)
-    assert len(caches) == 1 and caches[0].rows == 8
-    for one, other in zip(alone, together, strict=True):
-        assert one[0] == pytest.approx(other[0], abs=1e-4) and one[1] == other[1]
-
-
-def test_autocast_is_for_all_of_a_batch(monkeypatch):
-    """In bfloat16 the shared part is computed in bfloat16 as well."""
-    model = gpt()
-    pairs = [("abcdefg", answer) for answer in (" a", " bcd", ".")]
-    exact = adapter(model).loglikelihood(requests("", *pairs), disable_tqdm=True)
-    caches, new_cache = [], model.new_cache
-    monkeypatch.setattr(model, "new_cache", lambda n: caches.append(new_cache(n)) or caches[-1])
-    lm = script.adapter(model, TOK, 4, "cpu", torch.autocast("cpu", dtype=torch.bfloat16))
-    for one, other in zip(exact, lm.loglikelihood(requests("", *pairs), disable_tqdm=True), strict=True):
-        assert one[0] == pytest.approx(other[0], abs=0.3)
-    assert all(part.k.dtype == torch.bfloat16 for part in caches[0].parts.values())
-
-
-@pytest.mark.parametrize("more", [{}, {"heads": "SL", "window": 3, "conv": 4}])
-@pytest.mark.parametrize("attention", ATTENTION)
-def test_select_keeps_rows(attention, more):
-    """After select, decoding goes on as if the chosen rows alone had been there from the beginning."""
-    model = gpt(attention=attention, position="rope", block_size=64, **more)
-    before, after = torch.randint(TOK.n_vocab, (3, 9)), torch.randint(TOK.n_vocab, (5, 4))
-    rows = torch.tensor([2, 0, 0, 1, 2])
-    cache = model.new_cache()
-    model(before, cache=cache)
-    cache.select(rows)
-    assert cache.rows == 5 and cache.length == 9
-    with pytest.raises(ValueError, match="batch of 5"):
-        model(after[:3], cache=cache)
-    with torch.no_grad():
-        for i in range(4):
-            got = model(after[:, i : i + 1], cache=cache)[0]
-            whole = model(torch.cat((before[rows], after[:, : i + 1]), dim=1))[0]
-            torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
-
-
-# -----------------------------------------------------------------------------
-# lm-eval's own model
-
-MODELS = {  # flags of train.py, flags of lab/hub/export.py
-    "gpt2": ([], []),
-    "laser": (["--attention=laser", "--heads=SSSL", "--window=4", "--position=rope"], ["--custom"]),
-    "llama": (["--position=rope", "--norm=rmsnorm", "--mlp=swiglu", "--bias=False", "--n_kv_head=2"], []),
-}
+ENDS = [(" and", " of"), (" R", " no")]
 ROWS = [
     {"prompt": f"the lord of {a}", "answer": b, "choices": [b, c] if i % 3 else [c, b]}
-    for i, (a, b, c) in enumerate(
-        (a, b, c)
-        for a in ("all", "noble", "Rome!", "the", "and the lord speaks: ")
-        for b, c in ((" and", " of"), (" R", " no"))
-    )
+    for i, (a, (b, c)) in enumerate(itertools.product(("all", "noble", "Rome!", "and the lord speaks: "), ENDS))
 ]
 KINDS = {
     "choices": {"output_type": "multiple_choice", "doc_to_choice": "choices",
                 "doc_to_target": "{{choices.index(answer)}}", "metric_list": [{"metric": "acc"}]},
     "greedy": {"output_type": "loglikelihood", "doc_to_target": "answer",
                "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}]},
-    "whole": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{(prompt + answer) * 3}}",
-              "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}]},
     "write": {"output_type": "generate_until", "doc_to_target": "answer", "metric_list": [{"metric": "exact_match"}],
               "generation_kwargs": {"until": ["a"], "max_gen_toks": 6, "do_sample": False}},
 }  # fmt: skip
@@ -294,55 +159,22 @@ def data(tmp_path, text) -> str:
     return str(tmp_path / "data")
 
 
-def same_answers(ours, theirs) -> None:
-    """Asserts that two models of lm-eval answer alike: short and long contexts, one with none, whole texts, writing."""
-    assert theirs.max_length == ours.max_length and theirs.prefix_token_id == ours.prefix_token_id
-    long = "the lord of all speaks: noble Rome! and citizens, "
-    contexts = ["the lord", "the lord", "the lord", "", long, long[:31], "of all the "]
-    answers = [" of", " and", "s", "the lord", "citizens", "R", "lord"]
-    ask = requests("loglikelihood", *zip(contexts, answers, strict=True))
-    for mine, other in zip(ours.loglikelihood(ask), theirs.loglikelihood(ask), strict=True):
-        assert mine[0] == pytest.approx(other[0], abs=1e-4) and mine[1] == other[1]
-    ask = requests("loglikelihood_rolling", ("a",), (long,), (long[:32],), (long * 5,))
-    assert ours.loglikelihood_rolling(ask) == pytest.approx(theirs.loglikelihood_rolling(ask), abs=1e-3)
-    for settings in (
-        {"max_gen_toks": 20},
-        {"until": ["o", "e "], "max_gen_toks": 25},
-        {"until": "d", "max_gen_toks": 9},
-    ):
-        ask = requests("generate_until", *[(context or "R", settings) for context in contexts])
-        assert ours.generate_until(ask) == theirs.generate_until(ask)
+def test_an_exported_folder_has_the_same_numbers(train, run, tmp_path):
+    """In lm-eval's own model of the exported folder."""
+    from lm_eval.models.huggingface import HFLM
 
-
-@pytest.mark.parametrize("name", MODELS)
-def test_numbers_are_those_of_lm_evals_own_model(name, train, run, tmp_path):
-    """The same weights, exported: log p, greedy flags, texts and every task's results."""
-    hf = pytest.importorskip("lm_eval.models.huggingface")
-    from lm_eval import evaluate
-
-    from training.checkpoint import open_model
-
-    flags, export = MODELS[name]
     folder = str(tmp_path / "exported")
-    assert train("--max_iters=30", *flags)[0] == 0
-    assert run("lab/hub/export.py", f"--out_dir={tmp_path / 'out'}", f"--to={folder}", *export)[0] == 0
+    assert train("--max_iters=30", "--attention=laser", "--heads=SSSL", "--window=4", "--position=rope")[0] == 0
+    assert run("lab/hub/export.py", f"--out_dir={tmp_path / 'out'}", f"--to={folder}", "--custom")[0] == 0
+    theirs = HFLM(pretrained=folder, device="cpu", batch_size=3, dtype="float32", trust_remote_code=True)
     model, tok, _, _ = open_model("resume", str(tmp_path / "out"), "best")
-    theirs = hf.HFLM(pretrained=folder, device="cpu", batch_size=3, dtype="float32", trust_remote_code=True)
-    ours = adapter(model.eval(), tok)
-    same_answers(ours, theirs)
-    model, tok, _, _ = open_model(folder, "", "best")  # our model, of the exported folder
-    same_answers(adapter(model.eval(), tok), theirs)
-
-    paths = [save_task(tmp_path, kind) for kind in KINDS]
-    results = []
-    for lm in (ours, theirs):
-        found = evaluate(lm, script.load(paths, num_fewshot=1), log_samples=False, bootstrap_iters=0)
-        results.append(
-            {task: {k: x for k, x in row.items() if type(x) is float} for task, row in found["results"].items()}
-        )
-    assert set(results[0]) == {f"mine_{kind}" for kind in KINDS}
-    for task in results[0]:
-        assert results[0][task] == pytest.approx(results[1][task], rel=1e-4), task
+    ours = script.adapter(model, tok, 3)
+    assert theirs.max_length == ours.max_length and theirs.prefix_token_id == ours.prefix_token_id
+    answers = requests("", ("the lord", " of"), ("noble Rome!", " and the lord of all"))
+    for one, other in zip(ours.loglikelihood(answers), theirs.loglikelihood(answers), strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    write = requests("", ("the lord", {"until": ["a"], "max_gen_toks": 9}))
+    assert ours.generate_until(write) == theirs.generate_until(write)
 
 
 # -----------------------------------------------------------------------------
@@ -351,19 +183,12 @@ def test_numbers_are_those_of_lm_evals_own_model(name, train, run, tmp_path):
 
 def test_a_task_of_ones_own(train, run, tmp_path, monkeypatch):
     """A YAML beside its JSONL, from another folder: the accuracy is the one that log p by hand gives."""
-    from training.checkpoint import open_model
-
     assert train("--max_iters=20")[0] == 0
     paths = [save_task(tmp_path, kind) for kind in ("choices", "greedy")]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    where = [
-        f"--out_dir={tmp_path / 'out'}",
-        "--device=cpu",
-        f"--out={tmp_path / 'r.json'}",
-        f"--tasks={','.join(paths)}",
-    ]
-    code, out, err = run("lab/hub/lm_eval.py", *where)
+    where = [f"--out_dir={tmp_path / 'out'}", f"--out={tmp_path / 'r.json'}", f"--tasks={','.join(paths)}"]
+    code, out, err = run("lab/hub/lm_eval.py", *where, "--device=cpu")
     assert code == 0, err
     model, tok, _, about = open_model("resume", str(tmp_path / "out"), "best")
     scores = {}  # {question: what by_hand gives for its choices, the answer first}
@@ -378,17 +203,6 @@ def test_a_task_of_ones_own(train, run, tmp_path, monkeypatch):
     assert results["config"]["model"] == about and about in out and "|mine_choices|" in out
 
 
-def test_the_example_task(train, run, tmp_path, monkeypatch):
-    """lab/hub/tasks/line_ends.yaml loads, from any folder, and --limit and --num_fewshot are heard."""
-    monkeypatch.chdir(tmp_path)
-    (path,) = glob.glob(os.path.join(ROOT, "lab", "hub", "tasks", "line_ends.yaml"))
-    (task,) = script.load([path], num_fewshot=None)["tasks"].values()
-    assert len(task.eval_docs) == 100 and task.get_config("num_fewshot") == 0
-    for row in task.eval_docs:
-        assert row["answer"] in row["choices"] and len(set(row["choices"])) == 2
-    assert script.load([path], num_fewshot=2)["tasks"]["line_ends"].get_config("num_fewshot") == 2
-
-
 class FewTasks(TaskManager):
     """lm-eval's index of all its tasks takes seconds to make; this one has some folders."""
 
@@ -396,6 +210,15 @@ class FewTasks(TaskManager):
         names = ("super_glue", "winogrande", "wsc273", "xstorycloze", "race", "piqa", "openbookqa", "hellaswag", "arc")
         here = os.path.dirname(sys.modules["lm_eval.tasks"].__file__)
         super().__init__(include_defaults=False, include_path=[f"{here}/{name}" for name in names if include_defaults])
+
+
+def test_the_example_task(tmp_path, monkeypatch):
+    """lab/hub/tasks/line_ends.yaml loads, from any folder, and --num_fewshot is heard."""
+    monkeypatch.chdir(tmp_path)
+    for n in (None, 2):
+        task = script.load([os.path.join(ROOT, "lab/hub/tasks/line_ends.yaml")], num_fewshot=n)["tasks"]["line_ends"]
+        assert len(task.eval_docs) == 100 and task.get_config("num_fewshot") == (n or 0)
+    assert all(row["answer"] in row["choices"] and len(set(row["choices"])) == 2 for row in task.eval_docs)
 
 
 def test_the_tasks_of_the_laser_paper(monkeypatch):
@@ -408,11 +231,8 @@ def test_the_tasks_of_the_laser_paper(monkeypatch):
     row = {"example_id": "middle1.txt", "article": "Tom has a dog.", "answer": "B", "question": "What has Tom?",
            "options": ["A cat", "A dog", "Two", "None"]}  # fmt: skip
     asked, rows = [], datasets.Dataset.from_list([row])
-    monkeypatch.setattr(
-        datasets,
-        "load_dataset",
-        lambda **args: asked.append(args) or dict.fromkeys(("train", "validation", "test"), rows),
-    )
+    splits = dict.fromkeys(("train", "validation", "test"), rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda **args: asked.append(args) or splits)
     (path,) = set(script.LASER) - set(names)
     (task,) = script.load([path], num_fewshot=None)["tasks"].values()
     assert asked == [{"path": "ehovy/race", "name": "middle"}]
@@ -437,9 +257,8 @@ def test_mistakes(train, mistake, run, tmp_path, monkeypatch):
     assert train("--max_iters=1")[0] == 0
     mistake("--tasks= names no task")
     mistake("there is no file none.yaml", "--tasks=none.yaml")
-    mistake("lm-eval has no task 'hellaswg'; did you mean 'hellaswag'?", "--tasks=piqa, hellaswg")
+    mistake("lm-eval has no task 'hellaswg'", "--tasks=piqa, hellaswg")
     path = save_task(tmp_path, "choices")
-    mistake("names the task mine_choices twice", f"--tasks={path},{path}")
     mistake("--limit=0 must be at least 1", "--limit=0", f"--tasks={path}")
     mistake("no file can be written there", f"--out={tmp_path}", f"--tasks={path}")
     with open(tmp_path / "rows.jsonl", "a") as f:
@@ -472,30 +291,22 @@ def test_without_a_network(train, mistake, monkeypatch):
 
 
 def test_what_does_not_fit():
-    lm = adapter(gpt())
+    lm = script.adapter(gpt(), TOK, 4)
     with pytest.raises(UserError, match=r"has 17 tokens; this model takes 1 to block_size=16"):
         lm.loglikelihood(requests("", ("a", "b" * 17)))
-    with pytest.raises(UserError, match=r"answers of 256 tokens \(max_gen_toks\): block_size=16 leaves no room"):
+    with pytest.raises(UserError, match=r"lm-eval: .*requested max tokens to generate \(256\)"):
         lm.generate_until(requests("", ("a", {})))
-    with pytest.raises(TextError, match="the text holds 'z'"):
+    with pytest.raises(UserError, match="the text holds 'z'"):
         lm.loglikelihood(requests("", ("a", "z")))
+    with pytest.raises(UserError, match="lm-eval: WordLevel error"):
+        lm.generate_until(requests("", ("a", {"until": ["z"], "max_gen_toks": 3})))
 
 
 def test_the_token_before_a_text(capsys):
-    assert (
-        adapter(gpt()).prefix_token_id == TOK.eot
-        and adapter(gpt(ByteTokenizer()), ByteTokenizer()).prefix_token_id == 255
-    )
+    assert script.adapter(gpt(), TOK, 4).prefix_token_id == TOK.eot
+    assert script.adapter(gpt(ByteTokenizer()), ByteTokenizer(), 4).prefix_token_id == 255
     tok = CharTokenizer(LETTERS)
-    lm = adapter(gpt(), tok)
-    assert lm.prefix_token_id == lm.prefix_token_id == tok.encode("\n")[0]
-    assert capsys.readouterr().err.count("no boundary of documents") == 1
-    with pytest.raises(TextError):
-        _ = adapter(gpt(), CharTokenizer("abc")).prefix_token_id
-
-
-def test_a_diverged_model():
-    model = gpt()
-    model.lm_head.weight.data[0, 0] = float("nan")
-    with pytest.raises(NotFinite, match="diverged"):
-        adapter(model).loglikelihood(requests("", ("a", "b")))
+    assert script.adapter(gpt(tok), tok, 4).prefix_token_id == tok.encode("\n")[0]
+    assert "no boundary of documents" in capsys.readouterr().err
+    with pytest.raises(UserError):
+        script.adapter(gpt(), CharTokenizer("abc"), 4)

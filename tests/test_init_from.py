@@ -1,0 +1,57 @@
+"""The folder of a run as --init_from: its weights, what may change, what is refused."""
+
+import json
+import os
+
+import pytest
+
+from training import checkpoint
+
+
+@pytest.fixture
+def trained(train, tmp_path) -> str:
+    """The folder of a run: LASER, long and short heads, characters."""
+    code, _, err = train("--attention=laser", "--heads=SSSL", "--window=4", "--position=rope")
+    assert code == 0, err
+    return str(tmp_path / "out")
+
+
+def test_a_run_begins_with_the_weights_of_another(run, train, trained, tmp_path):
+    flags = [f"--init_from={trained}", f"--out_dir={tmp_path / 'more'}", "--max_iters=0", "--eval_interval=1"]
+    code, out, err = train(*flags)
+    assert code == 0 and "all of its weights carry over" in out, err
+    losses = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    best = min(row["val_loss"] for row in losses if "val_loss" in row)
+    assert f"val loss {best:.4f}" in out
+    outs = [run("sample.py", flag, "--num_samples=1")[1] for flag in (f"--out_dir={trained}", f"--init_from={trained}")]
+    assert outs[0] == outs[1] != ""
+    code, out, err = train(*flags[:2], "--attention=softmax", "--conv=3", "--max_iters=2", "--block_size=16")
+    assert code == 0 and "trained without attention=softmax, conv=3" in out, err
+    code, _, err = train(f"--init_from={trained}/best.pt", *flags[1:])
+    assert code == 2 and "best.pt is a file: give the folder of a run or of a model" in err
+    code, _, err = train(*flags[:2], "--position=learned")
+    assert code == 2 and f"--position=learned does not fit {trained}, which has position=rope" in err
+
+
+def test_a_changed_model_needs_a_place_for_every_trained_weight(train, tmp_path):
+    code, _, err = train("--conv=3", "--max_iters=2")
+    assert code == 0, err
+    flags = [f"--init_from={tmp_path / 'out'}", f"--out_dir={tmp_path / 'more'}"]
+    for width in (0, 4):
+        code, _, err = train(*flags, f"--conv={width}")
+        assert code == 2 and "transformer.h.0.attn.conv.weight" in err
+    code, out, err = train(*flags, "--conv=3", "--attention=softmax", "--max_iters=1")
+    assert code == 0 and "trained without" not in out, err
+    short = ("--position=relative", "--nope_long", "--heads=S/L", "--window=4", "--max_iters=2")
+    assert train(*short)[0] == 0
+    code, _, err = train(*flags, "--heads=S/SL")
+    assert code == 2 and "transformer.h.1.attn.position.k" in err
+
+
+def test_other_tokens_are_told(train, trained, tmp_path):
+    (tmp_path / "weights").mkdir()
+    state = checkpoint.load(os.path.join(trained, "best.pt"))
+    state["tokenizer"] = state["tokenizer"] | {"vocab": state["tokenizer"]["vocab"][::-1]}
+    checkpoint.save(str(tmp_path / "weights" / "best.pt"), state)
+    code, out, err = train(f"--init_from={tmp_path / 'weights'}", "--max_iters=1", f"--out_dir={tmp_path / 'more'}")
+    assert code == 0 and "has other tokens than" in out, err
