@@ -27,7 +27,7 @@ from attention.forms import fast_form, takes
 from attention.heads import groups_of, inverse_of
 from attention.more import MORE
 from attention.probe import probed
-from attention.scores import at_least_float32, check_finite, check_shapes, decayed, scores, visible
+from attention.scores import at_least_float32, check_shapes, decayed, scores, visible
 from choices import ACTIVATION, DECAY, POSITION, QK_NORM, WHERE, RMSNorm, ShortConv, new_norm
 from errors import UserError
 from rules import check, with_defaults
@@ -267,7 +267,6 @@ class CausalSelfAttention(nn.Module):
         """The rows of q, k and v before they are cut into heads: (B, T, H D), (B, T, G D) and (B, T, G D)."""
         H, G, D = self.sizes
         qkv = self.c_attn(x)
-        check_finite(qkv)
         if self.conv is not None:
             qkv = self.conv(qkv, memory)
         return qkv.split((H * D, G * D, G * D), dim=-1)

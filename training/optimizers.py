@@ -29,11 +29,8 @@ class Muon(torch.optim.Optimizer):
         w_t = (1 - lr weight_decay) w_t-1 - lr sqrt(max(1, rows / columns)) u_t
 
     The same as torch.optim.Muon, but only a GPU orthogonalises in bfloat16: a CPU without bfloat16 units would take
-    four times as long as in float32. Also, as in PyTorch's fused AdamW, a step changes nothing if self.found_inf, a
-    tensor on the device, is 1; the host need not know. Raises UserError for a parameter that is not a matrix.
+    four times as long as in float32. Raises UserError for a parameter that is not a matrix.
     """
-
-    found_inf: torch.Tensor | None = None
 
     def __init__(self, params, lr: float, weight_decay: float = 0.1, momentum: float = 0.95, steps: int = 5):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "steps": steps})
@@ -48,13 +45,10 @@ class Muon(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 m = self.state[p]["momentum_buffer"]
-                before = [] if self.found_inf is None else [(x, x.clone()) for x in (m, p)]
                 m.lerp_(p.grad, 1 - mu)
                 u = orthogonal(p.grad.lerp(m, mu), group["steps"])
                 p.mul_(1 - lr * group["weight_decay"])
                 p.add_(u, alpha=-lr * math.sqrt(max(1, p.shape[0] / p.shape[1])))
-                for x, was in before:
-                    x.copy_(torch.where(self.found_inf > 0, was, x))
 
 
 def orthogonal(g: torch.Tensor, steps: int) -> torch.Tensor:
