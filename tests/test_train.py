@@ -232,11 +232,10 @@ def test_a_run_that_died_early_does_not_push_out_the_last_good_one(train, tmp_pa
 @pytest.mark.parametrize(("flags", "saves"), [([], 2), (["--save_interval=5"], 2), (["--save_interval=2"], 5),
                                               (["--always_save_checkpoint=False"], 1)])  # fmt: skip
 def test_when_ckpt_is_saved(train, tmp_path, monkeypatch, flags, saves):
-    saved = []
-    save = checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda path, *args: saved.append(path) or save(path, *args))
+    saved, save = [], torch.save
+    monkeypatch.setattr(torch, "save", lambda state, f: saved.append(f.name) or save(state, f))
     train("--max_iters=10", "--eval_interval=5", *flags)
-    assert sum(path.endswith(checkpoint.LATEST) for path in saved) == saves
+    assert sum(path.endswith(checkpoint.LATEST + ".tmp") for path in saved) == saves
 
 
 def test_latest_and_best_are_apart(train, tmp_path):
@@ -251,13 +250,15 @@ def test_latest_and_best_are_apart(train, tmp_path):
     assert checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["iter_num"] == 10  # at the end all the same
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_step(train, tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run(train, tmp_path):
     flags = ("--grad_clip=0.0", "--warmup_iters=0", "--learning_rate=1e30", "--eval_interval=100")
     code, _, err = train(*flags, "--save_interval=1")
-    assert code == 1 and "stopped before the optimizer" in err
-    step = int(err.split("step ")[1].split(":")[0])
-    assert 0 < step < 10 and [it for it, _ in rows(tmp_path)] == list(range(step))
-    assert checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["iter_num"] == step
+    assert code == 1 and "step 1: the loss is nan and the gradient norm nan: the training has diverged" in err
+    assert [it for it, _ in rows(tmp_path)] == [0]
+    assert checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["iter_num"] == 1
+    code, _, err = train(*flags, "--save_interval=4", "--log_interval=7")  # found where it is saved
+    assert code == 1 and "step 4: " in err and "holds values that are not finite" in err
+    assert sorted(os.listdir(tmp_path / "out")) == ["log.jsonl", "previous"]
 
 
 def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):

@@ -224,7 +224,8 @@ def load_newest(out_dir: str) -> tuple[str, dict]:
         return path, load(path, lazily=True)
     except UserError as error:
         others = [name for name in found if os.path.join(out_dir, name) not in str(error)]
-        raise UserError(f"{error}{f'. To go on from {others[0]}, delete it' if others else ''}") from None
+        hint = f". Delete it to go on from the newest of the others: {', '.join(others)}" if others else ""
+        raise UserError(f"{error}{hint}") from None
 
 
 def set_aside(out_dir: str) -> None:
