@@ -8,8 +8,8 @@ Writes to out_dir: ckpt.pt (the latest state), best.pt (the state with the lowes
 Ctrl-C and SIGTERM end a run after the current step, with a checkpoint. A loss that is NaN or infinite ends it where it
 next logs, evaluates or saves, with exit code 1; no checkpoint has such numbers.
 
-Read train.py from top to bottom: flags, set-up, one batch, one loss, one evaluation, the loop. What a run needs around
-its loop is in training/run.py: resuming, checks of flags, the first lines, signals.
+Read it from top to bottom: flags, set-up, one batch, one loss, one evaluation, the loop. training/run.py has what a run
+needs around its loop: resuming, checks of flags, the first lines, signals.
 """
 
 import math
@@ -95,13 +95,11 @@ backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # how processes commun
 vocab_size: int | None = None  # number of different tokens; None: as many as the data set has
 bias = False  # biases in Linears and LayerNorms; False is a bit better and faster
 # -----------------------------------------------------------------------------
-# -----------------------------------------------------------------------------
 # set-up: what to resume, processes and device; data; the model
 config, given = configure(globals(), GPTConfig)
 with user_errors():
     saved = run.saved_run(config)  # the state to go on from, or None
-    if saved:
-        config = run.taken_over(config, given, saved)
+    config = run.taken_over(config, given, saved) if saved else config
     globals().update(config)
     refuse(run.wrong_flags(config, given))
     device, dtype, amp = pick_device(device, dtype)  # amp: the context of mixed precision
@@ -131,7 +129,6 @@ with user_errors():
         run_definitions(model)
 config |= vars(model.config) | {"window": model.config.resolved().window}  # a new block_size will not change it
 run.describe(config, model, data, meta, device, dtype)
-
 rows = batch_size * gradient_accumulation_steps  # sequences of a step, of all processes together
 micro_steps = math.ceil(rows / world / batch_size)  # micro-batches of this process, per step
 sharded = parallel == "fsdp" and world > 1  # whether each process has a share of the model
@@ -189,12 +186,11 @@ def estimate_loss() -> dict[str, float]:
     return losses
 
 
-def largest_of_layers() -> list[float]:
-    """The largest absolute attention score of each layer, on this process's first micro-batch."""
+def largest_of_layers(x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None) -> list[float]:
+    """The largest absolute attention score of each layer, on a micro-batch."""
     raw_model.eval()
     with amp, torch.compiler.set_stance("force_eager"):
-        x, _, *pos = (t.tensor_split(micro_steps)[0] for t in batch)
-        largest = largest_logits(raw_model, x, *pos)
+        largest = largest_logits(raw_model, x, pos)
     raw_model.train()
     return largest
 
@@ -233,15 +229,11 @@ if compile or (compile is None and device_type == "cuda"):  # it is tried on the
 eval_model = model  # without DDP, whose processes would need equal numbers of batches; FSDP2 shards it in place
 if world > 1:
     model = shared(model, parallel, device, getattr(torch, dtype))
-betas, fused = (beta1, beta2), device_type in ("cuda", "cpu")
-settings = Settings(learning_rate, betas, weight_decay, adam_eps, fused, muon_lr, muon_beta)
-optimizers = OPTIMIZER[optimizer](raw_model, settings)
+adam = (learning_rate, (beta1, beta2), weight_decay, adam_eps, device_type in ("cuda", "cpu"))
+optimizers = OPTIMIZER[optimizer](raw_model, Settings(*adam, muon_lr, muon_beta))
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
-best_val_loss = math.inf
 with user_errors():
-    if saved:
-        best_val_loss = run.best_loss(config, saved, meta)
-        checkpoint.restore(saved, optimizers, scaler)
+    best_val_loss = run.restored(config, saved, meta, optimizers, scaler) if saved else math.inf
     log = Log(config, start, saved and saved.get("wandb_id"), flops(raw_model), peak_flops(device, dtype))
 saved = None  # closes its file
 groups = [group for o in optimizers for group in o.param_groups]
@@ -276,10 +268,10 @@ while True:
     for group in groups:
         group["lr"] = lr * group["scale"]
     generator.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)  # a resumed run draws the same numbers
-    logs = it % log_interval == 0
-    largest = largest_of_layers() if log_logits and logs else None
+    parts = list(zip(*(t.tensor_split(micro_steps) for t in batch), strict=True))
+    largest = largest_of_layers(*parts[0]) if log_logits and it % log_interval == 0 else None
     loss = torch.zeros((), device=device)
-    for micro, part in enumerate(zip(*(t.tensor_split(micro_steps) for t in batch), strict=True)):
+    for micro, part in enumerate(parts):
         if world > 1 and not sharded:
             model.require_backward_grad_sync = micro == micro_steps - 1
         micro_loss = loss_of(model, *part) * (len(part[0]) / len(batch[0]))
@@ -294,12 +286,11 @@ while True:
     scaler.update()
     model.zero_grad(set_to_none=True)
     batch = get_batch(it + 1)  # while a GPU still computes
-    if logs:  # here the host waits for a GPU, and a loss that is not finite ends the run
+    if it % log_interval == 0:  # here the host waits for a GPU, and a loss that is not finite ends the run
         log.step(it, summed(loss / world).item(), lr, norm.item(), largest)
     it += 1
     stop = signals.of_any_process()
 
-# -----------------------------------------------------------------------------
 # the end
 if not eval_only:
     say(f"{count(it - start, 'step')} in {time.perf_counter() - _began:.1f} s, without the imports")

@@ -27,8 +27,7 @@ FLOORS = [
     ["choices"],
     ["rules"],
     ["model"],
-    ["training.distributed", "training.optimizers", "training.state"],
-    ["training.sharded"],
+    ["training.distributed", "training.optimizers"],
     ["training.checkpoint"],
     ["training.estimate"],
     ["training.pretrained"],
@@ -86,7 +85,7 @@ def test_a_file_imports_what_stands_before_it(name):
 
 @pytest.mark.parametrize(
     ("file", "most"),
-    [("model.py", 450), ("train.py", 450)],
+    [("model.py", 450), ("train.py", 300)],
 )  # fmt: skip
 def test_what_is_read_is_short(file, most):
     assert len(open(os.path.join(ROOT, file), encoding="utf-8").readlines()) <= most

@@ -4,9 +4,7 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
-import threading
 
 import pytest
 import torch
@@ -58,18 +56,14 @@ def test_log_lines(train):
     [
         ((), "softmax attention; all heads are long: a token sees itself and all tokens before it\ndropout 0.0; adamw"),
         (("--heads=S", "--window=3"), "; all heads are short: a token sees itself and the 3 before it\n"),
-        (("--heads=SL", "--window=3"), "; 2 of 4 heads are short (SL): a token sees itself and the 3 before it; in"),
         (("--heads=S/L", "--window=3"), "; 4 of 8 heads are short (S/L): a token"),
         (("--heads=S", "--window=0"), "; all heads are short: a token sees itself alone\n"),
         (("--heads=SL", "--window=31"),
          "a token sees itself and all tokens before it (window 31, block_size 32); in long heads all\n"),
-        (("--heads=S", "--window=30"), "itself and the 30 before it\n"),
         (("--attention=beta", "--dropout=0.1", "--attn_dropout=0"), "beta attention, no dropout on weights; all heads"),
         (("--block_size=1", "--batch_size=1", "--gradient_accumulation_steps=1"), "a step: 1 sequence x 1 = 1 token;"),
-        (("--attention=laser", "--dropout=0.1"), "laser attention, no dropout on weights; all heads are long"),
         (("--dropout=0.1",), "softmax attention; all heads are long: a token sees itself and all tokens before it\n"
          "dropout 0.1 (on attention weights too); adamw, learning rate 0.01, cosine decay to 6e-05 from step 2 to"),
-        (("--dropout=0.1", "--attn_dropout=0.2"), "softmax attention, dropout 0.2 on weights; all"),
         (("--attention=beta", "--block_size=256", "--dropout=0.1", "--batch_size=1"),
          "beta attention, quadratic in time because of its dropout (--attn_dropout=0 avoids it); all heads"),
         (("--differential", "--plain"), "differential softmax attention in 2 pairs of heads, by its definition; all"),
@@ -229,8 +223,7 @@ def test_a_run_that_died_early_does_not_push_out_the_last_good_one(train, tmp_pa
     assert same(checkpoint.load(str(tmp_path / "out" / "previous" / checkpoint.LATEST))["model"], old)
 
 
-@pytest.mark.parametrize(("flags", "saves"), [([], 2), (["--save_interval=5"], 2), (["--save_interval=2"], 5),
-                                              (["--always_save_checkpoint=False"], 1)])  # fmt: skip
+@pytest.mark.parametrize(("flags", "saves"), [([], 2), (["--save_interval=2"], 5), (["--always_save_checkpoint=0"], 1)])
 def test_when_ckpt_is_saved(train, tmp_path, monkeypatch, flags, saves):
     saved, save = [], torch.save
     monkeypatch.setattr(torch, "save", lambda state, f: saved.append(f.name) or save(state, f))
@@ -261,33 +254,15 @@ def test_a_loss_that_is_not_finite_ends_the_run(train, tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == ["log.jsonl", "previous"]
 
 
-def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
-    timer = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    code, out, _ = train("--max_iters=1000000", "--eval_interval=1000000", "--log_interval=1000")
-    assert code == 128 + signal.SIGINT and "--init_from=resume" in out
-    steps = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["iter_num"]
-    assert 0 < steps < 1000000
-    code, out, _ = train("--init_from=resume", f"--max_iters={steps + 2}", "--log_interval=1")
-    assert code == 0 and f"iter {steps + 1}: " in out
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--attention=lazer"], "'lazer' is not one of softmax, laser, beta"),
-        (["--heads=SSSSSL"], "n_head=4"),
-        (["--window=5"], "--heads=SSSL"),
-        (["--n_head=5"], "not a multiple"),
-        (["--attention=laser", "--attn_dropout=0.1"], "no dropout on attention weights"),
-        (["--dtype=bf16"], "one of auto, float32, bfloat16, float16"),
         (["--device=gpu"], "not one of auto, cpu, cuda"),
         (["--device=cuda:99"], "sees"),
         (["--dataset=shakespeer"], "shakespeare_char"),
         (["--block_size=100000"], "--block_size="),
         (["--lr_decay_iters=2"], "greater than warmup_iters=2"),
-        (["--schedule=linear"], "one of cosine, wsd, constant"),
-        (["--optimizer=sgd"], "one of adamw, nadamw, muon, lamb"),
         (["--muon_lr=0.01"], "--muon_lr is used only with --optimizer=muon"),
         (["--schedule=wsd", "--decay_lr=False"], "--schedule is used only with --decay_lr=True"),
         (["--schedule=constant", "--min_lr=1e-5"], "--min_lr is used only with a schedule that decays"),
@@ -295,24 +270,13 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path):
         (["--muon_lr=0", "--optimizer=muon"], "--muon_lr=0.0 must be positive"),
         (["--decay_share=0.5"], "--decay_share is used only with --schedule=wsd"),
         (["--decay_share=0", "--schedule=wsd"], "above 0 and at most 1"),
-        (["--position=rope", "--n_embd=36"], "a head has 9"),
-        (["--n_kv_head=3"], "n_head=4 is not a multiple of n_kv_head=3"),
-        (["--where=post", "--block=parallel"], "a parallel block has one sum"),
-        (["--position=t5", "--attention=beta2"], "In beta2 a low score is no small weight"),
-        (["--short_attention=beta"], "short_attention='beta' needs both short and long heads"),
         (["--vocab_size=5"], "less than the"),
         (["--batch_size=0"], "at least 1"),
         (["--seed=-1"], "must not be negative"),
-        (["--seed=99999999999999999999999"], "is too large: integers have 64 bits"),
         (["--beta1=1.5"], "must be in [0, 1)"),
-        (["--learning_rate=nan"], "needs a number"),
         (["--learning_rate=-1"], "must be positive"),
-        (["--weight_decay=-1"], "must not be negative"),
-        (["--grad_clip=-1"], "must not be negative"),
-        (["--backend=mccl"], "one of auto, nccl, gloo"),
         (["--init_from=resume"], "no checkpoint"),
         (["--init_from=gtp2"], "'gtp2' is not one of gpt2, gpt2-medium"),
-        (["--n_layers=3"], "did you mean `n_layer`"),
     ],
 )
 def test_mistakes(train, tmp_path, flags, says):
@@ -445,6 +409,9 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
             f.write(damaged)
         with pytest.raises(ValueError, match=says):
             checkpoint.load(path)
+    torch.save(good | {"version": 99}, path)
+    with pytest.raises(ValueError, match="has version 99 of the format"):
+        checkpoint.load(path)
     torch.save({"model": {}}, path)
     with pytest.raises(ValueError, match="not a checkpoint of train.py"):
         checkpoint.load(path)
@@ -454,20 +421,6 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
     assert not (tmp_path / "executed").exists()
     with pytest.raises(ValueError, match="there is .*ckpt.pt"):
         checkpoint.load(str(tmp_path / "best.pt"))
-
-
-def test_a_full_disk_leaves_the_old_checkpoint(train, tmp_path, monkeypatch):
-    train("--max_iters=5")
-    files, old = sorted(os.listdir(tmp_path / "out")), weights(tmp_path)
-
-    def full(state: dict, f: object) -> None:
-        f.write(b"some of it")
-        raise RuntimeError("unexpected pos 10 vs 5\nand more")
-
-    monkeypatch.setattr(torch, "save", full)
-    code, _, err = train("--init_from=resume", "--max_iters=10")
-    assert code == 2 and "cannot write" in err and "unexpected pos 10 vs 5. Is the disk full?" in err
-    assert sorted(os.listdir(tmp_path / "out")) == files and same(weights(tmp_path), old)
 
 
 def test_nanogpts_checkpoint_loads(tmp_path, run, data):

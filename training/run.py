@@ -64,8 +64,8 @@ def taken_over(config: dict, given: dict, saved: dict) -> dict:
     return config
 
 
-def best_loss(config: dict, saved: dict, meta: dict) -> float:
-    """The saved run's best validation loss, or infinity if it was measured on other windows.
+def restored(config: dict, saved: dict, meta: dict, optimizers: list, scaler: torch.amp.GradScaler) -> float:
+    """Puts the saved states into optimizers and scaler. Returns the best validation loss, infinity on other windows.
 
     Raises UserError if the run cannot go on with this data set or this optimizer.
     """
@@ -84,6 +84,7 @@ def best_loss(config: dict, saved: dict, meta: dict) -> float:
         (before["optimizer"] != c.optimizer,
          f"--optimizer={c.optimizer} cannot go on: the saved run used --optimizer={before['optimizer']}"),
     ))  # fmt: skip
+    checkpoint.restore(saved, optimizers, scaler)
     windows = ("dataset", "eval_iters", "batch_size", "block_size", "pack")
     if saved.get("data") and not other and all(config[name] == before.get(name) for name in windows):
         return saved["best_val_loss"]
