@@ -247,7 +247,7 @@ generator = {"cuda": torch.cuda, "mps": torch.mps}.get(device_type, torch.defaul
 model.train()
 while True:
     # evaluation and checkpoints, of the weights after `it` steps
-    evaluates = eval_only or it % eval_interval == 0 or it == max_iters
+    evaluates = eval_only or (it % eval_interval == 0 or it == max_iters) and not stop
     saves = it % save_interval == 0 if save_interval else evaluates and always_save_checkpoint
     last = eval_only or it >= max_iters or stop
     best, unsaved = False, None

@@ -95,8 +95,3 @@ def test_only_a_failing_disk_cannot_be_written_to(tmp_path, monkeypatch, message
     with pytest.raises(error, match="Is the disk full" if error is OSError else message):
         checkpoint.save(str(tmp_path / "ckpt.pt"), {})
     assert not os.listdir(tmp_path)
-
-
-def test_a_mistake_has_no_traceback(train):
-    code, _, err = train("--heads=SX")
-    assert code == 2 and "made of S (short) and L (long)" in err and "Traceback" not in err

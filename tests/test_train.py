@@ -249,9 +249,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(train, tmp_path):
     assert code == 1 and "step 1: the loss is nan and the gradient norm nan: the training has diverged" in err
     assert [it for it, _ in rows(tmp_path)] == [0]
     assert checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["iter_num"] == 1
-    code, _, err = train(*flags, "--save_interval=4", "--log_interval=7")  # found where it is saved
-    assert code == 1 and "step 4: " in err and "holds values that are not finite" in err
-    assert sorted(os.listdir(tmp_path / "out")) == ["log.jsonl", "previous"]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +278,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(train, tmp_path):
 )
 def test_mistakes(train, tmp_path, flags, says):
     code, _, err = train(*flags)
-    assert code == 2 and says in err
+    assert code == 2 and says in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
 
@@ -298,12 +295,6 @@ def test_compile_falls_back_and_says_why(train, tmp_path, monkeypatch):
     compiled = weights(tmp_path)
     train("--max_iters=3", "--dropout=0.1")
     assert same(compiled, weights(tmp_path))  # the attempt drew no random number
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_on_a_cpu(train, tmp_path, dtype):
-    code, _, _ = train(f"--dtype={dtype}", "--max_iters=20")
-    assert code == 0 and rows(tmp_path)[-1][1] < 2.7
 
 
 def test_a_line_in_a_terminal_is_overwritten_by_the_next(train, monkeypatch):
@@ -342,28 +333,6 @@ def test_from_a_local_gpt2(train, tmp_path, data):
     ):
         code, _, err = train(*flags, *wrong)
         assert code == 2 and says in err
-
-
-def test_resume_of_nanogpts_checkpoint(train, tmp_path, data):
-    args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 32, "bias": False, "dropout": 0.0}
-    args["vocab_size"] = dataset.read_meta(data)["vocab_size"]
-    gpt = GPT(GPTConfig(**args, mlp="gelu_exact"))
-    params = list(gpt.parameters())
-    optimizer = torch.optim.AdamW([{"params": [p for p in params if p.dim() == d]} for d in (2, 1)], lr=1e-3)
-    gpt(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))[1].backward()
-    optimizer.step()
-    os.makedirs(tmp_path / "out")
-    config = {"dataset": data, "max_iters": 5, "backend": "nccl", "device": "cpu", "dtype": "float32", "compile": False}
-    torch.save({"model": gpt.state_dict(), "optimizer": optimizer.state_dict(), "model_args": args, "iter_num": 5,
-                "best_val_loss": torch.tensor(3.5), "config": config}, tmp_path / "out" / "ckpt.pt")  # fmt: skip
-    code, out, err = train("--init_from=resume", "--max_iters=12")
-    assert code == 0 and "resume: max_iters was 5, now 12" in out, err
-    state = checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))
-    del state["optimizer"]
-    checkpoint.save(str(tmp_path / "out" / "ckpt.pt"), state)
-    code, _, err = train("--init_from=resume")
-    assert code == 2 and "has no optimizer state" in err
-    assert state["model_args"]["mlp"] == "gelu_exact"
 
 
 def test_the_device_cuda_gets_an_index(train, monkeypatch):
@@ -423,23 +392,37 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
         checkpoint.load(str(tmp_path / "best.pt"))
 
 
-def test_nanogpts_checkpoint_loads(tmp_path, run, data):
+def test_nanogpts_checkpoint(train, run, tmp_path, data):
     """The file that nanoGPT's train.py writes: compiled names, mask buffers, a tensor for the loss, no tokenizer."""
-    args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "bias": False, "dropout": 0.1}
+    args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 32, "bias": False, "dropout": 0.0}
     args["vocab_size"] = dataset.read_meta(data)["vocab_size"]
-    gpt = GPT(GPTConfig(**args, mlp="gelu_exact")).eval()
+    gpt, x = GPT(GPTConfig(**args, mlp="gelu_exact")), torch.randint(args["vocab_size"], (1, 32))
+    params = list(gpt.parameters())
+    optimizer = torch.optim.AdamW([{"params": [p for p in params if p.dim() == d]} for d in (2, 1)], lr=1e-3)
+    gpt(x, x)[1].backward()
+    optimizer.step()
     state = {f"_orig_mod.{key}": value for key, value in gpt.state_dict().items()}
-    state |= {f"_orig_mod.transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16).tril() for i in (0, 1)}
-    theirs = {"model": state, "optimizer": torch.optim.AdamW(gpt.parameters()).state_dict(), "model_args": args}
-    theirs |= {"iter_num": 7, "best_val_loss": torch.tensor(3.5), "config": {"dataset": data}}
-    torch.save(theirs, tmp_path / "ckpt.pt")
-    loaded = checkpoint.load(str(tmp_path / "ckpt.pt"))
+    state |= {f"_orig_mod.transformer.h.{i}.attn.bias": torch.ones(1, 1, 32, 32).tril() for i in (0, 1)}
+    config = {"dataset": data, "max_iters": 7, "backend": "nccl", "device": "cpu", "dtype": "float32", "compile": False}
+    theirs = {"model": state, "optimizer": optimizer.state_dict(), "model_args": args, "iter_num": 7}
+    theirs |= {"best_val_loss": torch.tensor(3.5), "config": config}
+    os.makedirs(tmp_path / "out")
+    path = str(tmp_path / "out" / "ckpt.pt")
+    torch.save(theirs, path)
+    loaded = checkpoint.load(path)
     ours = checkpoint.model_of(loaded).eval()
     assert loaded["best_val_loss"] == 3.5 and ours.config.mlp == "gelu_exact"
-    x = torch.randint(args["vocab_size"], (1, 16))
-    assert torch.equal(ours(x)[0], gpt(x)[0])
-    code, out, _ = run("sample.py", f"--out_dir={tmp_path}", "--start=the", "--num_samples=1", "--device=cpu")
+    assert torch.equal(ours(x)[0], gpt.eval()(x)[0])
+    sample = ("sample.py", f"--out_dir={tmp_path / 'out'}", "--start=the", "--num_samples=1", "--device=cpu")
+    code, out, _ = run(*sample)
     assert code == 0 and "step 7, best validation loss 3.5" in out and "\nthe" in out
+    code, out, err = train("--init_from=resume", "--max_iters=12")
+    assert code == 0 and "resume: max_iters was 7, now 12" in out, err
+    state = checkpoint.load(path)
+    del state["optimizer"]
+    checkpoint.save(path, state)
+    code, _, err = train("--init_from=resume")
+    assert code == 2 and "has no optimizer state" in err
     torch.save(theirs | {"config": {"dataset": "elsewhere"}}, tmp_path / "ckpt.pt")
-    code, _, err = run("sample.py", f"--out_dir={tmp_path}", "--device=cpu")
+    code, _, err = run(*sample, f"--out_dir={tmp_path}")
     assert code == 2 and "names no tokenizer" in err

@@ -28,8 +28,7 @@ def diverged(step: int, what: object) -> NoReturn:
 class Log:
     """log.jsonl, the terminal, wandb and TensorBoard. An older run in out_dir is moved to out_dir/previous.
 
-    config: train.py's settings. start: the step that the run begins with. wandb_id: of a resumed run, which goes on in
-    the same place. flops: per token; peak: of this device, in FLOP/s, or None. Raises UserError and OSError.
+    config: train.py's settings. start: the first step. wandb_id: of a resumed run. flops: per token. peak: FLOP/s.
     """
 
     def __init__(self, config: dict, start: int, wandb_id: str | None, flops: int, peak: float | None):

@@ -204,12 +204,12 @@ def pretrained_model(config: dict, given: dict, meta: dict) -> GPT:
 
 def check_data(config: dict, model: GPT, meta: dict) -> int | None:
     """The token between documents, with --pack=document, else None. Raises UserError where the data do not fit."""
-    n_vocab, dataset, pack = model.config.vocab_size, config["dataset"], config["pack"] == "document"
-    if n_vocab < meta["vocab_size"]:
-        raise UserError(f"vocab_size={n_vocab} is less than the {meta['vocab_size']} tokens of {dataset}")
+    n, dataset, pack = model.config.vocab_size, config["dataset"], config["pack"] == "document"
     eot = tokenizer(meta["tokenizer"]).eot if pack else None
-    if pack and eot is None:
-        raise UserError(f"--pack=document: {dataset} has no boundaries between documents: leave --pack out")
+    refuse((
+        (n < meta["vocab_size"], f"vocab_size={n} is less than the {meta['vocab_size']} tokens of {dataset}"),
+        (pack and eot is None, f"--pack=document: {dataset} has no boundaries between documents: leave --pack out"),
+    ))  # fmt: skip
     return eot
 
 
