@@ -295,6 +295,6 @@ while True:
 if not eval_only:
     say(f"{count(it - start, 'step')} in {time.perf_counter() - _began:.1f} s, without the imports")
 if sample_tokens and not (eval_only or stop or unsaved):
-    log.sample(run.print_sample(config, raw_model, data["val"], amp, device))
+    run.print_sample(config, raw_model, data["val"], log, amp, device)
 log.close()
 run.leave(config, it, stop, unsaved)

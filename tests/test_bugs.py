@@ -13,12 +13,6 @@ from training import checkpoint
 
 # (file, what stands there, the bug, the last line of the traceback)
 BUGS = {
-    "a wrong unpack": (
-        "model.py",
-        "    s, seen = scores(q, k, scale, bias), visible(q, k, window, causal, seen)  # (B, H, Tq, T), (Tq, T)\n",
-        "    B, H, T = q.shape\n",
-        "ValueError: too many values to unpack (expected 3",
-    ),
     "a name that is not there": (
         "train.py",
         "        return learning_rate * (it + 1) / (warmup_iters + 1)\n",

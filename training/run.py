@@ -22,6 +22,7 @@ from text.tokenizers import GPT2_VOCAB_SIZE, tokenizer
 from training import checkpoint, distributed
 from training.distributed import by_master, count, say, summed
 from training.estimate import VOCAB_SIZE, num_params, report
+from training.log import Log
 from training.pretrained import FREE, TRAINING, config_of, tokens_of
 
 MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
@@ -346,8 +347,8 @@ class Signals:
         return self.number or signal.SIGTERM
 
 
-def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str) -> str:
-    """Prints and returns text from the trained model, after a line end or, without one, after val's first token."""
+def print_sample(config: dict, model: GPT, val: Tokens, log: Log, amp: object, device: str) -> None:
+    """Prints and logs text from the trained model, after a line end or, without one, after val's first token."""
     meta = val.meta["tokenizer"]
     try:
         tok = tokenizer(meta)
@@ -358,10 +359,10 @@ def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str
             ids = model.eval().generate(prompt, config["sample_tokens"], 0.8, **sampling)
     except (UserError, OSError) as error:  # the run itself is done and saved
         say(f"\nno sample can be made: {error}")
-        return ""
+        return
     text = tok.decode(ids[0].tolist())
+    log.sample(text)
     say(f"\na sample (more of them: python sample.py --out_dir={config['out_dir']}):\n{text}")
-    return text
 
 
 def leave(config: dict, it: int, stop: int, unsaved: OSError | None) -> NoReturn:
