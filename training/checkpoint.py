@@ -181,7 +181,7 @@ def restore(saved: dict, optimizers: list, scaler: torch.amp.GradScaler) -> None
 def save_run(folder: str, state: dict, latest: bool, best: bool, keep: int) -> None:
     """Writes the state as the latest checkpoint of a run, the best, or both. The keep - 1 before the latest stay.
 
-    Raises NotFinite for weights that are not finite, and OSError if the disk is full; then it changes no checkpoint.
+    Raises NotFinite before it writes numbers that are not finite. Raises OSError if the disk is full.
     """
     check_finite(state)
     if best:
