@@ -5,22 +5,20 @@
     torchrun --standalone --nproc_per_node=4 train.py config/train_shakespeare_char.py
 
 Writes to out_dir: ckpt.pt (the latest state), best.pt (the state with the lowest validation loss) and log.jsonl.
-Ctrl-C and SIGTERM end a run after the current step, with a checkpoint. If a loss or a gradient becomes NaN or infinite,
-the run ends with exit code 1, and without a new checkpoint.
+Ctrl-C and SIGTERM end a run after the current step, with a checkpoint. A loss that is NaN or infinite ends it where it
+next logs, evaluates or saves, with exit code 1; no checkpoint has such numbers.
 
-Read train.py from top to bottom: flags, set-up, one batch, one loss, one evaluation, the loop. What a run needs around
-its loop is in training/run.py: resuming, checks of flags, signals, the end.
+Read it from top to bottom: flags, set-up, one batch, one loss, one evaluation, the loop. training/run.py has what a run
+needs around its loop: resuming, checks of flags, the first lines, signals.
 """
 
-import contextlib
 import math
+import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from configurator import configure, user_errors  # first: from here on Ctrl-C prints a sentence
-from errors import NotFinite, UserError
+from configurator import configure, pick_device, user_errors  # first: from here on Ctrl-C prints a sentence
+from errors import NotFinite, refuse
 
 # isort: split
 import torch
@@ -29,11 +27,11 @@ from attention.cache import run_definitions
 from attention.probe import largest_logits
 from model import GPT, GPTConfig
 from text.dataset import Tokens, positions
-from training import checkpoint
-from training.distributed import rank, say, shared, summed, whole, world
-from training.log import Log
+from training import checkpoint, run
+from training.distributed import by_master, connect, count, local_rank, rank, say, shared, summed, whole, world
+from training.estimate import flops, peak_flops
+from training.log import Log, diverged
 from training.optimizers import OPTIMIZER, Settings
-from training.run import MODEL_FIELDS, RESHAPABLE, Agreement, Run, diverged, finish, read_by_all
 
 _began = time.perf_counter()
 
@@ -74,7 +72,6 @@ eval_only = False  # evaluate once, write nothing, and exit
 dry_run = False  # print the number of parameters, FLOPs, and estimates of memory and time; do nothing else
 log_interval = 1  # steps between two lines of the log
 log_logits = False  # also log the largest absolute attention score of each layer; costs one more forward pass
-loss_spike = 0.0  # warn if 4 losses in a row are above this number times the mean of the last 100; 0.0: never
 sample_tokens = 300  # length of the text that the model writes at the end, in tokens; 0: no text
 wandb_log = False  # also log to Weights & Biases
 wandb_project = "owt"  # name of the project in Weights & Biases
@@ -85,7 +82,6 @@ out_dir = "out"  # the folder for checkpoints and log.jsonl
 always_save_checkpoint = True  # save ckpt.pt at every evaluation; False: only at the end and after an interruption
 save_interval = 0  # steps between two saves of ckpt.pt; 0: at every evaluation
 keep_checkpoints = 2  # number of latest checkpoints that are kept: ckpt.pt, and before it ckpt-00000500.pt and so on
-save_in_background: bool | None = None  # continue to train while a checkpoint is written; None: only on CUDA
 # What does it run on, and how?
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 or float16 on CUDA, else float32
@@ -99,63 +95,65 @@ backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # how processes commun
 vocab_size: int | None = None  # number of different tokens; None: as many as the data set has
 bias = False  # biases in Linears and LayerNorms; False is a bit better and faster
 # -----------------------------------------------------------------------------
-config, given = configure(globals(), GPTConfig)
-
-# -----------------------------------------------------------------------------
 # set-up: what to resume, processes and device; data; the model
+config, given = configure(globals(), GPTConfig)
 with user_errors():
-    run = Run(config, given)  # puts a resumed run's settings into config
+    saved = run.saved_run(config)  # the state to go on from, or None
+    config = run.taken_over(config, given, saved) if saved else config
     globals().update(config)
-    data_dir, meta = run.prepared()
-    if vocab_size is None:
-        config["vocab_size"] = meta["vocab_size"]
+    refuse(run.wrong_flags(config, given))
+    device, dtype, amp = pick_device(device, dtype)  # amp: the context of mixed precision
+    device = f"cuda:{local_rank}" if device == "cuda" else device
+    device_type = device.split(":")[0]
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if dry_run:
+        sys.exit(run.print_estimates(config, given, device, dtype))
+    connect(backend)
+    torch.manual_seed(seed)  # the same weights everywhere
+    torch.set_flush_denormal(True)  # on a CPU tiny attention weights, as ALiBi's, would cost several times a zero's
+    data_dir, meta = run.prepared(dataset)
+    config["vocab_size"] = meta["vocab_size"] if vocab_size is None else vocab_size
     if init_from == "scratch":
-        model = GPT(GPTConfig(**{name: config[name] for name in MODEL_FIELDS}))
+        model = GPT(GPTConfig(**{name: config[name] for name in run.MODEL_FIELDS}))
     elif init_from == "resume":
-        model = checkpoint.model_of(run.saved, **{name: config[name] for name in (*RESHAPABLE, "block_size")})
+        model = checkpoint.model_of(saved, **{name: config[name] for name in (*run.RESHAPABLE, "block_size")})
     else:
-        model = run.pretrained_model(meta)
-    eot = run.check_data(model, meta)  # the token between documents, with --pack=document
+        model = run.pretrained_model(config, given, meta)
+    eot = run.check_data(config, model, meta)  # the token between documents, with --pack=document
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
     if triton:
-        run.use_triton(model)
+        run.use_triton(model, device, dtype)
     if plain:
         run_definitions(model)
-
-model_args = vars(model.config) | {"window": model.config.resolved().window}  # a new block_size will not change it
-config |= model_args
-run.describe(model, data, meta)
+config |= vars(model.config) | {"window": model.config.resolved().window}  # a new block_size will not change it
+run.describe(config, model, data, meta, device, dtype)
+rows = batch_size * gradient_accumulation_steps  # sequences of a step, of all processes together
+micro_steps = math.ceil(rows / world / batch_size)  # micro-batches of this process, per step
+sharded = parallel == "fsdp" and world > 1  # whether each process has a share of the model
+decay_start = run.decay_start(config)
 
 
 # -----------------------------------------------------------------------------
 # one batch, one loss, one learning rate, one evaluation, one checkpoint
+@run.reading()
 def get_batch(step: int) -> tuple[torch.Tensor, ...]:
     """This process's rows of a step's global batch, on the device."""
-    return to_device(data["train"].batch(step, run.rows, seed=seed, rank=rank, world=world))
+    return to_device(*data["train"].batch(step, rows, seed=seed, rank=rank, world=world))
 
 
-def to_device(batch: tuple) -> tuple[torch.Tensor, ...]:
-    """The batch on the device: (x, y) or, with --pack=document, (x, y, positions in the documents)."""
-    batch = batch if eot is None else (*batch, positions(batch[0], eot))
-    if run.device_type == "cuda":
-        batch = (t.contiguous().pin_memory() for t in batch)  # only pinned memory is copied while the GPU computes
-        return tuple(t.to(run.device, non_blocking=True) for t in batch)
-    return tuple(t.to(run.device) for t in batch)
-
-
-@contextlib.contextmanager
-def forward_pass() -> Iterator[None]:
-    """Turns on mixed precision, and ends the run if the model meets a NaN or an infinity."""
-    try:
-        with run.amp:
-            yield
-    except NotFinite as error:
-        diverged(it, error, keeper)
+def to_device(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(x, y) on the device; with --pack=document (x, y, positions in the documents)."""
+    batch = (x, y) if eot is None else (x, y, positions(x, eot))
+    if device_type == "cuda":
+        batch = [t.contiguous().pin_memory() for t in batch]  # only pinned memory is copied while the GPU computes
+    return tuple(t.to(device, non_blocking=device_type == "cuda") for t in batch)
 
 
 def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None) -> torch.Tensor:
     """The mean loss of a micro-batch."""
-    with forward_pass():
+    with amp:
         return model(x, y, pos=pos)[1]
 
 
@@ -163,174 +161,140 @@ def get_lr(it: int) -> float:
     """Linear warm-up; then down to min_lr, as a cosine or (wsd) stable and then linear; or constant."""
     if decay_lr and it < warmup_iters:
         return learning_rate * (it + 1) / (warmup_iters + 1)
-    if not run.decays:
+    if decay_start is None:
         return learning_rate
-    progress = min(1.0, max(0.0, it - run.decay_from) / max(1, lr_decay_iters - run.decay_from))
+    progress = min(1.0, max(0.0, it - decay_start) / max(1, lr_decay_iters - decay_start))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
     return min_lr + left * (learning_rate - min_lr)
 
 
 @torch.no_grad()
-def estimate_loss() -> dict[str, float] | None:
-    """Mean loss over fixed windows of each split, divided among the processes; draws no random number.
-
-    Returns None if a process is asked to stop meanwhile. If one process cannot read its data, all raise an error.
-    """
+@run.reading()
+def estimate_loss() -> dict[str, float]:
+    """Mean loss over fixed windows of each split, divided among the processes; draws no random number."""
     raw_model.eval()
     losses = {}
     for split, tokens in data.items():
-        found, weights = [], []  # losses, still on the device; windows (of prompts and answers: their share of targets)
-        for windows in read_by_all(tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world)):
-            if agreement.stops_now():
-                return None
-            found.append(loss_of(eval_model, *to_device(windows)))
-            weights.append((windows[1] >= 0).sum().item() / windows[1].shape[1])
-        total = torch.zeros(2, dtype=torch.float64)
-        for loss, weight in zip(torch.stack(found).tolist(), weights, strict=True):
-            if weight:  # a process with fewer windows than others gets windows without targets
-                total += torch.tensor([loss * weight, weight], dtype=torch.float64)
-        total = summed(total)
+        found, sizes = [], []  # losses, still on the device; windows
+        for x, y in tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world):
+            found.append(loss_of(eval_model, *to_device(x, y)))
+            sizes.append((y >= 0).sum().item() / y.shape[1])  # a process with a window less gets one without targets
+        total = sum(loss * n for loss, n in zip(torch.stack(found).tolist(), sizes, strict=True) if n)
+        total = summed(torch.tensor([total, sum(sizes)], dtype=torch.float64))
         losses[split] = (total[0] / total[1]).item()
     raw_model.train()
     return losses
 
 
-def evaluate(it: int) -> bool:
-    """Logs the losses of both splits after `it` steps. Returns whether the validation loss is the lowest so far."""
-    global best_val_loss
-    try:
-        losses = estimate_loss()
-    except (UserError, OSError) as error:
-        agreement.fail(str(error))
-        return False
-    if losses is None:
-        return False
-    if not all(map(math.isfinite, losses.values())):
-        diverged(it, f"the losses of the evaluation are {losses}", keeper)
-    log.evaluation(it, losses)
-    # <=, not <: after a crash between writing ckpt.pt and best.pt, an equal loss must write best.pt again
-    best = losses["val"] <= best_val_loss and it > 0 and not eval_only
-    best_val_loss = losses["val"] if best else best_val_loss
-    return best
-
-
-def largest_of_layers() -> list[float]:
-    """The largest absolute attention score of each layer, on this process's first micro-batch."""
+def largest_of_layers(x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None) -> list[float]:
+    """The largest absolute attention score of each layer, on a micro-batch."""
     raw_model.eval()
-    with forward_pass(), torch.compiler.set_stance("force_eager"):
-        x, _, *pos = (t.tensor_split(run.micro_steps)[0] for t in batch)
-        largest = largest_logits(raw_model, x, *pos)
+    with amp, torch.compiler.set_stance("force_eager"):
+        largest = largest_logits(raw_model, x, pos)
     raw_model.train()
     return largest
 
 
-def save(it: int, latest: bool, best: bool, last: bool) -> None:
-    """Writes the run's state after `it` steps as the latest checkpoint, the best, or both."""
+def save(it: int, latest: bool, best: bool) -> OSError | None:
+    """Writes the run's state after `it` steps as the latest checkpoint, the best, or both. Returns a disk's error."""
     state = {
         "version": checkpoint.VERSION,
-        "model": raw_model.state_dict(),
-        "optimizer": [o.state_dict() for o in optimizers],
+        "model": checkpoint.gathered(raw_model.state_dict()),
+        "optimizer": [checkpoint.gathered(o.state_dict()) for o in optimizers],
         "scaler": scaler.state_dict(),
-        "model_args": model_args,
+        "model_args": {name: config[name] for name in run.MODEL_FIELDS},
         "iter_num": it,  # random numbers depend only on the seed, this step and the rank
         "best_val_loss": best_val_loss,
         "config": config,
         "tokenizer": meta["tokenizer"],
         "data": {name: entry["sha256"] for name, entry in meta["files"].items()},
-        "launch": run.launches,
         "wandb_id": log.wandb_id,
     }
-    error = keeper.save(state, latest, best)
-    if isinstance(error, UserError):  # weights that are not finite
-        agreement.problem = str(error)
-    elif error and not last:
-        say(f"\n{error}. Training goes on, and the next save tries again")
+    try:
+        by_master(lambda: checkpoint.save_run(out_dir, state, latest, best, keep_checkpoints))
+    except NotFinite as error:
+        diverged(it, error)
+    except OSError as error:  # training goes on, and the next save tries again
+        say(f"\n{error}", file=sys.stderr)
+        return error
 
 
 # -----------------------------------------------------------------------------
-# the model as it is trained, the optimizers, checkpoints and the log
-it = run.start
-with user_errors():
-    keeper = run.keeper()
-    batch = get_batch(it)
-raw_model = model if run.sharded else model.to(run.device)  # without compilation and DDP around it
-if compile or (compile is None and run.device_type == "cuda"):  # it is tried on the first micro-batch
-    model = run.compiled(model, lambda fast: loss_of(fast, *(t[:batch_size] for t in batch)).backward())
+# the model as it is trained, the optimizers and the log
+start = it = saved["iter_num"] if saved else 0
+batch = get_batch(it)
+raw_model = model if sharded else model.to(device)  # without compilation and DDP around it
+if compile or (compile is None and device_type == "cuda"):  # it is tried on the first micro-batch
+    model = run.compiled(model, lambda fast: loss_of(fast, *(t[:batch_size] for t in batch)).backward(), sharded)
 eval_model = model  # without DDP, whose processes would need equal numbers of batches; FSDP2 shards it in place
 if world > 1:
-    with user_errors():
-        model = shared(model, parallel, run.device, getattr(torch, run.dtype))
-fused = run.device_type in ("cuda", "cpu")
-settings = Settings(learning_rate, (beta1, beta2), weight_decay, adam_eps, fused, muon_lr, muon_beta)
-optimizers = OPTIMIZER[optimizer](raw_model, settings)
-for group in (group for o in optimizers for group in o.param_groups):
-    group["scale"] = group["lr"] / learning_rate  # relative to the schedule's learning rate
-scaler = torch.amp.GradScaler(run.device_type, enabled=run.dtype == "float16")
+    model = shared(model, parallel, device, getattr(torch, dtype))
+adam = (learning_rate, (beta1, beta2), weight_decay, adam_eps, device_type in ("cuda", "cpu"))
+optimizers = OPTIMIZER[optimizer](raw_model, Settings(*adam, muon_lr, muon_beta))
+scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
 with user_errors():
-    best_val_loss = run.restore(meta, optimizers, scaler)
-    log = Log(run, raw_model)
-run.saved = None  # frees the memory of the checkpoint that was loaded
-# On CUDA the host reads a step's outcome during the next step, so that it never waits.
-lag = int(run.device_type == "cuda" and optimizer in ("adamw", "muon") and not scaler.is_enabled())
-agreement = Agreement(log, keeper, scaler, lag, listen=not eval_only)
-generator = {"cuda": torch.cuda, "mps": torch.mps}.get(run.device_type, torch.default_generator)  # for dropout
-loader = ThreadPoolExecutor(1, initializer=lambda: run.device_type == "cuda" and torch.cuda.set_device(run.device))
+    best_val_loss = run.restored(config, saved, meta, optimizers, scaler) if saved else math.inf
+    log = Log(config, start, saved and saved.get("wandb_id"), flops(raw_model), peak_flops(device, dtype))
+saved = None  # closes its file
+groups = [group for o in optimizers for group in o.param_groups]
+for group in groups:
+    group["scale"] = group["lr"] / learning_rate  # relative to the schedule's learning rate
+signals, stop = run.Signals() if not eval_only else None, 0
+generator = {"cuda": torch.cuda, "mps": torch.mps}.get(device_type, torch.default_generator)  # for dropout
 
 # -----------------------------------------------------------------------------
 # training
 model.train()
 while True:
     # evaluation and checkpoints, of the weights after `it` steps
-    evaluates = eval_only or it % eval_interval == 0 or it == max_iters
+    evaluates = eval_only or (it % eval_interval == 0 or it == max_iters) and not stop
     saves = it % save_interval == 0 if save_interval else evaluates and always_save_checkpoint
-    if evaluates or saves or agreement.stop or it >= max_iters:
-        agreement.settle(left=0)
-    if agreement.failed:
-        it = agreement.outcome.step  # the step that was given up
+    last = eval_only or it >= max_iters or stop
+    best, unsaved = False, None
     with log.paused():
-        best = evaluate(it) if evaluates and not agreement.failed else False
-        last = eval_only or it >= max_iters or agreement.stop or agreement.failed
-        latest = it > run.start and (saves or last)
-        if not eval_only and (latest or best):
-            save(it, latest, best, last)
+        if evaluates:
+            losses = estimate_loss()
+            log.evaluation(it, losses)
+            best = losses["val"] < best_val_loss and it > 0
+            best_val_loss = losses["val"] if best else best_val_loss
+        latest = it > start and (saves or last)
+        if (latest or best) and not eval_only:
+            unsaved = save(it, latest, best)
     if last:
         break
 
     # one step, on the mean of the micro-batches' gradients
-    upcoming = loader.submit(get_batch, it + 1)  # it is read while this step computes
     lr = get_lr(it)
-    for group in (group for o in optimizers for group in o.param_groups):
+    for group in groups:
         group["lr"] = lr * group["scale"]
     generator.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)  # a resumed run draws the same numbers
-    largest = largest_of_layers() if log_logits and it % log_interval == 0 else None
-    loss = torch.zeros((), device=run.device)
-    for micro, part in enumerate(zip(*(t.tensor_split(run.micro_steps) for t in batch), strict=True)):
-        if world > 1 and not run.sharded:
-            model.require_backward_grad_sync = micro == run.micro_steps - 1
+    parts = list(zip(*(t.tensor_split(micro_steps) for t in batch), strict=True))
+    largest = largest_of_layers(*parts[0]) if log_logits and it % log_interval == 0 else None
+    loss = torch.zeros((), device=device)
+    for micro, part in enumerate(parts):
+        if world > 1 and not sharded:
+            model.require_backward_grad_sync = micro == micro_steps - 1
         micro_loss = loss_of(model, *part) * (len(part[0]) / len(batch[0]))
         loss += micro_loss.detach()
         scaler.scale(micro_loss).backward()
     for o in optimizers:
         scaler.unscale_(o)
     norm = whole(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf))
-    # [loss, norm, 1 if a process was asked to stop, 1 if one has a problem] of all processes, still on the device
-    status = agreement.put(it, lr, loss, norm, largest)
-    for o in optimizers if lag else ():  # found_inf = 1: no update, on the GPU, before the host has read the status
-        o.found_inf = (~status[:2].isfinite().all() | (status[3] > 0)).float()
-    agreement.settle(left=lag)
-    if agreement.makes_step():
+    if not scaler.is_enabled() or norm.isfinite():  # float16's gradients may overflow: then no optimizer makes a step
         for o in optimizers:
             scaler.step(o)
     scaler.update()
     model.zero_grad(set_to_none=True)
-    if agreement.failed:
-        continue
-    try:
-        batch = upcoming.result()
-    except (UserError, OSError) as error:
-        # The other processes learn of the problem in the next step's status, before any of them updates its weights.
-        agreement.problem = str(error)
+    batch = get_batch(it + 1)  # while a GPU still computes
+    if it % log_interval == 0:  # here the host waits for a GPU, and a loss that is not finite ends the run
+        log.step(it, summed(loss / world).item(), lr, norm.item(), largest)
     it += 1
+    stop = signals.of_any_process()
 
-# the end: a sample of the model's text, unless the run was stopped
-finish(run, agreement, it, time.perf_counter() - _began, raw_model, meta, data["val"])
+# the end
+if not eval_only:
+    say(f"{count(it - start, 'step')} in {time.perf_counter() - _began:.1f} s, without the imports")
+if sample_tokens and not (eval_only or stop or unsaved):
+    run.print_sample(config, raw_model, data["val"], log, amp, device)
+log.close()
+run.leave(config, it, stop, unsaved)

@@ -1,16 +1,14 @@
-"""Faults to be watched by hand: processes killed at random moments, and what a save costs.
+"""Faults to be watched by hand: processes killed at random moments.
 
 python tests/faults.py                                  # all of it, about ten minutes
 python tests/faults.py --what=kill --times=30           # SIGKILL while saving often, and resume
 python tests/faults.py --what=restart --times=30        # a process of two dies under torchrun --max-restarts, 10 times
-python tests/faults.py --what=stall                     # seconds that training waits for a save
 """
 
 import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,12 +19,11 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from configurator import configure, user_errors  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
-from training import checkpoint, estimate  # noqa: E402
-from training.optimizers import OPTIMIZER, Settings  # noqa: E402
+from configurator import configure, names, user_errors  # noqa: E402
+from errors import UserError  # noqa: E402
+from training import checkpoint  # noqa: E402
 
-what = "kill,restart,stall"  # which of them
+what = "kill,restart"  # which of them
 times = 30  # how often; a third of it for restart
 dataset = "shakespeare_char"  # a folder of data/ that is prepared
 save_interval = 3  # steps between saves
@@ -81,7 +78,7 @@ def kill(folder: str) -> None:
         done = steps_of(out)
         if checkpoint.names(out):
             init = "resume"
-            saved = checkpoint.load(checkpoint.newest(out)[0])["iter_num"]
+            saved = checkpoint.load_newest(out)[1]["iter_num"]
             lost.append(done - saved)
         early += done <= before
     code = subprocess.call(command(out, f"--max_iters={steps}", f"--init_from={init}"), stdout=subprocess.DEVNULL)
@@ -117,45 +114,14 @@ def restart(folder: str) -> None:
     )
 
 
-def stall(folder: str) -> None:
-    """How long training waits for a save, of 10.65M and of 124M parameters with AdamW's state."""
-    shakespeare = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}
-    for name, sizes in (("Shakespeare's model", shakespeare), ("GPT-2", {"block_size": 1024, "vocab_size": 50304})):
-        model = GPT(GPTConfig(**sizes))
-        optimizers = OPTIMIZER["adamw"](model, Settings(1e-3, (0.9, 0.95), 0.1))
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        optimizers[0].step()
-        waits, writes = {False: [], True: []}, []
-        keepers = {b: checkpoint.Keeper(folder, 1, b, False) for b in waits}
-        for step in range(5):
-            state = {"model": model.state_dict(), "optimizer": [o.state_dict() for o in optimizers], "iter_num": step}
-            for background, keeper in keepers.items():
-                began = time.perf_counter()
-                keeper.save(state)
-                waits[background].append(time.perf_counter() - began)
-                keeper.wait()
-                if keeper.error:
-                    raise keeper.error
-                if background:
-                    writes.append(time.perf_counter() - began)
-        size = os.path.getsize(os.path.join(folder, checkpoint.LATEST)) / 2**20
-        waited, waited_background = (statistics.median(w) for w in waits.values())
-        n = estimate.num_params(model, non_embedding=False)
-        print(
-            f"stall: {name}, {n / 1e6:.2f}M parameters, {size:,.0f} MiB: {waited:.2f} s; in the "
-            f"background {waited_background:.2f} s, and written after {statistics.median(writes):.2f} s"
-        )
-
-
 if __name__ == "__main__":
     config, _ = configure(globals())
     globals().update(config)
     random.seed(seed)
     with user_errors():
-        known = {"kill": kill, "restart": restart, "stall": stall}
-        if set(what.split(",")) - set(known) or times < 1:
-            raise ValueError(f"--what={what} --times={times}: any of {', '.join(known)}, at least once")
-        for name in what.split(","):
+        known = {"kill": kill, "restart": restart}
+        if times < 1:
+            raise UserError(f"--times={times} must be at least 1")
+        for name in names(what, known):
             with tempfile.TemporaryDirectory() as folder:
                 known[name](folder)

@@ -112,6 +112,6 @@ def test_a_training_step_does_not_wait(train):
     """20 steps more are no wait more."""
     counts = []
     for n in (10, 30):
-        flags = ("--eval_interval=1000", "--log_interval=1", "--dtype=bfloat16", f"--max_iters={n}")
+        flags = ("--eval_interval=1000", "--log_interval=1000", "--dtype=bfloat16", f"--max_iters={n}")
         counts.append(waits(lambda flags=flags: train(*flags)))
     assert counts[0] == counts[1]

@@ -1,35 +1,21 @@
 """One process or many: the rank of this one, communication, and a model that several train (DDP, FSDP2)."""
 
-import contextlib
-import importlib.util
 import inspect
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from errors import NotInstalled, UserError, first_line
+from errors import UserError, first_line
 
 # torchrun starts the processes, and tells each its RANK, its LOCAL_RANK on this machine and the WORLD_SIZE
 rank = int(os.environ.get("RANK", 0))
 local_rank = int(os.environ.get("LOCAL_RANK", 0))
 world = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 master = rank == 0
-
-
-def launch() -> str | None:
-    """A name for the torchrun that has started this process, the same after a restart; None without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    # the id is not enough: users may use an --rdzv_id twice, and containers repeat the numbers of processes
-    name = f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
-    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/stat") as f:  # Linux tells when torchrun was started
-        name += f" {f.read().rpartition(')')[2].split()[19]}"
-    return name
 
 
 def count(n: int, noun: str) -> str:
@@ -49,7 +35,7 @@ def say(*args: object, **kwargs: object) -> None:
 
 def connect(backend: str) -> None:
     """Joins the other processes, if there are any: NCCL between GPUs, gloo between CPUs and for tensors on them."""
-    if world == 1 or dist.is_initialized():
+    if world == 1:
         return
     if backend == "nccl" and not torch.cuda.is_available():
         raise UserError("--backend=nccl needs CUDA, and there is none here: use --backend=gloo")
@@ -62,18 +48,10 @@ def connect(backend: str) -> None:
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
-    """Replaces x by its sum over the processes, in place, and returns it."""
+    """Replaces x by its sum over the processes, in place, and returns it. For a tensor on the CPU no GPU waits."""
     if world > 1:
         dist.all_reduce(x)
     return x
-
-
-def gathered(value: object) -> list:
-    """The plain Python values of all processes, on each of them."""
-    values = [value] * world
-    if world > 1:
-        dist.all_gather_object(values, value)
-    return values
 
 
 def by_all(f: Callable) -> list:
@@ -82,10 +60,9 @@ def by_all(f: Callable) -> list:
         answer = f(), None
     except (UserError, OSError) as error:
         answer = None, error
-    except Exception:  # a bug: here it is raised, and the other processes end with a sentence
-        gathered((None, dist.DistNetworkError(f"process {rank} has failed; its own error says why")))
-        raise
-    answers = gathered(answer)
+    answers = [answer] * world
+    if world > 1:
+        dist.all_gather_object(answers, answer)
     for error in (error for _, error in answers if error is not None):
         raise error
     return [result for result, _ in answers]
@@ -109,8 +86,6 @@ def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -
         buffers = "forward_sync_buffers" if new else "broadcast_buffers"
         settings = {buffers: False, "gradient_as_bucket_view": True}  # buffers are constants; gradients are kept once
         return ddp(model, device_ids=[device] if device.startswith("cuda") else None, **settings)
-    if importlib.util.find_spec("safetensors") is None:
-        raise NotInstalled("--parallel=fsdp needs safetensors to save checkpoints: pip install safetensors")
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, torch.float32)
@@ -127,11 +102,3 @@ def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -
 def whole(x: torch.Tensor) -> torch.Tensor:
     """x itself or, if x is sharded, all of it (every process must call this)."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def like(x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of x, which every process holds whole, on the parameter's device and sharded as the parameter is."""
-    x = x.to(parameter.device, copy=True)
-    if hasattr(parameter, "placements"):
-        x = dist.tensor.distribute_tensor(x, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return x

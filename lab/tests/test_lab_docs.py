@@ -6,8 +6,8 @@ import re
 
 import pytest
 from harness import ROOT
+from test_configurator import SCRIPTS, help_of
 from test_docs import check_commands, check_links, commands, read
-from test_scripts import SCRIPTS, help_of
 
 PAGES = ["lab/README.md", "lab/RESULTS.md", *sorted(glob.glob("lab/*/README.md", root_dir=ROOT))]
 FILES = sorted(glob.glob("lab/*.py", root_dir=ROOT) + glob.glob("lab/[eh]*/*.py", root_dir=ROOT))
