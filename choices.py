@@ -22,24 +22,18 @@ from attention.scores import at_least_float32
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm (Zhang and Sennrich 2019, equation 4) in float32 or wider, also under autocast; an optional bias."""
-
-    def __init__(self, width: int, bias: bool, eps: float):
-        super().__init__(width, eps=eps)
-        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+    """RMSNorm (Zhang and Sennrich 2019, equation 4) in float32 or wider, also under autocast."""
 
     def forward(self, x):
-        y = F.rms_norm(at_least_float32(x), self.normalized_shape, at_least_float32(self.weight), self.eps).to(x.dtype)
-        return y if self.bias is None else y + self.bias
+        weight = at_least_float32(self.weight)
+        return F.rms_norm(at_least_float32(x), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
-NORM: dict[str, Callable] = {"layernorm": nn.LayerNorm, "rmsnorm": RMSNorm}  # LayerNorm: Ba et al. 2016
-
-
-def new_norm(c, norm: str, width: int) -> nn.Module:
-    """A norm of this name with the configuration's epsilon; a LayerNorm has a bias if the Linears have one."""
-    return NORM[norm](width, bias=c.bias and norm == "layernorm", eps=c.norm_eps)
-
+# f(c, width) -> the module
+NORM: dict[str, Callable] = {
+    "layernorm": lambda c, width: nn.LayerNorm(width, eps=c.norm_eps, bias=c.bias),  # Ba et al. 2016
+    "rmsnorm": lambda c, width: RMSNorm(width, eps=c.norm_eps),
+}
 
 # Where a block has norms: (before a sublayer, after it, after its output is added to the residual stream).
 WHERE: dict[str, tuple[bool, bool, bool]] = {
@@ -68,8 +62,8 @@ class L2Norm(nn.Module):
 # f(c, D) -> (the module for a layer's queries, the module for its keys)
 QK_NORM: dict[str, Callable] = {
     "none": lambda c, D: (nn.Identity(), nn.Identity()),
-    "layernorm": lambda c, D: (new_norm(c, "layernorm", D), new_norm(c, "layernorm", D)),  # LASER, section 4
-    "rmsnorm": lambda c, D: (new_norm(c, "rmsnorm", D), new_norm(c, "rmsnorm", D)),
+    "layernorm": lambda c, D: (NORM["layernorm"](c, D), NORM["layernorm"](c, D)),  # LASER, section 4
+    "rmsnorm": lambda c, D: (NORM["rmsnorm"](c, D), NORM["rmsnorm"](c, D)),
     # s = g q k: D**0.5 cancels the factor 1 / sqrt(D). g starts at log2(T^2 - T) (Henry et al. 2020, section 3.1)
     "l2": lambda c, D: (L2Norm(D**0.5 * math.log2(max(2, c.block_size**2 - c.block_size))), L2Norm()),
 }

@@ -21,7 +21,7 @@ from attention.cache import Cache, why_it_ends
 from attention.documents import Documents
 from attention.heads import HeadGroup, inverse_of
 from attention.probe import probed
-from choices import ACTIVATION, QK_NORM, WHERE, RMSNorm, ShortConv, new_norm
+from choices import ACTIVATION, NORM, QK_NORM, WHERE, RMSNorm, ShortConv
 from errors import UserError
 from positions import DECAY, POSITION
 from rules import check, with_defaults
@@ -181,7 +181,7 @@ class CausalSelfAttention(nn.Module):
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 setattr(self, name, nn.Parameter(0.1 * torch.randn(D)))
-            self.ln_head = RMSNorm(2 * D, bias=False, eps=1e-5)
+            self.ln_head = RMSNorm(2 * D, eps=1e-5)
         self.groups = []  # the short heads, then the long ones; or one of the two
         for letter, name, window in (("S", c.short_attention, c.window), ("L", c.attention, None)):
             if heads := [h for h, kind in enumerate(letters) if kind == letter]:
@@ -264,7 +264,7 @@ class Block(nn.Module):
         self.parallel = c.block == "parallel"
 
         def norm(wanted: bool) -> nn.Module:
-            return new_norm(c, c.norm, c.n_embd) if wanted else nn.Identity()
+            return NORM[c.norm](c, c.n_embd) if wanted else nn.Identity()
 
         self.ln_1 = norm(before or self.added)
         self.ln_2 = norm((before or self.added) and not self.parallel)
@@ -298,7 +298,7 @@ class GPT(nn.Module):
             "wpe": embedded and embedded(c),
             "drop": nn.Dropout(c.dropout),
             "h": nn.ModuleList([Block(c, layer, shared_position) for layer in range(c.n_layer)]),
-            "ln_f": nn.Identity() if c.where == "post" else new_norm(c, c.norm, c.n_embd),
+            "ln_f": nn.Identity() if c.where == "post" else NORM[c.norm](c, c.n_embd),
         }
         self.transformer = nn.ModuleDict({name: module for name, module in modules.items() if module is not None})
         self.embedding_scale = getattr(modules["wpe"], "embedding_scale", 1.0)

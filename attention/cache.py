@@ -141,12 +141,6 @@ class Cache:
             yield
         self.broken, self.rows, self.length = False, B, self.length + T
 
-    def select(self, rows: torch.Tensor) -> None:
-        """Keeps these rows, in this order; a row may be taken twice: for several ways to go on, for beams."""
-        for part in self.parts.values():
-            vars(part).update({name: x[rows] for name, x in vars(part).items() if isinstance(x, torch.Tensor)})
-        self.last, self.rows = {conv: x[rows] for conv, x in self.last.items()}, len(rows)
-
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""

@@ -48,21 +48,17 @@ def largest_logits(model: torch.nn.Module, idx: torch.Tensor, pos: torch.Tensor 
     found = {block.attn: [] for block in model.transformer.h}
 
     def look(layer, group, q, k, v, *, window=None, scale=None, bias=None, **_):
-        found[layer].append(largest_scores(q, k, v, window=window, scale=scale, bias=bias).max())
+        found[layer].append(largest_scores(q, k, k[..., :1], window=window, scale=scale, bias=bias).max())
 
     with probing(model, look):
         model(idx, pos=pos)
     return [torch.stack(largest).max().item() for largest in found.values()]
 
 
-def largest_scores(q, k, v, *, window=None, scale=None, bias=None) -> torch.Tensor:
-    """max_j |s_ij| of each query i, (B, H, Tq, 1), computed like an attention: short heads cost O(T window), and long
-    ones hold no (T, T) matrix. The values are not used."""
-    return in_largest(q, k, k[..., :1], window=window, scale=scale, bias=bias)
-
-
 def largest_of_rows(q, k, v, *, window=None, scale=None, bias=None, decay=None):
     return scores(q, k, scale, bias).abs().masked_fill_(~visible(q, k, window), 0.0).amax(-1, keepdim=True)
 
 
-in_largest = in_blocks(few_rows_at_a_time(largest_of_rows, lambda q, k, v: q.shape[0] * q.shape[1] * k.shape[-2]))
+# max_j |s_ij| of each query i, (B, H, Tq, 1), as an attention whose values are not used: short heads cost O(T window),
+# and long ones hold no (T, T) matrix.
+largest_scores = in_blocks(few_rows_at_a_time(largest_of_rows, lambda q, k, v: q.shape[0] * q.shape[1] * k.shape[-2]))

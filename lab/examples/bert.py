@@ -11,7 +11,7 @@ say what they are. The result is its error: the share of the hidden tokens of th
 import torch
 from torch import Tensor, nn
 
-from choices import new_norm
+from choices import NORM
 from configurator import at_least_one, configure, pick_device, user_errors
 from lab.examples.attention import Bidirectional
 from lab.examples.common import fit, generator, gpt_config, result
@@ -46,9 +46,9 @@ class Bert(GPT):
     def __init__(self, config: GPTConfig):
         super().__init__(config)
         c = config.resolved()
-        self.transformer.drop = nn.Sequential(new_norm(c, c.norm, c.n_embd), self.transformer.drop)
+        self.transformer.drop = nn.Sequential(NORM[c.norm](c, c.n_embd), self.transformer.drop)
         dense, output = nn.Linear(c.n_embd, c.n_embd), nn.Linear(c.n_embd, c.vocab_size)
-        self.lm_head = nn.Sequential(dense, nn.GELU(), new_norm(c, c.norm, c.n_embd), output)
+        self.lm_head = nn.Sequential(dense, nn.GELU(), NORM[c.norm](c, c.n_embd), output)
         self.lm_head.apply(self._init_weights)
         if c.tied:
             output.weight = self.transformer.wte.weight

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from choices import new_norm
+from choices import NORM
 from configurator import configure, pick_device, user_errors
 from errors import optional, refuse
 from lab.examples.attention import Bidirectional
@@ -49,7 +49,7 @@ class Convolution(nn.Module):
         super().__init__()
         self.gated = nn.Linear(c.n_embd, 2 * c.n_embd, bias=c.bias)  # a pointwise convolution is a Linear
         self.depthwise = nn.Conv1d(c.n_embd, c.n_embd, kernel, padding=kernel // 2, groups=c.n_embd, bias=c.bias)
-        self.norm = new_norm(c, c.norm, c.n_embd)
+        self.norm = NORM[c.norm](c, c.n_embd)
         self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
 
@@ -65,7 +65,7 @@ class ConformerBlock(nn.Module):
 
     def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None, kernel: int):
         super().__init__()
-        self.norms = nn.ModuleList([new_norm(c, c.norm, c.n_embd) for _ in range(5)])
+        self.norms = nn.ModuleList([NORM[c.norm](c, c.n_embd) for _ in range(5)])
         self.mlp_before, self.mlp_after = MLP(c), MLP(c)
         self.attn = CausalSelfAttention(c, layer, shared_position)
         self.conv = Convolution(c, kernel)

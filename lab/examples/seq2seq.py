@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from choices import WHERE, new_norm
+from choices import NORM, WHERE
 from configurator import at_least_one, configure, pick_device, user_errors
 from lab.examples import spelling
 from lab.examples.attention import Bidirectional, CrossAttention
@@ -51,8 +51,8 @@ class DecoderBlock(Block):
         plain |= {"heads": "L", "window": None, "short_attention": None, "conv": 0}
         self.cross = CrossAttention(replace(c, **plain).resolved(), layer, None)
         before, after, added = WHERE[c.where]
-        self.ln_cross = new_norm(c, c.norm, c.n_embd) if before or added else nn.Identity()
-        self.ln_cross_after = new_norm(c, c.norm, c.n_embd) if after else nn.Identity()
+        self.ln_cross = NORM[c.norm](c, c.n_embd) if before or added else nn.Identity()
+        self.ln_cross_after = NORM[c.norm](c, c.n_embd) if after else nn.Identity()
 
     def forward(self, x, context):
         x = self.add(x, self.attn, self.ln_1, self.ln_1_after)

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from attention.cache import Cache
 from attention.documents import Documents
 from model import GPT, GPTConfig
 
@@ -51,7 +52,14 @@ class NanoattnCache:
         """Row i becomes what row beam_idx[i] was (for beam search)."""
         self.ids = self.ids[beam_idx]
         if self.cache is not None:
-            self.cache.select(beam_idx)
+            select(self.cache, beam_idx)
+
+
+def select(cache: Cache, rows: Tensor) -> None:
+    """Keeps these rows of a cache, in this order; a row may be taken twice, as for beams."""
+    for part in cache.parts.values():
+        vars(part).update({name: x[rows] for name, x in vars(part).items() if isinstance(x, Tensor)})
+    cache.last, cache.rows = {conv: x[rows] for conv, x in cache.last.items()}, len(rows)
 
 
 def padding(mask: Tensor) -> list[int]:

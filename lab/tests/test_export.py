@@ -17,7 +17,7 @@ from training import checkpoint
 pytest.importorskip("transformers")
 import transformers
 
-from lab.hub.modeling_nanoattn import NanoattnForCausalLM
+from lab.hub.modeling_nanoattn import NanoattnForCausalLM, select
 from lab.hub.tokenizer_json import fast
 
 V, T = 65, 24
@@ -100,7 +100,7 @@ def test_a_cache_keeps_the_rows_of_beams(attention, more):
     rows = torch.tensor([2, 0, 0, 1, 2])
     cache = model.new_cache()
     model(before, cache=cache)
-    cache.select(rows)
+    select(cache, rows)
     assert cache.rows == 5 and cache.length == 9
     with pytest.raises(ValueError, match="batch of 5"):
         model(after[:3], cache=cache)
