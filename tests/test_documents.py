@@ -93,19 +93,6 @@ def test_a_position_that_layers_share_is_made_once(monkeypatch):
         made.clear()
 
 
-@pytest.mark.parametrize("core", ATTENTION)
-def test_activation_checkpointing_of_packed_documents(core):
-    gpt = GPT(config(core, "learned", heads="SL", window=5))
-    idx, pos = torch.randint(V, (len(CUTS), T)), places()
-    grads = []
-    for again in (False, True):
-        gpt.config.activation_checkpointing = again
-        gpt.zero_grad()
-        gpt(idx, idx, pos=pos)[1].backward()
-        grads.append([p.grad.clone() for p in gpt.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
 def test_a_cache_holds_one_document():
     gpt = GPT(config("softmax", "learned"))
     with pytest.raises(ValueError, match="a cache holds one document"):

@@ -86,23 +86,6 @@ def test_causal_by_gradient_through_the_model(core, heads, window):
 
 
 @cores
-@heads
-def test_each_head_is_the_core_with_its_own_span(core, heads, window):
-    """The grouped, permuted heads of a layer against one naive call per head."""
-    c = config(attention=core, heads=heads, window=window)
-    gpt, x = GPT(c).double(), torch.randn(2, T, 32, dtype=torch.float64)
-    for layer, block in enumerate(gpt.transformer.h):
-        attn = block.attn
-        q, k, v = (t.view(2, T, 4, 8).transpose(1, 2) for t in attn.c_attn(x).split(32, dim=2))
-        y = []
-        for h, letter in enumerate(c.layer_heads(layer)):
-            one = slice(h, h + 1)
-            y.append(naive_attention(core, q[:, one], k[:, one], v[:, one], window=window if letter == "S" else None))
-        expected = attn.c_proj(torch.cat(y, 1).transpose(1, 2).reshape(2, T, 32))
-        torch.testing.assert_close(attn(x), expected, rtol=0, atol=1e-12)
-
-
-@cores
 @pytest.mark.parametrize("length", [T, 300])
 @pytest.mark.parametrize(
     "kwargs",
@@ -123,20 +106,6 @@ def test_bfloat16_autocast_stays_near_float32(core, length, kwargs):
     assert loss.dtype == torch.float32
     assert abs(loss.item() - exact.item()) < 0.02
     assert all(p.grad.isfinite().all() for p in gpt.parameters())
-
-
-@cores
-@pytest.mark.parametrize("length", [T, 300])
-def test_bfloat16_autocast_gradients_stay_near_float32(core, length):
-    """All of them together, to a few of bfloat16's steps of 2^-8."""
-    gpt, x = GPT(config(attention=core, block_size=300, heads="SSLL", window=20)), torch.randint(V, (2, length))
-    grads = []
-    for half in (False, True):
-        gpt.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
-            gpt(x, x)[1].backward()
-        grads.append(torch.cat([p.grad.flatten() for p in gpt.parameters()]))
-    assert 0 < (grads[1] - grads[0]).norm() < 4 * 2**-8 * grads[0].norm()
 
 
 @cores
@@ -394,8 +363,6 @@ def test_differential_without_lambda_is_the_plain_core():
 # -----------------------------------------------------------------------------
 # decoding with a cache
 
-CACHED = [("L", None), ("S", 0), ("SLLS", 2), ("LLSS/SSLL", 40)]
-
 
 def warm(**kwargs: object) -> GPT:
     """A model whose logits are of the size of a trained one's."""
@@ -403,28 +370,6 @@ def warm(**kwargs: object) -> GPT:
     for p in gpt.parameters():
         p.data += 0.03 * torch.randn_like(p)
     return gpt
-
-
-@pytest.mark.parametrize(
-    ("core", "of_heads", "differential", "qk_norm"),
-    pairwise(
-        ATTENTION, CACHED, [False, True], ["none", "l2"],
-        legal=lambda core, of_heads, differential, qk_norm: not (differential and of_heads[0] == "SLLS"),
-    ),
-)  # fmt: skip
-@torch.no_grad()
-def test_cached_logits_equal_uncached_at_every_position(core, of_heads, differential, qk_norm):
-    heads, window = of_heads
-    kwargs = {"attention": core, "heads": heads, "window": window, "differential": differential, "qk_norm": qk_norm}
-    gpt, x = warm(block_size=290, per_dim_temperature=differential, **kwargs).double(), torch.randint(V, (2, 290))
-    full = gpt(x, x)[0]
-    for pieces in ([1] * 30, [270, 1, 1, 1, 7, 10], [3, 1, 1, 60, 1, 200, 1]):
-        cache, at, logits = gpt.new_cache(), 0, []
-        for n in pieces:
-            logits.append(gpt(x[:, at : at + n], x[:, at : at + n], cache=cache)[0])
-            at += n
-            assert cache.length == at
-        torch.testing.assert_close(torch.cat(logits, 1), full[:, :at], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(("core", "of_heads", "length"), pairwise(ATTENTION, [("L", None), ("SLSL", 5)], (1, T, T + 5)))
