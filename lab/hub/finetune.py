@@ -1,0 +1,19 @@
+"""Fine-tunes a model on prompts and answers (lab/hub/prepare_answers.py): train.py, with batches of them.
+
+    python -m lab.hub.finetune lab/hub/finetune_task.py --init_from=out-books --dataset=endings --out_dir=out-endings
+
+The flags are train.py's. The validation loss is the mean over the answers' tokens.
+"""
+
+import os
+import runpy
+import sys
+from unittest import mock
+
+from lab.hub.prepare_answers import open_split
+from text.dataset import ROOT
+
+if __name__ == "__main__":
+    sys.argv[0] = os.path.join(ROOT, "train.py")
+    with mock.patch("text.dataset.Tokens", open_split):  # train.py imports it from there
+        runpy.run_path(sys.argv[0], run_name="__main__")
