@@ -45,7 +45,7 @@ def waits(f: Callable) -> int:
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in found)
 
 
-@pytest.mark.parametrize(("core", "kind"), zip(ATTENTION, itertools.cycle(KINDS), strict=False))
+@pytest.mark.parametrize(("core", "kind"), [*zip(ATTENTION, itertools.cycle(KINDS), strict=False)])
 def test_no_host_waits_and_the_graph_is_one(core, kind, monkeypatch):
     """Except for LASER's fast form, which looks at the range of the values (fast.laser_by_exp)."""
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # meta has none
