@@ -18,7 +18,7 @@ from errors import UserError
 from text.tokenizers import tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-VERIFY_BYTES = 2**30  # larger files are not read whole to compare their checksum
+VERIFY_BYTES = 2**30  # the checksum of a larger file is not compared: that would read the whole file
 
 
 def folder_of(dataset: str) -> str:
@@ -105,7 +105,7 @@ class Tokens:
         self.apart = (n - 1) // max(1, block_size)  # the number of windows that fit without overlap
         self._file = open(path, "rb")  # stays open, even if another file takes its name later
         self.ids = np.memmap(self._file, dtype=dtype, mode="r")
-        self._changed = os.fstat(self._file.fileno()).st_mtime_ns  # when
+        self._mtime = os.fstat(self._file.fileno()).st_mtime_ns
         if size <= VERIFY_BYTES and sha256(path) != entry["sha256"]:
             raise UserError(f"{path} does not have the checksum that meta.json promises. {_again(folder)}")
 
@@ -151,7 +151,7 @@ class Tokens:
 
     def _windows(self, offsets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, y) of the windows that begin at the offsets."""
-        if os.fstat(self._file.fileno()).st_mtime_ns != self._changed:  # reading past a truncated file's end kills
+        if os.fstat(self._file.fileno()).st_mtime_ns != self._mtime:  # reading past a truncated file's end kills
             raise UserError(f"{self._file.name} has been changed while it was in use")
         windows = np.lib.stride_tricks.sliding_window_view(self.ids, self.block_size + 1)[offsets]
         largest, last = windows.max(axis=1, initial=0), self.meta["vocab_size"] - 1

@@ -93,6 +93,8 @@ class ByteTokenizer(Tokenizer):
 
 
 GPT2_VOCAB_SIZE = 50257
+GPT2_TEXT = "it's  12345 naïve\n\n漢"  # a text by whose ids GPT-2's tokens are recognised
+GPT2_IDS = [270, 338, 220, 17031, 2231, 41492, 198, 198, 162, 120, 95]
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # where tiktoken downloads from
 GPT2_FILES = (GPT2_URL + "vocab.bpe", GPT2_URL + "encoder.json")
 
@@ -185,7 +187,7 @@ class HubTokenizer(Tokenizer):
             raise UserError(f"cannot load the tokenizer of {name}: {first_line(error)}") from None
         self.n_vocab = len(self._tok)
         self.eot = self._tok.eos_token_id
-        if self.encode("it's  12345 naïve\n\n漢") == [270, 338, 220, 17031, 2231, 41492, 198, 198, 162, 120, 95]:
+        if self.n_vocab == GPT2_VOCAB_SIZE and self.encode(GPT2_TEXT) == GPT2_IDS:
             self.meta = GPT2Tokenizer.meta  # data sets may have these tokens
 
     def encode(self, text: str) -> list[int]:
