@@ -113,14 +113,14 @@ def test_gpt2_tokenizer(monkeypatch, bpe):
         tokenizers.tokenizer({"kind": "gpt2"})
 
 
-def test_large_files_are_checked_by_a_sample(broken, monkeypatch):
+def test_large_files_are_checked_batch_by_batch(broken, monkeypatch):
     monkeypatch.setattr(dataset, "VERIFY_BYTES", 1000)
     flip(broken)
     Tokens(str(broken), "train", 16)  # not read whole
     with open(broken / "train.bin", "r+b") as f:
         f.write(b"\xff")
     with pytest.raises(ValueError, match="id 255"):
-        Tokens(str(broken), "train", 16)
+        next(Tokens(str(broken), "train", 16).eval_batches(1, 1))
 
 
 def damage_meta(folder: str, **change: object) -> None:
@@ -167,7 +167,7 @@ def flip(folder: str) -> None:
 def test_damaged_data_is_explained(broken, damage, says):
     damage(broken)
     with pytest.raises(ValueError) as error:
-        Tokens(str(broken), "train", 16)
+        Tokens(str(broken), "train", 16).batch(0, 1)
     assert says in str(error.value) and str(broken) in str(error.value)
 
 

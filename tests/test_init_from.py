@@ -4,33 +4,36 @@ import json
 import os
 
 import pytest
+import torch
 
+from model import GPT, GPTConfig
 from training import checkpoint
 
 
-@pytest.fixture
-def trained(train, tmp_path) -> str:
-    """The folder of a run: LASER, long and short heads, characters."""
+def test_a_run_begins_with_the_weights_of_another(run, train, tmp_path):
     code, _, err = train("--attention=laser", "--heads=SSSL", "--window=4", "--position=rope")
     assert code == 0, err
-    return str(tmp_path / "out")
-
-
-def test_a_run_begins_with_the_weights_of_another(run, train, trained, tmp_path):
-    flags = [f"--init_from={trained}", f"--out_dir={tmp_path / 'more'}", "--max_iters=0", "--eval_interval=1"]
-    code, out, err = train(*flags)
+    trained = str(tmp_path / "out")
+    flags = [f"--init_from={trained}", f"--out_dir={tmp_path / 'more'}"]
+    code, out, err = train(*flags, "--max_iters=0", "--eval_interval=1")
     assert code == 0 and "all of its weights carry over" in out, err
     losses = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     best = min(row["val_loss"] for row in losses if "val_loss" in row)
     assert f"val loss {best:.4f}" in out
     outs = [run("sample.py", flag, "--num_samples=1")[1] for flag in (f"--out_dir={trained}", f"--init_from={trained}")]
     assert outs[0] == outs[1] != ""
-    code, out, err = train(*flags[:2], "--attention=softmax", "--conv=3", "--max_iters=2", "--block_size=16")
+    code, out, err = train(*flags, "--attention=softmax", "--conv=3", "--max_iters=2", "--block_size=16")
     assert code == 0 and "trained without attention=softmax, conv=3" in out, err
     code, _, err = train(f"--init_from={trained}/best.pt", *flags[1:])
-    assert code == 2 and "best.pt is a file: give the folder of a run or of a model" in err
-    code, _, err = train(*flags[:2], "--position=learned")
+    assert code == 2 and "best.pt' is not one of gpt2" in err and "no folder" in err
+    code, _, err = train(*flags, "--position=learned")
     assert code == 2 and f"--position=learned does not fit {trained}, which has position=rope" in err
+
+    state = checkpoint.load(os.path.join(trained, "best.pt"))  # other characters
+    state["tokenizer"] = state["tokenizer"] | {"vocab": state["tokenizer"]["vocab"][::-1]}
+    checkpoint.save(os.path.join(trained, "best.pt"), state)
+    code, out, err = train(*flags, "--max_iters=1")
+    assert code == 0 and "has other tokens than" in out, err
 
 
 def test_a_changed_model_needs_a_place_for_every_trained_weight(train, tmp_path):
@@ -48,10 +51,15 @@ def test_a_changed_model_needs_a_place_for_every_trained_weight(train, tmp_path)
     assert code == 2 and "transformer.h.1.attn.position.k" in err
 
 
-def test_other_tokens_are_told(train, trained, tmp_path):
-    (tmp_path / "weights").mkdir()
-    state = checkpoint.load(os.path.join(trained, "best.pt"))
-    state["tokenizer"] = state["tokenizer"] | {"vocab": state["tokenizer"]["vocab"][::-1]}
-    checkpoint.save(str(tmp_path / "weights" / "best.pt"), state)
-    code, out, err = train(f"--init_from={tmp_path / 'weights'}", "--max_iters=1", f"--out_dir={tmp_path / 'more'}")
-    assert code == 0 and "has other tokens than" in out, err
+def test_the_weights_of_a_run(tmp_path):
+    """They take another attention, a convolution, which begins as the identity, and a shorter text."""
+    ours = GPT(GPTConfig(block_size=24, vocab_size=65, n_layer=2, n_head=4, n_embd=32)).eval()
+    state = {"model": ours.state_dict(), "model_args": vars(ours.config), "iter_num": 1, "best_val_loss": 1.0}
+    checkpoint.save(str(tmp_path / checkpoint.BEST), state | {"config": {}})
+    changed = GPT.from_pretrained(str(tmp_path), {"conv": 4, "block_size": 9}).eval()
+    x = torch.randint(65, (2, 9))
+    assert torch.equal(changed(x, x)[0], ours(x, x)[0]) and changed.config.block_size == 9
+    assert GPT.from_pretrained(str(tmp_path), {"attention": "laser"}).config.attention == "laser"
+    checkpoint.save(str(tmp_path / checkpoint.BEST), state | {"model": {}, "config": {}})
+    with pytest.raises(ValueError, match="do not fit"):
+        GPT.from_pretrained(str(tmp_path))

@@ -1,8 +1,6 @@
 """Tokenizers: text to token ids and back. tokenizer() makes the tokenizer that a meta.json describes."""
 
 import base64
-import contextlib
-import functools
 import hashlib
 import io
 import itertools
@@ -11,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from errors import NotInstalled, UserError, first_line, optional
+from errors import UserError, first_line, optional
 
 END = "<|endoftext|>"  # the text of the boundary between two documents, with every tokenizer
 
@@ -25,7 +23,6 @@ class Tokenizer:
 
     n_vocab: int
     eot: int | None = None  # the id of the boundary between two documents; None: the vocabulary has none
-    bos: int | None = None  # the id that a text begins with, where a tokenizer from the hub has one
     meta: dict  # a description, for meta.json and checkpoints: tokenizer(meta) makes the same tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -96,6 +93,8 @@ class ByteTokenizer(Tokenizer):
 
 
 GPT2_VOCAB_SIZE = 50257
+GPT2_TEXT = "it's  12345 naïve\n\n漢"  # a text by whose ids GPT-2's tokens are recognised
+GPT2_IDS = [270, 338, 220, 17031, 2231, 41492, 198, 198, 162, 120, 95]
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # where tiktoken downloads from
 GPT2_FILES = (GPT2_URL + "vocab.bpe", GPT2_URL + "encoder.json")
 
@@ -129,10 +128,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: str):
         self.meta = {"kind": "sentencepiece", "model": model}
         spm = optional("sentencepiece", "this tokenizer")
-        try:
-            self._sp = spm.SentencePieceProcessor(model_proto=base64.b64decode(model))
-        except (RuntimeError, ValueError) as error:
-            raise UserError(f"this is no SentencePiece model: {error}") from None
+        self._sp = spm.SentencePieceProcessor(model_proto=base64.b64decode(model))
         self.n_vocab = self._sp.vocab_size()
         self.eot = self._sp.eos_id() if self._sp.eos_id() >= 0 else None
 
@@ -149,8 +145,6 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceT
     Beyond the paper, characters that are too rare for the vocabulary become bytes, and </s> is the boundary of
     documents. The result depends on the number of threads, which is fixed. Raises UserError if the text is too short.
     """
-    if not 259 <= vocab_size <= 10**6:
-        raise UserError(f"vocab_size={vocab_size} must be between 259 (256 of these are bytes) and 1,000,000")
     spm = optional("sentencepiece", "this tokenizer")
     model = io.BytesIO()
     print(f"training a SentencePiece vocabulary of {vocab_size:,}...", flush=True)
@@ -179,19 +173,6 @@ def tokenizer(meta: dict) -> Tokenizer:
     return TOKENIZER[kind](**{name: value for name, value in meta.items() if name != "kind"})
 
 
-@functools.cache
-def hub_args(name: str) -> dict:
-    """Arguments for transformers' from_pretrained: if no hub answers, only its cache (it would try for 23 s)."""
-    from huggingface_hub import HfApi, errors
-
-    try:
-        if not os.path.isdir(name):
-            HfApi().model_info(name, timeout=3)
-    except Exception as error:  # the classes of several libraries; transformers says more about a hub's answer
-        return {} if isinstance(error, errors.HfHubHTTPError) else {"local_files_only": True}
-    return {}
-
-
 class HubTokenizer(Tokenizer):
     """The tokenizer beside weights that have been loaded through transformers."""
 
@@ -201,11 +182,13 @@ class HubTokenizer(Tokenizer):
         from transformers import AutoTokenizer
 
         try:
-            self._tok = AutoTokenizer.from_pretrained(name, **hub_args(name))
+            self._tok = AutoTokenizer.from_pretrained(name)
         except Exception as error:  # the classes of several libraries
             raise UserError(f"cannot load the tokenizer of {name}: {first_line(error)}") from None
         self.n_vocab = len(self._tok)
-        self.bos, self.eot = self._tok.bos_token_id, self._tok.eos_token_id
+        self.eot = self._tok.eos_token_id
+        if self.n_vocab == GPT2_VOCAB_SIZE and self.encode(GPT2_TEXT) == GPT2_IDS:
+            self.meta = GPT2Tokenizer.meta  # data sets may have these tokens
 
     def encode(self, text: str) -> list[int]:
         return self._tok.encode(text)
@@ -220,16 +203,10 @@ def pretrained_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     GPT-2's names get GPT-2's, and so does a folder with weights only, unless its vocab_size differs (UserError).
     """
     is_folder = os.path.isdir(name)
-    alone = is_folder and not any("token" in f or "vocab" in f for f in os.listdir(name))
-    if alone and vocab_size != GPT2_VOCAB_SIZE:
-        raise UserError(f"{name} has no tokenizer beside its weights, and its {vocab_size} tokens are not GPT-2's")
-    if alone or not (is_folder or "/" in name):
+    if not is_folder and "/" not in name:
         return GPT2Tokenizer()
-    tok = HubTokenizer(name)
-    if tok.n_vocab == GPT2_VOCAB_SIZE:
-        probe = "Hello world, it's  1234 naïve 漢字\n\n\tEND"
-        with contextlib.suppress(OSError, NotInstalled):
-            gpt2 = GPT2Tokenizer()
-            if gpt2.encode(probe) == tok.encode(probe):
-                return gpt2  # data sets know these tokens as "gpt2"
-    return tok
+    if not is_folder or any("token" in file or "vocab" in file for file in os.listdir(name)):
+        return HubTokenizer(name)
+    if vocab_size != GPT2_VOCAB_SIZE:
+        raise UserError(f"{name} has no tokenizer beside its weights, and its {vocab_size} tokens are not GPT-2's")
+    return GPT2Tokenizer()

@@ -1,7 +1,7 @@
-"""Weights from and for models of Hugging Face's transformers: translates their configs and names to ours, and back.
+"""Weights for --init_from: of a model of Hugging Face's transformers, or of the folder of a run.
 
-FAMILIES has an entry for each family of models. `load` reads a model of a family, or of a run's folder; `export` makes
-a model of a family out of ours.
+FAMILIES has an entry for each family of transformers' models: how its config and the names of its weights become ours.
+`config_of` reads a model's config, `load` the model.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import torch
 
 from errors import UserError, first_line, optional, refuse
 from model import GPT, GPTConfig
-from text.tokenizers import GPT2_VOCAB_SIZE, hub_args
 from training import checkpoint
 
 # layers, heads, width
@@ -28,26 +27,26 @@ LLAMA_FIELDS = {
     "head_dim": "head_dim", "n_hidden": "intermediate_size", "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings",
 }  # fmt: skip
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}  # theirs: ours
-# fields that may differ from what the weights were trained with
-FREE = "dropout attn_dropout z_loss attention short_attention heads window temperature logit_softcap block_size".split()
-FREE += ["label_smoothing", "activation_checkpointing", "decay", "conv"]
-NEW = ("attn.conv.weight", "attn.decay.log_slopes")  # weights of these choices, which begin as in a new model
 # fields that matter only in training
 TRAINING = ("dropout", "attn_dropout", "zero_init", "label_smoothing", "z_loss", "activation_checkpointing")
+# fields that may differ from what the weights were trained with
+FREE = (
+    "dropout", "attn_dropout", "label_smoothing", "z_loss", "activation_checkpointing", "attention", "short_attention",
+    "heads", "window", "temperature", "logit_softcap", "block_size", "decay", "conv",
+)  # fmt: skip
+NEW = ("attn.conv.weight", "attn.decay.log_slopes")  # weights of these choices, which begin as in a new model
 USER = "a model of Hugging Face"  # what needs the package transformers
-SPECIAL = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # a vocabulary without such tokens
 
 
 @dataclass
 class Family:
-    ours: Callable  # their config -> the fields of GPTConfig. Raises UserError for choices that we do not have
-    theirs: Callable  # a resolved GPTConfig -> the arguments of their config
+    fields: Callable  # their config -> the fields of GPTConfig. Raises UserError for choices that we do not have
     modules: dict[str, list[str]]  # {our module: their modules, which lie in it one after another}
     transposed: bool = False  # their matrices are (in, out)
     halves: bool = False  # their RoPE pairs dimensions d and d + D/2, ours 2d and 2d + 1
 
 
-def gpt2_ours(c) -> dict:
+def from_gpt2(c) -> dict:
     if c.activation_function not in ACTIVATIONS:
         raise UserError(f"activation_function={c.activation_function!r} is not one of {', '.join(ACTIVATIONS)}")
     if not c.scale_attn_weights or c.scale_attn_by_inverse_layer_idx:
@@ -56,14 +55,7 @@ def gpt2_ours(c) -> dict:
     return args | {"mlp": ACTIVATIONS[c.activation_function]}
 
 
-def gpt2_theirs(c: GPTConfig) -> dict:
-    activation = next((theirs for theirs, ours in ACTIVATIONS.items() if ours == c.mlp), "gelu_new")
-    args = {theirs: getattr(c, ours) for ours, theirs in GPT2_FIELDS.items()}
-    args |= {"resid_pdrop": c.dropout, "embd_pdrop": c.dropout, "attn_pdrop": c.attn_dropout}
-    return args | {"activation_function": activation} | (SPECIAL if c.vocab_size < GPT2_VOCAB_SIZE else {})
-
-
-def llama_ours(c) -> dict:
+def from_llama(c) -> dict:
     """Llama; Mistral, whose heads are all short; Qwen 3, whose queries and keys are normalised."""
     if c.hidden_act != "silu" or c.rope_parameters["rope_type"] != "default":
         raise UserError(f"it must have hidden_act='silu' and plain RoPE, not {c.hidden_act!r} and {c.rope_parameters}")
@@ -81,20 +73,6 @@ def llama_ours(c) -> dict:
     return args | {"heads": heads} | ({"window": window - 1} if "S" in heads else {})
 
 
-def llama_theirs(c: GPTConfig, own: tuple[str, ...]) -> dict:
-    """own: the names of arguments that only some of these families have."""
-    args = {theirs: getattr(c, ours) for ours, theirs in LLAMA_FIELDS.items()} | SPECIAL | {"use_cache": True}
-    args |= {"rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base}}
-    kinds = ["sliding_attention" if "S" in c.layer_heads(i) else "full_attention" for i in range(c.n_layer)]
-    more = {"sliding_window": None if c.window is None else c.window + 1, "use_sliding_window": c.window is not None}
-    more |= {"layer_types": kinds, "attention_bias": c.bias, "mlp_bias": c.bias}
-    return args | {name: more[name] for name in own}
-
-
-def like_llama(*own: str) -> Family:
-    return Family(llama_ours, lambda c: llama_theirs(c, own), LLAMA_MODULES, halves=True)
-
-
 GPT2_PARTS = "wte wpe h.*.ln_1 h.*.attn.c_attn h.*.attn.c_proj h.*.ln_2 h.*.mlp.c_fc h.*.mlp.c_proj ln_f".split()
 GPT2_MODULES = {name: [name] for name in (*(f"transformer.{x}" for x in GPT2_PARTS), "lm_head")}
 LLAMA_PARTS = {
@@ -105,12 +83,8 @@ LLAMA_PARTS = {
 }  # fmt: skip
 LLAMA_MODULES = {f"transformer.h.*.{k}": [f"model.layers.*.{x}" for x in parts] for k, parts in LLAMA_PARTS.items()}
 LLAMA_MODULES |= {"transformer.wte": ["model.embed_tokens"], "transformer.ln_f": ["model.norm"], "lm_head": ["lm_head"]}
-FAMILIES: dict[str, Family] = {
-    "gpt2": Family(gpt2_ours, gpt2_theirs, GPT2_MODULES, transposed=True),
-    "llama": like_llama("attention_bias", "mlp_bias"),
-    "mistral": like_llama("sliding_window"),
-    "qwen3": like_llama("sliding_window", "layer_types", "use_sliding_window"),
-}
+FAMILIES = {"gpt2": Family(from_gpt2, GPT2_MODULES, transposed=True)}
+FAMILIES |= dict.fromkeys(("llama", "mistral", "qwen3"), Family(from_llama, LLAMA_MODULES, halves=True))
 
 
 def sources(key: str, modules: dict[str, list[str]]) -> list[str]:
@@ -151,16 +125,29 @@ def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> Non
         raise UserError(f"its {unused[0]} is no weight of our model")
 
 
+def copy_own(model: GPT, state: dict[str, torch.Tensor]) -> None:
+    """Copies the weights of one of our models. Raises UserError where they do not fit; those of NEW begin anew."""
+    needed = {key: p.shape for key, p in model.state_dict().items() if key in state or not key.endswith(NEW)}
+    given = {key: p.shape for key, p in state.items()}
+    if differing := sorted(key for key in needed | given if needed.get(key) != given.get(key)):
+        raise UserError(f"the trained weights do not fit the changed model: see {differing[0]}")
+    model.load_state_dict(state, strict=False)
+
+
 @contextlib.contextmanager
 def loading(name: str) -> Iterator[None]:
     """Turns an error of transformers, or of what it calls, into a sentence that names what is loaded."""
     try:
         yield
     except OSError as error:
-        other = "" if os.path.isdir(name) else " (a local folder can be loaded as well)"
-        raise OSError(f"cannot load {name} through transformers: {first_line(error)}{other}") from None
+        raise OSError(f"cannot load {name} through transformers: {first_line(error)}") from None
     except Exception as error:  # of several libraries
         raise UserError(f"cannot convert {name}: {first_line(error)}") from None
+
+
+def run_in(folder: str) -> dict:
+    """The checkpoint with the lowest validation loss in a run's folder."""
+    return checkpoint.load(checkpoint.path_of(folder, "best"))
 
 
 def config_of(name: str, changes: dict) -> tuple[object, dict]:
@@ -168,38 +155,29 @@ def config_of(name: str, changes: dict) -> tuple[object, dict]:
 
     The config of a run's folder is None. changes: fields to change. Raises UserError for one that the weights fix.
     """
-    if checkpoint.names(name):
-        return None, _changed(name, run_in(name)["model_args"], changes)
-    if os.path.isfile(name):
-        raise UserError(f"{name} is a file: give the folder of a run or of a model")
-    if name not in GPT2 and not os.path.isdir(name) and (name.count("/") != 1 or name[0] in "./~"):
-        raise UserError(f"{name!r} is not one of {', '.join(GPT2)}, no owner/model of the hub and no local folder")
-    AutoConfig = optional("transformers", USER).AutoConfig
-    if name in GPT2 and not os.path.isdir(name):
-        n_layer, n_head, n_embd = GPT2[name]
-        c = AutoConfig.for_model("gpt2", n_layer=n_layer, n_head=n_head, n_embd=n_embd)
-    else:
-        with loading(name):
-            c = AutoConfig.from_pretrained(name, **hub_args(name))
-    if c.model_type not in FAMILIES:
-        raise UserError(f"cannot convert {name}: the family {c.model_type} is not one of {', '.join(FAMILIES)}")
-    with loading(name):
-        fields = FAMILIES[c.model_type].ours(c)
-    return c, _changed(name, fields, changes)
-
-
-def _changed(name: str, fields: dict, changes: dict) -> dict:
     if fixed := [key for key in changes if key not in FREE]:
         raise UserError(f"{fixed[0]} is fixed: {name}'s weights were trained with it. You can change {', '.join(FREE)}")
+    c, fields = (None, run_in(name)["model_args"]) if checkpoint.names(name) else _their_config(name)
     args = fields | changes
     if "S" not in args.get("heads", "L") and "window" not in changes:
         args.pop("window", None)  # the heads are no longer short
-    return args
+    return c, args
 
 
-def run_in(folder: str) -> dict:
-    """The checkpoint with the lowest validation loss in a run's folder."""
-    return checkpoint.load(checkpoint.path_of(folder, "best"))
+def _their_config(name: str) -> tuple[object, dict]:
+    is_folder = os.path.isdir(name)
+    if not is_folder and name not in GPT2 and (name.count("/") != 1 or name[0] in "./~" or os.path.isfile(name)):
+        raise UserError(f"{name!r} is not one of {', '.join(GPT2)}, no folder, and no owner/model of the hub")
+    AutoConfig = optional("transformers", USER).AutoConfig
+    with loading(name):
+        if name in GPT2 and not is_folder:
+            n_layer, n_head, n_embd = GPT2[name]
+            c = AutoConfig.for_model("gpt2", n_layer=n_layer, n_head=n_head, n_embd=n_embd)
+        else:
+            c = AutoConfig.from_pretrained(name)
+        if c.model_type not in FAMILIES:
+            raise UserError(f"the family {c.model_type} is not one of {', '.join(FAMILIES)}")
+        return c, FAMILIES[c.model_type].fields(c)
 
 
 def tokens_of(name: str) -> dict | None:
@@ -215,72 +193,18 @@ def load(name: str, changes: dict) -> GPT:
     c, args = config_of(name, changes)
     trained_at = args["block_size"]
     if args.get("position", "learned") == "learned":  # all positions are copied first, and cropped afterwards
-        trained_at = c.n_positions if c else run_in(name)["model_args"]["block_size"]
+        trained_at = config_of(name, {})[1]["block_size"]
     model = GPT(GPTConfig(**args | {"block_size": trained_at}))
     if c is None:
         copy_own(model, run_in(name)["model"])
     else:
-        settings = {"dtype": torch.float32, "output_loading_info": True} | hub_args(name)
+        AutoModel = optional("transformers", USER).AutoModelForCausalLM
         with loading(name):
-            theirs, found = optional("transformers", USER).AutoModelForCausalLM.from_pretrained(name, **settings)
-        tied = {"lm_head.weight"} if c.tie_word_embeddings else set()
-        if missing := sorted(set(found["missing_keys"]) - tied):  # transformers has filled it with random numbers
-            raise UserError(f"cannot convert {name}: its file has no {missing[0]}")
-        with loading(name):
+            theirs, found = AutoModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+            tied = {"lm_head.weight"} if c.tie_word_embeddings else set()
+            if missing := sorted(set(found["missing_keys"]) - tied):  # transformers has filled it with random numbers
+                raise UserError(f"its file has no {missing[0]}")
             copy_from(model, theirs.state_dict(), FAMILIES[c.model_type])
     if trained_at != args["block_size"]:
         model.crop_block_size(args["block_size"])
     return model
-
-
-def copy_own(model: GPT, state: dict[str, torch.Tensor]) -> None:
-    """Copies the weights of one of our models. Raises UserError where they do not fit; those of NEW begin anew."""
-    needed = {key: p.shape for key, p in model.state_dict().items() if key in state or not key.endswith(NEW)}
-    given = {key: p.shape for key, p in state.items()}
-    if differing := sorted(key for key in needed | given if needed.get(key) != given.get(key)):
-        raise UserError(f"the trained weights do not fit the changed model: see {differing[0]}")
-    model.load_state_dict(state, strict=False)
-
-
-def export(model: GPT) -> object:
-    """Our model as a PreTrainedModel of transformers. Raises UserError, naming the choices that no family has."""
-    transformers, c = optional("transformers", USER), model.config.resolved()
-    family, config = _fitting(model.config, transformers.AutoConfig)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    # GPT-2's biases are zeros where ours has none
-    state = {key: torch.zeros_like(p) if key.endswith("bias") else p for key, p in theirs.state_dict().items()}
-    for key, p in model.state_dict().items():
-        names = sources(key, family.modules)
-        parts = p.split([len(state[name]) for name in names]) if len(names) > 1 else [p]
-        for name, part in zip(names, parts, strict=True):
-            state[name] = converted(name, part, c.head_dim, family, back=True).contiguous()
-    theirs.load_state_dict(state)
-    return theirs
-
-
-def _fitting(config: GPTConfig, AutoConfig: type) -> tuple[Family, object]:
-    """(the family that has all of a model's choices, transformers' config of it)."""
-    ours, misfits = _choices(config), {}  # misfits: {family: fields in which it differs}
-    for name, family in FAMILIES.items():
-        try:
-            with loading(name):
-                theirs = AutoConfig.for_model(name, **family.theirs(config.resolved()))
-            back = _choices(GPTConfig(**family.ours(theirs)))
-        except UserError:  # for sizes that the family cannot have
-            continue
-        free = ("bias",) if name == "gpt2" else ()
-        misfits[name] = [key for key in ours if ours[key] != back[key] and key not in free]
-        if not misfits[name]:
-            return family, theirs
-    if not misfits:
-        raise UserError("transformers has no model of these sizes: n_head, head_dim and n_embd do not fit there")
-    nearest, fields = min(misfits.items(), key=lambda entry: len(entry[1]))
-    asked = [f"{key}={getattr(config, key)!r}" for key in fields if getattr(config, key) is not None]
-    raise UserError(f"transformers has no such model; the nearest, {nearest}, has no {', '.join(asked or fields)}")
-
-
-def _choices(config: GPTConfig) -> dict:
-    """The fields that a trained model depends on, with every default spelled out."""
-    c = config.resolved()
-    heads = "/".join(c.layer_heads(layer) for layer in range(c.n_layer))
-    return {key: x for key, x in (vars(c) | {"heads": heads}).items() if key not in TRAINING}

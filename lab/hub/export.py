@@ -14,10 +14,11 @@ from typing import Literal
 
 from configurator import configure, user_errors
 from errors import UserError, note, optional
+from lab.hub.formats import export
 from lab.hub.tokenizer_json import fast
 from text.dataset import ROOT
 from training import checkpoint
-from training.pretrained import USER, export
+from training.pretrained import USER
 
 # What is exported, and where does it go?
 out_dir = "out"  # the folder of a run of train.py

@@ -21,7 +21,7 @@ from errors import UserError, first_line, note, optional
 # isort: split
 import torch
 
-from text.tokenizers import HubTokenizer, Tokenizer, hub_args
+from text.tokenizers import HubTokenizer, Tokenizer
 from training.checkpoint import open_model
 
 # Which model?
@@ -84,7 +84,8 @@ def adapter(model: torch.nn.Module, tok: Tokenizer, batch_size: int, dtype: str 
     their_tok = tok._tok if isinstance(tok, HubTokenizer) else fast(tok, model.config.block_size)
     if their_tok.pad_token is None:
         their_tok.pad_token = tok.decode([0])
-    first = tok.eot if tok.bos is None else tok.bos  # the token before a text without a context
+    bos = their_tok.bos_token_id
+    first = tok.eot if bos is None else bos  # the token before a text without a context
     if first is None:
         note("the vocabulary has no boundary of documents: texts without a context begin after a line end")
         (first,) = tok.encode("\n")
@@ -97,7 +98,7 @@ def adapter(model: torch.nn.Module, tok: Tokenizer, batch_size: int, dtype: str 
 
 def load(names: list[str], num_fewshot: int | None) -> dict:
     """lm-eval's tasks of these names and paths, with their data."""
-    datasets, tasks = optional("datasets", USER), optional("lm_eval.tasks", USER)
+    tasks = optional("lm_eval.tasks", USER)
     known = [name for name in names if not name.endswith((".yaml", ".yml"))]
     manager = tasks.TaskManager(include_defaults=bool(known))  # the index of all tasks takes seconds
     for name in names:
@@ -105,8 +106,6 @@ def load(names: list[str], num_fewshot: int | None) -> dict:
             raise UserError(f"lm-eval has no task {name!r}: lm_eval ls tasks prints all names")
         if name not in known and not os.path.isfile(name):
             raise UserError(f"there is no file {name}")
-    if known and hub_args("gpt2"):  # no hub answers: for each task `datasets` would try for 23 s
-        optional("huggingface_hub", USER).constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     found = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         folder, file = (".", name) if name in known else os.path.split(os.path.abspath(name))

@@ -200,6 +200,12 @@ def test_their_tokenizer_gives_our_tokens(tmp_path, kind, text, bpe):
             theirs.encode("€")
 
 
+def test_gpt2s_tokens_are_known_beside_a_model_of_the_hub(tmp_path):
+    fast(tokenizers.GPT2Tokenizer(), T).save_pretrained(tmp_path)
+    tok = tokenizers.pretrained_tokenizer(str(tmp_path), tokenizers.GPT2_VOCAB_SIZE)
+    assert tok.meta == {"kind": "gpt2"} and tok.decode(tok.encode("the lord")) == "the lord"
+
+
 # -----------------------------------------------------------------------------
 # the script
 
