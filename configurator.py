@@ -13,7 +13,6 @@ each of them `| None`. In a flag's help, "a name in TABLE" or "a name in module.
 A mistake of the user is answered with a sentence on stderr and exit code 2.
 """
 
-import ast
 import contextlib
 import difflib
 import inspect
@@ -28,11 +27,12 @@ import types
 import typing
 from collections.abc import Iterable, Iterator
 
-from errors import UserError, note, refuse
+from errors import UserError, first_line, note, refuse
 
 WORDS = {"none": None, "true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}  # in flags
 WIDTH = 100  # columns of --help
 COLUMN = 36  # where --help begins the text of a flag
+PLAIN = types.NoneType | bool | int | float | str  # what a flag may be
 
 
 def fail(message: object) -> typing.NoReturn:
@@ -52,12 +52,19 @@ def user_errors() -> Iterator[None]:
         fail(error)
 
 
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether an error is Ctrl-C, or was raised while Ctrl-C was handled, as by a library whose processes got it too."""
+    return error is not None and (isinstance(error, KeyboardInterrupt) or _interrupted(error.__context__))
+
+
 def _excepthook(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
-    """No traceback for what is nobody's bug: Ctrl-C, and a reader such as `| head` that has closed the pipe."""
-    if issubclass(kind, KeyboardInterrupt):
+    """No traceback for what is nobody's bug: Ctrl-C, a closed pipe (`| head`), too little memory."""
+    if _interrupted(error):
         print("\ninterrupted", file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+    elif issubclass(kind, MemoryError) or kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+        note(f"out of memory ({first_line(error)}). Make the batch or the model smaller")
     else:
         sys.__excepthook__(kind, error, trace)
 
@@ -95,29 +102,25 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
 def _flags(script: dict, dataclasses: tuple) -> dict[str, Flag]:
     """Every flag, in the order of --help: the fields of the dataclasses, then what only the script assigns.
 
-    In the source of either, a group begins with a comment on a line of its own that ends in a question mark.
+    A flag is an assignment on one line. A group begins with a comment on a line of its own, a question.
     """
-    sources = [(inspect.getsource(cls), vars(cls), vars(sys.modules[cls.__module__])) for cls in dataclasses]
-    sources.append((pathlib.Path(script["__file__"]).read_text(encoding="utf-8"), script, script))
+    sources = [("    ", inspect.getsource(cls), vars(cls), vars(sys.modules[cls.__module__])) for cls in dataclasses]
+    sources.append(("", pathlib.Path(script["__file__"]).read_text(encoding="utf-8"), script, script))
     flags = {}
-    for source, values, scope in sources:
-        own, lines, body = set(), source.splitlines(), ast.parse(source).body
-        body = body[0].body if isinstance(body[0], ast.ClassDef) else body
-        for node in (node for node in body if isinstance(node, ast.Assign | ast.AnnAssign)):
-            annotated = isinstance(node, ast.AnnAssign)
-            name = ast.unparse(node.target if annotated else node.targets[0])
-            default = values.get(name, ())
-            is_plain = isinstance(default, types.NoneType | bool | int | float | str)
-            if not is_plain or name in own or name.startswith("_") or name.isupper():
+    for indent, source, values, scope in sources:
+        own, group = {}, "Flags"
+        for line in source.splitlines():
+            if re.fullmatch(indent + r"# .*\?", line):
+                group = line.strip("# ")
+            found = re.fullmatch(indent + r"([a-z]\w*)(?:: (.+?))? = .+?(?:  # (.*))?", line)
+            if not found or found[1] in own or not isinstance(values.get(found[1], ()), PLAIN):
                 continue
-            own.add(name)
-            legal = _legal(eval(ast.unparse(node.annotation), scope) if annotated else type(default))
-            comment = re.search(r"  # (.*)", lines[node.end_lineno - 1])
-            above = [line for line in lines[: node.lineno] if re.fullmatch(" " * node.col_offset + r"# .*\?", line)]
-            field = flags.get(name, Flag(default, legal, "", above[-1].strip("# ") if above else "Flags"))
-            flags[name] = Flag(
-                default, legal, _with_names(comment[1], scope) if comment else field.comment, field.group
-            )
+            name, annotation, comment = found.groups()
+            default = values[name]
+            legal = _legal(eval(annotation, scope) if annotation else type(default))
+            first = flags.get(name) or Flag(default, legal, "", group)
+            own[name] = Flag(default, legal, _with_names(comment, scope) if comment else first.comment, first.group)
+        flags |= own
     return flags
 
 
@@ -156,11 +159,10 @@ def _print_help(script: dict, flags: dict[str, Flag]) -> None:
         for name, flag in flags.items():
             if flag.group == group:
                 values = f" ({_words(flag.legal)})" if isinstance(flag.legal[0], str) else ""
-                text = textwrap.wrap((flag.comment + values).strip(), WIDTH - COLUMN, break_on_hyphens=False)
-                head = textwrap.wrap(f"--{name}={flag.default!r}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-                if text and len(head[-1]) <= COLUMN - 2:
-                    head[-1] = head[-1].ljust(COLUMN) + text.pop(0)
-                print("\n".join(head + [" " * COLUMN + line for line in text]))
+                head, margin = f"  --{name}={flag.default!r}", " " * COLUMN
+                text = textwrap.fill(flag.comment + values, WIDTH, initial_indent=margin, subsequent_indent=margin,
+                                     break_on_hyphens=False)  # fmt: skip
+                print(head.ljust(COLUMN) + text[COLUMN:] if len(head) < COLUMN - 1 else f"{head}\n{text}")
 
 
 def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
