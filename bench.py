@@ -2,7 +2,7 @@
 
     python bench.py                                  # about ten minutes on two CPU cores
     python bench.py --quick                          # under a minute
-    python bench.py --what=attention --only=sdpa,beta --lengths=4096,8192,16384 --plot
+    python bench.py --what=attention --only=sdpa,beta --lengths=4096,8192,16384
     python bench.py --what=attention --device=cuda --dtype=bfloat16 --head_dim=64,128 --tokens=32768
 
 There are four parts. `attention` times the function alone, forward and backward, and finds its peak memory. `model`
@@ -34,7 +34,7 @@ from attention.cache import run_definitions
 from attention.forms import SUMS
 from attention.scores import takes
 from configurator import at_least_one, check_writable, configure, names, pick_device, positive, user_errors
-from errors import UserError, first_line, optional, refuse
+from errors import UserError, first_line, refuse
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION
 from training.optimizers import OPTIMIZER, Settings
@@ -59,7 +59,6 @@ repeats = 9  # rounds; in each round everything runs once
 patience = 20.0  # seconds; an attention that takes longer than this for one pass is not timed for longer texts
 # Where do the results go?
 out = "bench.json"  # the file of results
-plot = False  # also draw time and memory by length, as a PNG beside --out (needs matplotlib)
 # What does it run on?
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of q, k and v; models use autocast
@@ -366,23 +365,6 @@ def decoding(dev: str, amp: object, n: int) -> list[dict]:
 # -----------------------------------------------------------------------------
 
 
-def draw(rows: list[dict], path: str) -> None:
-    """Draws time and memory of forward + backward against n, at the first head dim, on log axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 6), layout="tight")
-    for ax, label in zip(figure.subplots(1, 2), ("forward + backward, ms", "peak memory, MiB"), strict=True):
-        for i, name in enumerate(dict.fromkeys(row["subject"] for row in rows)):
-            mine = [row for row in rows if row["subject"] == name and row["d"] == rows[0]["d"]]
-            y = [row["median"]["both"] if "ms" in label else row["peak bytes"] / 2**20 for row in mine]
-            ax.plot([row["n"] for row in mine], y, ("o-", "o--", "o:")[i // 10 % 3], markersize=4, label=name)
-        ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
-        ax.grid(alpha=0.3)
-    ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=110)
-    print(f"drew {path}")
-
-
 def main() -> None:
     dev, precision, amp = pick_device(device, dtype)
     run: dict[str, Callable] = {  # each yields the rows of its tables, one table at a time
@@ -395,12 +377,10 @@ def main() -> None:
     at_least_one(repeats=repeats, batch_size=batch_size, step_length=step_length, decode_length=decode_length)
     refuse([
         ("/" in heads or "S" not in heads, f"--heads={heads} must be the letters of one layer, with an S"),
-        (bool(plot or only) and "attention" not in parts, "--plot and --only are for --what=attention"),
+        (bool(only) and "attention" not in parts, "--only is for --what=attention"),
     ])  # fmt: skip
     GPTConfig(n_head=n_head, n_embd=n_head, heads=heads, window=window)  # checks them
     check_writable(out)
-    if plot:
-        optional("matplotlib", "--plot")
     if dev.startswith("cuda:"):
         torch.cuda.set_device(dev)
     torch.set_float32_matmul_precision("high")  # as train.py: TF32 on a GPU, no effect on a CPU
@@ -416,8 +396,6 @@ def main() -> None:
             with open(out, "w", encoding="utf-8") as f:
                 json.dump(results, f, indent=1)
     print(f"\nwrote {out}")
-    if plot and results["attention"]:
-        draw(results["attention"], os.path.splitext(out)[0] + ".png")
 
 
 if __name__ == "__main__":

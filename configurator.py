@@ -53,7 +53,7 @@ def user_errors() -> Iterator[None]:
 
 
 def _interrupted(error: BaseException | None) -> bool:
-    """Whether an error is Ctrl-C, or was raised while Ctrl-C was handled, as by a library whose processes got it too."""
+    """Whether an error is Ctrl-C, or came up while Ctrl-C was handled, as in a library with processes of its own."""
     return error is not None and (isinstance(error, KeyboardInterrupt) or _interrupted(error.__context__))
 
 
@@ -126,20 +126,17 @@ def _flags(script: dict, dataclasses: tuple) -> dict[str, Flag]:
 
 def _with_names(comment: str, scope: dict) -> str:
     """The comment, with the names themselves in the place of "a name in TABLE" and "a name in module.TABLE"."""
-
-    def names(found: re.Match) -> str:
-        holder = vars(sys.modules[found[1]]) if found[1] in sys.modules else scope
-        table = holder.get(found[2])
-        return ", ".join(map(str, table)) if isinstance(table, dict | list | tuple) else found[0]
-
-    return re.sub(r"a name in (?:(\w+)\.)?([A-Z][A-Z0-9_]*)\b", names, comment)
+    for text, module, name in re.findall(r"(a name in (?:(\w+)\.)?([A-Z][A-Z0-9_]*))\b", comment):
+        table = (vars(sys.modules[module]) if module in sys.modules else scope).get(name)
+        if isinstance(table, dict | list | tuple):
+            comment = comment.replace(text, ", ".join(map(str, table)))
+    return comment
 
 
 def _legal(hint: object) -> list:
     """What a flag of this hint may be: int | None -> [int, NoneType]; Literal['a', 'b'] -> ['a', 'b']."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) in (typing.Union, typing.Literal):
-        return [t for arg in typing.get_args(hint) for t in _legal(arg)]
-    return [hint]
+    parts = typing.get_args(hint)
+    return [t for part in parts for t in _legal(part)] if parts else [hint]
 
 
 def _words(legal: list) -> str:
@@ -149,11 +146,13 @@ def _words(legal: list) -> str:
 
 
 def _print_help(script: dict, flags: dict[str, Flag]) -> None:
-    print((script.get("__doc__") or "").strip())
     command = f"-m {script['__spec__'].name}" if script.get("__spec__") else sys.argv[0]
-    print(f"\nusage: python {command} [config/file.py] [--flag=value ...]\n")
-    print("Each flag stands here with its default value. A flag on the command line wins over a config file.\n"
-          "--flag is short for --flag=True, and --no-flag for --flag=False.")  # fmt: skip
+    print(f"""{(script.get("__doc__") or "").strip()}
+
+usage: python {command} [config/file.py] [--flag=value ...]
+
+Each flag stands here with its default value. A flag on the command line wins over a config file.
+--flag is short for --flag=True, and --no-flag for --flag=False.""")
     for group in dict.fromkeys(flag.group for flag in flags.values()):
         print(f"\n{group}")
         for name, flag in flags.items():
@@ -194,9 +193,9 @@ def _read_flag(arg: str, flags: dict[str, Flag]) -> tuple[str, object]:
     if not arg.startswith("--"):
         fail(f"{arg}: flags begin with two dashes: -{arg}")
     name, equals, text = arg[2:].partition("=")
-    positive = re.sub("^no[-_]", "", name)
-    if not equals and positive != name and positive in flags and bool in flags[positive].legal:
-        return positive, False
+    off = re.sub("^no[-_]", "", name)
+    if not equals and off != name and off in flags and bool in flags[off].legal:
+        return off, False
     if name not in flags:
         fail(f"--{name}: {_unknown(name, flags)} (--help lists all flags.)")
     legal = flags[name].legal
