@@ -54,9 +54,8 @@ n_head = 6  # attention: number of heads
 head_dim = "32"  # attention: width of a head; several, separated by commas
 heads = "SSSSSL"  # in rows with short heads, the heads of a layer: a letter for each head, S short, L long
 window = 100  # attention: tokens that a short head sees before its own (model, step: 50, or 100 above 2048 tokens)
-# How exact, and how long?
+# How exact?
 repeats = 9  # rounds; in each round everything runs once
-patience = 20.0  # seconds; an attention that takes longer than this for one pass is not timed for longer texts
 # Where do the results go?
 out = "bench.json"  # the file of results
 # What does it run on?
@@ -174,10 +173,17 @@ def table(title: str, about: dict, rounds: Rounds, more: dict[str, dict] | None 
 # attention: what is timed, and whether it is right
 
 
-def layer(fields: dict, plain: bool = False, triton: bool = False) -> Callable:
+def with_kernels(gpt: GPT) -> None:
+    """Makes a GPT run Triton's kernels."""
+    from attention import kernels  # here: not every machine has Triton
+
+    kernels.use(gpt, ATTENTION[gpt.config.attention])
+
+
+def layer(fields: dict, form: Callable = lambda gpt: None) -> Callable:
     """The attention of a model's layer with these fields of GPTConfig, run(q, k, v) -> y, all (B, H, T, D).
 
-    plain: by its definition; triton: by Triton's kernels; else as the model runs it.
+    form(gpt) makes the model compute it in another way: run_definitions or with_kernels.
     """
 
     @cache
@@ -185,12 +191,7 @@ def layer(fields: dict, plain: bool = False, triton: bool = False) -> Callable:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)  # a position's weights are the same in all forms
             gpt = GPT(GPTConfig(T, 1, 1, n_head, n_head * D, head_dim=D, **{"position": "none"} | fields))
-        if plain:
-            run_definitions(gpt)
-        if triton:
-            from attention import kernels  # here: not every machine has Triton
-
-            kernels.use(gpt, ATTENTION[fields["attention"]])
+        form(gpt)
         return gpt.transformer.h[0].attn
 
     def run(q, k, v):
@@ -242,7 +243,7 @@ def rows_on(dev: str) -> dict[str, tuple[Callable, dict]]:
         if kind != " decay" or takes(ATTENTION[attention], "fade"):
             table[attention + kind] = layer(fields), fields
         if kind in ("", f" {heads}") and (on_gpu or "triton" in only):  # on a CPU its interpreter takes minutes
-            table[f"{attention}{kind} triton"] = layer(fields, triton=True), fields
+            table[f"{attention}{kind} triton"] = layer(fields, with_kernels), fields
     positions = [{"position": name} for name, (_, inside) in POSITION.items() if inside and not quick]
     table |= {fields["position"]: (layer(fields), fields) for fields in positions}
     chosen = names(only, table)
@@ -259,19 +260,17 @@ def right_rows(dev: str, dt: torch.dtype, D: int) -> dict[str, tuple[Callable, f
         y = f(q, k, v)
         return [t.detach().cpu().double() for t in (y, *torch.autograd.grad(y, (q, k, v), dy))]
 
-    def errors(run: Callable, fields: dict) -> dict[str, float]:
-        found, exact = derivatives(run, *x), derivatives(layer(fields, plain=True), *double)
-        pairs = zip(("y", "dq", "dk", "dv"), found, exact, strict=True)
-        return {of: ((a - b).norm() / b.norm()).item() for of, a, b in pairs}
+    def error(run: Callable, fields: dict) -> float:
+        pairs = zip(derivatives(run, *x), derivatives(layer(fields, run_definitions), *double), strict=True)
+        return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # of a NaN: NaN
 
     right = {}
     for name, row in rows_on(dev).items():
-        if found := tried(name, partial(errors, *row), dev, foreign=name.startswith(("sdpa", "flex"))):
-            if all(error <= tolerance for error in found.values()):  # a NaN is not
-                right[name] = row[0], max(found.values())
-            else:
-                said = ", ".join(f"{of} {error:.2g}" for of, error in found.items())
-                print(f"{name} is WRONG: it differs from the definition by {said}; not timed")
+        found = tried(name, partial(error, *row), dev, foreign=name.startswith(("sdpa", "flex")))
+        if found is not None and found <= tolerance:
+            right[name] = row[0], found
+        elif found is not None:
+            print(f"{name} is WRONG: its output or a gradient differs from the definition's by {found:.2g}; not timed")
     return right
 
 
@@ -297,16 +296,13 @@ def attention(dev: str, dt: torch.dtype) -> Iterator[list[dict]]:
     for D in positive("head_dim", head_dim):
         print(f"\nattention, head dim {D}")
         right = right_rows(dev, dt, D)
-        for n in sorted(positive("lengths", lengths)):
+        for n in positive("lengths", lengths):
             x = inputs(tokens // n or 1 if tokens else batch_size, n, D, dev, dt)
             tasks = {name: partial(passes, run, x, dev) for name, (run, _) in right.items()}
             rounds = interleaved(tasks, dev, repeats)
             more = {name: {"peak bytes": peak_memory(tasks[name], dev), "error": right[name][1]} for name in rounds}
             about = {"n": n, "d": D, "batch": len(x[0])}
             yield table(f"n = {n}, d = {D}, B = {len(x[0])}, ms", about, rounds, more)
-            for slow in (name for name in rounds if max(rounds[name]["both"]) > 1e3 * patience):
-                print(f"{slow}: longer texts are skipped (--patience)")
-                del right[slow]
 
 
 # -----------------------------------------------------------------------------
