@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch.autograd.profiler import profile
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.cache import run_definitions
@@ -214,20 +213,6 @@ def layer(fields: dict, form: Callable = lambda gpt: None) -> Callable:
     return run
 
 
-def flex(pattern: str) -> Callable:
-    """FlexAttention, which skips the blocks that its mask leaves out; compiled for each length."""
-    torch._dynamo.config.recompile_limit = 64  # one for each length and head dim, with and without gradients
-    attend = torch.compile(flex_attention, dynamic=False)
-
-    @cache
-    def mask(T: int, dev: torch.device) -> object:
-        long = torch.tensor([letter == "L" for letter in (pattern * n_head)[:n_head]], device=dev)
-        seen = lambda b, h, i, j: (i >= j) & ((i - j <= window) | long[h])  # noqa: E731
-        return create_block_mask(seen, None, n_head, T, T, device=dev)
-
-    return lambda q, k, v: attend(q, k, v, block_mask=mask(q.shape[-2], q.device))
-
-
 def rows_on(dev: str) -> dict[str, tuple[Callable, dict]]:
     """{name: (run, the fields of GPTConfig whose attention it is)} of all rows for this device, SDPA first."""
     on_gpu, short = dev.startswith("cuda"), {"heads": heads, "window": window}
@@ -236,7 +221,6 @@ def rows_on(dev: str) -> dict[str, tuple[Callable, dict]]:
     if on_gpu:
         table["sdpa flash"] = sdpa_kernel(SDPBackend.FLASH_ATTENTION)(sdpa), {}
         table["sdpa cudnn"] = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(sdpa), {}
-        table |= {"flex": (flex("L"), {}), f"flex {heads}": (flex(heads), short)}
     kinds = {"": {}, f" {heads}": short, " differential": {"differential": True}, " decay": {"decay": "alibi"}}
     for attention, (kind, more) in itertools.product(ATTENTION, kinds.items()):
         fields = {"attention": attention} | more
@@ -266,7 +250,7 @@ def right_rows(dev: str, dt: torch.dtype, D: int) -> dict[str, tuple[Callable, f
 
     right = {}
     for name, row in rows_on(dev).items():
-        found = tried(name, partial(error, *row), dev, foreign=name.startswith(("sdpa", "flex")))
+        found = tried(name, partial(error, *row), dev, foreign=name.startswith("sdpa"))
         if found is not None and found <= tolerance:
             right[name] = row[0], found
         elif found is not None:

@@ -65,17 +65,6 @@ def test_a_new_attention_is_timed_a_wrong_one_is_not(run, tmp_path, monkeypatch)
     assert "attention='beta': its definition was edited" in err  # a model runs it, and so does bench.py
 
 
-def test_flex_attention_is_short_and_long_softmax(monkeypatch):
-    """Its mask, without a compiler."""
-    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    for name, value in {"n_head": 3, "heads": "SLS", "window": 5}.items():
-        monkeypatch.setattr(bench, name, value)
-    q, k, v = (torch.randn(1, 3, 40, 8) for _ in range(3))
-    short = {"heads": "SLS", "window": 5}
-    for pattern, fields in (("L", {}), ("SLS", short)):
-        torch.testing.assert_close(bench.flex(pattern)(q, k, v), bench.layer(fields, bench.run_definitions)(q, k, v))
-
-
 def test_what_fails_is_left_out(capsys):
     left = [1, 1, 0]
     tasks = {"works": lambda: {"ms": 1.0}, "fails later": lambda: {"ms": 1 / left.pop(0)}}
