@@ -2,7 +2,7 @@
 
     python bench.py                                  # about ten minutes on two CPU cores
     python bench.py --quick                          # under a minute
-    python bench.py --what=attention --only=sdpa,beta --lengths=4096,8192,16384 --plot
+    python bench.py --what=attention --only=sdpa,beta --lengths=4096,8192,16384
     python bench.py --what=attention --device=cuda --dtype=bfloat16 --head_dim=64,128 --tokens=32768
 
 There are four parts. `attention` times the function alone, forward and backward, and finds its peak memory. `model`
@@ -27,14 +27,13 @@ import numpy as np
 import torch
 from torch.autograd.profiler import profile
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.cache import run_definitions
 from attention.forms import SUMS
 from attention.scores import takes
 from configurator import at_least_one, check_writable, configure, names, pick_device, positive, user_errors
-from errors import UserError, first_line, optional, refuse
+from errors import UserError, first_line, refuse
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION
 from training.optimizers import OPTIMIZER, Settings
@@ -54,12 +53,10 @@ n_head = 6  # attention: number of heads
 head_dim = "32"  # attention: width of a head; several, separated by commas
 heads = "SSSSSL"  # in rows with short heads, the heads of a layer: a letter for each head, S short, L long
 window = 100  # attention: tokens that a short head sees before its own (model, step: 50, or 100 above 2048 tokens)
-# How exact, and how long?
+# How exact?
 repeats = 9  # rounds; in each round everything runs once
-patience = 20.0  # seconds; an attention that takes longer than this for one pass is not timed for longer texts
 # Where do the results go?
 out = "bench.json"  # the file of results
-plot = False  # also draw time and memory by length, as a PNG beside --out (needs matplotlib)
 # What does it run on?
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of q, k and v; models use autocast
@@ -175,10 +172,17 @@ def table(title: str, about: dict, rounds: Rounds, more: dict[str, dict] | None 
 # attention: what is timed, and whether it is right
 
 
-def layer(fields: dict, plain: bool = False, triton: bool = False) -> Callable:
+def with_kernels(gpt: GPT) -> None:
+    """Makes a GPT run Triton's kernels."""
+    from attention import kernels  # here: not every machine has Triton
+
+    kernels.use(gpt, ATTENTION[gpt.config.attention])
+
+
+def layer(fields: dict, form: Callable = lambda gpt: None) -> Callable:
     """The attention of a model's layer with these fields of GPTConfig, run(q, k, v) -> y, all (B, H, T, D).
 
-    plain: by its definition; triton: by Triton's kernels; else as the model runs it.
+    form(gpt) makes the model compute it in another way: run_definitions or with_kernels.
     """
 
     @cache
@@ -186,12 +190,7 @@ def layer(fields: dict, plain: bool = False, triton: bool = False) -> Callable:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)  # a position's weights are the same in all forms
             gpt = GPT(GPTConfig(T, 1, 1, n_head, n_head * D, head_dim=D, **{"position": "none"} | fields))
-        if plain:
-            run_definitions(gpt)
-        if triton:
-            from attention import kernels  # here: not every machine has Triton
-
-            kernels.use(gpt, ATTENTION[fields["attention"]])
+        form(gpt)
         return gpt.transformer.h[0].attn
 
     def run(q, k, v):
@@ -214,20 +213,6 @@ def layer(fields: dict, plain: bool = False, triton: bool = False) -> Callable:
     return run
 
 
-def flex(pattern: str) -> Callable:
-    """FlexAttention, which skips the blocks that its mask leaves out; compiled for each length."""
-    torch._dynamo.config.recompile_limit = 64  # one for each length and head dim, with and without gradients
-    attend = torch.compile(flex_attention, dynamic=False)
-
-    @cache
-    def mask(T: int, dev: torch.device) -> object:
-        long = torch.tensor([letter == "L" for letter in (pattern * n_head)[:n_head]], device=dev)
-        seen = lambda b, h, i, j: (i >= j) & ((i - j <= window) | long[h])  # noqa: E731
-        return create_block_mask(seen, None, n_head, T, T, device=dev)
-
-    return lambda q, k, v: attend(q, k, v, block_mask=mask(q.shape[-2], q.device))
-
-
 def rows_on(dev: str) -> dict[str, tuple[Callable, dict]]:
     """{name: (run, the fields of GPTConfig whose attention it is)} of all rows for this device, SDPA first."""
     on_gpu, short = dev.startswith("cuda"), {"heads": heads, "window": window}
@@ -236,14 +221,13 @@ def rows_on(dev: str) -> dict[str, tuple[Callable, dict]]:
     if on_gpu:
         table["sdpa flash"] = sdpa_kernel(SDPBackend.FLASH_ATTENTION)(sdpa), {}
         table["sdpa cudnn"] = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(sdpa), {}
-        table |= {"flex": (flex("L"), {}), f"flex {heads}": (flex(heads), short)}
     kinds = {"": {}, f" {heads}": short, " differential": {"differential": True}, " decay": {"decay": "alibi"}}
     for attention, (kind, more) in itertools.product(ATTENTION, kinds.items()):
         fields = {"attention": attention} | more
         if kind != " decay" or takes(ATTENTION[attention], "fade"):
             table[attention + kind] = layer(fields), fields
         if kind in ("", f" {heads}") and (on_gpu or "triton" in only):  # on a CPU its interpreter takes minutes
-            table[f"{attention}{kind} triton"] = layer(fields, triton=True), fields
+            table[f"{attention}{kind} triton"] = layer(fields, with_kernels), fields
     positions = [{"position": name} for name, (_, inside) in POSITION.items() if inside and not quick]
     table |= {fields["position"]: (layer(fields), fields) for fields in positions}
     chosen = names(only, table)
@@ -260,19 +244,17 @@ def right_rows(dev: str, dt: torch.dtype, D: int) -> dict[str, tuple[Callable, f
         y = f(q, k, v)
         return [t.detach().cpu().double() for t in (y, *torch.autograd.grad(y, (q, k, v), dy))]
 
-    def errors(run: Callable, fields: dict) -> dict[str, float]:
-        found, exact = derivatives(run, *x), derivatives(layer(fields, plain=True), *double)
-        pairs = zip(("y", "dq", "dk", "dv"), found, exact, strict=True)
-        return {of: ((a - b).norm() / b.norm()).item() for of, a, b in pairs}
+    def error(run: Callable, fields: dict) -> float:
+        pairs = zip(derivatives(run, *x), derivatives(layer(fields, run_definitions), *double), strict=True)
+        return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()  # of a NaN: NaN
 
     right = {}
     for name, row in rows_on(dev).items():
-        if found := tried(name, partial(errors, *row), dev, foreign=name.startswith(("sdpa", "flex"))):
-            if all(error <= tolerance for error in found.values()):  # a NaN is not
-                right[name] = row[0], max(found.values())
-            else:
-                said = ", ".join(f"{of} {error:.2g}" for of, error in found.items())
-                print(f"{name} is WRONG: it differs from the definition by {said}; not timed")
+        found = tried(name, partial(error, *row), dev, foreign=name.startswith("sdpa"))
+        if found is not None and found <= tolerance:
+            right[name] = row[0], found
+        elif found is not None:
+            print(f"{name} is WRONG: its output or a gradient differs from the definition's by {found:.2g}; not timed")
     return right
 
 
@@ -298,16 +280,13 @@ def attention(dev: str, dt: torch.dtype) -> Iterator[list[dict]]:
     for D in positive("head_dim", head_dim):
         print(f"\nattention, head dim {D}")
         right = right_rows(dev, dt, D)
-        for n in sorted(positive("lengths", lengths)):
+        for n in positive("lengths", lengths):
             x = inputs(tokens // n or 1 if tokens else batch_size, n, D, dev, dt)
             tasks = {name: partial(passes, run, x, dev) for name, (run, _) in right.items()}
             rounds = interleaved(tasks, dev, repeats)
             more = {name: {"peak bytes": peak_memory(tasks[name], dev), "error": right[name][1]} for name in rounds}
             about = {"n": n, "d": D, "batch": len(x[0])}
             yield table(f"n = {n}, d = {D}, B = {len(x[0])}, ms", about, rounds, more)
-            for slow in (name for name in rounds if max(rounds[name]["both"]) > 1e3 * patience):
-                print(f"{slow}: longer texts are skipped (--patience)")
-                del right[slow]
 
 
 # -----------------------------------------------------------------------------
@@ -366,23 +345,6 @@ def decoding(dev: str, amp: object, n: int) -> list[dict]:
 # -----------------------------------------------------------------------------
 
 
-def draw(rows: list[dict], path: str) -> None:
-    """Draws time and memory of forward + backward against n, at the first head dim, on log axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 6), layout="tight")
-    for ax, label in zip(figure.subplots(1, 2), ("forward + backward, ms", "peak memory, MiB"), strict=True):
-        for i, name in enumerate(dict.fromkeys(row["subject"] for row in rows)):
-            mine = [row for row in rows if row["subject"] == name and row["d"] == rows[0]["d"]]
-            y = [row["median"]["both"] if "ms" in label else row["peak bytes"] / 2**20 for row in mine]
-            ax.plot([row["n"] for row in mine], y, ("o-", "o--", "o:")[i // 10 % 3], markersize=4, label=name)
-        ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
-        ax.grid(alpha=0.3)
-    ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=110)
-    print(f"drew {path}")
-
-
 def main() -> None:
     dev, precision, amp = pick_device(device, dtype)
     run: dict[str, Callable] = {  # each yields the rows of its tables, one table at a time
@@ -395,12 +357,10 @@ def main() -> None:
     at_least_one(repeats=repeats, batch_size=batch_size, step_length=step_length, decode_length=decode_length)
     refuse([
         ("/" in heads or "S" not in heads, f"--heads={heads} must be the letters of one layer, with an S"),
-        (bool(plot or only) and "attention" not in parts, "--plot and --only are for --what=attention"),
+        (bool(only) and "attention" not in parts, "--only is for --what=attention"),
     ])  # fmt: skip
     GPTConfig(n_head=n_head, n_embd=n_head, heads=heads, window=window)  # checks them
     check_writable(out)
-    if plot:
-        optional("matplotlib", "--plot")
     if dev.startswith("cuda:"):
         torch.cuda.set_device(dev)
     torch.set_float32_matmul_precision("high")  # as train.py: TF32 on a GPU, no effect on a CPU
@@ -416,8 +376,6 @@ def main() -> None:
             with open(out, "w", encoding="utf-8") as f:
                 json.dump(results, f, indent=1)
     print(f"\nwrote {out}")
-    if plot and results["attention"]:
-        draw(results["attention"], os.path.splitext(out)[0] + ".png")
 
 
 if __name__ == "__main__":

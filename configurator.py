@@ -13,7 +13,6 @@ each of them `| None`. In a flag's help, "a name in TABLE" or "a name in module.
 A mistake of the user is answered with a sentence on stderr and exit code 2.
 """
 
-import ast
 import contextlib
 import difflib
 import inspect
@@ -28,11 +27,12 @@ import types
 import typing
 from collections.abc import Iterable, Iterator
 
-from errors import UserError, note, refuse
+from errors import UserError, first_line, note, refuse
 
 WORDS = {"none": None, "true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}  # in flags
 WIDTH = 100  # columns of --help
 COLUMN = 36  # where --help begins the text of a flag
+PLAIN = types.NoneType | bool | int | float | str  # what a flag may be
 
 
 def fail(message: object) -> typing.NoReturn:
@@ -52,12 +52,19 @@ def user_errors() -> Iterator[None]:
         fail(error)
 
 
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether an error is Ctrl-C, or came up while Ctrl-C was handled, as in a library with processes of its own."""
+    return error is not None and (isinstance(error, KeyboardInterrupt) or _interrupted(error.__context__))
+
+
 def _excepthook(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
-    """No traceback for what is nobody's bug: Ctrl-C, and a reader such as `| head` that has closed the pipe."""
-    if issubclass(kind, KeyboardInterrupt):
+    """No traceback for what is nobody's bug: Ctrl-C, a closed pipe (`| head`), too little memory."""
+    if _interrupted(error):
         print("\ninterrupted", file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+    elif issubclass(kind, MemoryError) or kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+        note(f"out of memory ({first_line(error)}). Make the batch or the model smaller")
     else:
         sys.__excepthook__(kind, error, trace)
 
@@ -95,48 +102,41 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
 def _flags(script: dict, dataclasses: tuple) -> dict[str, Flag]:
     """Every flag, in the order of --help: the fields of the dataclasses, then what only the script assigns.
 
-    In the source of either, a group begins with a comment on a line of its own that ends in a question mark.
+    A flag is an assignment on one line. A group begins with a comment on a line of its own, a question.
     """
-    sources = [(inspect.getsource(cls), vars(cls), vars(sys.modules[cls.__module__])) for cls in dataclasses]
-    sources.append((pathlib.Path(script["__file__"]).read_text(encoding="utf-8"), script, script))
+    sources = [("    ", inspect.getsource(cls), vars(cls), vars(sys.modules[cls.__module__])) for cls in dataclasses]
+    sources.append(("", pathlib.Path(script["__file__"]).read_text(encoding="utf-8"), script, script))
     flags = {}
-    for source, values, scope in sources:
-        own, lines, body = set(), source.splitlines(), ast.parse(source).body
-        body = body[0].body if isinstance(body[0], ast.ClassDef) else body
-        for node in (node for node in body if isinstance(node, ast.Assign | ast.AnnAssign)):
-            annotated = isinstance(node, ast.AnnAssign)
-            name = ast.unparse(node.target if annotated else node.targets[0])
-            default = values.get(name, ())
-            is_plain = isinstance(default, types.NoneType | bool | int | float | str)
-            if not is_plain or name in own or name.startswith("_") or name.isupper():
+    for indent, source, values, scope in sources:
+        own, group = {}, "Flags"
+        for line in source.splitlines():
+            if re.fullmatch(indent + r"# .*\?", line):
+                group = line.strip("# ")
+            found = re.fullmatch(indent + r"([a-z]\w*)(?:: (.+?))? = .+?(?:  # (.*))?", line)
+            if not found or found[1] in own or not isinstance(values.get(found[1], ()), PLAIN):
                 continue
-            own.add(name)
-            legal = _legal(eval(ast.unparse(node.annotation), scope) if annotated else type(default))
-            comment = re.search(r"  # (.*)", lines[node.end_lineno - 1])
-            above = [line for line in lines[: node.lineno] if re.fullmatch(" " * node.col_offset + r"# .*\?", line)]
-            field = flags.get(name, Flag(default, legal, "", above[-1].strip("# ") if above else "Flags"))
-            flags[name] = Flag(
-                default, legal, _with_names(comment[1], scope) if comment else field.comment, field.group
-            )
+            name, annotation, comment = found.groups()
+            default = values[name]
+            legal = _legal(eval(annotation, scope) if annotation else type(default))
+            first = flags.get(name) or Flag(default, legal, "", group)
+            own[name] = Flag(default, legal, _with_names(comment, scope) if comment else first.comment, first.group)
+        flags |= own
     return flags
 
 
 def _with_names(comment: str, scope: dict) -> str:
     """The comment, with the names themselves in the place of "a name in TABLE" and "a name in module.TABLE"."""
-
-    def names(found: re.Match) -> str:
-        holder = vars(sys.modules[found[1]]) if found[1] in sys.modules else scope
-        table = holder.get(found[2])
-        return ", ".join(map(str, table)) if isinstance(table, dict | list | tuple) else found[0]
-
-    return re.sub(r"a name in (?:(\w+)\.)?([A-Z][A-Z0-9_]*)\b", names, comment)
+    for text, module, name in re.findall(r"(a name in (?:(\w+)\.)?([A-Z][A-Z0-9_]*))\b", comment):
+        table = (vars(sys.modules[module]) if module in sys.modules else scope).get(name)
+        if isinstance(table, dict | list | tuple):
+            comment = comment.replace(text, ", ".join(map(str, table)))
+    return comment
 
 
 def _legal(hint: object) -> list:
     """What a flag of this hint may be: int | None -> [int, NoneType]; Literal['a', 'b'] -> ['a', 'b']."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) in (typing.Union, typing.Literal):
-        return [t for arg in typing.get_args(hint) for t in _legal(arg)]
-    return [hint]
+    parts = typing.get_args(hint)
+    return [t for part in parts for t in _legal(part)] if parts else [hint]
 
 
 def _words(legal: list) -> str:
@@ -146,21 +146,22 @@ def _words(legal: list) -> str:
 
 
 def _print_help(script: dict, flags: dict[str, Flag]) -> None:
-    print((script.get("__doc__") or "").strip())
     command = f"-m {script['__spec__'].name}" if script.get("__spec__") else sys.argv[0]
-    print(f"\nusage: python {command} [config/file.py] [--flag=value ...]\n")
-    print("Each flag stands here with its default value. A flag on the command line wins over a config file.\n"
-          "--flag is short for --flag=True, and --no-flag for --flag=False.")  # fmt: skip
+    print(f"""{(script.get("__doc__") or "").strip()}
+
+usage: python {command} [config/file.py] [--flag=value ...]
+
+Each flag stands here with its default value. A flag on the command line wins over a config file.
+--flag is short for --flag=True, and --no-flag for --flag=False.""")
     for group in dict.fromkeys(flag.group for flag in flags.values()):
         print(f"\n{group}")
         for name, flag in flags.items():
             if flag.group == group:
                 values = f" ({_words(flag.legal)})" if isinstance(flag.legal[0], str) else ""
-                text = textwrap.wrap((flag.comment + values).strip(), WIDTH - COLUMN, break_on_hyphens=False)
-                head = textwrap.wrap(f"--{name}={flag.default!r}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-                if text and len(head[-1]) <= COLUMN - 2:
-                    head[-1] = head[-1].ljust(COLUMN) + text.pop(0)
-                print("\n".join(head + [" " * COLUMN + line for line in text]))
+                head, margin = f"  --{name}={flag.default!r}", " " * COLUMN
+                text = textwrap.fill(flag.comment + values, WIDTH, initial_indent=margin, subsequent_indent=margin,
+                                     break_on_hyphens=False)  # fmt: skip
+                print(head.ljust(COLUMN) + text[COLUMN:] if len(head) < COLUMN - 1 else f"{head}\n{text}")
 
 
 def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
@@ -192,9 +193,9 @@ def _read_flag(arg: str, flags: dict[str, Flag]) -> tuple[str, object]:
     if not arg.startswith("--"):
         fail(f"{arg}: flags begin with two dashes: -{arg}")
     name, equals, text = arg[2:].partition("=")
-    positive = re.sub("^no[-_]", "", name)
-    if not equals and positive != name and positive in flags and bool in flags[positive].legal:
-        return positive, False
+    off = re.sub("^no[-_]", "", name)
+    if not equals and off != name and off in flags and bool in flags[off].legal:
+        return off, False
     if name not in flags:
         fail(f"--{name}: {_unknown(name, flags)} (--help lists all flags.)")
     legal = flags[name].legal

@@ -77,10 +77,9 @@ def main() -> None:
         raise UserError(f"stride={step} must be between 1 and block_size={T}")
     tokens = Tokens(folder_of(name), split, T)
     if tokens.meta["tokenizer"] != tok.meta:
-        raise UserError(
-            f"{name} was prepared with a {tokens.meta['tokenizer']['kind']} tokenizer of {tokens.meta['vocab_size']:,} "
-            f"tokens, this model has another one ({tok.meta['kind']}, {tok.n_vocab:,} tokens): prepare the text for it"
-        )
+        theirs = f"a {tokens.meta['tokenizer']['kind']} tokenizer of {tokens.meta['vocab_size']:,} tokens"
+        ours = f"this model has another one ({tok.meta['kind']}, {tok.n_vocab:,} tokens)"
+        raise UserError(f"{name} was prepared with {theirs}, {ours}: prepare the text for it")
     eot = tok.eot if run.get("pack") == "document" else None
     n = len(tokens) - 1
     say(f"{about}\n{split} of {name}: {n:,} targets; windows of {T} tokens, {step} apart, on {count(world, 'process')}")
@@ -91,10 +90,8 @@ def main() -> None:
     say(f"loss                 {total / n:.4f} nats per token")
     say(f"perplexity           {exp(total / n)} per token")
     entry = tokens.meta["files"][f"{split}.bin"]
-    if entry.get("words"):  # earlier versions did not count them
-        say(
-            f"perplexity           {exp(total / entry['words'])} per word ({entry['words']:,} words between whitespace)"
-        )
+    if words := entry.get("words"):  # earlier versions did not count them
+        say(f"perplexity           {exp(total / words)} per word ({words:,} words between whitespace)")
         say(f"bits per byte        {total / math.log(2) / entry['bytes']:.4f} ({entry['bytes']:,} bytes)")
 
 

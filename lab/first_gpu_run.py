@@ -104,7 +104,7 @@ def right() -> Iterator[dict[str, Command]]:
 
 def speed() -> Iterator[dict[str, Command]]:
     flags = "--what=model,step,decode,attention --device=cuda --dtype=bfloat16 --head_dim=64,128,32 --tokens=32768"
-    flags += " --lengths=2048,8192,32768 --decode_length=512 --repeats=7 --patience=1"
+    flags += " --lengths=2048,8192,32768 --decode_length=512 --repeats=7"
     if tiny:
         flags = "--what=attention --only=sdpa,softmax --heads=SL --n_head=2 --head_dim=8 --lengths=16 --tokens=32"
         flags += " --repeats=1 --device=cpu --dtype=float32"

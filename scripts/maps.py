@@ -78,11 +78,11 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
     c = model.config.resolved()
     for name in attentions(c):
         check_linear(name)
-    found = {block.attn: {} for block in model.transformer.h}  # {layer: {head: (weights (T, T), window, attention)}}
+    found = {block.attn: {} for block in model.transformer.h}  # {layer: {head: (weights (T, T), its group)}}
 
     def look(attn, group, q, k, v, *, far=None, **settings):
         weights = weights_at_once(group.name, q, k, **settings)[0].cpu()
-        found[attn] |= {h: (w, group.window, group.name) for h, w in zip(group.heads, weights, strict=True)}
+        found[attn] |= {head: (w, group) for head, w in zip(group.heads, weights, strict=True)}
 
     training = model.training
     try:
@@ -90,23 +90,20 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
             model(idx)
     finally:
         model.train(training)
-    below_0 = any(w.min() < -1e-6 for heads in found.values() for w, *_ in heads.values())
+    below_0 = any(w.min() < -1e-6 for heads in found.values() for w, _ in heads.values())
+    kind = "signed weights" if below_0 else "weights"
     layers = []
     for layer, (attn, heads) in enumerate(found.items()):
-        maps = []
-        for head, (w, window, attention) in sorted(heads.items()):
-            letter = c.layer_heads(layer)[head]
-            span = {"S": f": S, window {window}", "L": ": L"}[letter] if "S" in c.heads else ""
-            kind = "signed weights" if below_0 else "weights"
-            maps.append(Map(layer, head, kind, letter, window, f"layer {layer}, head {head}{span}", w))
-            if c.differential and head % 2 == 1 and attention not in LINEAR_IN:
+        layers.append(maps := [])
+        for head, (w, group) in sorted(heads.items()):
+            letter = "L" if group.window is None else "S"
+            span = {"S": f": S, window {group.window}", "L": ": L"}[letter] if "S" in c.heads else ""
+            maps.append(Map(layer, head, kind, letter, group.window, f"layer {layer}, head {head}{span}", w))
+            if c.differential and head % 2 == 1 and group.name not in LINEAR_IN:
                 factor = attn.lambda_of_pairs().item()
                 pair = f"head {head - 1} {'-' if factor >= 0 else '+'} {abs(factor):.2f} head {head}"
-                difference = maps[-2].weights - factor * w
-                maps.append(
-                    Map(layer, head - 1, "difference", letter, window, f"layer {layer}, {pair}{span}", difference)
-                )
-        layers.append(maps)
+                title, between = f"layer {layer}, {pair}{span}", maps[-2].weights - factor * w
+                maps.append(Map(layer, head - 1, "difference", letter, group.window, title, between))
     return layers
 
 
@@ -150,9 +147,9 @@ def draw(rows: list[list[Map]], tokens: list[str], title: str = ""):
 
     maps = [m for row in rows for m in row]
     columns, T = max(map(len, rows)), len(tokens)
-    large = len(rows) * columns <= 4  # enough room for a label at each token
     size = max(1.4, min(5.5 if len(rows) == 1 else 3.5, 11 / columns))  # of a map, in inches
-    size = max(size, min(20.0, T * 7 / 72)) if large else size
+    if len(rows) * columns <= 4:  # there is room for a label at each token
+        size = max(size, min(20.0, T * 7 / 72))
     norms = colour_scales(maps)
     titles = [m.title.split("\n") for m in maps]
     width = columns * size + 0.7 + 0.9 * len({m.signed for m in maps})
@@ -175,8 +172,8 @@ def draw(rows: list[list[Map]], tokens: list[str], title: str = ""):
             ax.spines[:].set_color("0.6")
             ax.set_title(m.title, fontsize=font, parse_math=False)
             lowest = r + 1 == len(rows) or column >= len(rows[r + 1])
-            label(ax.xaxis, tokens if lowest else [], point, large)
-            label(ax.yaxis, tokens if column == 0 else [], point, large)
+            label(ax.xaxis, tokens if lowest else [], point)
+            label(ax.yaxis, tokens if column == 0 else [], point)
     kinds = [m.signed for m in maps]
     apart = sum(a != b for a, b in pairwise(kinds)) == 1  # all maps of one kind before all of the other
     for signed in sorted(set(kinds), reverse=True):
@@ -215,14 +212,13 @@ def colour_bar(figure, image, axes: list, size: float) -> None:
     bar.minorticks_off()
 
 
-def label(axis, tokens: list[str], point: float, always: bool) -> None:
-    """Writes the tokens along an axis, if each has 5 points of room; always: else a few of them."""
-    step = max(1, math.ceil(5 / point))
-    tokens = tokens[::step] if always or step == 1 else []
+def label(axis, tokens: list[str], point: float) -> None:
+    """Writes the tokens along an axis, if each has 5 points of room."""
+    tokens = tokens if point >= 5 else []
     across = axis.axis_name == "x"
     upright = not across or max(map(len, tokens), default=1) == 1
-    font = min(10.0, (1.1 if across and upright else 0.9) * point * step)  # letters are higher than wide
-    axis.set_ticks([step * n for n in range(len(tokens))], tokens, fontsize=font, family="monospace", parse_math=False)
+    font = min(10.0, (1.1 if across and upright else 0.9) * point)  # letters are higher than wide
+    axis.set_ticks(range(len(tokens)), tokens, fontsize=font, family="monospace", parse_math=False)
     axis.set_tick_params(length=0, rotation=0 if upright else 90)
 
 
@@ -251,9 +247,7 @@ def open_maps(folder: str) -> tuple[str, list[str], list[list[Map]]]:
 def together(grids: dict[str, list[list[Map]]], side_by_side: bool) -> list[list[Map]]:
     """Several runs' maps as one grid, with the runs' names, which are the keys, in the titles."""
     titled = [[[m._replace(title=f"{name}\n{m.title}") for m in row] for row in rows] for name, rows in grids.items()]
-    if not side_by_side:
-        return [row for rows in titled for row in rows]
-    return [[m for row in layers for m in row] for layers in zip_longest(*titled, fillvalue=[])]
+    return [sum(layers, []) for layers in zip_longest(*titled, fillvalue=[])] if side_by_side else sum(titled, [])
 
 
 def main() -> None:

@@ -25,7 +25,6 @@ from errors import UserError, optional, refuse
 runs = "out"  # folders of runs of train.py, separated by commas
 y = "loss,norm,logit,speed"  # loss, norm (of the gradient), logit (needs --log_logits), speed (tokens/s), lr
 x: Literal["steps", "tokens", "time"] = "steps"  # horizontal axis; time: hours of training, without evaluations
-smooth: float | None = None  # weight of the past in the running mean, in [0, 1); None: a mean over a 50th of the run
 out = "curves.png"  # the file of the picture
 
 KEYS = {"loss": "loss", "norm": "norm", "logit": "max_logit", "speed": "tokens_per_s", "lr": "lr"}  # of the log
@@ -57,16 +56,16 @@ def read(folder: str) -> list[dict]:
     return rows
 
 
-def running_mean(values: list[float], smooth: float | None) -> list[float]:
-    """The exponentially weighted mean of the values up to each. Division by the weights' sum removes the early bias."""
+def running_mean(values: list[float]) -> list[float]:
+    """The exponentially weighted mean of the values up to each, over about a 50th of them."""
     means = []
     total = weight = 0.0
-    keep = max(0.0, 1 - 50 / max(1, len(values))) if smooth is None else smooth
+    keep = max(0.0, 1 - 50 / max(1, len(values)))
     for value in values:
         if math.isfinite(value):  # in float16 the first norms are infinite
             total = keep * total + (1 - keep) * value
             weight = keep * weight + (1 - keep)
-        means.append(total / weight if weight else math.nan)
+        means.append(total / weight if weight else math.nan)  # division by the sum of weights: no bias at the start
     return means
 
 
@@ -79,7 +78,7 @@ def draw(ax, name: str, logs: dict[str, list[dict]]) -> None:
         label = os.path.basename(run) if ends.count(os.path.basename(run)) == 1 else run
         if name in ("loss", "norm", "speed"):
             ax.plot(at, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
-            values = running_mean(values, smooth)
+            values = running_mean(values)
         ax.plot(at, values, color=f"C{i}", label=label)
         if name == "loss":
             at = [row[x] for row in rows if "val_loss" in row]
@@ -91,8 +90,6 @@ def draw(ax, name: str, logs: dict[str, list[dict]]) -> None:
 def main() -> None:
     what = y.split(",")
     refuse((name not in KEYS, f"--y={name} is not one of {', '.join(KEYS)}") for name in what)
-    if smooth is not None and not 0 <= smooth < 1:
-        raise UserError(f"--smooth={smooth} must be in [0, 1)")
     logs = {folder.rstrip("/"): read(folder) for folder in runs.split(",") if folder}
     if not logs:
         raise UserError("--runs= names no folder")

@@ -142,18 +142,15 @@ def test_a_new_attention_has_maps(monkeypatch):
     assert len(figure.axes) == 8 + 1  # one colour bar
 
 
-@pytest.mark.parametrize(
-    ("name", "definition", "of"),
-    [
+def test_an_attention_without_weights_is_refused(monkeypatch):
+    for name, definition, of in (
         ("new", squared, "its values"),
         ("new", centred, "its values"),
         ("laser", sigmoid_attention, "the f.v. that LINEAR_IN"),  # an edited laser does not get maps of the old one
-    ],
-)
-def test_an_attention_without_weights_is_refused(monkeypatch, name, definition, of):
-    monkeypatch.setitem(model_file.ATTENTION, name, definition)
-    with pytest.raises(UserError, match=f"{name!r} has no weights to draw: it is not linear in {of}"):
-        weights_of(gpt(attention=name), torch.randint(20, (1, T)))
+    ):
+        monkeypatch.setitem(model_file.ATTENTION, name, definition)
+        with pytest.raises(UserError, match=f"{name!r} has no weights to draw: it is not linear in {of}"):
+            weights_of(gpt(attention=name), torch.randint(20, (1, T)))
 
 
 def test_labels():
@@ -198,8 +195,6 @@ def test_labels_that_do_not_fit_are_left_out():
 
 
 def test_without_matplotlib(monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(NotInstalled, match="pip install matplotlib"):
         draw([[Map(0, 0, "weights", "L", None, "", torch.eye(2))]], ["a", "b"])

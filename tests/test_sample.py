@@ -21,40 +21,30 @@ def test_sample(run, trained, tmp_path):
     assert code == 0 and len(samples) == 3 and len(set(samples)) == 3
     assert all(len(s.split("\n", 1)[-1] if i == 0 else s) == 48 for i, s in enumerate(samples))
     assert out == run("sample.py", *trained, "--start=the lord", "--num_samples=3", "--max_new_tokens=40")[1]
-    greedy = [
-        run("sample.py", *trained, "--start=t", "--temperature=0", "--num_samples=1", f"--seed={s}")[1] for s in (1, 2)
-    ]
-    assert greedy[0] == greedy[1]
+    likeliest = ("sample.py", *trained, "--start=t", "--temperature=0", "--num_samples=1")
+    assert run(*likeliest, "--seed=1")[1] == run(*likeliest, "--seed=2")[1]
     (tmp_path / "prompt.txt").write_text("noble and citizens, of all the lord speaks: " * 3)
     code, out, _ = run("sample.py", *trained, f"--start=FILE:{tmp_path / 'prompt.txt'}", "--num_samples=1")
     assert code == 0 and "the model sees the last 32" in out
     code, out, _ = run("sample.py", *trained, "--start=the", "--stop= ", "--num_samples=1", "--max_new_tokens=200")
     assert code == 0 and " " not in out.splitlines()[1]
-    code, _, err = run("sample.py", *trained, "--start==1+1=", "--num_samples=1")
-    assert code == 2 and "'+', '1', '='" in err  # unknown to this vocabulary, but it arrives whole
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--start=été"], "'é'"),
-        (["--start="], "prompt is empty"),
-        (["--start=FILE:/nowhere.txt"], "No such file"),
-        (["--temperature=-1"], "temperature >= 0"),
-        (["--temperature=nan"], "needs a number"),
-        ([f"--start=FILE:{os.path.abspath(__file__)}c"], "No such file"),
-        ([f"--start=FILE:{sys.executable}"], "codec can't decode"),
-        (["--top_k=0"], "top_k >= 1"),
-        (["--out_dir=/nowhere"], "no checkpoint /nowhere/ckpt.pt"),
-        (["--init_from=resum"], "'resum' is not one of gpt2"),
-        (["--which=last"], "one of best, latest"),
-        (["--max_new_tokens=-1"], "at least 1"),
-        (["--num_sample=1"], "did you mean `num_samples`"),
-    ],
-)
-def test_sample_mistakes(run, trained, flags, says):
-    code, _, err = run("sample.py", *trained, *flags)
-    assert code == 2 and says in err and "Traceback" not in err
+def test_sample_mistakes(run, trained):
+    for flag, says in (
+        ("--start=été", "'é'"),
+        ("--start=", "prompt is empty"),
+        ("--start=FILE:/nowhere.txt", "No such file"),
+        (f"--start=FILE:{sys.executable}", "codec can't decode"),
+        ("--start==1+1=", "'+', '1', '='"),  # unknown to this vocabulary, but it arrives whole
+        ("--temperature=-1", "temperature >= 0"),
+        ("--top_k=0", "top_k >= 1"),
+        ("--out_dir=/nowhere", "no checkpoint /nowhere/ckpt.pt"),
+        ("--init_from=resum", "'resum' is not one of gpt2"),
+        ("--max_new_tokens=-1", "at least 1"),
+    ):
+        code, _, err = run("sample.py", *trained, flag)
+        assert code == 2 and says in err and "Traceback" not in err, err
 
 
 def test_streamed_text_holds_back_halves():

@@ -74,18 +74,25 @@ def activation_bytes(config: GPTConfig, dtype: str) -> float:
 
     They are what autograd keeps, and two gradients of the logits in float32. The former is measured on models with few
     layers, few tokens and two small vocabularies, so it holds for any attention whose memory grows linearly with the
-    tokens. Dropped weights, and long heads of an attention without a fast form, take more for longer texts. On a GPU
-    dropped weights and a bias take less.
+    tokens. A position with a bias (t5, relative) adds to a token's bytes as many for each token that it sees: these
+    are measured too. Dropped weights, and long heads of an attention without a fast form, take more for longer texts.
+    On a GPU dropped weights and a bias take less.
     """
     c = config.resolved()
-    most, chunk = 2048 if c.position == "t5" else 512, 64  # tokens; t5 keeps a bias that grows up to some length
+    most, chunk = 512, 64  # tokens
     if sums := SUMS.get(c.attention):  # enough for its sums to run
         most, chunk = max(most, sums.linear_from(c.head_dim) + 2 * sums.chunk(c.head_dim)), sums.chunk(c.head_dim)
     T = min(c.block_size, most - chunk + c.block_size % chunk)  # the same remainder of chunks
-    small = replace(config, block_size=T, window=c.window, activation_checkpointing=False)
+    small = replace(config, window=c.window, activation_checkpointing=False)
 
-    def kept(n_layer: int, vocab_size: int) -> float:
-        return kept_bytes(replace(small, n_layer=n_layer, vocab_size=vocab_size), dtype) / T
+    def per_token(T: int, n_layer: int, vocab_size: int) -> float:
+        return kept_bytes(replace(small, block_size=T, n_layer=n_layer, vocab_size=vocab_size), dtype) / T
+
+    def kept(*sizes: int) -> float:
+        at_T = per_token(T, *sizes)
+        if c.scheme is None or not c.scheme.biased or T == c.block_size:
+            return at_T
+        return at_T + (at_T - per_token(T - chunk, *sizes)) / chunk * (c.block_size - T)
 
     period = len(c.heads.split("/"))  # of layers with other heads
     n = period + c.n_layer % period
