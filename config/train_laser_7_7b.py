@@ -3,6 +3,8 @@
 # The paper names no number of layers; 32, as in its other models, gives 7.7B parameters.
 # Prepare the data first: python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece
 # --vocab_size=32000 --out_dir=data/c4
+# This downloads all of C4 (327 GB), and needs about 1.8 TB of disk. For a tenth of it, write --source=c4 after
+# hf download allenai/c4 --repo-type=dataset --include="en/c4-train.000*" --local-dir=c4
 # The paper names no vocabulary; with 32,000 tokens and tied embeddings the models have the sizes that it names.
 # python train.py config/train_laser_7_7b.py --dry_run prints how much memory and time it needs.
 
