@@ -32,7 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention.cache import run_definitions
 from attention.forms import SUMS
 from attention.scores import takes
-from configurator import at_least_one, check_writable, configure, names, pick_device, positive, user_errors
+from configurator import at_least_one, configure, names, pick_device, positive, user_errors
 from errors import UserError, first_line, refuse
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION
@@ -360,7 +360,6 @@ def main() -> None:
         (bool(only) and "attention" not in parts, "--only is for --what=attention"),
     ])  # fmt: skip
     GPTConfig(n_head=n_head, n_embd=n_head, heads=heads, window=window)  # checks them
-    check_writable(out)
     if dev.startswith("cuda:"):
         torch.cuda.set_device(dev)
     torch.set_float32_matmul_precision("high")  # as train.py: TF32 on a GPU, no effect on a CPU

@@ -249,14 +249,6 @@ def at_least_one(**flags: int) -> None:
     refuse((n < 1, f"--{name}={n} must be at least 1") for name, n in flags.items())
 
 
-def check_writable(*paths: str) -> None:
-    """Raises UserError where no file can be written at a path, before there is anything to lose."""
-    for out in paths:
-        target = out if os.path.exists(out) else os.path.dirname(os.path.abspath(out))
-        if os.path.isdir(out) or not os.access(target, os.W_OK):
-            raise UserError(f"{out}: no file can be written there")
-
-
 def pick_device(device: str, dtype: str) -> tuple[str, str, contextlib.AbstractContextManager]:
     """(device, dtype, autocast context) of the flags. Raises UserError for a device that is not there."""
     import torch

@@ -29,9 +29,9 @@ from typing import NamedTuple, TextIO
 
 import torch
 
-from configurator import check_writable, names
+from configurator import names
 from errors import UserError
-from lab.experiments.results import save, start
+from lab.experiments.results import check_writable, save, start
 from model import ATTENTION
 
 parts = ""  # the parts to run, separated by commas; empty: all

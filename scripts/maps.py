@@ -27,7 +27,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from attention.forms import alike, fixed_inputs
 from attention.probe import probing
 from attention.scores import at_least_float32, plain_form, visible
-from configurator import check_writable, configure, user_errors
+from configurator import configure, user_errors
 from errors import UserError, optional, refuse
 from model import ATTENTION, GPT
 from rules import attentions
@@ -252,7 +252,6 @@ def together(grids: dict[str, list[list[Map]]], side_by_side: bool) -> list[list
 
 def main() -> None:
     refuse([(not out.endswith((".png", ".pdf", ".svg")), f"--out={out} must end in .png, .pdf or .svg")])
-    check_writable(out)
     folders = [folder.strip().rstrip("/") for folder in out_dir.split(",")] if init_from == "resume" else [init_from]
     runs = {folder: open_maps(folder) for folder in folders}
     names, tokens, grids = zip(*runs.values(), strict=True)

@@ -1,12 +1,9 @@
-"""What a run will need, for train.py --dry_run: parameters, FLOPs, memory, time."""
-
-from dataclasses import replace
+"""What a run will need, for train.py --dry_run: parameters, FLOPs, memory of the weights, time."""
 
 import torch
 
 from attention.forms import linear
 from attention.sums import SUMS
-from configurator import pick_device
 from model import GPT, GPTConfig
 from training.distributed import count
 
@@ -51,59 +48,6 @@ def peak_flops(device: str, dtype: str) -> float | None:
     return next((rate for known, rate in PEAK_FLOPS.items() if f" {known} " in name), None)
 
 
-def kept_bytes(config: GPTConfig, dtype: str) -> int:
-    """Bytes that autograd keeps for block_size tokens on a CPU, without the weights and their copies in dtype."""
-    model = GPT(config).train()
-    weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    linears = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
-    copies = 0 if dtype == "float32" else 2 * sum(p.numel() for p in linears)
-    kept = {}  # {address: bytes}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    idx = torch.randint(config.vocab_size, (1, config.block_size))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), pick_device("cpu", dtype)[2]:
-        model(idx, idx)
-    return sum(n for address, n in kept.items() if address not in weights) - copies
-
-
-def activation_bytes(config: GPTConfig, dtype: str) -> float:
-    """Bytes per token of a micro-batch that a training step needs besides weights, gradients and optimizer.
-
-    They are what autograd keeps, and two gradients of the logits in float32. The former is measured on models with few
-    layers, few tokens and two small vocabularies, so it holds for any attention whose memory grows linearly with the
-    tokens. A position with a bias (t5, relative) adds to a token's bytes as many for each token that it sees: these
-    are measured too. Dropped weights, and long heads of an attention without a fast form, take more for longer texts.
-    On a GPU dropped weights and a bias take less.
-    """
-    c = config.resolved()
-    most, chunk = 512, 64  # tokens
-    if sums := SUMS.get(c.attention):  # enough for its sums to run
-        most, chunk = max(most, sums.linear_from(c.head_dim) + 2 * sums.chunk(c.head_dim)), sums.chunk(c.head_dim)
-    T = min(c.block_size, most - chunk + c.block_size % chunk)  # the same remainder of chunks
-    small = replace(config, window=c.window, activation_checkpointing=False)
-
-    def per_token(T: int, n_layer: int, vocab_size: int) -> float:
-        return kept_bytes(replace(small, block_size=T, n_layer=n_layer, vocab_size=vocab_size), dtype) / T
-
-    def kept(*sizes: int) -> float:
-        at_T = per_token(T, *sizes)
-        if c.scheme is None or not c.scheme.biased or T == c.block_size:
-            return at_T
-        return at_T + (at_T - per_token(T - chunk, *sizes)) / chunk * (c.block_size - T)
-
-    period = len(c.heads.split("/"))  # of layers with other heads
-    n = period + c.n_layer % period
-    few = kept(n, 64)
-    layer = (kept(n + period, 64) - few) / period
-    rest = few + (kept(n, 128) - few) * (c.vocab_size - 64) / 64 + 8 * c.vocab_size
-    if c.activation_checkpointing:  # the input of each layer, and all of one layer
-        return rest - (n - 1) * layer + 4 * c.n_embd * c.n_layer
-    return rest + (c.n_layer - n) * layer
-
-
 def matmul_rate(device: str, dtype: str) -> float:
     """FLOP/s of a large matrix product of random numbers on this device, measured in a quarter of a second."""
     from torch.utils.benchmark import Timer  # here, since its import takes a tenth of a second
@@ -129,15 +73,13 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
         model = GPT(config)
     n, per_token = num_params(model, non_embedding=False), flops(model)
     rows = run["batch_size"] * run["gradient_accumulation_steps"]
-    micro = min(run["batch_size"], rows // world) * config.block_size
-    step = rows * config.block_size  # tokens, as micro and total
+    step = rows * config.block_size  # tokens, as total
     total = step * run["max_iters"]
     epochs = f", {total / n_tokens:.2f} epochs of {n_tokens:,}" if n_tokens else ""
     matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
     per_weight = 16 if dtype == "float32" else 18  # bytes: itself, its gradient, two of AdamW's; autocast's copy
     saved = 4 * matrices if run["optimizer"] == "muon" else 0  # Muon has one number per weight, the others two
-    held = (per_weight * n - saved) / (world if run["parallel"] == "fsdp" else 1) / 2**30  # GiB, as acts
-    acts = activation_bytes(config, dtype) * micro / 2**30
+    held = (per_weight * n - saved) / (world if run["parallel"] == "fsdp" else 1) / 2**30  # GiB
     peak = peak_flops(device, dtype)
     rate = peak or matmul_rate(device, dtype)
     machine = f"{world} x {torch.cuda.get_device_name()}" if peak else f"{count(world, 'process')} on this {device}"
@@ -147,8 +89,8 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
         f"FLOPs: {per_token:,} per token, forward and backward; {per_token * step:.3g} per step; "
         f"{per_token * total:.3g} in all",
         f"tokens: {step:,} per step ({rows} x {config.block_size}), {total:,} in {run['max_iters']:,} steps{epochs}",
-        f"memory of a process, about: {held + acts:.2f} GiB = {held:.2f} for weights, gradients and {run['optimizer']} "
-        f"+ {acts:.2f} for {micro:,} tokens at a time, in {dtype}",
+        f"memory of a process: {held:.2f} GiB for weights, gradients and {run['optimizer']}; what a micro-batch needs "
+        "comes on top",
         f"time, at {MFU:.0%} of the rate of matrix products: {duration(work / rate)} on {machine} "
         f"({rate / 1e12:.3g} TFLOP/s)",
         " " * 45 + ", ".join(f"{duration(work / PEAK_FLOPS[gpu])} on {world} x {gpu}" for gpu in ("A100", "H100")),

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from configurator import check_writable
 from errors import UserError, optional, refuse
 from lab.examples.common import padded
-from lab.experiments.results import drawing
+from lab.experiments.results import check_writable, drawing
 
 LETTERS = "'abcdefghijklmnopqrstuvwxyz"
 SOUNDS = (

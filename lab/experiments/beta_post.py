@@ -16,8 +16,8 @@ import re
 import shutil
 from typing import Literal
 
-from configurator import at_least_one, check_writable, names
-from lab.experiments.results import drawing, show_table, spread, start
+from configurator import at_least_one, names
+from lab.experiments.results import check_writable, drawing, show_table, spread, start
 from lab.experiments.runs import as_flags, final, record
 from text.dataset import Tokens, folder_of, read_meta
 

@@ -21,8 +21,8 @@ import statistics
 
 import torch
 
-from configurator import at_least_one, check_writable, names
-from lab.experiments.results import save, saved, short, show_table, spread, start
+from configurator import at_least_one, names
+from lab.experiments.results import check_writable, save, saved, short, show_table, spread, start
 from lab.experiments.runs import as_flags, final, record
 from lab.experiments.tables import TABLES, Table
 from lab.experiments.times import step_times

@@ -23,9 +23,9 @@ import torch
 
 from attention.cache import run_definitions
 from bench import tried
-from configurator import check_writable, names, pick_device
+from configurator import names, pick_device
 from errors import UserError
-from lab.experiments.results import save, start
+from lab.experiments.results import check_writable, save, start
 from model import ATTENTION, GPT, GPTConfig
 
 # What is measured?

@@ -27,9 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from bench import tried
-from configurator import check_writable, names, pick_device
+from configurator import names, pick_device
 from errors import UserError
-from lab.experiments.results import save, start
+from lab.experiments.results import check_writable, save, start
 from model import ATTENTION, GPT, GPTConfig
 from training.estimate import flops, matmul_rate
 from training.optimizers import OPTIMIZER, Settings

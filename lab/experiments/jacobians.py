@@ -19,9 +19,8 @@ import math
 import torch
 
 from attention.scores import plain_form
-from configurator import check_writable
 from errors import UserError
-from lab.experiments.results import drawing, show_table, start
+from lab.experiments.results import check_writable, drawing, show_table, start
 from model import beta_attention, laser_attention, softmax_attention
 
 apart = 5.0  # the value of the first key; that of the second is 0

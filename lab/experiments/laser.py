@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
-from configurator import at_least_one, check_writable, names
-from lab.experiments.results import drawing, show_table, spread, start
+from configurator import at_least_one, names
+from lab.experiments.results import check_writable, drawing, show_table, spread, start
 from lab.experiments.runs import as_flags, final, record
 from lab.experiments.times import model_of
 from training.estimate import num_params

@@ -21,9 +21,9 @@ import torch
 from torch.nn import functional as F
 
 from attention.scores import visible
-from configurator import check_writable, pick_device
+from configurator import pick_device
 from errors import UserError
-from lab.experiments.results import save, show_table, start
+from lab.experiments.results import check_writable, save, show_table, start
 
 # What is the task?
 n = 2500  # number of tokens

@@ -15,8 +15,8 @@ import math
 import statistics
 from typing import Literal
 
-from configurator import at_least_one, check_writable, names
-from lab.experiments.results import drawing, measured, show_table, spread, start
+from configurator import at_least_one, names
+from lab.experiments.results import check_writable, drawing, measured, show_table, spread, start
 from lab.experiments.runs import as_flags, constants, final, record
 from lab.experiments.times import step_times
 

@@ -25,9 +25,9 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from configurator import check_writable, names
+from configurator import names
 from errors import UserError
-from lab.experiments.results import drawing, save, saved, show_table, start
+from lab.experiments.results import check_writable, drawing, save, saved, show_table, start
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
 

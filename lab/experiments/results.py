@@ -106,3 +106,11 @@ def drawing(path: str, rows: int, columns: int, width: float, height: float) -> 
             ax.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     print(f"wrote {path}")
+
+
+def check_writable(*paths: str) -> None:
+    """Raises UserError where no file can be written at a path, before there is anything to lose."""
+    for out in paths:
+        target = out if os.path.exists(out) else os.path.dirname(os.path.abspath(out))
+        if os.path.isdir(out) or not os.access(target, os.W_OK):
+            raise UserError(f"{out}: no file can be written there")

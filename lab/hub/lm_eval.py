@@ -15,8 +15,9 @@ import os
 import random
 from typing import Literal
 
-from configurator import at_least_one, check_writable, configure, pick_device, user_errors
+from configurator import at_least_one, configure, pick_device, user_errors
 from errors import UserError, first_line, note, optional
+from lab.experiments.results import check_writable
 
 # isort: split
 import torch
