@@ -179,7 +179,7 @@ def test_a_dry_run_touches_nothing(run, tmp_path, monkeypatch):
     assert f"parameters: {estimate.num_params(gpt, non_embedding=False):,}, {estimate.num_params(gpt):,} without" in out
     assert f"FLOPs: {estimate.flops(gpt):,} per token" in out and "491,520 per step (480 x 1024)" in out
     assert "its vocabulary is unknown: assuming 50,257" in out and "not prepared" in out
-    assert " GiB = " in out and " on 1 x A100, " in out
+    assert " GiB for weights" in out and " on 1 x A100, " in out
 
 
 def test_a_dry_run_knows_the_data_and_resumed_runs(run, train, data, tmp_path, text):

@@ -62,18 +62,9 @@ def read_meta(folder: str) -> dict:
         raise UserError(f"{folder} is not prepared: meta.json is missing. {_again(folder)}")
     try:
         with open(path, encoding="utf-8") as f:
-            meta = json.load(f)
-        np.iinfo(meta["dtype"])
-        range(meta["vocab_size"])
-        meta["source"].get("from")
-        for name in ("train.bin", *meta["files"]):
-            range(meta["files"][name]["tokens"])
-            len(meta["files"][name]["sha256"])
-        kind = meta["tokenizer"]["kind"]
-        len(meta["tokenizer"][{"char": "vocab", "sentencepiece": "model"}.get(kind, "kind")])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # nothing but the file's fields is read above
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}). {_again(folder)}") from None
-    return meta
+            return json.load(f)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}). {_again(folder)}") from None
 
 
 class Tokens:
