@@ -293,6 +293,6 @@ while True:
 
 # the end
 if sample_tokens and not (eval_only or stop or unsaved):
-    run.print_sample(config, raw_model, data["val"], log, amp, device)
+    run.print_sample(config, raw_model, data["val"], amp, device)
 log.close()
 run.exit_with_code(config, it, stop, unsaved)

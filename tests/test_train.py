@@ -28,7 +28,7 @@ def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize(("core", "heads"), zip(ATTENTION, itertools.cycle(([], ["--heads=SSSL"])), strict=False))
+@pytest.mark.parametrize(("core", "heads"), [*zip(ATTENTION, itertools.cycle(([], ["--heads=SSSL"])), strict=False)])
 def test_every_attention_learns(train, tmp_path, core, heads):
     code, out, _ = train(f"--attention={core}", *heads, "--max_iters=20", "--dropout=0.1", "--sample_tokens=30")
     assert code == 0 and f"{core} attention" in out and "a sample" in out

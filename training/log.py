@@ -1,7 +1,6 @@
 """The log of a run while it trains: log.jsonl, lines in the terminal, Weights & Biases, TensorBoard."""
 
 import contextlib
-import html
 import json
 import math
 import os
@@ -109,13 +108,6 @@ class Log:
             line += f", mfu {row['mfu'] * 100:.2f}%"
         self.write(row, line)
         self.since, self.since_step = time.perf_counter(), step + 1
-
-    def sample(self, text: str) -> None:
-        """The text that the model writes at the end, to wandb and TensorBoard."""
-        if self.wandb:
-            self.wandb.log({"sample": self.wandb.Html(f"<pre>{html.escape(text)}</pre>")})
-        if self.board:
-            self.board.add_text("sample", "    " + text.replace("\n", "\n    "), self.c.max_iters)
 
     def close(self) -> None:
         """Waits until wandb and TensorBoard have everything."""

@@ -21,7 +21,6 @@ from text.tokenizers import GPT2_VOCAB_SIZE, tokenizer
 from training import checkpoint, distributed
 from training.distributed import count, say, summed
 from training.estimate import VOCAB_SIZE, num_params, report
-from training.log import Log
 from training.pretrained import FREE, TRAINING, config_of, tokens_of
 
 DEFAULTS = {field.name: field.default for field in fields(GPTConfig)}
@@ -274,8 +273,8 @@ class Signals:
         return self.number or signal.SIGTERM
 
 
-def print_sample(config: dict, model: GPT, val: Tokens, log: Log, amp: object, device: str) -> None:
-    """Prints and logs text from the trained model, after a line end or, without one, after val's first token."""
+def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str) -> None:
+    """Prints text from the trained model, after a line end or, without one, after val's first token."""
     try:
         tok = tokenizer(val.meta["tokenizer"])
         prompt = tok.start("\n") if "\n" in tok.meta.get("vocab", "\n") else val.ids[:1].tolist()
@@ -285,9 +284,7 @@ def print_sample(config: dict, model: GPT, val: Tokens, log: Log, amp: object, d
     idx = torch.tensor([prompt], device=device)
     with amp, torch.compiler.set_stance("force_eager"):
         ids = model.eval().generate(idx, config["sample_tokens"], 0.8, vocab_size=tok.n_vocab, seed=config["seed"])
-    text = tok.decode(ids[0].tolist())
-    log.sample(text)
-    say(f"\na sample (more of them: python sample.py --out_dir={config['out_dir']}):\n{text}")
+    say(f"\na sample (more of them: python sample.py --out_dir={config['out_dir']}):\n{tok.decode(ids[0].tolist())}")
 
 
 def exit_with_code(config: dict, it: int, stop: int, unsaved: OSError | None) -> NoReturn:
