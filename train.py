@@ -14,11 +14,10 @@ needs around its loop: resuming, checks of flags, the first lines, signals.
 
 import math
 import sys
-import time
 from typing import Literal
 
 from configurator import configure, pick_device, user_errors  # first: from here on Ctrl-C prints a sentence
-from errors import NotFinite, refuse
+from errors import NotFinite
 
 # isort: split
 import torch
@@ -26,14 +25,12 @@ import torch
 from attention.cache import run_definitions
 from attention.probe import largest_logits
 from model import GPT, GPTConfig
-from text.dataset import Tokens, positions
+from text.dataset import Tokens, folder_of, positions, prepare_shakespeare, read_meta
 from training import checkpoint, run
-from training.distributed import by_master, connect, count, local_rank, rank, say, shared, summed, whole, world
+from training.distributed import by_master, connect, data_parallel, local_rank, rank, say, summed, world
 from training.estimate import flops, peak_flops
 from training.log import Log, diverged
 from training.optimizers import OPTIMIZER, Settings
-
-_began = time.perf_counter()
 
 # -----------------------------------------------------------------------------
 # flags; GPT-2 (124M) on OpenWebText by default. The fields of GPTConfig are flags too.
@@ -95,13 +92,12 @@ backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # how processes commun
 vocab_size: int | None = None  # number of different tokens; None: as many as the data set has
 bias = False  # biases in Linears and LayerNorms; False is a bit better and faster
 # -----------------------------------------------------------------------------
-# set-up: what to resume, processes and device; data; the model
+# set-up: what to resume, the device and the processes; the data; the model
 config, given = configure(globals(), GPTConfig)
 with user_errors():
-    saved = run.saved_run(config)  # the state to go on from, or None
-    config = run.taken_over(config, given, saved) if saved else config
+    config, saved = run.resumed(config, given)  # saved: the state to go on from, or None
     globals().update(config)
-    refuse(run.wrong_flags(config, given))
+    run.check_flags(config, given)
     device, dtype, amp = pick_device(device, dtype)  # amp: the context of mixed precision
     device = f"cuda:{local_rank}" if device == "cuda" else device
     device_type = device.split(":")[0]
@@ -109,16 +105,20 @@ with user_errors():
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if dry_run:
-        sys.exit(run.print_estimates(config, given, device, dtype))
+        run.print_estimates(config, given, device, dtype)
+        sys.exit()
     connect(backend)
     torch.manual_seed(seed)  # the same weights everywhere
     torch.set_flush_denormal(True)  # on a CPU tiny attention weights, as ALiBi's, would cost several times a zero's
-    data_dir, meta = run.prepared(dataset)
-    config["vocab_size"] = meta["vocab_size"] if vocab_size is None else vocab_size
+    by_master(lambda: prepare_shakespeare(dataset))
+    data_dir = folder_of(dataset)
+    meta = read_meta(data_dir)
+    if vocab_size is None:
+        config["vocab_size"] = meta["vocab_size"]
     if init_from == "scratch":
-        model = GPT(GPTConfig(**{name: config[name] for name in run.MODEL_FIELDS}))
+        model = GPT(GPTConfig(**run.model_args(config)))
     elif init_from == "resume":
-        model = checkpoint.model_of(saved, **{name: config[name] for name in (*run.RESHAPABLE, "block_size")})
+        model = checkpoint.model_of(saved, **run.model_args(config))
     else:
         model = run.pretrained_model(config, given, meta)
     eot = run.check_data(config, model, meta)  # the token between documents, with --pack=document
@@ -128,16 +128,15 @@ with user_errors():
     if plain:
         run_definitions(model)
 config |= vars(model.config) | {"window": model.config.resolved().window}  # a new block_size will not change it
-run.describe(config, model, data, meta, device, dtype)
+run.describe(config, model, data, device, dtype)
 rows = batch_size * gradient_accumulation_steps  # sequences of a step, of all processes together
 micro_steps = math.ceil(rows / world / batch_size)  # micro-batches of this process, per step
-sharded = parallel == "fsdp" and world > 1  # whether each process has a share of the model
-decay_start = run.decay_start(config)
+sharded = parallel == "fsdp" and world > 1  # each process has a part of every weight
 
 
 # -----------------------------------------------------------------------------
 # one batch, one loss, one learning rate, one evaluation, one checkpoint
-@run.reading()
+@run.data_errors()
 def get_batch(step: int) -> tuple[torch.Tensor, ...]:
     """This process's rows of a step's global batch, on the device."""
     return to_device(*data["train"].batch(step, rows, seed=seed, rank=rank, world=world))
@@ -161,15 +160,16 @@ def get_lr(it: int) -> float:
     """Linear warm-up; then down to min_lr, as a cosine or (wsd) stable and then linear; or constant."""
     if decay_lr and it < warmup_iters:
         return learning_rate * (it + 1) / (warmup_iters + 1)
-    if decay_start is None:
+    if not decay_lr or schedule == "constant":
         return learning_rate
+    decay_start = max(warmup_iters, lr_decay_iters * (1 - decay_share)) if schedule == "wsd" else warmup_iters
     progress = min(1.0, max(0.0, it - decay_start) / max(1, lr_decay_iters - decay_start))
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
     return min_lr + left * (learning_rate - min_lr)
 
 
 @torch.no_grad()
-@run.reading()
+@run.data_errors()
 def estimate_loss() -> dict[str, float]:
     """Mean loss over fixed windows of each split, divided among the processes; draws no random number."""
     raw_model.eval()
@@ -186,7 +186,7 @@ def estimate_loss() -> dict[str, float]:
     return losses
 
 
-def largest_of_layers(x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None) -> list[float]:
+def largest_scores(x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None) -> list[float]:
     """The largest absolute attention score of each layer, on a micro-batch."""
     raw_model.eval()
     with amp, torch.compiler.set_stance("force_eager"):
@@ -202,7 +202,7 @@ def save(it: int, latest: bool, best: bool) -> OSError | None:
         "model": checkpoint.gathered(raw_model.state_dict()),
         "optimizer": [checkpoint.gathered(o.state_dict()) for o in optimizers],
         "scaler": scaler.state_dict(),
-        "model_args": {name: config[name] for name in run.MODEL_FIELDS},
+        "model_args": run.model_args(config),
         "iter_num": it,  # random numbers depend only on the seed, this step and the rank
         "best_val_loss": best_val_loss,
         "config": config,
@@ -221,14 +221,14 @@ def save(it: int, latest: bool, best: bool) -> OSError | None:
 
 # -----------------------------------------------------------------------------
 # the model as it is trained, the optimizers and the log
-start = it = saved["iter_num"] if saved else 0
+start = it = saved["iter_num"] if saved else 0  # steps that are done
 batch = get_batch(it)
 raw_model = model if sharded else model.to(device)  # without compilation and DDP around it
 if compile or (compile is None and device_type == "cuda"):  # it is tried on the first micro-batch
     model = run.compiled(model, lambda fast: loss_of(fast, *(t[:batch_size] for t in batch)).backward(), sharded)
 eval_model = model  # without DDP, whose processes would need equal numbers of batches; FSDP2 shards it in place
 if world > 1:
-    model = shared(model, parallel, device, getattr(torch, dtype))
+    model = data_parallel(model, parallel, device, getattr(torch, dtype))
 adam = (learning_rate, (beta1, beta2), weight_decay, adam_eps, device_type in ("cuda", "cpu"))
 optimizers = OPTIMIZER[optimizer](raw_model, Settings(*adam, muon_lr, muon_beta))
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
@@ -240,7 +240,6 @@ groups = [group for o in optimizers for group in o.param_groups]
 for group in groups:
     group["scale"] = group["lr"] / learning_rate  # relative to the schedule's learning rate
 signals, stop = run.Signals() if not eval_only else None, 0
-generator = {"cuda": torch.cuda, "mps": torch.mps}.get(device_type, torch.default_generator)  # for dropout
 
 # -----------------------------------------------------------------------------
 # training
@@ -267,19 +266,20 @@ while True:
     lr = get_lr(it)
     for group in groups:
         group["lr"] = lr * group["scale"]
-    generator.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)  # a resumed run draws the same numbers
-    parts = list(zip(*(t.tensor_split(micro_steps) for t in batch), strict=True))
-    largest = largest_of_layers(*parts[0]) if log_logits and it % log_interval == 0 else None
+    torch.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)  # of dropout; a resumed run draws the same
+    micro_batches = list(zip(*(t.tensor_split(micro_steps) for t in batch), strict=True))
+    largest = largest_scores(*micro_batches[0]) if log_logits and it % log_interval == 0 else None
     loss = torch.zeros((), device=device)
-    for micro, part in enumerate(parts):
+    for micro_step, micro_batch in enumerate(micro_batches):
         if world > 1 and not sharded:
-            model.require_backward_grad_sync = micro == micro_steps - 1
-        micro_loss = loss_of(model, *part) * (len(part[0]) / len(batch[0]))
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+        micro_loss = loss_of(model, *micro_batch) * (len(micro_batch[0]) / len(batch[0]))
         loss += micro_loss.detach()
         scaler.scale(micro_loss).backward()
     for o in optimizers:
         scaler.unscale_(o)
-    norm = whole(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf))
+    norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+    norm = norm.full_tensor() if sharded else norm
     if not scaler.is_enabled() or norm.isfinite():  # float16's gradients may overflow: then no optimizer makes a step
         for o in optimizers:
             scaler.step(o)
@@ -289,12 +289,10 @@ while True:
     if it % log_interval == 0:  # here the host waits for a GPU, and a loss that is not finite ends the run
         log.step(it, summed(loss / world).item(), lr, norm.item(), largest)
     it += 1
-    stop = signals.of_any_process()
+    stop = signals.received()
 
 # the end
-if not eval_only:
-    say(f"{count(it - start, 'step')} in {time.perf_counter() - _began:.1f} s, without the imports")
 if sample_tokens and not (eval_only or stop or unsaved):
-    run.print_sample(config, raw_model, data["val"], log, amp, device)
+    run.print_sample(config, raw_model, data["val"], amp, device)
 log.close()
-run.leave(config, it, stop, unsaved)
+run.exit_with_code(config, it, stop, unsaved)

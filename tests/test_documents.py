@@ -117,7 +117,7 @@ def test_training_with_packed_documents(train, tmp_path, text):
 
     for pack in ("document", "none"):
         code, out, _ = train(flags, f"--pack={pack}")
-        assert code == 0 and ("all tokens before it in its document\n" in out) == (pack == "document")
+        assert code == 0 and ("long heads, within documents\n" in out) == (pack == "document")
         got[pack] = head()
     assert not torch.equal(got["document"], got["none"])
     assert train(flags, "--pack=document", "--max_iters=4")[0] == 0

@@ -346,7 +346,7 @@ def test_tensorboard(train, tmp_path):
     def read() -> object:
         return events.EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
 
-    flags = ("--tensorboard", "--log_logits", "--sample_tokens=20")
+    flags = ("--tensorboard", "--log_logits")
     for extra in (("--max_iters=10",), ("--init_from=resume", "--max_iters=15"), ("--max_iters=7",)):
         code, _, err = train(*flags, *extra)
         assert code == 0, err
@@ -357,9 +357,8 @@ def test_tensorboard(train, tmp_path):
             theirs = {event.step: event.value for event in found.Scalars(key)}
             assert theirs == pytest.approx({row["iter"]: row[key] for row in logged if key in row})
         assert "max_logit/1" in found.Tags()["scalars"]
-        settings, sample = (found.Tensors(f"{key}/text_summary")[-1] for key in ("settings", "sample"))
+        settings = found.Tensors("settings/text_summary")[-1]
         assert b"attention = 'softmax'" in settings.tensor_proto.string_val[0]
-        assert sample.step == int(extra[-1].split("=")[1]) and len(sample.tensor_proto.string_val[0]) > 20
 
 
 def test_missing_tensorboard_says_what_to_install(train, monkeypatch):

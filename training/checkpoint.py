@@ -158,9 +158,11 @@ def restore(saved: dict, optimizers: list, scaler: torch.amp.GradScaler) -> None
     Of each tensor that has its parameter's shape, FSDP's processes take their shards.
     """
 
-    def like(x: object, p: torch.Tensor) -> object:
-        if not isinstance(x, torch.Tensor) or x.shape != p.shape:
-            return x.clone() if isinstance(x, torch.Tensor) else x
+    def placed(x: object, p: torch.Tensor) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.shape != p.shape:
+            return x.clone()
         x = x.to(p.device, copy=True)
         if not hasattr(p, "placements"):
             return x
@@ -169,7 +171,7 @@ def restore(saved: dict, optimizers: list, scaler: torch.amp.GradScaler) -> None
     states = saved["optimizer"] if isinstance(saved["optimizer"], list) else [saved["optimizer"]]  # nanoGPT has one
     for optimizer, state in zip(optimizers, states, strict=True):
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        of_parameters = {i: {k: like(x, own[i]) for k, x in of.items()} for i, of in state["state"].items()}
+        of_parameters = {i: {k: placed(x, own[i]) for k, x in of.items()} for i, of in state["state"].items()}
         groups = zip(state["param_groups"], optimizer.param_groups, strict=True)
         groups = [theirs | {k: x for k, x in mine.items() if k != "params"} for theirs, mine in groups]
         optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
@@ -236,9 +238,8 @@ def set_aside(out_dir: str) -> None:
         return
     files = [name for name in (*names(out_dir), LOG, BOARD) if os.path.exists(os.path.join(out_dir, name))]
     previous = os.path.join(out_dir, "previous")
-    replaced = ", in the place of an older run" if os.path.exists(previous) else ""
     shutil.rmtree(previous, ignore_errors=True)
     os.makedirs(previous)
     for name in files:
         os.replace(os.path.join(out_dir, name), os.path.join(previous, name))
-    print(f"{out_dir} held a run: moved {', '.join(files)} to {previous}{replaced}")
+    print(f"{out_dir} held a run: moved {', '.join(files)} to {previous}")

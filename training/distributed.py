@@ -73,7 +73,7 @@ def by_master(f: Callable) -> object:
     return by_all(f if master else lambda: None)[0]
 
 
-def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -> torch.nn.Module:
+def data_parallel(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -> torch.nn.Module:
     """The GPT for training by several processes; its gradients are the mean of the gradients of their losses.
 
     ddp: each process has the whole model (Li et al. 2020). fsdp: each has its shard of every parameter, and gathers
@@ -97,8 +97,3 @@ def shared(model: torch.nn.Module, kind: str, device: str, dtype: torch.dtype) -
     for block in model.transformer.h:
         fully_shard(block, **settings)
     return fully_shard(model, **settings)
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    """x itself or, if x is sharded, all of it (every process must call this)."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x

@@ -1,12 +1,10 @@
 """The log of a run while it trains: log.jsonl, lines in the terminal, Weights & Biases, TensorBoard."""
 
 import contextlib
-import html
 import json
 import math
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -34,35 +32,29 @@ class Log:
     def __init__(self, config: dict, start: int, wandb_id: str | None, flops: int, peak: float | None):
         self.c = c = SimpleNamespace(**config)
         self.start, self.wandb_id, self.flops, self.peak = start, wandb_id, flops, peak
-        self.terminal = sys.stdout.isatty()
         self.tokens_per_step = c.batch_size * c.gradient_accumulation_steps * c.block_size
         self.path = os.path.join(c.out_dir, checkpoint.LOG)
         self.file, self.wandb, self.board = None, None, None
-        if c.wandb_log and distributed.master and not c.eval_only:
-            self.wandb = optional("wandb", "--wandb_log")
-            names = {"project": c.wandb_project, "name": c.wandb_run_name, "id": wandb_id}
-            try:
-                self.wandb.init(config=config, resume="allow", **names)
-            except self.wandb.Error as error:
-                raise UserError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from None
-            self.wandb_id = self.wandb.run.id
-        if c.tensorboard:
-            optional("tensorboard", "--tensorboard")
         if not c.eval_only:
             by_master(self.open)
-            if c.tensorboard and distributed.master:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.board = SummaryWriter(os.path.join(c.out_dir, checkpoint.BOARD), purge_step=start)
-                self.board.add_text("settings", "".join(f"    {k} = {v!r}\n" for k, v in config.items()))
         self.since, self.since_step = time.perf_counter(), start  # of the last step that was printed
 
     def open(self) -> None:
-        """Opens log.jsonl. A resumed run makes the steps after its checkpoint again, so their lines go."""
-        os.makedirs(self.c.out_dir, exist_ok=True)
-        kept = []
-        if self.c.init_from != "resume":
-            checkpoint.set_aside(self.c.out_dir)
+        """Opens the logs. A resumed run makes the steps after its checkpoint again, so log.jsonl loses their lines."""
+        c, kept = self.c, []
+        if c.tensorboard:
+            optional("tensorboard", "--tensorboard")
+        if c.wandb_log:
+            self.wandb = optional("wandb", "--wandb_log")
+            names = {"project": c.wandb_project, "name": c.wandb_run_name, "id": self.wandb_id}
+            try:
+                self.wandb.init(config=vars(c), resume="allow", **names)
+            except self.wandb.Error as error:
+                raise UserError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from None
+            self.wandb_id = self.wandb.run.id
+        os.makedirs(c.out_dir, exist_ok=True)
+        if c.init_from != "resume":
+            checkpoint.set_aside(c.out_dir)
         elif os.path.exists(self.path):
             with open(self.path) as f:
                 steps = ((line, re.fullmatch(r'\{"iter": (\d+)[^{]*\}\n', line)) for line in f)  # the last may be cut
@@ -71,9 +63,14 @@ class Log:
             f.writelines(kept)
         os.replace(self.path + ".tmp", self.path)
         self.file = open(self.path, "a", buffering=1)
+        if c.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-    def write(self, row: dict, line: str, passing: bool = False) -> None:
-        """A row to the logs, and its line to the terminal, where the next line overwrites a passing one."""
+            self.board = SummaryWriter(os.path.join(c.out_dir, checkpoint.BOARD), purge_step=self.start)
+            self.board.add_text("settings", "".join(f"    {k} = {v!r}\n" for k, v in vars(c).items()))
+
+    def write(self, row: dict, line: str) -> None:
+        """Writes a row to the logs, and its line to the terminal."""
         if self.file:
             try:
                 self.file.write(json.dumps(row) + "\n")
@@ -86,9 +83,7 @@ class Log:
         if self.board:
             for name, x in values.items():
                 self.board.add_scalar(name, x, step)
-        if self.terminal:
-            line = "\r" + line[: shutil.get_terminal_size().columns - 1] + "\x1b[K"
-        say(line, end="" if self.terminal and passing else "\n")
+        say(line)
 
     def evaluation(self, step: int, losses: dict[str, float]) -> None:
         """The losses after so many steps. Here and in `step` a loss that is not finite ends the run."""
@@ -111,17 +106,8 @@ class Log:
         if self.peak:
             row["mfu"] = self.flops * speed / (self.peak * distributed.world)
             line += f", mfu {row['mfu'] * 100:.2f}%"
-        if self.terminal:
-            line += f", {(self.c.max_iters - step) * seconds / 60:.1f} min left"
-        self.write(row, line, passing=True)
+        self.write(row, line)
         self.since, self.since_step = time.perf_counter(), step + 1
-
-    def sample(self, text: str) -> None:
-        """The text that the model writes at the end, to wandb and TensorBoard."""
-        if self.wandb:
-            self.wandb.log({"sample": self.wandb.Html(f"<pre>{html.escape(text)}</pre>")})
-        if self.board:
-            self.board.add_text("sample", "    " + text.replace("\n", "\n    "), self.c.max_iters)
 
     def close(self) -> None:
         """Waits until wandb and TensorBoard have everything."""

@@ -1,7 +1,6 @@
 """What a run of train.py needs around its loop, in the order in which train.py uses it."""
 
 import atexit
-import math
 import os
 import signal
 import sys
@@ -17,52 +16,46 @@ import torch
 from attention.forms import linear
 from errors import UserError, first_line, optional, refuse
 from model import ATTENTION, GPT, GPTConfig
-from text.dataset import Tokens, folder_of, prepare_shakespeare, read_meta
+from text.dataset import Tokens, folder_of, read_meta
 from text.tokenizers import GPT2_VOCAB_SIZE, tokenizer
 from training import checkpoint, distributed
-from training.distributed import by_master, count, say, summed
+from training.distributed import count, say, summed
 from training.estimate import VOCAB_SIZE, num_params, report
-from training.log import Log
 from training.pretrained import FREE, TRAINING, config_of, tokens_of
 
-MODEL_FIELDS = [field.name for field in fields(GPTConfig)]
-# what a resumed run may change
-RESHAPABLE = ("dropout", "attn_dropout", "label_smoothing", "z_loss", "activation_checkpointing")
-PASSING = ("init_from", "out_dir", "eval_only", "dry_run", "allow_other_data", "plain")  # flags for one call only
-
-# -----------------------------------------------------------------------------
-# what to resume, and with which settings
+DEFAULTS = {field.name: field.default for field in fields(GPTConfig)}
+NOT_RESUMED = ("init_from", "out_dir", "eval_only", "dry_run", "allow_other_data", "plain")  # flags of one call only
 
 
-def saved_run(config: dict) -> dict | None:
-    """The state to go on from; None: the run begins anew. It goes on if it is told to, and if torchrun restarts it."""
-    resume = config["init_from"] == "resume"
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and checkpoint.names(config["out_dir"])
-    if not resume and (not restarted or config["eval_only"]):
-        return None
-    path, saved = checkpoint.load_newest(config["out_dir"])
-    say(f"{'resume' if resume else 'started again by torchrun'}: going on from {path}, step {saved['iter_num']}")
-    return saved
+def model_args(config: dict) -> dict:
+    """Those of the settings that are fields of GPTConfig."""
+    return {name: config[name] for name in DEFAULTS}
 
 
-def taken_over(config: dict, given: dict, saved: dict) -> dict:
-    """The saved run's settings, and the flags on the command line. UserError for one that the model does not fit."""
-    config = config | {"init_from": "resume"}
-    theirs = {k: v for k, v in saved["config"].items() if k in config and k not in PASSING}
-    model_args = {field.name: field.default for field in fields(GPTConfig)} | saved["model_args"]
-    free = RESHAPABLE if model_args["position"] == "learned" else (*RESHAPABLE, "block_size")
-    theirs |= {k: v for k, v in model_args.items() if k not in free}
-    for key, value in theirs.items():
-        mine = config[key]
-        if given.get(key) != "command line":
-            config[key] = value
-            if key in given and mine != value:
-                say(f"resume: keeping {key}={value}. {given[key]} has {mine}: to use it, add --{key}={mine}")
-        elif mine != value and key in MODEL_FIELDS and key not in free:
-            raise UserError(f"--{key}={mine} does not fit the saved model, which has {key}={value}")
-        elif mine != value:
-            say(f"resume: {key} was {value}, now {mine}")
-    return config
+def resumed(config: dict, given: dict) -> tuple[dict, dict | None]:
+    """(settings, the saved state to go on from or None), if the run is told to resume or torchrun restarts it.
+
+    A resumed run has the saved settings, and the flags on the command line. UserError for one that does not fit.
+    """
+    told, out_dir = config["init_from"] == "resume", config["out_dir"]
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and checkpoint.names(out_dir)
+    if not told and (not restarted or config["eval_only"]):
+        return config, None
+    path, saved = checkpoint.load_newest(out_dir)
+    say(f"{'resume' if told else 'started again by torchrun'}: going on from {path}, step {saved['iter_num']}")
+    args = DEFAULTS | saved["model_args"]
+    free = TRAINING if args["position"] == "learned" else (*TRAINING, "block_size")
+    fixed = {k: v for k, v in args.items() if k not in free}
+    theirs = {k: v for k, v in saved["config"].items() if k in config and k not in NOT_RESUMED} | fixed
+    mine = {k: config[k] for k in theirs if given.get(k) == "command line"}
+    for name, value in theirs.items():
+        if mine.get(name, value) != value and name in fixed:
+            raise UserError(f"--{name}={mine[name]} does not fit the saved model, which has {name}={value}")
+        if mine.get(name, value) != value:
+            say(f"resume: {name} was {value}, now {mine[name]}")
+        elif name in given and config[name] != value:
+            say(f"resume: keeping {name}={value}: to use the {config[name]} of {given[name]}, add --{name}=")
+    return config | theirs | mine | {"init_from": "resume"}, saved
 
 
 def restored(config: dict, saved: dict, meta: dict, optimizers: list, scaler: torch.amp.GradScaler) -> float:
@@ -72,16 +65,14 @@ def restored(config: dict, saved: dict, meta: dict, optimizers: list, scaler: to
     """
     c, before = SimpleNamespace(**config), {"pack": "none", "optimizer": "adamw"} | saved["config"]
     if saved["iter_num"] >= c.max_iters and not c.eval_only:
-        reached = f"the run is at step {saved['iter_num']} already, and max_iters={c.max_iters}"
-        say(f"resume: {reached}. To go on, give a larger --max_iters")
+        say(f"resume: the run is at step {saved['iter_num']} already: to go on, give a larger --max_iters")
     other = [k for k, sha256 in saved.get("data", {}).items() if meta["files"].get(k, {}).get("sha256") != sha256]
     refuse((
         (saved.get("tokenizer", meta["tokenizer"]) != meta["tokenizer"],
-         f"{c.dataset} was prepared again, and has another vocabulary than the saved run's"),
+         f"{c.dataset} has another vocabulary than the saved run's data"),
         (bool(other) and not c.allow_other_data, f"{' and '.join(other)} of {c.dataset} changed after the saved run: "
          "--allow_other_data goes on with the new data"),
-        ("optimizer" not in saved,
-         f"the checkpoint in {c.out_dir} has no optimizer state, so training cannot go on from it"),
+        ("optimizer" not in saved, f"the checkpoint in {c.out_dir} has no optimizer state to go on from"),
         (before["optimizer"] != c.optimizer,
          f"--optimizer={c.optimizer} cannot go on: the saved run used --optimizer={before['optimizer']}"),
     ))  # fmt: skip
@@ -90,135 +81,99 @@ def restored(config: dict, saved: dict, meta: dict, optimizers: list, scaler: to
     if saved.get("data") and not other and all(config[name] == before.get(name) for name in windows):
         return saved["best_val_loss"]
     say("resume: the evaluation uses other windows now, so the best validation loss starts anew")
-    return math.inf
+    return float("inf")
 
 
-# -----------------------------------------------------------------------------
-# which flags fit
-
-
-def decay_start(config: dict) -> float | None:
-    """The step from which the learning rate goes down; None: it never does."""
-    if not config["decay_lr"] or config["schedule"] == "constant":
-        return None
-    flat = config["lr_decay_iters"] * (1 - config["decay_share"]) if config["schedule"] == "wsd" else 0
-    return max(config["warmup_iters"], flat)
-
-
-# fmt: off
-def wrong_flags(config: dict, given: dict) -> Iterator[tuple[bool, str]]:
-    """Yields (whether a rule is broken, the message for it). A rule may assume that all rules before it hold."""
-    c, world, decays = SimpleNamespace(**config), distributed.world, decay_start(config) is not None
+def check_flags(config: dict, given: dict) -> None:
+    """Raises UserError for train.py's flags that are wrong, or have no effect, with these settings."""
+    c, world = SimpleNamespace(**config), distributed.world
+    decays, muon = c.decay_lr and c.schedule != "constant", c.optimizer == "muon"
     counts = "batch_size gradient_accumulation_steps eval_interval log_interval eval_iters keep_checkpoints"
-    not_negative = "seed max_iters save_interval sample_tokens warmup_iters min_lr weight_decay adam_eps grad_clip"
-    for names, right, must in (
-        (counts, lambda x: x >= 1, "must be at least 1"),
-        (not_negative, lambda x: x >= 0, "must not be negative"),
-        ("learning_rate muon_lr", lambda x: x > 0, "must be positive"),
-        ("beta1 beta2 muon_beta", lambda x: 0 <= x < 1, "must be in [0, 1)"),
-        ("decay_share", lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
-    ):
-        yield from ((not right(config[name]), f"--{name}={config[name]} {must}") for name in names.split())
-    yield (decays and c.lr_decay_iters <= c.warmup_iters,
-           f"lr_decay_iters={c.lr_decay_iters} must be greater than warmup_iters={c.warmup_iters}: the "
-           f"learning rate decays between the two (--schedule=constant has no decay)")
-    for name, used, by in (
-        ("adam_eps", c.optimizer != "lamb", "another --optimizer than lamb"),
-        ("muon_lr", c.optimizer == "muon", "--optimizer=muon"),
-        ("muon_beta", c.optimizer == "muon", "--optimizer=muon"),
-        ("decay_share", c.decay_lr and c.schedule == "wsd", "--schedule=wsd"),
-        ("schedule", c.decay_lr, "--decay_lr=True"),
-        ("min_lr", decays, "a schedule that decays"),
-    ):
-        yield given.get(name) == "command line" and not used, f"--{name} is used only with {by}"
-    yield (decays and c.min_lr > c.learning_rate,
-           f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}: the decay would go up")
-    yield c.plain and c.triton, "--plain runs the definitions of model.py, --triton kernels: leave one out"
+    others = "seed max_iters save_interval sample_tokens warmup_iters min_lr weight_decay adam_eps grad_clip muon_lr"
+    shares = "beta1 beta2 muon_beta decay_share"
+    refuse((config[name] < 1, f"--{name}={config[name]} must be at least 1") for name in counts.split())
+    refuse((config[name] < 0, f"--{name}={config[name]} must not be negative") for name in others.split())
+    refuse((not 0 <= config[name] <= 1, f"--{name}={config[name]} must be between 0 and 1") for name in shares.split())
+    used = {"adam_eps": c.optimizer != "lamb", "muon_lr": muon, "muon_beta": muon, "schedule": c.decay_lr}
+    used |= {"decay_share": decays and c.schedule == "wsd", "min_lr": decays}
+    having = f"optimizer={c.optimizer}, decay_lr={c.decay_lr}, schedule={c.schedule}"
+    typed = [name for name, source in given.items() if source == "command line"]
+    refuse((not used.get(name, True), f"--{name} has no effect with {having}") for name in typed)
     steps, rows = c.gradient_accumulation_steps, c.gradient_accumulation_steps * c.batch_size
     more = next(n for n in range(steps, steps + world) if n * c.batch_size % world == 0)
-    yield (rows % world != 0,
-           f"{rows} sequences (gradient_accumulation_steps={steps} times batch_size={c.batch_size}) cannot be "
-           f"divided among {world} processes: use --gradient_accumulation_steps={more}, "
-           f"or start {' or '.join(str(n) for n in range(1, 129) if rows % n == 0)} processes")
-# fmt: on
+    refuse((
+        (c.learning_rate <= 0, f"--learning_rate={c.learning_rate} must be positive"),
+        (decays and c.lr_decay_iters <= c.warmup_iters, f"lr_decay_iters={c.lr_decay_iters} must be greater than "
+         f"warmup_iters={c.warmup_iters}: the learning rate decays between the two"),
+        (decays and c.min_lr > c.learning_rate, f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}"),
+        (c.plain and c.triton, "--plain runs the definitions of model.py, --triton kernels: leave one out"),
+        (rows % world != 0, f"batch_size={c.batch_size} times gradient_accumulation_steps={steps} cannot be divided "
+         f"among {world} processes: use --gradient_accumulation_steps={more}"),
+    ))  # fmt: skip
 
 
 def print_estimates(config: dict, given: dict, device: str, dtype: str) -> None:
     """The report of --dry_run. It loads no weights and prepares no data: it estimates what is missing."""
+    ours, n_tokens = config["init_from"] in ("scratch", "resume"), None
+    vocab_size = VOCAB_SIZE.get(config["dataset"], GPT2_VOCAB_SIZE)
     try:
         meta = read_meta(folder_of(config["dataset"]))
+        n_tokens, vocab_size = meta["files"]["train.bin"]["tokens"], meta["vocab_size"]
     except UserError as error:
-        meta = None
         say(str(error))
-    if config["vocab_size"] is None:
-        guess = VOCAB_SIZE.get(config["dataset"], GPT2_VOCAB_SIZE)
-        config = config | {"vocab_size": meta["vocab_size"] if meta else guess}
-        if not meta and config["init_from"] == "scratch":
-            say(f"so its vocabulary is unknown: assuming {config['vocab_size']:,} tokens (--vocab_size=)")
-    if config["init_from"] in ("scratch", "resume"):
-        shape = GPTConfig(**{k: config[k] for k in MODEL_FIELDS})
+        if ours and config["vocab_size"] is None:
+            say(f"so its vocabulary is unknown: assuming {vocab_size:,} tokens (--vocab_size=)")
+    config = config | {"vocab_size": config["vocab_size"] or vocab_size}
+    if ours:
+        shape = GPTConfig(**model_args(config))
     else:
-        changes = {name: config[name] for name in FREE if name in given}
-        shape = GPTConfig(**config_of(config["init_from"], changes)[1])
+        shape = GPTConfig(**config_of(config["init_from"], {k: config[k] for k in FREE if k in given})[1])
         check_weights(shape, config, given)
-    n_tokens = meta["files"]["train.bin"]["tokens"] if meta else None
     say(report(shape, config, n_tokens, device, dtype, distributed.world))
-
-
-# -----------------------------------------------------------------------------
-# data and weights
-
-
-def prepared(dataset: str) -> tuple[str, dict]:
-    """(folder, meta) of the data set. Prepares the two Shakespeares if needed, not the others, which take long."""
-    by_master(lambda: prepare_shakespeare(dataset))
-    folder = folder_of(dataset)
-    return folder, read_meta(folder)
 
 
 def check_weights(theirs: GPTConfig, config: dict, given: dict) -> None:
     """Says which fields of a config file the weights overrule. Raises UserError for one on the command line."""
-    for name in (name for name in given if name in MODEL_FIELDS and name not in FREE):
-        own, mine = getattr(theirs, name), config[name]
-        if own != mine and given[name] == "command line":
-            raise UserError(f"--{name}={mine} does not fit {config['init_from']}, which has {name}={own}")
-        if own != mine:
-            say(f"{config['init_from']}: {name} is {own}, not {mine} as in {given[name]}")
+    for name in (k for k in given if k in DEFAULTS and k not in FREE and getattr(theirs, k) != config[k]):
+        own, mine, weights = getattr(theirs, name), config[name], config["init_from"]
+        if given[name] == "command line":
+            raise UserError(f"--{name}={mine} does not fit {weights}, which has {name}={own}")
+        say(f"{weights}: {name} is {own}, not {mine} as in {given[name]}")
 
 
 def pretrained_model(config: dict, given: dict, meta: dict) -> GPT:
     """The model with --init_from's weights and with the fields that the user changed; says what that means."""
-    name, changes = config["init_from"], {name: config[name] for name in FREE if name in given}
+    name, changes = config["init_from"], {k: config[k] for k in FREE if k in given}
     model = GPT.from_pretrained(name, changes)
     theirs = tokens_of(name) or ({"kind": "gpt2"} if model.config.vocab_size == GPT2_VOCAB_SIZE else None)
     if meta["tokenizer"] != theirs:
-        has = "has" if theirs else "may have"
-        say(f"{name} {has} other tokens than {config['dataset']}: then the same ids mean other texts to it")
-    was = config_of(name, {})[1] if changes else {}
-    changes = {k: v for k, v in changes.items() if was.get(k, getattr(GPTConfig, k)) != v}
-    swapped = [f"{k}={v}" for k, v in changes.items() if k not in (*TRAINING, "block_size")]
-    new = f"; they were trained without {', '.join(swapped)}, so the loss begins higher" if swapped else ""
-    say(f"{name}: all of its weights carry over, the optimizer starts anew{new}")
+        say(f"{name} {'has' if theirs else 'may have'} other tokens than {config['dataset']}")
+    say(f"{name}: all of its weights carry over, the optimizer starts anew")
+    was = DEFAULTS | config_of(name, {})[1]
+    changed = [f"{k}={v}" for k, v in changes.items() if k not in (*TRAINING, "block_size") and v != was[k]]
+    if changed:
+        say(f"{name} was trained without {', '.join(changed)}, so the loss begins higher")
     check_weights(model.config, config, given)
     return model
 
 
 def check_data(config: dict, model: GPT, meta: dict) -> int | None:
     """The token between documents, with --pack=document, else None. Raises UserError where the data do not fit."""
-    n, dataset, pack = model.config.vocab_size, config["dataset"], config["pack"] == "document"
-    eot = tokenizer(meta["tokenizer"]).eot if pack else None
-    refuse((
-        (n < meta["vocab_size"], f"vocab_size={n} is less than the {meta['vocab_size']} tokens of {dataset}"),
-        (pack and eot is None, f"--pack=document: {dataset} has no boundaries between documents: leave --pack out"),
-    ))  # fmt: skip
+    n, data_has = model.config.vocab_size, meta["vocab_size"]
+    if n < data_has:
+        raise UserError(f"vocab_size={n} is less than the {data_has} tokens of {config['dataset']}")
+    if config["pack"] == "none":
+        return None
+    eot = tokenizer(meta["tokenizer"]).eot
+    if eot is None:
+        raise UserError(f"--pack=document: {config['dataset']} has no boundaries between documents")
     return eot
 
 
 def use_triton(model: GPT, device: str, dtype: str) -> None:
     """Runs a model's attention by the Triton kernels. Raises UserError if they cannot run here."""
     if not device.startswith("cuda") or dtype == "float16":
-        here = f"this runs on {device} in {dtype}: leave --triton out"
-        raise UserError(f"--triton: its kernels are for CUDA, in bfloat16 and float32, and {here}")
+        raise UserError(f"--triton: its kernels run on CUDA in bfloat16 and float32, not on {device} in {dtype}")
     optional("triton", "--triton")
     from attention import kernels
 
@@ -226,8 +181,8 @@ def use_triton(model: GPT, device: str, dtype: str) -> None:
 
 
 @contextmanager
-def reading() -> Iterator[None]:
-    """Ends this process with a sentence and exit code 2 if its data cannot be read; torchrun ends the others."""
+def data_errors() -> Iterator[None]:
+    """Data that cannot be read end this process with a sentence and exit code 2; torchrun ends the others."""
     try:
         yield
     except (UserError, OSError) as error:
@@ -235,72 +190,43 @@ def reading() -> Iterator[None]:
         sys.exit(2)
 
 
-# -----------------------------------------------------------------------------
-# words for the first lines of a run
-
-
 def attention_in_words(config: GPTConfig, flags: SimpleNamespace) -> str:
-    """Which attention, what is special about it in this run, and which tokens its heads see."""
+    """Which attention the short and the long heads have, and what is special about it in this run."""
     m = config.resolved()
-    name = m.attention
-    if m.short_attention not in (None, name) and "L" in m.heads:
-        name = f"{m.short_attention} (short heads) and {name} (long heads)"
-    attention = f"{'differential ' if m.differential else ''}{name} attention"
-    attention += f" in {count(m.n_head // 2, 'pair')} of heads" if m.differential else ""
-    attention += ", by its definition" if flags.plain else ", by its Triton kernels" if flags.triton else ""
-    if m.dropout and not m.attn_dropout:
-        attention += ", no dropout on weights"
-    elif m.attn_dropout != m.dropout:
-        attention += f", dropout {m.attn_dropout} on weights"
-    if m.attn_dropout and linear(replace(config, attn_dropout=0.0)):
-        attention += ", quadratic in time because of its dropout (--attn_dropout=0 avoids it)"
-    seen = f"a token sees itself and {{}} before it{' in its document' if flags.pack == 'document' else ''}"
-    near, far = seen.format(f"the {m.window}"), seen.format("all tokens")
-    if m.window == 0:
-        near = "a token sees itself alone"
-    elif m.window is not None and m.window >= m.block_size - 1:
-        near = f"{far} (window {m.window}, block_size {m.block_size})"
-    layers = [m.layer_heads(i) for i in range(m.n_layer)]
-    letters = layers[0] if len(set(layers)) == 1 else "".join(layers)  # of one layer, if they are alike
-    short = letters.count("S")
-    if short in (0, len(letters)):
-        return f"{attention}; all heads are {'short' if short else 'long'}: {near if short else far}"
-    all_of = "all of its document" if flags.pack == "document" else "all"
-    return f"{attention}; {short} of {len(letters)} heads are short ({m.heads}): {near}; in long heads {all_of}"
+    heads = "".join(m.layer_heads(layer) for layer in range(m.n_layer))
+    short = f"{m.short_attention} attention in {count(heads.count('S'), 'short head')} (window={m.window})"
+    long = f"{m.attention} attention in {count(heads.count('L'), 'long head')}"
+    more = {
+        ", by its definition": flags.plain,
+        ", by Triton kernels": flags.triton,
+        ", within documents": flags.pack == "document",
+        f", dropout {m.attn_dropout} on its weights": m.attn_dropout,
+        ", which makes it quadratic in time": m.attn_dropout and linear(replace(config, attn_dropout=0.0)),
+    }
+    kinds = [words for letter, words in (("S", short), ("L", long)) if letter in heads]
+    return " and ".join(kinds) + "".join(words for words, fits in more.items() if fits)
 
 
-def describe(config: dict, model: GPT, data: dict[str, Tokens], meta: dict, device: str, dtype: str) -> None:
+def describe(config: dict, model: GPT, data: dict[str, Tokens], device: str, dtype: str) -> None:
     """Says in six lines what is trained on what, how, and what to look at, before the first step."""
-    c, m, world = SimpleNamespace(**config), model.config.resolved(), distributed.world
-    T, rows = c.block_size, c.batch_size * c.gradient_accumulation_steps
-    micro_steps = math.ceil(rows / world / c.batch_size)
-    source = str(meta["source"].get("from"))
-    source = source if len(source) <= 40 else f"{source[:20]}...{source[-17:]}"
-    named = "block_size vocab_size n_layer n_head n_embd attention short_attention heads window differential dropout"
-    named = (*named.split(), "attn_dropout")  # in the other lines
-    choices = {k: v for k, v in vars(model.config).items() if k not in named and v != getattr(GPTConfig, k)}
-    rate = f"learning rate {c.learning_rate}"
-    rate += f" (Muon's {c.muon_lr}, momentum {c.muon_beta})" if c.optimizer == "muon" else ""
-    start = decay_start(config)
-    decay = f"{c.schedule} decay to {c.min_lr} from step {math.ceil(start or 0)} to {c.lr_decay_iters}"
+    c, world = SimpleNamespace(**config), distributed.world
+    rows = c.batch_size * c.gradient_accumulation_steps
+    sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+    choices = [name for name, default in DEFAULTS.items() if config[name] != default and name not in sizes]
+    rate = ["learning_rate"] + (["muon_lr"] if c.optimizer == "muon" else [])
+    rate += ["warmup_iters", "schedule"] if c.decay_lr else []
+    rate += ["lr_decay_iters", "min_lr"] if c.decay_lr and c.schedule != "constant" else []
+    shown = lambda names: ", ".join(f"{name}={config[name]}" for name in names)  # noqa: E731
     look = f"val loss every {count(c.eval_interval, 'step')} (python scripts/plot.py --runs={c.out_dir} draws it)"
     say(
-        f"{c.dataset}: {len(data['train']):,} tokens to train on, {len(data['val']):,} to validate; source: {source}\n"
-        f"{num_params(model) / 1e6:.2f}M parameters: {count(m.n_layer, 'layer')}, {count(m.n_head, 'head')}, "
-        f"{m.n_embd} wide, block_size {m.block_size}, vocabulary {m.vocab_size}; "
-        f"unlike GPT-2: {', '.join(f'{k}={v}' for k, v in choices.items()) or 'nothing'}\n"
+        f"{c.dataset}: {len(data['train']):,} tokens to train on, {len(data['val']):,} to validate\n"
+        f"{num_params(model) / 1e6:.2f}M parameters: {shown(sizes)}; unlike GPT-2: {shown(choices) or 'nothing'}\n"
         f"{attention_in_words(model.config, c)}\n"
-        f"dropout {m.dropout}{' (on attention weights too)' if m.dropout and m.dropout == m.attn_dropout else ''}; "
-        f"{c.optimizer}, {rate}, {'constant' if start is None else decay}\n"
-        f"a step: {count(rows, 'sequence')} x {T} = {count(rows * T, 'token')}; {count(world, 'process')} x "
-        f"{count(micro_steps, 'micro-batch')} of {'' if rows == c.batch_size * micro_steps * world else 'up to '}"
-        f"{c.batch_size}; {device}, {dtype}{', ' + c.parallel if world > 1 else ''}\n"
+        f"{c.optimizer}: {shown(rate)}\n"
+        f"a step: {count(rows, 'sequence')} x {c.block_size} = {count(rows * c.block_size, 'token')}, in micro-batches "
+        f"of {c.batch_size}; {count(world, 'process')}{f' ({c.parallel})' if world > 1 else ''}, {device}, {dtype}\n"
         f"look at: {'the losses below; nothing is trained or written' if c.eval_only else look}"
     )
-
-
-# -----------------------------------------------------------------------------
-# around the loop
 
 
 def compiled(model: torch.nn.Module, try_it: Callable, sharded: bool) -> torch.nn.Module:
@@ -340,36 +266,31 @@ class Signals:
             if distributed.master:  # not print: the signal may have interrupted a print
                 os.write(2, b"\nstopping after this step (a second signal stops at once)\n")
 
-    def of_any_process(self) -> int:
+    def received(self) -> int:
         """The signal that stops the run, or 0; SIGTERM if another process got it. Every process must call this."""
         if not summed(torch.tensor(float(self.number))):  # on the CPU, by gloo: no GPU is waited for
             return 0
         return self.number or signal.SIGTERM
 
 
-def print_sample(config: dict, model: GPT, val: Tokens, log: Log, amp: object, device: str) -> None:
-    """Prints and logs text from the trained model, after a line end or, without one, after val's first token."""
-    meta = val.meta["tokenizer"]
+def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str) -> None:
+    """Prints text from the trained model, after a line end or, without one, after val's first token."""
     try:
-        tok = tokenizer(meta)
-        prompt = tok.start("\n") if "\n" in meta.get("vocab", "\n") else val.ids[:1].tolist()
-        with amp, torch.compiler.set_stance("force_eager"):
-            sampling = {"vocab_size": tok.n_vocab, "seed": config["seed"]}
-            prompt = torch.tensor([prompt], device=device)
-            ids = model.eval().generate(prompt, config["sample_tokens"], 0.8, **sampling)
+        tok = tokenizer(val.meta["tokenizer"])
+        prompt = tok.start("\n") if "\n" in tok.meta.get("vocab", "\n") else val.ids[:1].tolist()
     except (UserError, OSError) as error:  # the run itself is done and saved
         say(f"\nno sample can be made: {error}")
         return
-    text = tok.decode(ids[0].tolist())
-    log.sample(text)
-    say(f"\na sample (more of them: python sample.py --out_dir={config['out_dir']}):\n{text}")
+    idx = torch.tensor([prompt], device=device)
+    with amp, torch.compiler.set_stance("force_eager"):
+        ids = model.eval().generate(idx, config["sample_tokens"], 0.8, vocab_size=tok.n_vocab, seed=config["seed"])
+    say(f"\na sample (more of them: python sample.py --out_dir={config['out_dir']}):\n{tok.decode(ids[0].tolist())}")
 
 
-def leave(config: dict, it: int, stop: int, unsaved: OSError | None) -> NoReturn:
-    """Ends the run: exit code 2 if its last save failed, 128 + the signal that stopped it, or 0."""
+def exit_with_code(config: dict, it: int, stop: int, unsaved: OSError | None) -> NoReturn:
+    """Ends the process: exit code 2 if the last save failed, 128 + the signal that stopped the run, or 0."""
     if stop and not unsaved:
-        resume = f"to go on, add --init_from=resume --out_dir={config['out_dir']}"
-        say(f"\nstopped by signal after {count(it, 'step')}; {config['out_dir']} is saved: {resume}")
+        say(f"\nstopped by signal after {count(it, 'step')} and saved: --init_from=resume goes on")
     code = 2 if unsaved else 128 + stop if stop else 0
     if distributed.world > 1:
         torch.distributed.destroy_process_group()
