@@ -295,7 +295,7 @@ def attention(dev: str, dt: torch.dtype) -> Iterator[list[dict]]:
 
 def models(dev: str, T: int, sizes: dict, more: dict[str, dict] | None = None) -> dict[str, GPT]:
     """A model for each attention, with long heads and with --heads, and for each of more, {name: fields}."""
-    rows = {f"{name} {p}": {"attention": name, "heads": p} for name in ATTENTION for p in dict.fromkeys(("L", heads))}
+    rows = {f"{name} {p}": {"attention": name, "heads": p} for name in ATTENTION for p in ("L", heads)}
     if {"S", "L"} <= set(heads):  # softmax in short heads, another attention in long ones, and a short convolution
         mixed = {"short_attention": "softmax", "heads": heads, "conv": 4}
         rows |= {f"softmax/{name} conv {heads}": mixed | {"attention": name} for name in SUMS}

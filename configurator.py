@@ -216,8 +216,6 @@ def _unknown(name: str, flags: dict[str, Flag]) -> str:
 
 def _checked(value: object, legal: list, given: str) -> object:
     """A value, as a legal type: an int is taken for a float, 1e3 for an int; nan and inf for nothing."""
-    if isinstance(value, int) and abs(value) >= 2**63:
-        fail(f"{given} is too large: integers have 64 bits")
     finite = not isinstance(value, float) or math.isfinite(value)
     if finite and (type(value) in legal or (isinstance(value, str) and value in legal)):
         return value

@@ -54,11 +54,6 @@ def nats(model: torch.nn.Module, tokens: Tokens, stride: int, eot: int | None, d
     return total
 
 
-def exp(x: float) -> str:
-    """e^x in digits, also where it is too large for a float."""
-    return f"{math.exp(x):.2f}" if x < 30 else f"10^{x / math.log(10):.2f}"
-
-
 def main() -> None:
     at_least_one(batch_size=batch_size)
     kind, _, amp = pick_device(config["device"], config["dtype"])
@@ -88,10 +83,10 @@ def main() -> None:
     if not math.isfinite(total):
         raise NotFinite("the loss is not finite; has the model's training diverged?")
     say(f"loss                 {total / n:.4f} nats per token")
-    say(f"perplexity           {exp(total / n)} per token")
+    say(f"perplexity           {math.exp(total / n):.2f} per token")
     entry = tokens.meta["files"][f"{split}.bin"]
     if words := entry.get("words"):  # earlier versions did not count them
-        say(f"perplexity           {exp(total / words)} per word ({words:,} words between whitespace)")
+        say(f"perplexity           {math.exp(total / words):.2f} per word ({words:,} words between whitespace)")
         say(f"bits per byte        {total / math.log(2) / entry['bytes']:.4f} ({entry['bytes']:,} bytes)")
 
 
@@ -100,3 +95,5 @@ if __name__ == "__main__":
     globals().update(config)
     with user_errors():
         main()
+    if world > 1:
+        torch.distributed.destroy_process_group()

@@ -724,7 +724,7 @@ def by_kernel(core: str, run: Callable) -> Callable:
     """KERNEL[core]: fast -> the same attention by run(q, k, v, window, n_short, scale) where `fits` says so, else fast.
 
     n_short: the window is for the first n_short heads, and the others see all keys. Both kinds of heads share one
-    launch where that is possible. Raises ValueError for n_short with a bias.
+    launch where that is possible; there is no bias then.
     """
 
     def kernel(fast: Callable) -> Callable:
@@ -737,8 +737,6 @@ def by_kernel(core: str, run: Callable) -> Callable:
                     return run(q, k, v, min(window or 0, q.shape[-2]), n_short, scale)
             if n_short is None:
                 return fast(q, k, v, window=window, scale=scale, bias=bias, decay=decay, dropout=dropout, **far)
-            if bias is not None:
-                raise ValueError("n_short and a bias do not go together: call short heads and long ones separately")
             parts = (slice(0, n_short), window), (slice(n_short, q.shape[1]), None)
             parts = ((h, w) for h, w in parts if h.start < h.stop)
             y = [kernels(q[:, h], k[:, h], v[:, h], window=w, scale=scale, dropout=dropout) for h, w in parts]

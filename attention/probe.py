@@ -1,8 +1,7 @@
-"""Looking into a model's attention layers through their one hook.
+"""Looking into a model's attention layers through their one hook, layer.probe, which is None by default.
 
-layer.probe is None by default. A layer calls probe(layer, group, q, k, v, window=, scale=, bias=, ...) before each call
-of its core, the attention function that it runs, with the core's arguments: q (B, H, Tq, D), k (B, H, T, D) and
-v (B, H, T, Dv) of a group of heads.
+A layer calls probe(layer, group, q, k, v, window=, scale=, bias=, ...) before each call of its core, the attention
+function that it runs, with the core's arguments: q (B, H, Tq, D), k (B, H, T, D), v (B, H, T, Dv) of a group of heads.
 """
 
 import contextlib

@@ -71,15 +71,13 @@ def running_mean(values: list[float]) -> list[float]:
 
 def draw(ax, name: str, logs: dict[str, list[dict]]) -> None:
     """Draws the curves of one quantity, a colour for each run."""
-    ends = [os.path.basename(run) for run in logs]
     for i, (run, rows) in enumerate(logs.items()):
         at = [row[x] for row in rows if KEYS[name] in row]
         values = [np.max(row[KEYS[name]]) for row in rows if KEYS[name] in row]  # of all layers' scores the largest
-        label = os.path.basename(run) if ends.count(os.path.basename(run)) == 1 else run
         if name in ("loss", "norm", "speed"):
             ax.plot(at, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
             values = running_mean(values)
-        ax.plot(at, values, color=f"C{i}", label=label)
+        ax.plot(at, values, color=f"C{i}", label=run)
         if name == "loss":
             at = [row[x] for row in rows if "val_loss" in row]
             ax.plot(at, [row["val_loss"] for row in rows if "val_loss" in row], "o", color=f"C{i}", markersize=4)
@@ -91,8 +89,6 @@ def main() -> None:
     what = y.split(",")
     refuse((name not in KEYS, f"--y={name} is not one of {', '.join(KEYS)}") for name in what)
     logs = {folder.rstrip("/"): read(folder) for folder in runs.split(",") if folder}
-    if not logs:
-        raise UserError("--runs= names no folder")
     optional("matplotlib", "a plot")
     from matplotlib.figure import Figure
 

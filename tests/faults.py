@@ -1,6 +1,8 @@
-"""A fault to be watched by hand: a run that saves often, and is killed (SIGKILL) and resumed at random moments.
+"""Faults to be watched by hand: processes killed at random moments.
 
-python tests/faults.py --times=30
+python tests/faults.py                                  # all of it, about ten minutes
+python tests/faults.py --what=kill --times=30           # SIGKILL while saving often, and resume
+python tests/faults.py --what=restart --times=30        # a process of two dies under torchrun --max-restarts, 10 times
 """
 
 import json
@@ -17,10 +19,12 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from configurator import at_least_one, configure, user_errors  # noqa: E402
+from configurator import configure, names, user_errors  # noqa: E402
+from errors import UserError  # noqa: E402
 from training import checkpoint  # noqa: E402
 
-times = 30  # how often it is killed
+what = "kill,restart"  # which of them
+times = 30  # how often; a third of it for restart
 dataset = "shakespeare_char"  # a folder of data/ that is prepared
 save_interval = 3  # steps between saves
 seed = 1  # of the moments
@@ -30,9 +34,9 @@ FLAGS += ["--gradient_accumulation_steps=2", "--eval_interval=100", "--eval_iter
 FLAGS += ["--device=cpu", "--sample_tokens=0", "--learning_rate=1e-3"]
 
 
-def command(out: str, *flags: str) -> list[str]:
+def command(out: str, *flags: str, launch: tuple = ()) -> list[str]:
     script = [os.path.join(ROOT, "train.py"), f"--dataset={dataset}", f"--out_dir={out}"]
-    return [sys.executable, *script, *FLAGS, f"--save_interval={save_interval}", *flags]
+    return [sys.executable, *launch, *script, *FLAGS, f"--save_interval={save_interval}", *flags]
 
 
 def steps_of(out: str) -> int:
@@ -47,10 +51,10 @@ def same_weights(a: str, b: str) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def undisturbed(folder: str, steps: int) -> tuple[str, float]:
+def undisturbed(folder: str, steps: int, launch: tuple = ()) -> tuple[str, float]:
     """(folder, seconds until the first step) of a run that nobody disturbs."""
     out, began = os.path.join(folder, "undisturbed"), time.perf_counter()
-    run = subprocess.Popen(command(out, f"--max_iters={steps}"), stdout=subprocess.DEVNULL)
+    run = subprocess.Popen(command(out, f"--max_iters={steps}", launch=launch), stdout=subprocess.DEVNULL)
     while run.poll() is None and not steps_of(out):
         time.sleep(0.02)
     start = time.perf_counter() - began
@@ -86,10 +90,38 @@ def kill(folder: str) -> None:
     )
 
 
+def restart(folder: str) -> None:
+    """One of two processes is killed at a random moment under torchrun, which starts both again."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1")
+    os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    straight, _ = undisturbed(folder, 60, launch)
+    good = again = 0
+    for i in range(max(1, times // 3)):
+        out = os.path.join(folder, f"restarted-{i}")
+        run = subprocess.Popen(
+            command(out, "--max_iters=60", launch=launch), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        at = random.randrange(save_interval, 40)
+        while run.poll() is None and steps_of(out) < at:
+            time.sleep(0.005)
+        workers = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True).stdout.split()
+        os.kill(int(random.choice(workers)), signal.SIGKILL)
+        again += "started again by torchrun" in run.communicate(timeout=300)[0]
+        good += run.returncode == 0 and same_weights(straight, out)
+    print(
+        f"restart: {max(1, times // 3)} runs of two processes, one killed in each; {again} went on by themselves from "
+        f"the last checkpoint, and {good} ended with the weights of the undisturbed run, bit for bit"
+    )
+
+
 if __name__ == "__main__":
     config, _ = configure(globals())
     globals().update(config)
     random.seed(seed)
-    with user_errors(), tempfile.TemporaryDirectory() as folder:
-        at_least_one(times=times)
-        kill(folder)
+    with user_errors():
+        known = {"kill": kill, "restart": restart}
+        if times < 1:
+            raise UserError(f"--times={times} must be at least 1")
+        for name in names(what, known):
+            with tempfile.TemporaryDirectory() as folder:
+                known[name](folder)

@@ -271,18 +271,6 @@ def script(data, tmp_path) -> list:
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away(tmp_path, script):
-    """As in `train.py | head`: the run stops, and keeps what it has."""
-    command = [sys.executable, *script, "--eval_interval=1000000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        while not run.stdout.readline().startswith("iter 3:"):
-            pass
-        run.stdout.close()
-        assert run.wait(timeout=60) == 143 and "Traceback" not in run.stderr.read()
-    assert state(tmp_path)["iter_num"] > 3
-
-
-@pytest.mark.slow
 def test_under_torchrun(tmp_path, script):
     """One of two processes cannot read its data; both begin again. Then Ctrl-C, which reaches each process twice."""
     fault = tmp_path / "fault.py"

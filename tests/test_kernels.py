@@ -77,8 +77,6 @@ def test_short_and_long_heads_together(core, monkeypatch):
     for n, window in ((0, None), (3, 30)):  # in float64, for which there is no kernel
         y = kernel(core)(q.double(), k.double(), v.double(), window=30, n_short=n)
         assert torch.equal(y, kernel(core)(q.double(), k.double(), v.double(), window=window))
-    with pytest.raises(ValueError, match="n_short and a bias"):
-        kernel(core)(q, k, v, window=30, n_short=2, bias=torch.zeros(T, T, device=DEVICE))
 
 
 @dtypes

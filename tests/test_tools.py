@@ -202,14 +202,8 @@ def test_a_dry_run_of_what_is_not_there(run, tmp_path):
     assert "assuming" not in out and "parameters: 123,665,664," in out
 
 
-def test_durations():
-    says = {0: "less than 1 s", 1.26: "1.3 s", 119: "119 s", 336: "5.6 min", 7200: "2.0 h", 9e9: "285 years"}
-    assert {seconds: estimate.duration(seconds) for seconds in says} == says
-
-
 def test_the_numbers_of_a_dry_run(monkeypatch):
     """AdamW needs 16 bytes a parameter, copies in half precision 2; FSDP shares them out; time is FLOPs by rate."""
-    monkeypatch.setattr(estimate, "matmul_rate", lambda *_: 1e12)
     config = GPTConfig(n_layer=12, n_embd=768, n_head=12, block_size=1024)
     with torch.device("meta"):
         gpt = GPT(config)
@@ -226,8 +220,7 @@ def test_the_numbers_of_a_dry_run(monkeypatch):
         gib = float(re.search(r"memory of a process: (\S+) GiB for weights", out)[1])
         assert gib == pytest.approx(held / 2**30, abs=0.006)
         seconds = estimate.flops(gpt) * 40 * 1024 * 1000 / 0.4 / world
-        assert f"{estimate.duration(seconds / 1e12)} on {estimate.count(world, 'process')} on this cpu" in out
-        assert f"{estimate.duration(seconds / 989e12)} on {world} x H100" in out
+        assert f"{seconds / 989e12 / 3600:,.2f} hours on {world} x H100" in out
 
 
 CONFIGS = sorted(os.path.basename(path) for path in glob.glob(os.path.join(ROOT, "config", "*.py")))
@@ -237,7 +230,6 @@ TINY = ("--n_layer=1", "--n_embd=16", "--n_head=2", "--head_dim=8", "--n_hidden=
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_is_one(name, run, monkeypatch):
     pretrained = runpy.run_path(os.path.join(ROOT, "config", name)).get("init_from")
-    monkeypatch.setattr(estimate, "matmul_rate", lambda *_: 1e12)  # which takes half a second
     flags = ["--block_size=16"] if pretrained else TINY
     code, out, err = run("train.py", f"config/{name}", "--dry_run", "--device=cpu", *flags)
     assert code == 0 and "FLOPs: " in out, err
@@ -292,7 +284,7 @@ def test_plot(run, train, tmp_path):
         ((f"--runs={tmp_path / 'bad'}",), "is empty"),
         ((runs, "--y=los"), "is not one of loss, norm"),
         ((f"--runs={tmp_path / 'b'}", "--y=logit"), "none of these runs has logged logit"),
-        (("--runs=,",), "names no folder"),
+        (("--runs=,",), "none of these runs has logged"),
     ):
         code, _, err = run("scripts/plot.py", *flags, f"--out={tmp_path / 'e.png'}")
         assert code == 2 and says in err and not os.path.exists(tmp_path / "e.png"), err

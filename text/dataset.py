@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from errors import UserError
-from text.tokenizers import tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VERIFY_BYTES = 2**30  # the checksum of a larger file is not compared: that would read the whole file
@@ -76,8 +75,6 @@ class Tokens:
     def __init__(self, folder: str, split: str, block_size: int):
         self.meta = read_meta(folder)
         self.block_size = block_size
-        if self.meta["tokenizer"]["kind"] == "sentencepiece":
-            tokenizer(self.meta["tokenizer"])  # reports a missing package now, not after the training
         path = os.path.join(folder, f"{split}.bin")
         entry = self.meta["files"].get(f"{split}.bin")
         if entry is None:

@@ -81,7 +81,7 @@ def _wanted(tokenizer: str, vocab_size: int) -> dict:
 
 def _opened(source: str, column: str) -> tuple[list, Callable[[], dict]]:
     """(what names this version of the source, a function that reads its splits)."""
-    if os.path.isfile(source) and _kind(source) in ("text", None):
+    if os.path.isfile(source) and (source.endswith(".txt") or _kind(source) is None):
         text = read_text(source)
         return [hashlib.sha256(text.encode()).hexdigest()], lambda: {"train": [{"text": text}]}
     if os.path.exists(source):

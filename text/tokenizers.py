@@ -181,10 +181,7 @@ class HubTokenizer(Tokenizer):
     def __init__(self, name: str):
         from transformers import AutoTokenizer
 
-        try:
-            self._tok = AutoTokenizer.from_pretrained(name)
-        except Exception as error:  # the classes of several libraries
-            raise UserError(f"cannot load the tokenizer of {name}: {first_line(error)}") from None
+        self._tok = AutoTokenizer.from_pretrained(name)
         self.n_vocab = len(self._tok)
         self.eot = self._tok.eos_token_id
         if self.n_vocab == GPT2_VOCAB_SIZE and self.encode(GPT2_TEXT) == GPT2_IDS:

@@ -2,8 +2,6 @@
 
 import inspect
 import os
-import signal
-import sys
 from collections.abc import Callable
 
 import torch
@@ -24,13 +22,9 @@ def count(n: int, noun: str) -> str:
 
 
 def say(*args: object, **kwargs: object) -> None:
-    """print, on the first process only. If the reader is gone, as after `| head`, it stops the run by SIGTERM."""
+    """print, on the first process only."""
     if master:
-        try:
-            print(*args, flush=True, **kwargs)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            os.kill(os.getpid(), signal.SIGTERM)
+        print(*args, flush=True, **kwargs)
 
 
 def connect(backend: str) -> None:

@@ -5,7 +5,6 @@ import torch
 from attention.forms import linear
 from attention.sums import SUMS
 from model import GPT, GPTConfig
-from training.distributed import count
 
 VOCAB_SIZE = {"shakespeare_char": 65, "pg19": 10000}  # of data sets that are not prepared; all others have GPT-2's
 MFU = 0.4  # the share of the peak that is reached; about what nanoGPT reaches on an A100
@@ -48,25 +47,6 @@ def peak_flops(device: str, dtype: str) -> float | None:
     return next((rate for known, rate in PEAK_FLOPS.items() if f" {known} " in name), None)
 
 
-def matmul_rate(device: str, dtype: str) -> float:
-    """FLOP/s of a large matrix product of random numbers on this device, measured in a quarter of a second."""
-    from torch.utils.benchmark import Timer  # here, since its import takes a tenth of a second
-
-    size = 8192 if device.startswith("cuda") else 1024
-    x = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
-    timer = Timer("x @ x", globals={"x": x}, num_threads=torch.get_num_threads())
-    return 2 * size**3 / timer.blocked_autorange(min_run_time=0.25).median
-
-
-def duration(seconds: float) -> str:
-    """For people: 1.2 s, 34 s, 5.6 min, 78 days, 9,012 years."""
-    for unit, size in (("years", 365 * 86400), ("days", 86400), ("h", 3600), ("min", 60), ("s", 0.5)):
-        if seconds >= 2 * size:
-            n = seconds / max(1, size)
-            return f"{n:,.{0 if n >= 10 else 1}f} {unit}"
-    return "less than 1 s"
-
-
 def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtype: str, world: int) -> str:
     """The lines of a dry run. run: train.py's settings; n_tokens: of the train split, if it is there."""
     with torch.device("meta"):
@@ -80,9 +60,9 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
     per_weight = 16 if dtype == "float32" else 18  # bytes: itself, its gradient, two of AdamW's; autocast's copy
     saved = 4 * matrices if run["optimizer"] == "muon" else 0  # Muon has one number per weight, the others two
     held = (per_weight * n - saved) / (world if run["parallel"] == "fsdp" else 1) / 2**30  # GiB
-    peak = peak_flops(device, dtype)
-    rate = peak or matmul_rate(device, dtype)
-    machine = f"{world} x {torch.cuda.get_device_name()}" if peak else f"{count(world, 'process')} on this {device}"
+    rates = {gpu: PEAK_FLOPS[gpu] for gpu in ("A100", "H100")}
+    if peak := peak_flops(device, dtype):
+        rates = {torch.cuda.get_device_name(): peak} | rates
     work = per_token * total / (MFU * world)  # seconds at a rate of one FLOP/s
     return "\n".join([
         f"parameters: {n:,}, {num_params(model):,} without position (and untied token) embeddings",
@@ -91,7 +71,6 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
         f"tokens: {step:,} per step ({rows} x {config.block_size}), {total:,} in {run['max_iters']:,} steps{epochs}",
         f"memory of a process: {held:.2f} GiB for weights, gradients and {run['optimizer']}; what a micro-batch needs "
         "comes on top",
-        f"time, at {MFU:.0%} of the rate of matrix products: {duration(work / rate)} on {machine} "
-        f"({rate / 1e12:.3g} TFLOP/s)",
-        " " * 45 + ", ".join(f"{duration(work / PEAK_FLOPS[gpu])} on {world} x {gpu}" for gpu in ("A100", "H100")),
+        f"time, at {MFU:.0%} of the rate of matrix products: "
+        + ", ".join(f"{work / rate / 3600:,.2f} hours on {world} x {gpu}" for gpu, rate in rates.items()),
     ])  # fmt: skip

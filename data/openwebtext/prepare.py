@@ -3,9 +3,8 @@
     python data/openwebtext/prepare.py
     python data/openwebtext/prepare.py --source=FOLDER   # of .parquet, .txt, .jsonl or .csv files
 
-Disk: `datasets` keeps in ~/.cache/huggingface (HF_HOME moves it) the files that it downloads, their text (40 GB) and
-the tokens (17 GB), so that an interrupted command begins again with what is there; it can be deleted in the end.
-train.bin takes another 17 GB.
+Disk: `datasets` keeps the files that it downloads, their text (40 GB) and the tokens (17 GB) in ~/.cache/huggingface
+(HF_HOME moves it), which can be deleted in the end; train.bin takes another 17 GB.
 """
 
 import os

@@ -7,8 +7,8 @@ Writes train.bin (6 GB), val.bin, test.bin and meta.json. The vocabulary is trai
 train split, as a unigram model with NMT_NFKC normalisation, as in the long-short paper (section 5.1); line ends become
 spaces. Project Gutenberg's headers and licences are left out if a book has them.
 
-Disk: `datasets` keeps in ~/.cache/huggingface (HF_HOME moves it) the files that it downloads, their text (12 GB) and
-the tokens (6 GB), so that an interrupted command begins again with what is there; it can be deleted in the end.
+Disk: `datasets` keeps the files that it downloads, their text (12 GB) and the tokens (6 GB) in ~/.cache/huggingface
+(HF_HOME moves it), which can be deleted in the end.
 """
 
 import os

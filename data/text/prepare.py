@@ -11,8 +11,8 @@ if its name, or the name of its folder, begins with train, val or test. Without 
 to val (--val_share=0.1). If there is only one document, the end of its text goes to val. --tokenizer=pg19 takes the
 tokenizer of the data set pg19, for a model that was trained on pg19.
 
-Disk: `datasets` keeps in ~/.cache/huggingface (HF_HOME moves it) what it downloads, the text and the tokens, so that an
-interrupted command begins again with what is there; it can be deleted in the end. A single text file is just read.
+Disk: `datasets` keeps what it downloads, the text and the tokens in ~/.cache/huggingface (HF_HOME moves it), which can
+be deleted in the end. A single text file is just read.
 """
 
 import os

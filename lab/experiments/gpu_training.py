@@ -31,7 +31,7 @@ from configurator import names, pick_device
 from errors import UserError
 from lab.experiments.results import check_writable, save, start
 from model import ATTENTION, GPT, GPTConfig
-from training.estimate import flops, matmul_rate
+from training.estimate import flops
 from training.optimizers import OPTIMIZER, Settings
 
 # What is measured?
@@ -54,6 +54,16 @@ SIZES = {  # of the model, and the sequences of a step
 }
 BATCHES = 4  # batches of random tokens, which are used again and again
 CHUNKS = 8  # number of parts in which the row chunks computes the loss
+
+
+def matmul_rate(device: str, dtype: str) -> float:
+    """FLOP/s of a large matrix product of random numbers on this device, measured in a quarter of a second."""
+    from torch.utils.benchmark import Timer  # here, since its import takes a tenth of a second
+
+    size = 8192 if device.startswith("cuda") else 1024
+    x = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
+    timer = Timer("x @ x", globals={"x": x}, num_threads=torch.get_num_threads())
+    return 2 * size**3 / timer.blocked_autorange(min_run_time=0.25).median
 
 
 def in_chunks(model: GPT, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
