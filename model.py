@@ -185,8 +185,8 @@ class CausalSelfAttention(nn.Module):
         self.groups = []  # the short heads, then the long ones; or one of the two
         for letter, name, window in (("S", c.short_attention, c.window), ("L", c.attention, None)):
             if heads := [h for h, kind in enumerate(letters) if kind == letter]:
-                both = None if letter == "L" and c.nope_long else self.position, self.decay
-                schemes = [scheme for scheme in both if scheme is not None]
+                used = (None if letter == "L" and c.nope_long else self.position), self.decay
+                schemes = [scheme for scheme in used if scheme is not None]
                 shape = {"n_query": H // G, "n_map": self.n_map, "width": D}
                 self.groups.append(HeadGroup(heads, window, name, ATTENTION[name], schemes, **shape))
         self.calls = self.groups  # kernels.use changes this: Triton's kernels take both groups in one call

@@ -185,8 +185,7 @@ def distances_of(q, past: int) -> torch.Tensor:
 class Relative(Scheme):
     """Adds a learned vector for each distance, up to max_distance, to the keys, and another one to the values (Shaw et
     al. 2018, equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), where q_i a_k is computed apart, as a bias, and
-    y_i = sum_j w_ij (v_j + a_v[i - j]). The heads of a layer share the vectors. Memory grows with T^2, and the
-    time of long heads with T^3 (scores.plain_form, far): it is for short texts."""
+    y_i = sum_j w_ij (v_j + a_v[i - j]). It is for short texts: memory grows with T^2, long heads' time with T^3."""
 
     biased, defaults = True, {"max_distance": 16}  # the paper's
 

@@ -295,4 +295,4 @@ while True:
 if sample_tokens and not (eval_only or stop or unsaved):
     run.print_sample(config, raw_model, data["val"], amp, device)
 log.close()
-run.exit_with_code(config, it, stop, unsaved)
+run.exit_with_code(it, stop, unsaved)

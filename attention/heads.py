@@ -32,7 +32,7 @@ class HeadGroup:
         self.v_of = [sorted(set(values)).index(value) for value in values]
         self.settings = {"window": window}  # arguments of the core for these heads
         self.core = fast_form(name, definition)
-        self.fades = takes(definition, "fade")
+        self.fades = any(takes(definition, name) for name in ("fade", "q", "k"))  # whether ALiBi gives it a decay
         self.widths = width, n_map * width  # of a key and of a value
         summed = window is None and not any(scheme.biased for scheme in schemes) and unchanged(name, definition)
         self.sums = SUMS.get(name) if summed else None

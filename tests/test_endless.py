@@ -109,7 +109,9 @@ def test_the_script(train, run, tmp_path):
     choices = ("--attention=beta_squared", "--short_attention=softmax", "--heads=SSSL", "--window=8", "--position=rope")
     choices += ("--conv=4", "--decay=learned", "--dropout=0.1", "--attn_dropout=0")
     code, out, err = train(*choices)
-    assert code == 0 and "softmax attention in 6 short heads" in out and "beta_squared attention in 2 long heads" in out, err
+    assert (
+        code == 0 and "softmax attention in 6 short heads" in out and "beta_squared attention in 2 long heads" in out
+    ), err
     straight = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["model"]
     assert train(*choices, "--max_iters=6")[0] == 0
     assert train("--init_from=resume", "--max_iters=10")[0] == 0

@@ -280,3 +280,23 @@ def test_trying_an_attention_draws_no_random_number_and_needs_no_device():
     with torch.device("meta"):
         assert forms.is_row_local("mine", lambda s, seen, v, drop: model.softmax_attention(s, seen, v, drop))
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_an_attention_with_keys_gets_them_without_alibis_dimensions():
+    widths = []
+
+    def spy(s, seen, v, k):
+        widths.append(k.shape[-1])
+        return s.where(seen, -math.inf).softmax(-1) @ v
+
+    groups = [HeadGroup([0, 1], None, name, f) for name, f in (("spy", spy), ("softmax", ATTENTION["softmax"]))]
+    assert [group.fades for group in groups] == [True, False] and set(widths) == {4}  # what is_row_local tries
+    sizes = {"block_size": 40, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16, "decay": "learned"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ATTENTION, "spy", spy)
+        torch.manual_seed(1)
+        ours = GPT(GPTConfig(attention="spy", **sizes)).double()
+    torch.manual_seed(1)
+    theirs, idx = GPT(GPTConfig(**sizes)).double(), torch.arange(40)[None] % 11
+    torch.testing.assert_close(ours(idx, idx)[0], theirs(idx, idx)[0], rtol=0, atol=1e-6)
+    assert set(widths) == {4, 8}

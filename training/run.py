@@ -73,6 +73,8 @@ def restored(config: dict, saved: dict, meta: dict, optimizers: list, scaler: to
         (bool(other) and not c.allow_other_data, f"{' and '.join(other)} of {c.dataset} changed after the saved run: "
          "--allow_other_data goes on with the new data"),
         ("optimizer" not in saved, f"the checkpoint in {c.out_dir} has no optimizer state to go on from"),
+        ("tokenizer" not in saved and saved["model_args"].get("bias", True),
+         "nanoGPT's optimizer has biases in another order: --init_from= with the folder's path starts a new optimizer"),
         (before["optimizer"] != c.optimizer,
          f"--optimizer={c.optimizer} cannot go on: the saved run used --optimizer={before['optimizer']}"),
     ))  # fmt: skip
@@ -90,10 +92,10 @@ def check_flags(config: dict, given: dict) -> None:
     decays, muon = c.decay_lr and c.schedule != "constant", c.optimizer == "muon"
     counts = "batch_size gradient_accumulation_steps eval_interval log_interval eval_iters keep_checkpoints"
     others = "seed max_iters save_interval sample_tokens warmup_iters min_lr weight_decay adam_eps grad_clip muon_lr"
-    shares = "beta1 beta2 muon_beta decay_share"
     refuse((config[name] < 1, f"--{name}={config[name]} must be at least 1") for name in counts.split())
     refuse((config[name] < 0, f"--{name}={config[name]} must not be negative") for name in others.split())
-    refuse((not 0 <= config[name] <= 1, f"--{name}={config[name]} must be between 0 and 1") for name in shares.split())
+    betas = ("beta1", "beta2", "muon_beta")
+    refuse((not 0 <= config[name] < 1, f"--{name}={config[name]} must be in [0, 1)") for name in betas)
     used = {"adam_eps": c.optimizer != "lamb", "muon_lr": muon, "muon_beta": muon, "schedule": c.decay_lr}
     used |= {"decay_share": decays and c.schedule == "wsd", "min_lr": decays}
     having = f"optimizer={c.optimizer}, decay_lr={c.decay_lr}, schedule={c.schedule}"
@@ -102,6 +104,7 @@ def check_flags(config: dict, given: dict) -> None:
     steps, rows = c.gradient_accumulation_steps, c.gradient_accumulation_steps * c.batch_size
     more = next(n for n in range(steps, steps + world) if n * c.batch_size % world == 0)
     refuse((
+        (not 0 < c.decay_share <= 1, f"--decay_share={c.decay_share} must be above 0 and at most 1"),
         (c.learning_rate <= 0, f"--learning_rate={c.learning_rate} must be positive"),
         (decays and c.lr_decay_iters <= c.warmup_iters, f"lr_decay_iters={c.lr_decay_iters} must be greater than "
          f"warmup_iters={c.warmup_iters}: the learning rate decays between the two"),
@@ -287,7 +290,7 @@ def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str
     say(f"\na sample (more of them: python sample.py --out_dir={config['out_dir']}):\n{tok.decode(ids[0].tolist())}")
 
 
-def exit_with_code(config: dict, it: int, stop: int, unsaved: OSError | None) -> NoReturn:
+def exit_with_code(it: int, stop: int, unsaved: OSError | None) -> NoReturn:
     """Ends the process: exit code 2 if the last save failed, 128 + the signal that stopped the run, or 0."""
     if stop and not unsaved:
         say(f"\nstopped by signal after {count(it, 'step')} and saved: --init_from=resume goes on")

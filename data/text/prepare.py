@@ -3,7 +3,6 @@
     python data/text/prepare.py --source=my.txt --out_dir=data/mytext
     python train.py config/train_shakespeare_char_cpu.py --dataset=mytext
     python data/text/prepare.py --source=books --tokenizer=sentencepiece --out_dir=data/books
-    python data/text/prepare.py --source=owner/name --tokenizer=gpt2 --out_dir=data/name
     python data/text/prepare.py --source=my.txt --tokenizer=pg19 --out_dir=data/my
 
 A text file is one document; in .parquet, .jsonl and .csv files each row is one. A file of a folder belongs to a split
