@@ -89,8 +89,8 @@ class Windows(torch.autograd.Function):
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """x (..., T, D) with rows of zeros after its last one. With rows = 0 this is x itself; F.pad would copy it."""
-    return F.pad(x, (0, 0, 0, rows)) if rows else x
+    """x (..., T, D) and `rows` copies of its last row: not zeros, since a definition may divide by a key's length."""
+    return torch.cat((x, x[..., -1:, :].expand(*x.shape[:-2], rows, -1)), dim=-2) if rows else x
 
 
 def few_rows_at_a_time(attend: Callable, numbers: Callable) -> Callable:
