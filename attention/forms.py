@@ -18,7 +18,7 @@ import torch
 from attention.fast import CHUNK, fused_softmax, general_form, in_blocks, laser_by_exp
 from attention.scores import plain_form
 from attention.sums import SUMS, by_sums
-from errors import note
+from errors import first_line, note
 
 FAST: dict[str, Callable] = {
     "softmax": fused_softmax,
@@ -40,10 +40,10 @@ def fast_form(name: str, definition: Callable) -> Callable:
     if unchanged(name, definition):
         return FAST[name](definition)
     try:
-        row_local = is_row_local(name, definition)
-    except Exception:  # a bug of the definition: the model's call will show it
+        return general_form(definition) if is_row_local(name, definition) else plain_form(definition)
+    except Exception as error:  # of float64, or of few queries alone: the model's call may not show it
+        note(f"attention={name!r}: whether it sees later tokens could not be tried ({first_line(error)})")
         return plain_form(definition)
-    return general_form(definition) if row_local else plain_form(definition)
 
 
 @functools.cache

@@ -58,7 +58,8 @@ EDITS += [("softmax", edited_scores)]
 
 @pytest.mark.parametrize("core", FAST)
 def test_the_fast_forms_are_used(core, capfd):
-    """If this fails after a change of a definition here: WRITTEN_FOR[core] becomes fingerprint(ATTENTION[core])."""
+    """If this fails, a definition was edited, and its code runs. Only when its fast form computes the same again may
+    WRITTEN_FOR[core] become fingerprint(ATTENTION[core]): else the old fast form would run in the edit's place."""
     assert forms.WRITTEN_FOR[core] == forms.fingerprint(ATTENTION[core])
     form, general = fast_form(core, ATTENTION[core]), fast.general_form(ATTENTION[core])
     assert form.__qualname__ == FAST[core](ATTENTION[core]).__qualname__ != general.__qualname__
@@ -251,6 +252,14 @@ def test_a_bug_in_an_attention_is_its_own(monkeypatch):
     gpt = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16))
     with pytest.raises(ValueError, match="too many values to unpack"):
         gpt(torch.zeros(1, 8, dtype=torch.long))
+
+
+def test_an_attention_that_cannot_be_tried_is_named(capfd):
+    """It works in float32 alone, so that nobody knows whether it sees later tokens."""
+    weights = torch.full((8, 8), 0.125)
+    form = fast_form("mine", lambda s, seen, v: weights @ v)
+    assert "whether it sees later tokens could not be tried" in capfd.readouterr().err
+    assert form(*(torch.ones(1, 1, 8, 4) for _ in "qkv")).shape == (1, 1, 8, 4)
 
 
 def test_values_by_distance_need_a_linear_attention(monkeypatch):
