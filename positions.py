@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from attention.forms import linear_in_values
-from attention.scores import at_least_float32, takes
+from attention.scores import at_least_float32, distances, takes
 
 # -----------------------------------------------------------------------------
 # Added to the token embedding
@@ -176,12 +176,6 @@ def alibi_slopes(n: int) -> list[float]:
     return [2 ** (-8 * h / m) for h in range(1, m + 1)] + [2 ** (-4 * h / m) for h in range(1, 2 * (n - m), 2)]
 
 
-def distances_of(q, past: int) -> torch.Tensor:
-    """How far key j lies behind query i, at least 0: (T, past + T) for the queries q (B, H, T, D) after past tokens."""
-    at = torch.arange(past + q.shape[-2], device=q.device)
-    return (at[past:, None] - at).clamp(min=0)
-
-
 class Relative(Scheme):
     """Adds a learned vector for each distance, up to max_distance, to the keys, and another one to the values (Shaw et
     al. 2018, equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), where q_i a_k is computed apart, as a bias, and
@@ -205,7 +199,7 @@ class Relative(Scheme):
 
     def forward(self, q, k, group, past):
         bias = self.scale * (q @ self.k.to(q.dtype).mT)  # (B, H, T, n), of each distance
-        at = distances_of(q, past).clamp(max=len(self.k) - 1)
+        at = distances(q.shape[-2], past + q.shape[-2], q.device).clamp(0, len(self.k) - 1)
         return q, k, {"bias": bias.gather(-1, at.expand(*bias.shape[:2], -1, -1)), "far": self.v}
 
 
@@ -233,8 +227,9 @@ class T5(Scheme):
                    f"or none")  # fmt: skip
 
     def forward(self, q, k, group, past):
-        by_distance = self.table(self.bucket[: past + q.shape[-2]]).T[group.q]  # (H, past + T)
-        return q, k, {"bias": by_distance[None, :, distances_of(q, past)]}
+        end = past + q.shape[-2]
+        by_distance = self.table(self.bucket[:end]).T[group.q]  # (H, past + T)
+        return q, k, {"bias": by_distance[None, :, distances(q.shape[-2], end, q.device).clamp(min=0)]}
 
 
 def t5_bucket(distance: torch.Tensor, max_distance: int) -> torch.Tensor:

@@ -49,9 +49,10 @@ def fast_form(name: str, definition: Callable) -> Callable:
 @functools.cache
 def unchanged(name: str, definition: Callable) -> bool:
     """Whether there is a fast form of ATTENTION[name], written for this definition. A line says if it was edited."""
-    if name in FAST and fingerprint(definition) != WRITTEN_FOR[name]:
-        note(f"attention={name!r}: its definition was edited, so the definition runs, not its fast form: more slowly")
-    return name in FAST and fingerprint(definition) == WRITTEN_FOR[name]
+    if name not in FAST or fingerprint(definition) == WRITTEN_FOR[name]:
+        return name in FAST
+    note(f"attention={name!r}: its definition was edited, so the definition runs, not its fast form: more slowly")
+    return False
 
 
 def fingerprint(definition: Callable) -> str:

@@ -22,15 +22,14 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def distances(q: Tensor, k: Tensor) -> Tensor:
-    """i - j of query i and key j, (Tq, T)."""
-    Tq, T = q.shape[-2], k.shape[-2]
-    return torch.arange(T - Tq, T, device=q.device)[:, None] - torch.arange(T, device=q.device)
+def distances(Tq: int, T: int, device: torch.device) -> Tensor:
+    """i - j of query i and key j, (Tq, T). The queries are those of the last Tq tokens."""
+    return torch.arange(T - Tq, T, device=device)[:, None] - torch.arange(T, device=device)
 
 
 def visible(q: Tensor, k: Tensor, window: int | None) -> Tensor:
     """True where query i sees key j, (Tq, T): 0 <= i - j <= window, or j <= i without a window."""
-    distance = distances(q, k)
+    distance = distances(q.shape[-2], k.shape[-2], q.device)
     return distance >= 0 if window is None else (distance >= 0) & (distance <= window)
 
 
@@ -70,10 +69,11 @@ def plain_form(definition: Callable) -> Callable:
 
     def plain(q, k, v, *, window=None, seen=None, scale=None, bias=None, decay=None, dropout=0.0, far=None):
         s, more = scores(q, k, scale, bias), {}
+        distance = None if decay is None and far is None else distances(q.shape[-2], k.shape[-2], q.device)
         if decay is not None and not fades:
-            s = s - decay * distances(q, k).abs()
+            s = s - decay * distance.abs()
         if fades:
-            more["fade"] = lambda x: x if decay is None else x * (-decay * distances(q, k).abs()).exp()
+            more["fade"] = lambda x: x if decay is None else x * (-decay * distance.abs()).exp()
         if drops:
             more["drop"] = lambda x: F.dropout(x, dropout)
         for name in wants:
@@ -85,7 +85,7 @@ def plain_form(definition: Callable) -> Callable:
             raise ValueError(f"this attention gave {shapes}, not {(*q.shape[:-1], values.shape[-1])}")
         if far is not None:  # what an attention makes of one-hot values is its weights
             y, weights = y[..., : v.shape[-1]], y[..., v.shape[-1] :]
-            at = distances(q, k).clamp(0, len(far) - 1).expand_as(weights)
+            at = distance.clamp(0, len(far) - 1).expand_as(weights)
             y = y + weights.new_zeros(*weights.shape[:-1], len(far)).scatter_add(-1, at, weights) @ far.to(y.dtype)
         return y.to(v.dtype)
 

@@ -41,7 +41,7 @@ class Bidirectional:
         for name in (type(x).__name__ for x in group.schemes if not isinstance(x, known)):
             raise UserError(f"{name} {message} --position=learned, sinusoidal, rope or none")
         k, v = group.share(k, v)
-        near = distances(q, k).abs() <= (math.inf if window is None else window)  # (T, T)
+        near = distances(q.shape[-2], k.shape[-2], q.device).abs() <= (math.inf if window is None else window)  # (T, T)
         seen = near if self.seen is None else near & self.seen[:, None, None, :]
         seen = torch.where(seen.any(-1, keepdim=True), seen, near)  # where all is padding: any finite output
         if self.found is not None:
