@@ -7,12 +7,13 @@
 tables.py has the tables and their flags. The parts (--what):
 
 train   runs of each row, first all rows with seed 1, then all with seed 2, and so on: an hour in
-        which the machine is slow slows all rows alike.
+        which the machine is slow slows all rows alike. Before them, where a table tunes the learning
+        rate: runs of each rate with the seeds 101 and 102, whose mean loss decides it.
 time    milliseconds of a training step on a CPU, and the ratio to the row that the row is compared
         with: medians of rounds, in which each row makes one step.
 equal   for tables of attention in linear time: runs of as many steps as fit into the time that the
         row they are compared with takes for the table's steps.
-show    prints the tables of what is in --out.
+show    prints the tables of what is in --out: losses, and their differences by the rule of RESULTS.md.
 
 Finished runs are not repeated: you can stop the script and start it again.
 """
@@ -22,7 +23,7 @@ import statistics
 import torch
 
 from configurator import at_least_one, names
-from lab.experiments.results import check_writable, save, saved, short, show_table, spread, start
+from lab.experiments.results import check_writable, difference, save, saved, short, show_table, spread, start
 from lab.experiments.runs import as_flags, final, record
 from lab.experiments.tables import TABLES, Table
 from lab.experiments.times import step_times
@@ -32,12 +33,14 @@ what = "train,time,equal,show"  # the parts to run, separated by commas: see abo
 table = "cores"  # the tables, separated by commas: a name in TABLES
 only = ""  # the rows to run, separated by semicolons; empty: all
 config_file: str | None = None  # the config file of every run; None: the table's
-seeds = 3  # runs of each row, with the seeds 1, 2, ...
+seeds: int | None = None  # runs of each row, with the seeds 1, 2, ...; None: the table's number
 extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
 jobs = 1  # runs at the same time; they share the cores of the CPU
 repeats = 40  # number of timed steps of each row
 out = "lab/experiments/compare.json"  # the results
 out_dir = "out-compare"  # the folder for the runs, each in a folder of its own
+
+TUNING = (101, 102)  # the seeds of the runs that decide a learning rate
 
 
 def chosen(t: Table) -> dict[str, dict]:
@@ -52,20 +55,45 @@ def base(t: Table, row: str) -> str:
     return t.against.get(row, next(iter(t.rows)))
 
 
-def run_name(name: str, row: str, seed: int, steps: int | None) -> str:
+def run_name(name: str, row: str, seed: int, steps: int | None, rate: float | None) -> str:
     """The name of a run in --out."""
-    return ", ".join([name, row, *([f"{steps} steps"] if steps else []), *([extra] if extra else []), f"seed {seed}"])
+    parts = [name, row, *([f"rate {rate:g}"] if rate else []), *([f"{steps} steps"] if steps else [])]
+    return ", ".join([*parts, *([extra] if extra else []), f"seed {seed}"])
 
 
 def train(name: str, t: Table, rows: dict[str, dict], steps: dict[str, int | None]) -> None:
     """Makes the runs of each row and seed that are missing, of so many steps; None: as many as the config says."""
+    tried = [(row, rate, seed) for seed in TUNING for row in steps for rate in t.tune.get(row, [])]
+    make(name, t, rows, steps, tried)
+    make(name, t, rows, steps, [(row, tuned(name, t, row), seed) for seed in counted(t) for row in steps])
+
+
+def make(name: str, t: Table, rows: dict[str, dict], steps: dict, keys: list[tuple[str, float | None, int]]) -> None:
+    """Makes the runs (row, learning rate or None for the row's own, seed) that are missing."""
     runs = {}
-    for seed in range(1, seeds + 1):
-        for row, n in steps.items():
-            flags = rows[row] | ({"max_iters": n, "lr_decay_iters": n, "eval_interval": n} if n else {})
-            command = [config_file or t.file, *as_flags(flags), f"--seed={seed}", *extra.split()]
-            runs[run_name(name, row, seed, n)] = command
-    record(out, runs, out_dir, jobs, make=True)
+    for row, rate, seed in keys:
+        n = steps[row]
+        flags = rows[row] | ({"max_iters": n, "lr_decay_iters": n, "eval_interval": n} if n else {})
+        flags |= {"learning_rate": rate} if rate else {}
+        command = [config_file or t.file, *as_flags(flags), f"--seed={seed}", *extra.split()]
+        runs[run_name(name, row, seed, n, rate)] = command
+    record(out, runs, out_dir, jobs, make=True, keep=t.keep)
+
+
+def counted(t: Table) -> range:
+    """The seeds of the runs that are compared."""
+    return range(1, (seeds or t.seeds) + 1)
+
+
+def tuned(name: str, t: Table, row: str) -> float | None:
+    """The learning rate of a row that has the lowest mean loss over the seeds of TUNING; None: it is not tuned."""
+    runs, rates = saved(out, {"runs": {}})["runs"], t.tune.get(row)
+    mean = {}
+    for rate in rates or []:
+        made = [runs.get(run_name(name, row, seed, t.steps, rate)) for seed in TUNING]
+        if all(made):
+            mean[rate] = statistics.mean(map(final, made))
+    return min(mean, key=mean.get) if mean else None
 
 
 def take_times(name: str, t: Table, rows: dict[str, dict]) -> None:
@@ -89,33 +117,27 @@ def show(name: str, t: Table, rows: dict[str, dict]) -> None:
     results, equal = saved(out, {"runs": {}}), in_equal_time(name, t, rows)
 
     def losses(row: str, steps: int | None) -> list[float]:
-        runs = (results["runs"].get(run_name(name, row, seed, steps)) for seed in range(1, seeds + 1))
+        rate = tuned(name, t, row)
+        runs = (results["runs"].get(run_name(name, row, seed, steps, rate)) for seed in counted(t))
         return [run["best"] if t.loss == "best" else final(run) for run in runs if run]
 
     cells = {}
     for row in rows:
-        x, theirs = losses(row, t.steps), losses(base(t, row), t.steps)
-        changes = [a - b for a, b in zip(x, theirs, strict=False)]
-        each = f"{statistics.mean(changes):+.3f} ({', '.join(f'{c:+.3f}' for c in changes)})" if changes else ""
+        x, theirs, rate = losses(row, t.steps), losses(base(t, row), t.steps), tuned(name, t, row)
         ms, ratio = results.get("times", {}).get(f"{name}, {row}", ("", ""))
-        flags = " ".join(as_flags(t.rows[row]))
-        cells[row] = [
-            row,
-            f"`{flags}`" if flags else "",
-            spread(x),
-            each,
-            ms and f"{ms:.1f}",
-            ratio and f"{ratio:.2f}x",
-        ]
+        flags = " ".join(as_flags(t.rows[row] | ({"learning_rate": rate} if rate else {})))
+        cells[row] = [row, f"`{flags}`" if flags else "", spread(x)]
+        cells[row] += ["" if row == base(t, row) else difference(x, theirs), ms and f"{ms:.1f}"]
+        cells[row] += [ratio and f"{ratio:.2f}x"]
         cells[row] += [equal.get(row, ""), spread(losses(row, equal[row])) if row in equal else ""] if t.steps else []
     columns = [name, "flags", f"{'lowest' if t.loss == 'best' else 'last'} val loss, mean (range)"]
-    columns += [f"against {'softmax' if t.against else base(t, '')}: mean (each seed)", "ms per step", "ratio"]
+    columns += [f"against {'its base' if t.against else base(t, '')}: mean (95% interval)", "ms per step", "ratio"]
     show_table(columns + (["steps", "loss in equal time"] if t.steps else []), cells.values())
 
 
 def main() -> None:
     torch.set_flush_denormal(True)  # as train.py
-    at_least_one(jobs=jobs, seeds=seeds, repeats=repeats)
+    at_least_one(jobs=jobs, seeds=1 if seeds is None else seeds, repeats=repeats)
     check_writable(out)
     parts, tables = names(what, ["train", "time", "equal", "show"]), names(table, TABLES)
     for name in tables:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -70,6 +71,27 @@ def measured(path: str, part: str, row: str, size: int, measure: Callable[[], di
         results.setdefault(part, {}).setdefault(row, {})[str(size)] = found
         save(path, results)
     return found
+
+
+def difference(x: list[float], y: list[float]) -> str:
+    """The mean of x - y, pair by pair, and its 95% interval by Student's t (n - 1 degrees of freedom), as tables show
+    it: in bold type if the interval lies on one side of 0. Of a single pair its difference. x and y: of equal seeds.
+    """
+    changes = [a - b for a, b in zip(x, y, strict=False)]
+    if len(changes) < 2 or not all(map(math.isfinite, changes)):
+        return f"{changes[0]:+.3f}, one seed" if len(changes) == 1 else ""
+    low, high = interval(changes)
+    text = f"{statistics.mean(changes):+.3f} ({low:+.3f} to {high:+.3f})"
+    return f"**{text}**" if low > 0 or high < 0 else text
+
+
+def interval(x: list[float]) -> tuple[float, float]:
+    """The 95% interval of the mean of x by Student's t, with n - 1 degrees of freedom."""
+    optional("scipy", "an interval")
+    from scipy.stats import t
+
+    mean, half = statistics.mean(x), t.ppf(0.975, len(x) - 1) * statistics.stdev(x) / len(x) ** 0.5
+    return mean - half, mean + half
 
 
 def spread(x: list[float]) -> str:

@@ -14,6 +14,9 @@ class Table:
     against: dict[str, str] = field(default_factory=dict)  # which row a row is compared with; otherwise the first one
     loss: str = "val"  # which validation loss counts: val (the last) or best (the lowest)
     steps: int | None = None  # of a run; rows are also compared in the time that the row they are compared with takes
+    tune: dict[str, list[float]] = field(default_factory=dict)  # learning rates to try for a row, with other seeds
+    seeds: int = 3  # runs of each row
+    keep: tuple[str, ...] = ()  # curves to keep, see runs.result_of
     vocab_size: int = 65  # of the data set, for times
 
 
@@ -125,12 +128,37 @@ def linear(steps: int, *positions: str, only: tuple = tuple(LINEAR), window: int
     )
 
 
+# LASER against softmax at two sizes: what is tuned is the learning rate of each row
+SIZES = {"3 x 96": {"n_layer": 3, "n_head": 6, "n_embd": 96}, "4 x 128": {"n_layer": 4, "n_head": 8, "n_embd": 128}}
+SETTLED = {f"{name}, {size}": flags | x for size, flags in SIZES.items() for name, x in list(CORES.items())[:2]}
+DIFFERENTIAL = {"softmax": {}, "LASER": LASER}
+
+
+def steps_of(n: int, evaluations: int = 1) -> dict:
+    """The flags of a run of n steps."""
+    return {"max_iters": n, "lr_decay_iters": n, "eval_interval": n // evaluations}
+
+
 TABLES = {
     "cores": Table(CORES, loss="best"),  # the README's first table
     "laser": Table(  # the LASER paper's tables 2, 4, 5 and 7
         {name + more: flags | x for more, x in VARIANTS.items() for name, flags in (("softmax", {}), ("LASER", LASER))},
         loss="best",
         against={f"LASER{more}": f"softmax{more}" for more in VARIANTS},
+    ),
+    "laser_settled": Table(
+        SETTLED,
+        flags=steps_of(1000, 10) | {"eval_iters": 73, "min_lr": 0.0},
+        against={f"LASER, {size}": f"softmax, {size}" for size in SIZES} | {"softmax, 4 x 128": "softmax, 4 x 128"},
+        tune={row: [2.5e-3, 5e-3, 1e-2, 2e-2] for row in SETTLED},
+        seeds=8,
+        keep=("val_loss",),
+    ),
+    "differential": Table(
+        DIFFERENTIAL,
+        flags={"differential": True} | steps_of(1500),
+        tune={row: [1.5e-3, 3e-3, 6e-3] for row in DIFFERENTIAL},
+        seeds=5,
     ),
     "choices": Table(CHOICES),  # docs/choices.md
     "speedrun": Table(SPEEDRUN, "config/speedrun_shakespeare_char_cpu.py"),
