@@ -87,11 +87,27 @@ SPEEDRUN = {  # one choice of the config changed in each row
     "muon_beta 0.95": {"muon_beta": 0.95},
     "AdamW": {"optimizer": "adamw", "learning_rate": 6e-3},
 }
-PRE_OR_POST = [("pre", 6e-3, 100), ("pre", 6e-3, 0), ("post", 6e-3, 500), ("pre", 1e-3, 100), ("pre", 1e-3, 0)]
-PRE_OR_POST += [("post", 1e-3, 100), ("post", 1e-3, 0), ("post", 1e-3, 500)]  # post, 6e-3, 100 is in CHOICES
+SPEEDRUN_MORE = {  # what the config does not choose; and as many steps as take a larger model's time
+    "speedrun": {},
+    "430 steps": {"max_iters": 430, "lr_decay_iters": 430},
+    "540 steps": {"max_iters": 540, "lr_decay_iters": 540},
+    "590 steps": {"max_iters": 590, "lr_decay_iters": 590},
+    "logit_softcap 15": {"logit_softcap": 15},
+    "bias": {"bias": True},
+    "rmsnorm": {"norm": "rmsnorm"},
+    "1 head": {"n_head": 1},
+    "4 heads": {"n_head": 4},
+    "parallel": {"block": "parallel"},
+    "SL": {"heads": "SL", "window": 16},
+    "weight_decay 0": {"weight_decay": 0.0},
+    "swiglu": {"mlp": "swiglu", "n_hidden": 128},
+    "gelu": {"mlp": "gelu"},
+}
 WARMUP = {
     f"{where} {rate:g} warm-up {n}": {"where": where, "learning_rate": rate, "warmup_iters": n}
-    for where, rate, n in PRE_OR_POST
+    for rate in (6e-3, 1e-3)
+    for where in ("pre", "post")
+    for n in (100, 0, 500)
 }
 
 CONV, LEARNED = {"conv": 4}, {"decay": "learned"}
@@ -160,11 +176,10 @@ TABLES = {
         tune={row: [1.5e-3, 3e-3, 6e-3] for row in DIFFERENTIAL},
         seeds=5,
     ),
-    "choices": Table(CHOICES),  # docs/choices.md
+    "choices": Table(CHOICES, flags=steps_of(1000)),  # docs/choices.md
     "speedrun": Table(SPEEDRUN, "config/speedrun_shakespeare_char_cpu.py"),
-    "warmup": Table(
-        {f"{x} {r:g} warm-up {n}": {"where": x, "learning_rate": r, "warmup_iters": n} for x, r, n in PRE_OR_POST}
-    ),
+    "speedrun_more": Table(SPEEDRUN_MORE, "config/speedrun_shakespeare_char_cpu.py"),
+    "warmup": Table(WARMUP, flags=steps_of(1000)),
     "64": linear(1500, "learned", "rope"),  # attention in linear time, at contexts of 64 and of 256
     "256": linear(
         1500,
