@@ -73,15 +73,15 @@ def measured(path: str, part: str, row: str, size: int, measure: Callable[[], di
     return found
 
 
-def difference(x: list[float], y: list[float]) -> str:
+def difference(x: list[float], y: list[float], digits: int = 3) -> str:
     """The mean of x - y, pair by pair, and its 95% interval by Student's t (n - 1 degrees of freedom), as tables show
     it: in bold type if the interval lies on one side of 0. Of a single pair its difference. x and y: of equal seeds.
     """
     changes = [a - b for a, b in zip(x, y, strict=False)]
     if len(changes) < 2 or not all(map(math.isfinite, changes)):
-        return f"{changes[0]:+.3f}, one seed" if len(changes) == 1 else ""
+        return f"{changes[0]:+.{digits}f}, one seed" if len(changes) == 1 else ""
     low, high = interval(changes)
-    text = f"{statistics.mean(changes):+.3f} ({low:+.3f} to {high:+.3f})"
+    text = f"{statistics.mean(changes):+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
     return f"**{text}**" if low > 0 or high < 0 else text
 
 
