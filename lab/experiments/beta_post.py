@@ -2,13 +2,19 @@
 
     OMP_NUM_THREADS=1 python -m lab.experiments.beta_post --jobs=2  # on two cores
     python -m lab.experiments.beta_post --scale=paper               # the post's run, on a GPU
-    python -m lab.experiments.beta_post --what=show                 # picture and table of --out
+    python -m lab.experiments.beta_post --what=show                 # picture and tables of --out
+    OMP_NUM_THREADS=1 python -m lab.experiments.beta_post --what=backward,show
 
 The post reports the losses after the last step: 1.0040 (training) and 1.5550 (validation) for beta, 0.7140 and 1.6204
 for softmax. Its softmax model has overfitted by then. The pocket scale does the same in small: a model of 0.34M
 parameters and 2% of the text, which it sees 77 times (the post: 10.7M, the whole text, 163 times).
+
+The post's purpose is a cheaper backward pass. `backward` times the passes of softmax and beta: both as their
+definitions, both with a backward pass written by hand, and both in their fast form. All but the fast forms hold n x n
+numbers.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -16,14 +22,22 @@ import re
 import shutil
 from typing import Literal
 
-from configurator import at_least_one, names
-from lab.experiments.results import check_writable, drawing, show_table, spread, start
+import torch
+
+from attention.forms import fast_form
+from attention.scores import distances, plain_form
+from bench import interleaved, medians, passes, peak_memory, ratios
+from configurator import at_least_one, names, positive
+from lab.experiments.results import check_writable, difference, drawing, measured, saved, show_table, spread, start
 from lab.experiments.runs import as_flags, final, record
+from model import ATTENTION
 from text.dataset import Tokens, folder_of, read_meta
 
 # What is measured?
-what = "train,show"  # the parts to run, separated by commas; show: the picture and the table
+what = "train,backward,show"  # the parts to run, separated by commas; show: the picture and the tables
 scale: Literal["pocket", "paper", "tiny"] = "pocket"  # pocket: for two CPU cores; paper: the post's; tiny: a test
+lengths = "512,2048"  # backward: numbers of tokens
+repeats = 9  # backward: rounds, in each of which every row runs once
 dataset = "shakespeare_char"  # the data set, or (pocket, tiny) the one whose first part is taken
 seeds = 3  # runs of each row
 jobs = 1  # runs at the same time; they share the cores of the CPU
@@ -78,6 +92,64 @@ def train(make: bool) -> dict[tuple, list[dict]]:
     return {key[:2]: [r for other, r in made.items() if other[:2] == key[:2]] for key in keys}
 
 
+class ByHand(torch.autograd.Function):
+    """Causal softmax or beta attention of q, k, v (B, H, T, D), whose backward pass re-uses what the forward pass has.
+
+    With the weights a, y = a v, and D the sum of y dy over a row (which is that of a da, da = dy v^T), the gradients
+    with respect to the scores s are
+
+        softmax:  ds = a (da - D)
+        beta:     ds = da / (1 + ||s||) - a D / ||s||, since da . s = D (1 + ||s||) and s = a (1 + ||s||)
+
+    So both read da and a once, and need one number, or two, of each row.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, beta):
+        s = q @ k.mT * q.shape[-1] ** -0.5
+        s.masked_fill_(distances(*s.shape[-2:], s.device) < 0, 0.0 if beta else -torch.inf)
+        norm = s.norm(dim=-1, keepdim=True) if beta else None
+        a = s.div_(1 + norm) if beta else s.softmax(-1)
+        y = a @ v
+        ctx.save_for_backward(q, k, v, a, y, norm)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, v, a, y, norm = ctx.saved_tensors
+        total, ds = (y * dy).sum(-1, keepdim=True), dy @ v.mT
+        if norm is None:
+            ds.sub_(total).mul_(a)
+        else:  # a score of a hidden key is 0, whatever q and k are
+            ds.div_(1 + norm).masked_fill_(a == 0, 0.0).addcmul_(a, total / norm, value=-1)
+        ds *= q.shape[-1] ** -0.5
+        return ds @ k, ds.mT @ q, a.mT @ dy, None
+
+
+FORMS = {  # {name: attend(q, k, v)}
+    f"{attention}, {form}": functools.partial(attend, **more)
+    for attention in ROWS
+    for form, attend, more in (
+        ("definition", plain_form(ATTENTION[attention]), {}),
+        ("by hand", lambda q, k, v, beta: ByHand.apply(q, k, v, beta), {"beta": attention == "beta"}),
+        ("fast form", fast_form(attention, ATTENTION[attention]), {}),
+    )
+}
+
+
+def times(n: int) -> dict[str, dict]:
+    """{form: the milliseconds of its passes, their ratios to softmax's in the same form, its peak memory in bytes}, of
+    a sequence of n tokens with 6 heads of 32."""
+    x = [torch.randn(1, 6, n, 32, requires_grad=grad) for grad in (True, True, True, False)]
+    tasks = {name: functools.partial(passes, attend, x, "cpu") for name, attend in FORMS.items()}
+    rounds, found = interleaved(tasks, "cpu", repeats), {}
+    for name, task in tasks.items():
+        same = f"softmax, {name.partition(', ')[2]}"
+        found[name] = {"ms": medians(rounds[name])[0], "ratio": ratios(rounds, name, same)}
+        found[name]["bytes"] = peak_memory(task, "cpu")
+    return found
+
+
 def draw(found: dict) -> None:
     """Losses of both splits over the steps, with dropout and without."""
     with drawing(picture, 1, 2, 12, 4.5) as axes:
@@ -92,20 +164,35 @@ def draw(found: dict) -> None:
 
 
 def show(found: dict) -> None:
-    """Prints the table."""
+    """Prints the tables: the losses, and the times of the passes."""
     rows = []
     for (row, dropout), results in found.items():
         best, train_losses = ([r[key] for r in results] for key in ("best", "train"))
         cells = [row, f"{dropout:g}", spread(best), spread([*map(final, results)]), spread(train_losses)]
-        rows.append([*cells, f"{POST[row][1]:.4f}, {POST[row][0]:.4f}" if dropout else ""])
-    columns = ["", "dropout", "best val loss", "last val loss", "last train loss", "the post: val, train"]
-    show_table(columns, rows)
+        softmax = found["softmax", dropout]
+        if row != "softmax":
+            cells += [difference(best, [r["best"] for r in softmax])]
+            cells += [difference([*map(final, results)], [*map(final, softmax)])]
+        rows.append([*cells, *[""] * (7 - len(cells)), f"{POST[row][1]:.4f}, {POST[row][0]:.4f}" if dropout else ""])
+    columns = ["", "dropout", "best val loss", "last val loss", "last train loss", "best, against softmax"]
+    show_table([*columns, "last, against softmax", "the post: val, train"], rows)
+    rows = []
+    for n, forms in saved(out, {}).get("backward", {}).get("passes", {}).items():
+        for name, r in forms.items():
+            ms = [f"{r['ms'][key]:.1f}" for key in ("forward", "backward")]
+            rows.append([n, name, *ms, f"{r['ratio']['backward']:.2f}x", f"{r['bytes'] / 2**20:.0f}"])
+    show_table(["n", "", "forward, ms", "backward, ms", "backward, against softmax's", "peak memory, MiB"], rows)
 
 
 def main() -> None:
-    at_least_one(jobs=jobs, seeds=seeds)
+    at_least_one(jobs=jobs, seeds=seeds, repeats=repeats)
     check_writable(out, picture)
-    parts = names(what, ["train", "show"])
+    parts = names(what, ["train", "backward", "show"])
+    if "backward" in parts:
+        for n in positive("lengths", lengths):
+            measured(out, "backward", "passes", n, lambda n=n: times(n))
+    if parts == ["backward"]:
+        return
     found = train("train" in parts)
     if "show" in parts:
         draw(found)

@@ -6,7 +6,9 @@
 
 The part `lengths` trains long heads, short heads and one long head (LS), short heads alone, and long heads with
 normalised queries and keys: at each length, with 6 heads and with 2. `border` trains long heads and LS on long texts
-with higher and higher learning rates, until both break. Finished runs are not repeated: you can stop and start again.
+with higher and higher learning rates, until both break. `bfloat16` does both again in bfloat16, as the paper trains:
+products in bfloat16 (mixed precision), and weights in it too. Finished runs are not repeated: you can stop and start
+again.
 """
 
 import functools
@@ -16,12 +18,12 @@ import statistics
 from typing import Literal
 
 from configurator import at_least_one, names
-from lab.experiments.results import check_writable, drawing, measured, show_table, spread, start
+from lab.experiments.results import check_writable, difference, drawing, measured, show_table, spread, start
 from lab.experiments.runs import as_flags, constants, final, record
 from lab.experiments.times import step_times
 
 # What is measured?
-what = "lengths,border,show"  # the parts to run, separated by commas; show: the picture and the tables
+what = "lengths,border,bfloat16,show"  # the parts to run, separated by commas; show: the picture and the tables
 scale: Literal["pocket", "paper", "tiny"] = "pocket"  # pocket: for two CPU cores; paper: the paper's; tiny: a test
 seeds = 3  # runs of each row, and of each learning rate of the border
 jobs = 1  # runs at the same time; they share the cores of the CPU
@@ -35,12 +37,15 @@ KINDS = {
     "LS": {"heads": "SSSSSL"},
     "short": {"heads": "S"},
     "QK-norm": {"heads": "L", "qk_norm": "l2"},
-    "long, float32": {"heads": "L", "dtype": "float32"},  # where the others run in bfloat16, on a GPU
+    "long, float32": {"heads": "L", "dtype": "float32", "tf32": False},  # where the others run in bfloat16, on a GPU
 }
+MIXED, PURE = {"dtype": "bfloat16"}, {"dtype": "float32", "variant": "bfloat16"}  # products; weights too
+BFLOAT16 = {"": {}, ", bfloat16": MIXED, ", bfloat16 weights": PURE}
 CPU = "config/train_shakespeare_char_cpu.py"
 POCKET = {"eval_interval": 100, "max_iters": 400, "lr_decay_iters": 400, "log_logits": True, "eval_iters": 20}
 TINY = {"eval_interval": 2, "max_iters": 4, "lr_decay_iters": 4, "log_logits": True, "eval_iters": 1}
-SCALES = {  # lengths: {length: sequences in a batch}. border: its length, and its learning rates
+SCALES = {  # lengths: {length: sequences in a batch}. border: its length and learning rates. bfloat16: its lengths,
+    # with the usual learning rate, and its learning rates, at the border's length
     "pocket": {
         "file": CPU,
         "flags": POCKET,
@@ -48,6 +53,7 @@ SCALES = {  # lengths: {length: sequences in a batch}. border: its length, and i
         "kinds": ("long", "LS", "short", "QK-norm"),
         "lengths": {128: 16, 512: 4, 2048: 1},
         "border": (2048, [2e-2, 6e-2, 0.2, 0.6]),
+        "bfloat16": ([512, 2048], [6e-2, 0.2]),
     },
     "paper": {
         "file": "config/train_pg19_ls.py",
@@ -56,6 +62,7 @@ SCALES = {  # lengths: {length: sequences in a batch}. border: its length, and i
         "kinds": tuple(KINDS),
         "lengths": {128: 256, 512: 64, 2048: 16, 8192: 4},
         "border": (2048, [1.2e-3, 2.4e-3, 4.8e-3]),
+        "bfloat16": ([], []),  # all rows but one are in bfloat16
     },
     "tiny": {
         "file": CPU,
@@ -64,6 +71,7 @@ SCALES = {  # lengths: {length: sequences in a batch}. border: its length, and i
         "kinds": ("long", "LS", "short", "QK-norm"),
         "lengths": {16: 2, 32: 1},
         "border": (32, [1e18]),
+        "bfloat16": ([32], [1e-2]),
     },
 }  # With 2 heads a layer has as many weights as with 6: the MLP gets what attention loses (section 5.1).
 
@@ -81,7 +89,7 @@ def results(runs: dict[tuple, dict], make: bool) -> dict[tuple, dict]:
     commands = {}
     for key, own in runs.items():
         commands[", ".join(map(str, (scale, *key)))] = [SCALES[scale]["file"], *as_flags(own), *extra.split()]
-    made = record(out, commands, out_dir, jobs, make, keep=("loss", "max_logit"))
+    made = record(out, commands, out_dir, jobs, make, keep=("val_loss", "loss", "max_logit"))
     return dict(zip(runs, made.values(), strict=True))
 
 
@@ -119,6 +127,32 @@ def border(make: bool, by_length: dict[tuple, list[dict]]) -> dict[tuple, list[d
         if all(breaks(r, found[usual, "LS"]) for r in made.values()):
             break
     return found
+
+
+def bfloat16(make: bool, by_length: dict, by_rate: dict) -> dict[tuple, list[dict]]:
+    """{(n, learning rate, kind): results of the seeds}, of long heads and LS in float32 and in bfloat16."""
+    (sizes, rates), usual = SCALES[scale]["bfloat16"], constants(SCALES[scale]["file"])["learning_rate"]
+    rows = [(n, usual) for n in sizes] + [(SCALES[scale]["border"][0], rate) for rate in rates]
+    found, keys = {}, [(*row, kind, x) for row in rows for x in BFLOAT16 for kind in ("long", "LS")]
+    runs = {}
+    for n, rate, kind, x in (key for key in keys if key[3]):
+        own = flags(n, 6, kind) | BFLOAT16[x] | ({} if rate == usual else {"learning_rate": rate})
+        runs |= {(n, rate, kind + x, seed): own | {"seed": seed} for seed in range(1, seeds + 1)}
+    made = results(runs, make)
+    for n, rate, kind, x in keys:
+        same = by_length[n, 6, kind] if rate == usual else by_rate[rate, kind]
+        found[n, rate, kind + x] = [r for key, r in made.items() if key[:3] == (n, rate, kind + x)] if x else same
+    return found
+
+
+def steps_to(goal: float, result: dict) -> float:
+    """The step at which a run's validation loss first is at most `goal`, between two evaluations on a straight line;
+    infinity if it never is."""
+    at, losses = result["curves"]["val_loss"].values()
+    for i in range(1, len(at)):
+        if losses[i] <= goal:
+            return at[i - 1] + (at[i] - at[i - 1]) * (losses[i - 1] - goal) / (losses[i - 1] - losses[i])
+    return math.inf
 
 
 def breaks(result: dict, usual: list[dict]) -> bool:
@@ -163,29 +197,42 @@ def draw(by_length: dict, by_rate: dict) -> None:
         score_border.set(title="largest score of the whole run", xlabel="learning rate", xscale="log", yscale="log")
 
 
-def show(by_length: dict, by_rate: dict, ms: dict) -> None:
-    """Prints the table of the lengths, and that of the border."""
+def show(by_length: dict, by_rate: dict, in_bfloat16: dict, ms: dict) -> None:
+    """Prints the tables of the lengths, of the border and of bfloat16."""
     rows = []
     for row, found in by_length.items():
-        cells = [*row, spread([*map(final, found)]), f"{perplexity(found):.2f}", f"{largest(found):.1f}"]
+        long, losses = by_length[*row[:2], "long"], [*map(final, found)]
+        cells = [*row, spread(losses), "" if found is long else difference(losses, [*map(final, long)])]
+        sooner = [steps_to(final(x), r) / x["curves"]["val_loss"]["iter"][-1] for x, r in zip(long, found, strict=True)]
+        cells += [" ".join("never" if share == math.inf else f"{share:.2f}" for share in sooner)]
+        cells += [f"{perplexity(found):.2f}", f"{largest(found):.1f}"]
         rows.append(cells + ([f"{ms[row][0]:.0f}", f"{ms[row][1]:.2f}x"] if row in ms else ["", ""]))
-    show_table(["n", "heads", "", "val loss", "perplexity", "largest score", "ms per step", ""], rows)
+    columns = ["n", "heads", "", "val loss", "against long", "share of the steps to long's last loss, each seed"]
+    show_table([*columns, "perplexity", "largest score", "ms per step", ""], rows)
     usual, rows = next(found for (_, kind), found in by_rate.items() if kind == "LS"), []
     for (rate, kind), found in by_rate.items():
         broken = f"{sum(breaks(r, usual) for r in found)} of {len(found)}"
         rows.append([f"{rate:g}", kind, spread([*map(final, found)]), f"{largest(found):.1f}", broken])
     show_table(["learning rate", "", "last val loss", "largest score", "breaks"], rows)
+    rows = []
+    for (n, rate, kind), found in in_bfloat16.items():
+        losses, same = [*map(final, found)], in_bfloat16[n, rate, kind.partition(",")[0]]
+        change = "" if found is same else difference(losses, [*map(final, same)])
+        lost = f"{sum('diverged' in r for r in found)} of {len(found)}"
+        rows.append([n, f"{rate:g}", kind, spread(losses), change, f"{largest(found):.1f}", lost])
+    show_table(["n", "learning rate", "", "last val loss", "against float32", "largest score", "not finite"], rows)
 
 
 def main() -> None:
     at_least_one(jobs=jobs, seeds=seeds)
     check_writable(out, picture)
-    parts = names(what, ["lengths", "border", "show"])
+    parts = names(what, ["lengths", "border", "bfloat16", "show"])
     by_length = lengths("lengths" in parts)
     by_rate = border("border" in parts, by_length)
+    in_bfloat16 = bfloat16("bfloat16" in parts, by_length, by_rate)
     if "show" in parts:
         draw(by_length, by_rate)
-        show(by_length, by_rate, times())
+        show(by_length, by_rate, in_bfloat16, times())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import sys
 from errors import UserError
 from lab.experiments.results import save, saved, short
 
+TRAIN, VARIANTS = ("train.py",), ("-m", "lab.experiments.variants")  # the scripts of runs: for --variant the second
+
 
 def finished(
     name: str,
@@ -21,7 +23,7 @@ def finished(
     folder: str,
     threads: int | None = None,
     may_diverge: bool = False,
-    script: tuple = ("train.py",),
+    script: tuple = TRAIN,
 ) -> list[dict]:
     """The rows of the log of `train.py command --out_dir=folder`. Runs it, unless folder has this run, finished.
 
@@ -90,7 +92,8 @@ def record(path: str, runs: dict[str, list[str]], out_dir: str, jobs: int, make:
         futures = {}
         for name in missing:
             folder = f"{re.sub('[^a-z0-9.]+', '-', name.lower())[:60]}-{identity(runs[name])}"
-            arguments = name, runs[name], os.path.join(out_dir, folder), threads, True
+            other = any(x.startswith("--variant=") for x in runs[name])
+            arguments = name, runs[name], os.path.join(out_dir, folder), threads, True, VARIANTS if other else TRAIN
             futures[pool.submit(finished, *arguments)] = name
         try:
             for future in concurrent.futures.as_completed(futures):
