@@ -147,6 +147,10 @@ def linear(steps: int, *positions: str, only: tuple = tuple(LINEAR), window: int
 # LASER against softmax at two sizes: what is tuned is the learning rate of each row
 SIZES = {"3 x 96": {"n_layer": 3, "n_head": 6, "n_embd": 96}, "4 x 128": {"n_layer": 4, "n_head": 8, "n_embd": 128}}
 SETTLED = {f"{name}, {size}": flags | x for size, flags in SIZES.items() for name, x in list(CORES.items())[:2]}
+ASPECT = {
+    f"{n} x {C}": {"n_layer": n, "n_embd": C, "n_head": H}
+    for n, C, H in ((3, 96, 6), (1, 164, 4), (2, 116, 4), (6, 68, 4), (12, 48, 4))
+}
 DIFFERENTIAL = {"softmax": {}, "LASER": LASER}
 
 
@@ -175,6 +179,9 @@ TABLES = {
         flags={"differential": True} | steps_of(1500),
         tune={row: [1.5e-3, 3e-3, 6e-3] for row in DIFFERENTIAL},
         seeds=5,
+    ),
+    "aspect": Table(  # as many weights; each row with its own learning rate
+        ASPECT, flags=steps_of(1000), tune={row: [3e-3, 6e-3, 1.2e-2] for row in ASPECT}
     ),
     "choices": Table(CHOICES, flags=steps_of(1000)),  # docs/choices.md
     "speedrun": Table(SPEEDRUN, "config/speedrun_shakespeare_char_cpu.py"),
