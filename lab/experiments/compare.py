@@ -24,7 +24,7 @@ import torch
 
 from configurator import at_least_one, names
 from lab.experiments.results import check_writable, difference, save, saved, short, show_table, spread, start
-from lab.experiments.runs import as_flags, final, record
+from lab.experiments.runs import as_flags, final, record, sooner
 from lab.experiments.tables import TABLES, Table
 from lab.experiments.times import step_times
 
@@ -116,10 +116,13 @@ def show(name: str, t: Table, rows: dict[str, dict]) -> None:
     """Prints a table. Of losses: the mean of the seeds, the lowest to the highest."""
     results, equal = saved(out, {"runs": {}}), in_equal_time(name, t, rows)
 
-    def losses(row: str, steps: int | None) -> list[float]:
+    def made(row: str, steps: int | None) -> list[dict]:
         rate = tuned(name, t, row)
         runs = (results["runs"].get(run_name(name, row, seed, steps, rate)) for seed in counted(t))
-        return [run["best"] if t.loss == "best" else final(run) for run in runs if run]
+        return [run for run in runs if run]
+
+    def losses(row: str, steps: int | None) -> list[float]:
+        return [run["best"] if t.loss == "best" else final(run) for run in made(row, steps)]
 
     cells = {}
     for row in rows:
@@ -130,9 +133,11 @@ def show(name: str, t: Table, rows: dict[str, dict]) -> None:
         cells[row] += ["" if row == base(t, row) else difference(x, theirs), ms and f"{ms:.1f}"]
         cells[row] += [ratio and f"{ratio:.2f}x"]
         cells[row] += [equal.get(row, ""), spread(losses(row, equal[row])) if row in equal else ""] if t.steps else []
+        cells[row] += [sooner(made(row, t.steps), made(base(t, row), t.steps))] if "val_loss" in t.keep else []
     columns = [name, "flags", f"{'lowest' if t.loss == 'best' else 'last'} val loss, mean (range)"]
     columns += [f"against {'its base' if t.against else base(t, '')}: mean (95% interval)", "ms per step", "ratio"]
-    show_table(columns + (["steps", "loss in equal time"] if t.steps else []), cells.values())
+    columns += ["steps", "loss in equal time"] if t.steps else []
+    show_table(columns + (["share of the steps to its loss"] if "val_loss" in t.keep else []), cells.values())
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
-"""LASER against softmax over model sizes (LASER paper, figures 2, 3, 4 and 6, and its ablation with LAMB).
+"""LASER against softmax over model sizes (LASER paper, figures 2, 3, 4 and 6, table 11, and its ablation with LAMB).
 
     OMP_NUM_THREADS=1 python -m lab.experiments.laser --jobs=2   # on two cores
     python -m lab.experiments.laser --scale=paper                # the paper's sizes, large machine
     python -m lab.experiments.laser --what=show                  # picture and tables of --out
 
 At each size each attention is trained with each learning rate of the scale and seed 1, and then at its best rate with
-the other seeds. Both attentions get the same rates. Finished runs are not repeated: you can stop and start again.
+the seeds 2, 3 and so on, which are compared. Both attentions get the same rates. Finished runs are not repeated: you
+can stop and start again. (`compare --table=laser_settled` has eight seeds at two sizes.)
 """
 
 import math
@@ -15,7 +16,7 @@ from typing import Literal
 import torch
 
 from configurator import at_least_one, names
-from lab.experiments.results import check_writable, drawing, show_table, spread, start
+from lab.experiments.results import check_writable, difference, drawing, show_table, spread, start
 from lab.experiments.runs import as_flags, final, record
 from lab.experiments.times import model_of
 from training.estimate import num_params
@@ -33,7 +34,7 @@ out_dir = "out-laser"  # the folder for the runs, each in a folder of its own
 CPU = "config/train_shakespeare_char_cpu.py"
 POCKET = {"block_size": 64, "batch_size": 12, "max_iters": 1000, "lr_decay_iters": 1000, "eval_interval": 250}
 TINY = {"block_size": 16, "batch_size": 2, "max_iters": 4, "lr_decay_iters": 4, "eval_interval": 4, "eval_iters": 1}
-SCALES = {  # sizes: {name: (flags, learning rates)}. lamb: the size and the learning rates with LAMB
+SCALES = {  # sizes: {name: (flags, learning rates)}. more: {name: (a size, other flags, learning rates)}
     "pocket": {
         "file": CPU,
         "flags": POCKET | {"log_interval": 1, "min_lr": 0.0},
@@ -43,11 +44,11 @@ SCALES = {  # sizes: {name: (flags, learning rates)}. lamb: the size and the lea
             "4 x 128": ({"n_layer": 4, "n_head": 8, "n_embd": 128}, [2e-3, 5e-3, 1.25e-2]),
             "5 x 192": ({"n_layer": 5, "n_head": 12, "n_embd": 192}, [8e-4, 2e-3, 5e-3]),
         },
-        "lamb": ("3 x 96", [1e-2, 2e-2, 4e-2]),
+        "more": {"lamb": ("3 x 96", {"optimizer": "lamb"}, [1e-2, 2e-2, 4e-2])},
     },
     "paper": {
         "file": "config/train_laser_301m.py",
-        "flags": {"log_interval": 1},
+        "flags": {"log_interval": 1, "dtype": "float32", "tf32": False},
         "sizes": {
             "234M": ({"n_layer": 16, "n_hidden": 4096}, [1e-4, 1e-3, 1e-2]),
             "301M": ({}, [1e-4, 1e-3, 1e-2]),
@@ -55,29 +56,34 @@ SCALES = {  # sizes: {name: (flags, learning rates)}. lamb: the size and the lea
             "1.1B": ({"n_embd": 2048, "head_dim": 256, "n_hidden": 4096}, [1e-4, 1e-3, 1e-2]),
             "2.2B": ({"n_embd": 2048, "head_dim": 512, "n_hidden": 8192}, [1e-4, 1e-3, 1e-2]),
         },
-        "lamb": ("301M", [1e-4, 1e-3, 1e-2]),
+        "more": {
+            "lamb": ("301M", {"optimizer": "lamb"}, [1e-4, 1e-3, 1e-2]),
+            "bfloat16": ("2.2B", {"variant": "bfloat16"}, [1e-4, 1e-3, 1e-2]),  # weights and products (table 11)
+        },
     },
     "tiny": {
         "file": CPU,
         "flags": TINY | {"log_interval": 1, "warmup_iters": 1, "n_layer": 1, "n_head": 2},
         "sizes": {"1 x 8": ({"n_embd": 8}, [1e-3, 1e-2]), "1 x 16": ({"n_embd": 16}, [1e-3, 1e-2])},
-        "lamb": ("1 x 8", [1e-2]),
+        "more": {"lamb": ("1 x 8", {"optimizer": "lamb"}, [1e-2])},
     },
 }
 ATTENTIONS = ("softmax", "laser")
 
 
 def train(make: bool) -> tuple[dict, dict]:
-    """({(size, optimizer, attention): (its best rate, the results of all seeds)}, {(size, optimizer): [the results of
-    softmax and of LASER with seed 1, both at softmax's best rate]}). make: see experiments.runs.record."""
+    """({(size, how, attention): (its best rate, the results of all seeds)}, {(size, how): [the results of softmax and
+    of LASER with seed 1, both at softmax's best rate]}). how: adamw, or a name in `more`. make: see runs.record."""
     s = SCALES[scale]
-    rates = {(size, "adamw"): tried for size, (_, tried) in s["sizes"].items()} | {(s["lamb"][0], "lamb"): s["lamb"][1]}
+    rates = {(size, "adamw"): tried for size, (_, tried) in s["sizes"].items()}
+    rates |= {(size, how): tried for how, (size, _, tried) in s["more"].items()}
 
     def results_of(runs: list[tuple]) -> dict[tuple, dict]:
         commands = {}
-        for size, optimizer, attention, rate, seed in runs:
-            own = {"attention": attention, "optimizer": optimizer, "learning_rate": rate, "seed": seed}
-            name = f"{scale}, {size}, {attention}, {optimizer}, {rate:g}, seed {seed}"
+        for size, how, attention, rate, seed in runs:
+            own = {"attention": attention, "optimizer": "adamw"} | (s["more"][how][1] if how in s["more"] else {})
+            own |= {"learning_rate": rate, "seed": seed}
+            name = f"{scale}, {size}, {attention}, {how}, {rate:g}, seed {seed}"
             commands[name] = [s["file"], *as_flags(s["flags"] | s["sizes"][size][0] | own), *extra.split()]
         made = record(out, commands, out_dir, jobs, make, keep=("val_loss", "loss", "norm", "first"))
         return dict(zip(runs, made.values(), strict=True))
@@ -85,8 +91,8 @@ def train(make: bool) -> tuple[dict, dict]:
     keys = [(*key, attention) for key in rates for attention in ATTENTIONS]
     first = results_of([(*key, rate, 1) for key in keys for rate in rates[key[:2]]])
     best = {key: min(rates[key[:2]], key=lambda rate: final(first[*key, rate, 1])) for key in keys}
-    more = results_of([(*key, best[key], seed) for seed in range(2, seeds + 1) for key in keys])
-    found = {key: (best[key], [r for run, r in (first | more).items() if run[:4] == (*key, best[key])]) for key in keys}
+    more = results_of([(*key, best[key], seed) for seed in range(2, seeds + 2) for key in keys])
+    found = {key: (best[key], [r for run, r in more.items() if run[:3] == key]) for key in keys}
     same = {key: [first[*key, a, best[*key, "softmax"], 1] for a in ATTENTIONS] for key in rates}
     return found, same
 
@@ -143,7 +149,7 @@ def draw(found: dict, same: dict) -> None:
             law.plot(n, [k * x**b for x in n], color=color, label=f"{a}: {k:.2f} n^{b:.4f}")
             law.plot(n, by_size, "o", color=color, alpha=0.6)
             for key, line in (("val_loss", "-"), ("loss", ":")):
-                curve = found[large, "adamw", a][1][0]["curves"][key]
+                curve = same[large, "adamw"][i]["curves"][key]
                 loss.plot(curve["iter"], curve[key], line, color=color, label=f"{a}, {key}")
             for j, size in enumerate(sizes):
                 curve = same[size, "adamw"][i]["curves"]["first"]
@@ -165,15 +171,15 @@ def draw(found: dict, same: dict) -> None:
 def show(found: dict, same: dict) -> None:
     """Prints the table of all sizes, and the power laws."""
     rows = []
-    for (size, optimizer), pair in same.items():
-        cells, both = [size, f"{parameters(size):,}", optimizer], [found[size, optimizer, a] for a in ATTENTIONS]
+    for (size, how), pair in same.items():
+        cells, both = [size, f"{parameters(size):,}", how], [found[size, how, a] for a in ATTENTIONS]
         for rate, results in both:
             cells += [spread(list(map(final, results))), f"{rate:g}"]
-        cells.append(", ".join(f"{final(y) - final(x):+.3f}" for x, y in zip(both[0][1], both[1][1], strict=True)))
+        cells.append(difference([*map(final, both[1][1])], [*map(final, both[0][1])]))
         cells.append(f"{statistics.median(norm_ratio(*pair)):.2f}")
         rows.append([*cells, ", ".join(str(sum(r["spikes"] for r in results)) for _, results in both)])
-    columns = "size, parameters, optimizer, softmax, its rate, LASER, its rate".split(", ")
-    show_table([*columns, "LASER - softmax, each seed", "ratio of norms", "spikes: softmax, LASER"], rows)
+    columns = "size, parameters, , softmax, its rate, LASER, its rate".split(", ")
+    show_table([*columns, "LASER - softmax", "ratio of norms", "spikes: softmax, LASER"], rows)
     for attention, law in laws(found).items():
         print(f"\n{attention}: L = a n^b, b = {', '.join(f'{b:.4f}' for _, b in law)} (one for each seed)", end="")
     print(f"\nfewer parameters with LASER: {', '.join(f'{x:.1%}' for x in shares(found))}")

@@ -19,7 +19,7 @@ from typing import Literal
 
 from configurator import at_least_one, names
 from lab.experiments.results import check_writable, difference, drawing, measured, show_table, spread, start
-from lab.experiments.runs import as_flags, constants, final, record
+from lab.experiments.runs import as_flags, constants, final, record, sooner
 from lab.experiments.times import step_times
 
 # What is measured?
@@ -145,16 +145,6 @@ def bfloat16(make: bool, by_length: dict, by_rate: dict) -> dict[tuple, list[dic
     return found
 
 
-def steps_to(goal: float, result: dict) -> float:
-    """The step at which a run's validation loss first is at most `goal`, between two evaluations on a straight line;
-    infinity if it never is."""
-    at, losses = result["curves"]["val_loss"].values()
-    for i in range(1, len(at)):
-        if losses[i] <= goal:
-            return at[i - 1] + (at[i] - at[i - 1]) * (losses[i - 1] - goal) / (losses[i - 1] - losses[i])
-    return math.inf
-
-
 def breaks(result: dict, usual: list[dict]) -> bool:
     """Whether a run's loss is not finite, or ends half a nat above the lowest of LS at the usual learning rate."""
     return not final(result) < min(map(final, usual)) + 0.5
@@ -203,8 +193,7 @@ def show(by_length: dict, by_rate: dict, in_bfloat16: dict, ms: dict) -> None:
     for row, found in by_length.items():
         long, losses = by_length[*row[:2], "long"], [*map(final, found)]
         cells = [*row, spread(losses), "" if found is long else difference(losses, [*map(final, long)])]
-        sooner = [steps_to(final(x), r) / x["curves"]["val_loss"]["iter"][-1] for x, r in zip(long, found, strict=True)]
-        cells += [" ".join("never" if share == math.inf else f"{share:.2f}" for share in sooner)]
+        cells += [sooner(found, long)]
         cells += [f"{perplexity(found):.2f}", f"{largest(found):.1f}"]
         rows.append(cells + ([f"{ms[row][0]:.0f}", f"{ms[row][1]:.2f}x"] if row in ms else ["", ""]))
     columns = ["n", "heads", "", "val loss", "against long", "share of the steps to long's last loss, each seed"]

@@ -155,6 +155,27 @@ def final(result: dict) -> float:
     return math.inf if "diverged" in result else result["val"]
 
 
+def sooner(results: list[dict], base: list[dict]) -> str:
+    """At which share of all steps each run's validation loss reaches the last one of the base's run, as tables show it:
+    the median of the seeds, or how many of them never reach it.
+    """
+    share = [steps_to(final(b), r) / b["curves"]["val_loss"]["iter"][-1] for r, b in zip(results, base, strict=False)]
+    if not share or results == base:
+        return ""
+    never = f", {share.count(math.inf)} of {len(share)} never" if math.inf in share else ""
+    return f"{statistics.median(share):.2f}{never}".replace("inf, ", "")
+
+
+def steps_to(goal: float, result: dict) -> float:
+    """The step at which a run's validation loss first is at most `goal`, between two evaluations on a straight line;
+    infinity if it never is."""
+    at, losses = result["curves"]["val_loss"].values()
+    for i in range(1, len(at)):
+        if losses[i] <= goal:
+            return at[i - 1] + (at[i] - at[i - 1]) * (losses[i - 1] - goal) / (losses[i - 1] - losses[i])
+    return math.inf
+
+
 def spikes(losses: list[float], before: int = 10, by: float = 0.2) -> int:
     """How often a loss is higher than all of the 10 before it, by more than 0.2."""
     return sum(losses[i] > max(losses[max(0, i - before) : i]) + by for i in range(1, len(losses)))
