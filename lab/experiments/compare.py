@@ -34,6 +34,7 @@ table = "cores"  # the tables, separated by commas: a name in TABLES
 only = ""  # the rows to run, separated by semicolons; empty: all
 config_file: str | None = None  # the config file of every run; None: the table's
 seeds: int | None = None  # runs of each row, with the seeds 1, 2, ...; None: the table's number
+against = ""  # show: the row that all rows are compared with; empty: the table's choice
 extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
 jobs = 1  # runs at the same time; they share the cores of the CPU
 repeats = 40  # number of timed steps of each row
@@ -52,7 +53,7 @@ def chosen(t: Table) -> dict[str, dict]:
 
 def base(t: Table, row: str) -> str:
     """The row that a row is compared with."""
-    return t.against.get(row, next(iter(t.rows)))
+    return against or t.against.get(row, next(iter(t.rows)))
 
 
 def run_name(name: str, row: str, seed: int, steps: int | None, rate: float | None) -> str:
@@ -124,20 +125,24 @@ def show(name: str, t: Table, rows: dict[str, dict]) -> None:
     def losses(row: str, steps: int | None) -> list[float]:
         return [run["best"] if t.loss == "best" else final(run) for run in made(row, steps)]
 
-    cells = {}
+    lines = []
     for row in rows:
-        x, theirs, rate = losses(row, t.steps), losses(base(t, row), t.steps), tuned(name, t, row)
-        ms, ratio = results.get("times", {}).get(f"{name}, {row}", ("", ""))
+        of, x, rate = base(t, row), losses(row, t.steps), tuned(name, t, row)
         flags = " ".join(as_flags(t.rows[row] | ({"learning_rate": rate} if rate else {})))
-        cells[row] = [row, f"`{flags}`" if flags else "", spread(x)]
-        cells[row] += ["" if row == base(t, row) else difference(x, theirs), ms and f"{ms:.1f}"]
-        cells[row] += [ratio and f"{ratio:.2f}x"]
-        cells[row] += [equal.get(row, ""), spread(losses(row, equal[row])) if row in equal else ""] if t.steps else []
-        cells[row] += [sooner(made(row, t.steps), made(base(t, row), t.steps))] if "val_loss" in t.keep else []
+        cells = [row, f"`{flags}`" if flags else "", spread(x), "" if row == of else difference(x, losses(of, t.steps))]
+        if "val_loss" in t.keep:
+            cells.append(sooner(made(row, t.steps), made(of, t.steps)))
+        ms, ratio = results.get("times", {}).get(f"{name}, {row}", (None, None))
+        cells += [f"{ms:.1f}", f"{ratio:.2f}x"] if ms else ["", ""]
+        if t.steps:
+            same = losses(row, equal[row]) if row in equal and row != of else []
+            cells += [equal.get(row, ""), spread(same), difference(same, losses(of, equal[of])) if same else ""]
+        lines.append(cells)
     columns = [name, "flags", f"{'lowest' if t.loss == 'best' else 'last'} val loss, mean (range)"]
-    columns += [f"against {'its base' if t.against else base(t, '')}: mean (95% interval)", "ms per step", "ratio"]
-    columns += ["steps", "loss in equal time"] if t.steps else []
-    show_table(columns + (["share of the steps to its loss"] if "val_loss" in t.keep else []), cells.values())
+    columns.append(f"against {'its base' if t.against else base(t, '')}: mean (95% interval)")
+    columns += ["share of the steps to its loss"] if "val_loss" in t.keep else []
+    columns += ["ms per step", "ratio"] + (["steps", "loss in equal time", "against its base"] if t.steps else [])
+    show_table(columns, lines)
 
 
 def main() -> None:
@@ -146,6 +151,7 @@ def main() -> None:
     check_writable(out)
     parts, tables = names(what, ["train", "time", "equal", "show"]), names(table, TABLES)
     for name in tables:
+        names(against, TABLES[name].rows, ";")
         rows = chosen(TABLES[name])
         if "train" in parts:
             train(name, TABLES[name], rows, dict.fromkeys(rows, TABLES[name].steps))
