@@ -77,7 +77,7 @@ def make(name: str, t: Table, rows: dict[str, dict], steps: dict, keys: list[tup
         flags |= {"learning_rate": rate} if rate else {}
         command = [config_file or t.file, *as_flags(flags), f"--seed={seed}", *extra.split()]
         runs[run_name(name, row, seed, n, rate)] = command
-    record(out, runs, out_dir, jobs, make=True, keep=t.keep)
+    record(out, runs, out_dir, jobs, make=True, keep=t.keep, script=t.script)
 
 
 def counted(t: Table) -> range:

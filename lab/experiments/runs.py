@@ -74,12 +74,20 @@ def constants(path: str) -> dict:
     return {name: x.value.value for name, x in zip(names, nodes, strict=True) if isinstance(x.value, ast.Constant)}
 
 
-def record(path: str, runs: dict[str, list[str]], out_dir: str, jobs: int, make: bool, keep: tuple = ()) -> dict:
+def record(
+    path: str,
+    runs: dict[str, list[str]],
+    out_dir: str,
+    jobs: int,
+    make: bool,
+    keep: tuple = (),
+    script: tuple = ("train.py",),
+) -> dict:
     """The results of the runs {name: train.py's arguments} in a JSON file: {name: {...}}. Makes those that are missing.
 
     jobs: how many run at the same time; they share the cores of the CPU. make: False: a missing run is an error. A run
-    is missing too if its arguments or its config file have changed. keep: see `result_of`. Raises UserError for a
-    missing run, and for a run that fails otherwise than by a loss that is not finite.
+    is missing too if its arguments or its config file have changed. keep: see `result_of`. script: see `finished`.
+    Raises UserError for a missing run, and for a run that fails otherwise than by a loss that is not finite.
     """
     known = saved(path, {"runs": {}})["runs"]
     missing = [name for name in runs if name not in known or make and known[name]["of"] != identity(runs[name])]
@@ -90,7 +98,7 @@ def record(path: str, runs: dict[str, list[str]], out_dir: str, jobs: int, make:
         futures = {}
         for name in missing:
             folder = f"{re.sub('[^a-z0-9.]+', '-', name.lower())[:60]}-{identity(runs[name])}"
-            arguments = name, runs[name], os.path.join(out_dir, folder), threads, True
+            arguments = name, runs[name], os.path.join(out_dir, folder), threads, True, script
             futures[pool.submit(finished, *arguments)] = name
         try:
             for future in concurrent.futures.as_completed(futures):
