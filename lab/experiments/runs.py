@@ -80,8 +80,9 @@ def record(path: str, runs: dict[str, list[str]], out_dir: str, jobs: int, make:
     """The results of the runs {name: train.py's arguments} in a JSON file: {name: {...}}. Makes those that are missing.
 
     jobs: how many run at the same time; they share the cores of the CPU. make: False: a missing run is an error. A run
-    is missing too if its arguments or its config file have changed. keep: see `result_of`. Raises UserError for a
-    missing run, and for a run that fails otherwise than by a loss that is not finite.
+    is missing too if its arguments or its config file have changed. keep: see `result_of`. A run with
+    --variant is one of lab/experiments/variants.py. Raises UserError for a missing run, and for a run that fails
+    otherwise than by a loss that is not finite.
     """
     known = saved(path, {"runs": {}})["runs"]
     missing = [name for name in runs if name not in known or make and known[name]["of"] != identity(runs[name])]

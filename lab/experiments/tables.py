@@ -109,6 +109,26 @@ WARMUP = {
     for where in ("pre", "post")
     for n in (100, 0, 500)
 }
+NARANG = {  # rows of Narang et al.'s table that no flag of train.py has
+    "GPT-2": {},
+    "rezero": {"variant": "rezero"},
+    "rezero + LayerNorm": {"variant": "rezero_norm"},
+    "rezero + RMSNorm": {"variant": "rezero_norm", "norm": "rmsnorm"},
+    "fixup": {"variant": "fixup"},
+    "block sharing": {"variant": "shared"},
+    "block sharing + factorised embedding": {"variant": "factorised,shared", "tied": False},
+    "block sharing + factorised and shared embedding": {"variant": "factorised,shared"},
+    "factorised embedding": {"variant": "factorised", "tied": False},
+    "factorised and shared embedding": {"variant": "factorised"},
+    **{f"synthesizer {x}": {"variant": f"synthesizer_{x.replace(' ', '_')}"}
+       for x in ("dense", "dense plus", "random", "random plus")},
+}  # fmt: skip
+MAPS = {"beta": {}, **{f"beta_{x}": {"variant": f"beta_{x}"} for x in ("unit", "root", "l1", "max")}}
+QKV = {
+    f"{name}{more}": flags | variant
+    for name, flags in (("muon", CHOICES["muon"]), ("lamb", CHOICES["lamb"]))
+    for more, variant in (("", {}), (", q k v apart", {"variant": "qkv_apart"}))
+}
 
 CONV, LEARNED = {"conv": 4}, {"decay": "learned"}
 BETA, SQUARED = {"attention": "beta"}, {"attention": "beta_squared"}
@@ -187,6 +207,9 @@ TABLES = {
     "speedrun": Table(SPEEDRUN, "config/speedrun_shakespeare_char_cpu.py"),
     "speedrun_more": Table(SPEEDRUN_MORE, "config/speedrun_shakespeare_char_cpu.py"),
     "warmup": Table(WARMUP, flags=steps_of(1000)),
+    "narang": Table(NARANG, flags=steps_of(1000)),
+    "maps": Table(MAPS, flags={"attention": "beta", "position": "rope"} | steps_of(1500)),
+    "qkv": Table(QKV, flags=steps_of(1000), against={row: row.split(",")[0] for row in QKV}),
     "64": linear(1500, "learned", "rope"),  # attention in linear time, at contexts of 64 and of 256
     "256": linear(
         1500,

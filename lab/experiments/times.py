@@ -12,6 +12,7 @@ import torch
 
 from bench import interleaved, medians, ratios, stopwatch
 from lab.experiments.runs import constants
+from lab.experiments.variants import change
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
 
@@ -30,13 +31,14 @@ def max_rss() -> int:
 
 
 def model_of(config_file: str, flags: dict, vocab_size: int) -> tuple[GPT, dict]:
-    """(the model that train.py would build from a config file and flags, all settings).
+    """(the model that train.py, or variants.py, would build from a config file and flags, all settings).
 
     vocab_size: the data set's, for a config file that does not name it.
     """
     settings = constants("train.py") | {"vocab_size": vocab_size} | constants(config_file) | flags
     model_fields = {field.name for field in fields(GPTConfig)}
-    return GPT(GPTConfig(**{k: v for k, v in settings.items() if k in model_fields})), settings
+    gpt = GPT(GPTConfig(**{k: v for k, v in settings.items() if k in model_fields}))
+    return change(gpt, settings.get("variant", "")), settings
 
 
 def step_times(
