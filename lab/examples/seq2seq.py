@@ -20,7 +20,7 @@ from choices import NORM, WHERE
 from configurator import at_least_one, configure, pick_device, user_errors
 from lab.examples import spelling
 from lab.examples.attention import Bidirectional, CrossAttention
-from lab.examples.common import fit, gpt_config, result
+from lab.examples.common import Training, fit, gpt_config, result
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
 from model import GPT, Block, GPTConfig
 
@@ -120,7 +120,7 @@ def cross_attention(model: Seq2Seq, word: str) -> tuple[list[str], Tensor]:
 
 
 if __name__ == "__main__":
-    config, given = configure(globals(), GPTConfig)
+    config, given = configure(globals(), GPTConfig, Training)
     globals().update(config)
     with user_errors():
         device = pick_device(device, "float32")[0]
@@ -131,7 +131,7 @@ if __name__ == "__main__":
         train, test = spelling.dictionary(test_words)
         torch.manual_seed(seed)
         model = Seq2Seq(c).to(device)
-        fit(model, spelling.batches(train, batch_size, seed), steps, learning_rate, device)
+        fit(model, spelling.batches(train, batch_size, seed), config, device)
         for width in sorted({1, beam}):
             rates = spelling.error_rates(lambda *x, w=width: model.pronounce(*x, w), test, device)
             result(c, seed, f"beam={width} {rates}")

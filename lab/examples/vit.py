@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from configurator import at_least_one, configure, pick_device, user_errors
 from errors import optional, refuse
 from lab.examples.attention import Bidirectional
-from lab.examples.common import fit, generator, gpt_config, result
+from lab.examples.common import Training, fit, generator, gpt_config, result
 from model import GPT, GPTConfig
 
 # What is it trained on, and how long?
@@ -85,7 +85,7 @@ def moved(x: Tensor, g: torch.Generator) -> Tensor:
 
 
 if __name__ == "__main__":
-    config, given = configure(globals(), GPTConfig)
+    config, given = configure(globals(), GPTConfig, Training)
     globals().update(config)
     with user_errors():
         device = pick_device(device, "float32")[0]
@@ -105,7 +105,7 @@ if __name__ == "__main__":
             rows = torch.randint(len(x), (batch_size,), generator=g)
             return moved(x[rows].float(), g), y[rows]
 
-        fit(vit, batch, steps, learning_rate, device)
+        fit(vit, batch, config, device)
         with torch.no_grad():
             labels = test[1].to(device)
             wrong = (vit(test[0].to(device), labels)[0][:, 0].argmax(-1) != labels).sum().item()

@@ -109,7 +109,26 @@ def test_the_lines_of_a_training(steps, capsys):
     p = torch.nn.Parameter(torch.ones(3))
     model = torch.nn.Module()
     model.p, model.forward = p, lambda x: (None, (p * x).sum())
-    common.fit(model, lambda step: (torch.ones(3),), steps, 0.1, "cpu")
+    config = vars(common.Training()) | {"steps": steps, "learning_rate": 0.1}
+    common.fit(model, lambda step: (torch.ones(3),), config, "cpu")
     lines = capsys.readouterr().out.splitlines()[1:]
     assert len(lines) == min(10, steps) and lines[-1].startswith(f"step {steps}: loss ")
     assert 3 - p.sum().item() > 0 and not model.training
+
+
+def test_the_flags_of_the_training():
+    """Three steps by hand with PyTorch's NAdam, its learning rate at the top after the warm-up's share of the steps."""
+    p = torch.nn.Parameter(torch.ones(2, 2))
+    model = torch.nn.Module()
+    model.p, model.forward = p, lambda x: (None, (p.cos() * x).sum())
+    changed = {"optimizer": "nadamw", "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "adam_eps": 0.1}
+    config = vars(common.Training()) | changed | {"warmup_share": 0.5, "steps": 3, "learning_rate": 0.1}
+    common.fit(model, lambda step: (torch.full((2, 2), 0.1 * step),), config, "cpu")
+    q = torch.nn.Parameter(torch.ones(2, 2))
+    nadam = torch.optim.NAdam([q], betas=(0.8, 0.9), eps=0.1, weight_decay=0.3, decoupled_weight_decay=True)
+    for step, rate in ((1, 0.004), (2, 0.1), (3, 0.05)):  # PyTorch's warm-up begins at a 25th
+        nadam.param_groups[0]["lr"] = rate
+        nadam.zero_grad()
+        (q.cos() * 0.1 * step).sum().backward()
+        nadam.step()
+    torch.testing.assert_close(p, q, rtol=0, atol=1e-6)

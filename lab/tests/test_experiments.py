@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import statistics
+import subprocess
 
 import pytest
 import torch
@@ -81,6 +84,41 @@ def test_compare_in_equal_time(run, data, tmp_path):
     assert {name.split(" steps")[0] + " steps" for name in results["runs"]} == names
     again = run("lab.experiments.compare", *flags, "--what=train,equal,show")[1]
     assert "seed 1" not in again and rows(again) == rows(out)
+
+
+def test_other_models(run, data, tmp_path, monkeypatch):
+    """A row's rate is the best of the tuning seeds, a run that diverges is the worst, and nothing is made twice."""
+    made, names = [], "bert --attention={} --learning_rate={} {} --seed={}"
+
+    def example(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        made.append(" ".join(command[2:]).removeprefix("lab.examples."))
+        return subprocess.CompletedProcess(command, *run(*command[2:]))
+
+    monkeypatch.setattr(subprocess, "run", example)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of a thread
+    few = f"--dataset={data} --steps=3 --n_layer=1 --n_embd=16 --eval_batches=1 --device=cpu"
+    flags = [f"--out={tmp_path / 'x.json'}", f"--extra={few}", "--seeds=2", "--only=bert, laser"]
+    code, out, err = run("lab.experiments.other_models", *flags, "--rates=1e-3,1e-2,1e30")
+    assert code == 0 and len(made) == 2 * 2 * 3 + 2 * 2, err
+    results, compared = json.loads((tmp_path / "x.json").read_text())["runs"], {}
+    for attention in ("softmax", "laser"):
+        error = {}
+        for rate in ("0.001", "0.01", "1e+30"):
+            tried = [results.pop(names.format(attention, rate, few, seed)) for seed in (101, 102)]
+            error[rate] = sum(next(iter(r.values()), 9) for r in tried)
+        best = min(error, key=error.get)
+        compared[attention] = [results.pop(names.format(attention, best, few, seed))["loss"] for seed in (1, 2)]
+        (row,) = (row for row in rows(out) if row[1] == attention and row[3] == "loss")
+        assert error["1e+30"] == 18 and row[2] == best
+        assert row[5].startswith(f"{statistics.mean(compared[attention]):.3f} (")
+    changes = [a - b for a, b in zip(compared["laser"], compared["softmax"], strict=True)]
+    assert not results and row[6].strip("*").startswith(f"{statistics.mean(changes):+.3f} (")
+    again = run("lab.experiments.other_models", *flags, "--rates=1e-3,1e-2,1e30")[1]
+    assert rows(again) == rows(out) and len(made) == 16
+    for wrong, says in (("--only=bart", "'bart' is not one of bert; vit;"), ("--rates=1,x", "must be positive numbers"),
+                        ("--extra=--heads=SSSSSSSS", "heads='SSSSSSSS' is too long")):  # fmt: skip
+        code, _, err = run("lab.experiments.other_models", *flags, wrong)
+        assert code == 2 and says in err, err
 
 
 def test_the_table_of_choices_has_the_experiments_rows():

@@ -236,7 +236,9 @@ def test_runs(run, tmp_path):
     picture.unlink()
     code, out, err = run("lab/examples/seq2seq.py", *TINY, *SMALLEST, "--beam=1", "--picture=", "--words=")
     assert code == 0 and out.splitlines()[-1].startswith("result: ") and "wrote" not in out, err
-    code, out, err = run("lab/examples/before_attention.py", *TINY, f"--picture={picture}", "--attention=beta,laser")
+    code, out, err = run(
+        "lab/examples/before_attention.py", *TINY, f"--picture={picture}", "--attention=mean,additive,beta,laser"
+    )
     assert code == 0, err
     results = [line.split()[1] for line in out.splitlines() if line.startswith("result: ")]
     assert results == ["mean", "additive", "beta", "laser"] and picture.stat().st_size > 1000
