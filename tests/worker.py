@@ -34,7 +34,11 @@ for line in sys.stdin:
         try:
             undo = {}
             exec(job["before"], undo)
-            runpy.run_path(os.path.join(ROOT, sys.argv[0]), run_name="__main__")
+            if sys.argv[0] == "-m":
+                del sys.argv[0]
+                runpy.run_module(sys.argv[0], run_name="__main__")
+            else:
+                runpy.run_path(os.path.join(ROOT, sys.argv[0]), run_name="__main__")
         except SystemExit as stop:
             code = stop.code or 0
         except BaseException:

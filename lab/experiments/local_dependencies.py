@@ -29,6 +29,7 @@ from lab.experiments.results import check_writable, difference, drawing, measure
 # What is measured?
 what = "sweep,full,show"  # the parts to run, separated by commas; show: the tables and the picture
 seeds = "1,2,3"  # each decides the random numbers of a fit: the target, q and k
+n = 2500  # tokens of the part full
 steps = 100000  # steps of Adam of the part full
 sweep_steps = 20000  # steps of Adam of the part sweep
 device = "cpu"  # cpu, cuda or mps
@@ -38,7 +39,7 @@ picture = "lab/pictures/local_dependencies.png"  # the picture
 BAND = SPAN = 50  # tokens that the target, and short attention, look back
 RATES = (3e-3, 1e-2, 3e-2)  # learning rates to try
 KINDS = {"long": None, "short": SPAN}  # {name: the window}
-FULL = [(2500, 25, 0.1)]  # (n, d, standard deviation of the first q and k)
+# (n, d, standard deviation of the first q and k) of the fits of the part sweep
 SWEEP = [(500, d, 0.1) for d in (5, 10, 25, 50)] + [(250, 25, 0.1), (1000, 25, 0.1), (500, 25, 1.0)]
 
 
@@ -149,7 +150,7 @@ def show(found: dict) -> None:
 
 def draw(found: dict) -> None:
     """What is missed and the largest score over the steps (figures 2c, 2d), and what is missed against d and n."""
-    full = FULL[0] if (FULL[0], "long") in found else (1000, 25, 0.1)
+    full = (n, 25, 0.1) if ((n, 25, 0.1), "long") in found else (1000, 25, 0.1)
     with drawing(picture, 1, 4, 18, 4) as (missed, largest, of_d, of_n):
         for kind, color in zip(KINDS, ("black", "C0"), strict=True):
             for ax, key in ((missed, "missed"), (largest, "largest")):
@@ -166,13 +167,14 @@ def draw(found: dict) -> None:
 
 
 def main() -> None:
-    at_least_one(steps=steps, sweep_steps=sweep_steps)
+    at_least_one(n=n, steps=steps, sweep_steps=sweep_steps)
     check_writable(out, picture)
     torch.set_flush_denormal(True)
     parts, found = names(what, ["sweep", "full", "show"]), {}
-    for part, rows, n in (("sweep", SWEEP, sweep_steps), ("full", FULL, steps)):
-        if part in parts:
-            found |= fits(rows, n)
+    if "sweep" in parts:
+        found |= fits(SWEEP, sweep_steps)
+    if "full" in parts:
+        found |= fits([(n, 25, 0.1)], steps)
     if "show" in parts:
         show(found)
         draw(found)

@@ -21,7 +21,7 @@ def start(script: dict) -> None:
 
 
 def saved(path: str, new: dict) -> dict:
-    """The results in a JSON file; `new` if there is no file. Raises UserError for a file whose tables are not new's."""
+    """The results in a JSON file, and what it lacks of `new`. Raises UserError for a file whose tables are not new's."""
     if not os.path.exists(path):
         return new
     try:
@@ -29,9 +29,9 @@ def saved(path: str, new: dict) -> dict:
             results = json.load(f)
     except ValueError:
         results = None
-    if not isinstance(results, dict) or any(type(results.get(key)) is not type(x) for key, x in new.items()):
+    if not isinstance(results, dict) or any(type(results.get(key, x)) is not type(x) for key, x in new.items()):
         raise UserError(f"{path} is damaged; delete it, or name another file")
-    return results
+    return new | results
 
 
 def save(path: str, results: dict[str, dict | list]) -> None:

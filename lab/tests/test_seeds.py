@@ -5,9 +5,11 @@ import math
 import os
 
 import pytest
+import torch
+from scipy import stats
 
 from errors import UserError
-from lab.experiments import laser, long_short, results, runs
+from lab.experiments import beta_post, laser, long_short, results, runs
 from lab.experiments.times import model_of
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -44,7 +46,7 @@ def test_laser(tiny, data, run, tmp_path):
         for attention in ("softmax", "laser"):
             mine = [name for name in found["runs"] if name.startswith(f"tiny, {size}, {attention}, adamw, ")]
             assert {name.split(", ")[4] for name in mine if name.endswith("seed 1")} == {"0.001", "0.01"}
-            assert sum(name.endswith("seed 2") for name in mine) == 1
+            assert sorted(name[-1] for name in mine if not name.endswith("seed 1")) == ["2", "3"]
     rows = tables(out)[0]
     for row in rows:
         for attention, at in (("softmax", 4), ("laser", 6)):
@@ -58,10 +60,10 @@ def test_laser(tiny, data, run, tmp_path):
     for row in rows:
         softmax, laser = (
             [r["val"] for name, r in found["runs"].items()
-             if name.startswith(f"tiny, {row[0]}, {a}, {row[2]}, {float(rate):g},")]
+             if name.startswith(f"tiny, {row[0]}, {a}, {row[2]}, {float(rate):g},") and not name.endswith("seed 1")]
             for a, rate in (("softmax", row[4]), ("laser", row[6]))
         )  # fmt: skip
-        assert len(softmax) == 2 and row[7] == ", ".join(f"{b - a:+.3f}" for a, b in zip(softmax, laser, strict=True))
+        assert len(softmax) == 2 and row[7] == results.difference(laser, softmax)
     assert out.count("b = ") == 2 and "fewer parameters with LASER" in out
     again, same = tiny("laser", small)
     assert same == found and "seed 1" not in again and tables(again) == tables(out)
@@ -84,12 +86,13 @@ def test_long_short(tiny, data, monkeypatch):
     small = f"--extra=--dataset={data} --device=cpu"
     monkeypatch.setattr(long_short, "scale", "tiny")
     out, found = tiny("long_short", small)
-    lengths, border = tables(out)
+    lengths, border, bfloat16 = tables(out)
     kinds = ["long", "LS", "short", "QK-norm"]
     assert [row[:3] for row in lengths] == [[n, h, kind] for h in "62" for n in ("16", "32") for kind in kinds]
-    for n, heads, kind, val, perplexity, score, ms, ratio in lengths:
+    for n, heads, kind, val, against, _, perplexity, score, ms, ratio in lengths:
         of = [r for name, r in found["runs"].items() if name.startswith(f"tiny, {n}, {heads}, {kind}, ")]
         assert len(of) == 2 and val.startswith(f"{sum(r['val'] for r in of) / len(of):.3f}")
+        assert (against == "") == (kind == "long")
         assert float(perplexity) == pytest.approx(sum(math.exp(r["val"]) for r in of) / len(of), abs=0.01)
         assert float(score) >= 0 and float(ms) >= 0 and (float(ratio[:-1]) == 1 or kind != "long")
         assert float(score) == pytest.approx(sum(r["max_logit"] for r in of) / len(of), abs=0.06)
@@ -98,8 +101,13 @@ def test_long_short(tiny, data, monkeypatch):
     assert [[row[0], row[1], row[4]] for row in border] == [
         ["0.006", "long", "0 of 2"], ["0.006", "LS", "0 of 2"], ["1e+18", "long", "2 of 2"], ["1e+18", "LS", "2 of 2"]
     ]  # fmt: skip
+    more = [", bfloat16", ", bfloat16 weights"]
+    want = [["32", rate, kind + x] for rate in ("0.006", "0.01") for x in ["", *more] for kind in ("long", "LS")]
+    assert [row[:3] for row in bfloat16] == want
+    losses = [row[3] for row in bfloat16 if row[2].startswith("long")]
+    assert len(set(losses)) == 6  # neither bfloat16 computes what the other or float32 does
     again, same = tiny("long_short", small)
-    assert same == found and tables(again) == [lengths, border] and "seed" not in again
+    assert same == found and tables(again) == [lengths, border, bfloat16] and "seed" not in again
 
 
 def test_a_run_breaks_half_a_nat_above_the_usual():
@@ -122,10 +130,11 @@ def test_two_heads_have_as_many_weights_as_six():
 @pytest.mark.slow
 def test_beta_post(tiny, data, tmp_path):
     """The models see the first tenth of the training split, and all of the validation split."""
-    out, found = tiny("beta_post", f"--dataset={data}")
-    rows = tables(out)[0]
+    out, found = tiny("beta_post", f"--dataset={data}", "--lengths=32", "--repeats=1")
+    rows, passes = tables(out)
     assert [row[:2] for row in rows] == [[a, d] for d in ("0.2", "0") for a in ("softmax", "beta")]
-    assert rows[0][5] == "1.6204, 0.7140" and len(found["runs"]) == 8
+    assert rows[0][7] == "1.6204, 0.7140" and len(found["runs"]) == 8
+    assert [row[1] for row in passes] == [*beta_post.FORMS] and {row[4] for row in passes[:3]} == {"1.00x"}
     for row in rows:
         of = [r for name, r in found["runs"].items() if name.startswith(f"tiny, {row[0]}, dropout {row[1]}, ")]
         for cell, key in zip(row[2:5], ("best", "val", "train"), strict=True):
@@ -134,6 +143,19 @@ def test_beta_post(tiny, data, tmp_path):
     whole, part = (json.load(open(os.path.join(d, "meta.json")))["files"] for d in (data, text))
     assert part["train.bin"]["tokens"] == whole["train.bin"]["tokens"] // 10
     assert part["val.bin"] == whole["val.bin"]
+
+
+@pytest.mark.parametrize("attention", ["softmax", "beta"])
+def test_passes_by_hand(attention):
+    """The closed forms of the gradients, and the fast forms, are the definition's; it holds more numbers."""
+    torch.manual_seed(0)
+    *x, dy = (torch.randn(2, 3, 40, 8, dtype=torch.float64, requires_grad=grad) for grad in (True, True, True, False))
+    want = beta_post.FORMS[f"{attention}, definition"](*x)
+    for form in ("by hand", "fast form"):
+        y = beta_post.FORMS[f"{attention}, {form}"](*x)
+        torch.testing.assert_close(y, want, rtol=0, atol=1e-13)
+        for mine, theirs in zip(*(torch.autograd.grad(f, x, dy, retain_graph=True) for f in (y, want)), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
 def test_jacobians(run, tmp_path):
@@ -208,3 +230,20 @@ def test_a_curve_is_means_of_numbers_and_the_largest_of_layers():
     log = [{"iter": i, "loss": float(i), "max_logit": [float(i), 1.0]} for i in range(10)] + [{"iter": 3, "val": 1}]
     assert runs.curve(log, "loss", most=5) == {"iter": [1, 3, 5, 7, 9], "loss": [0.5, 2.5, 4.5, 6.5, 8.5]}
     assert runs.curve(log, "max_logit", most=4)["max_logit"] == [2.0, 5.0, 8.0, 9.0]
+
+
+def test_a_difference_is_bold_where_a_paired_t_test_says_so():
+    for x, y in (([2.0, 2.1, 2.3], [2.1, 2.15, 2.45]), ([2.0, 2.1, 2.3], [2.1, 2.0, 2.5])):
+        test = stats.ttest_rel(x, y)
+        low, high = test.confidence_interval(0.95)
+        assert results.difference(x, y).strip("*") == f"{sum(x) / 3 - sum(y) / 3:+.3f} ({low:+.3f} to {high:+.3f})"
+        assert results.difference(x, y).startswith("**") == (test.pvalue < 0.05)
+    assert results.difference([2.0], [1.5]) == "+0.500, one seed" and results.difference([], []) == ""
+
+
+def test_sooner():
+    """On a straight line between two evaluations; the median of the seeds; a run that never gets there is counted."""
+    of = lambda *losses: {"val": losses[-1], "curves": {"val_loss": {"iter": [0, 50, 100], "val_loss": [*losses]}}}  # noqa: E731
+    base = [of(4.0, 3.0, 2.5)] * 3
+    assert runs.sooner([of(4.0, 2.0, 1.0)] * 3, base) == "0.38" and runs.sooner(base, base) == ""
+    assert runs.sooner([of(4.0, 2.0, 1.0), of(4.0, 3.5, 2.6), of(4.0, 3.0, 2.0)], base) == "0.75, 1 of 3 never"
