@@ -42,7 +42,7 @@ class Number(nn.Module):
 
 
 def rezero(gpt: GPT, norms: bool = False) -> None:
-    """x + a f(x): each sublayer has its own number a, which begins at 0 (ReZero, Bachlechner et al. 2020, equation 2).
+    """x + a f(x): each sublayer has its own number a, which begins at 0 (ReZero, Bachlechner et al. 2020).
 
     norms: the norms of pre-norm stay, as in Narang et al.'s rows "Rezero + LayerNorm" and "Rezero + RMS Norm".
     """
@@ -77,7 +77,7 @@ def fixup(gpt: GPT) -> None:
 def large_embedding(gpt: GPT) -> None:
     """The token and position embeddings begin 5 times as large: without norms, this is the size of a sublayer's input.
 
-    It is ours, and a control for the two variants above: their papers' embeddings are larger than GPT-2's too.
+    It is a control of ours for the two variants above.
     """
     for name in ("wte", "wpe"):
         for module in gpt.transformer[name].modules() if name in gpt.transformer else ():
