@@ -70,7 +70,7 @@ SCALES = {  # lengths: {length: sequences in a batch}. border: its length and le
         "two": {"n_head": 2, "head_dim": 4, "n_hidden": 128},
         "kinds": ("long", "LS", "short", "QK-norm"),
         "lengths": {16: 2, 32: 1},
-        "border": (32, [1e18]),
+        "border": (32, [1e-2, 1e18]),
         "bfloat16": ([32], [1e-2]),
     },
 }  # With 2 heads a layer has as many weights as with 6: the MLP gets what attention loses (section 5.1).

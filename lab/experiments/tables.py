@@ -115,6 +115,8 @@ NARANG = {  # rows of Narang et al.'s table that no flag of train.py has
     "rezero + LayerNorm": {"variant": "rezero_norm"},
     "rezero + RMSNorm": {"variant": "rezero_norm", "norm": "rmsnorm"},
     "fixup": {"variant": "fixup"},
+    "large embedding": {"variant": "large_embedding"},
+    **{f"{x}, large embedding": {"variant": f"{x},large_embedding"} for x in ("rezero", "fixup")},
     "block sharing": {"variant": "shared"},
     "block sharing + factorised embedding": {"variant": "factorised,shared", "tied": False},
     "block sharing + factorised and shared embedding": {"variant": "factorised,shared"},
@@ -207,7 +209,11 @@ TABLES = {
     "speedrun": Table(SPEEDRUN, "config/speedrun_shakespeare_char_cpu.py"),
     "speedrun_more": Table(SPEEDRUN_MORE, "config/speedrun_shakespeare_char_cpu.py"),
     "warmup": Table(WARMUP, flags=steps_of(1000)),
-    "narang": Table(NARANG, flags=steps_of(1000)),
+    "narang": Table(
+        NARANG,
+        flags=steps_of(1000),
+        against={f"{x}, large embedding": "large embedding" for x in ("rezero", "fixup")},
+    ),
     "maps": Table(MAPS, flags={"attention": "beta", "position": "rope"} | steps_of(1500)),
     "qkv": Table(QKV, flags=steps_of(1000), against={row: row.split(",")[0] for row in QKV}),
     "64": linear(1500, "learned", "rope"),  # attention in linear time, at contexts of 64 and of 256

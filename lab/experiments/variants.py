@@ -42,7 +42,7 @@ class Number(nn.Module):
 
 
 def rezero(gpt: GPT, norms: bool = False) -> None:
-    """x + a f(x): each sublayer has its own number a, which begins at 0 (ReZero, Bachlechner et al. 2020, equation 2).
+    """x + a f(x): each sublayer has its own number a, which begins at 0 (ReZero, Bachlechner et al. 2020).
 
     norms: the norms of pre-norm stay, as in Narang et al.'s rows "Rezero + LayerNorm" and "Rezero + RMS Norm".
     """
@@ -72,6 +72,17 @@ def fixup(gpt: GPT) -> None:
         for branch in (block.attn, block.mlp):
             nn.init.zeros_(branch.c_proj.weight)
             branch.c_proj = nn.Sequential(Number(operator.add, 0.0), branch.c_proj)
+
+
+def large_embedding(gpt: GPT) -> None:
+    """The token and position embeddings begin 5 times as large: without norms, this is the size of a sublayer's input.
+
+    It is a control of ours for the two variants above.
+    """
+    for name in ("wte", "wpe"):
+        for module in gpt.transformer[name].modules() if name in gpt.transformer else ():
+            if isinstance(module, nn.Embedding):
+                module.weight.data.mul_(5)
 
 
 # -----------------------------------------------------------------------------
@@ -183,6 +194,7 @@ MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def beta_map(gpt: GPT, name: str) -> None:
+    """Every head with beta has a map of MAPS, by its definition: no running sums."""
     refuse([(gpt.config.attention != "beta", "this variant changes the map of beta: add --attention=beta")])
 
     def attention(s, seen, v, drop, fade):
@@ -199,6 +211,7 @@ VARIANT: dict[str, Callable[[GPT], None]] = {  # several variants are made in th
     "rezero_norm": partial(rezero, norms=True),
     "fixup": fixup,
     "factorised": factorised,
+    "large_embedding": large_embedding,
     "qkv_apart": qkv_apart,
     "synthesizer_dense": partial(synthesizer, dense=True),
     "synthesizer_dense_plus": partial(synthesizer, dense=True, plus=True),
