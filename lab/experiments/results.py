@@ -21,7 +21,7 @@ def start(script: dict) -> None:
 
 
 def saved(path: str, new: dict) -> dict:
-    """The results in a JSON file, and what it lacks of `new`. Raises UserError for a file whose tables are not new's."""
+    """The results in a JSON file, with what it lacks of `new`. Raises UserError if its tables are not of new's types."""
     if not os.path.exists(path):
         return new
     try:
