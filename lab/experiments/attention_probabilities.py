@@ -6,9 +6,11 @@ For each layer, over the validation split, it prints the share of the probabilit
 and 1e-7. Beside the share below 1e-3 stands the share that equal scores would give, which is due to the length alone.
 Then it prints what the paper concludes from small probabilities (section 3.2): the norm of the Jacobian dy / ds of a
 query's output with respect to its scores. The Jacobian is p_j (v_j - y) for softmax and p_j (exp(v_j - y) - 1) for
-LASER, on the same q, k and v; the norms are means over queries and heads.
+LASER, on the same q, k and v; the norms are means over queries and heads. The last table has all models in --out.
 lab/experiments/jacobians.py has these Jacobians for all weights.
 """
+
+import statistics
 
 import torch
 
@@ -18,7 +20,7 @@ from attention.probe import probing
 from attention.scores import scores, visible
 from configurator import at_least_one, pick_device
 from errors import UserError
-from lab.experiments.results import show_table, start
+from lab.experiments.results import measured, saved, show_table, spread, start
 from rules import attentions
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
@@ -28,6 +30,7 @@ out_dir = "out"  # the folder that train.py wrote
 block_size: int | None = None  # tokens per window, at most the model's block_size; None: the model's block_size
 batches = 10  # batches of validation windows
 batch_size = 1  # windows per batch
+out: str | None = None  # a file of results, to which these are added; None: they are only printed
 # What does it run on?
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 
@@ -88,6 +91,26 @@ def main() -> None:
         rows.append([name, *(f"{x:.1%}" for x in shares), *(f"{x:.4f}" for x in norms)])
     columns = "layer", "below 1e-3", "if scores were equal", "below 1e-7", "Jacobian, softmax", "LASER"
     show_table(columns, rows)
+    if out:
+        share = [found[1] / found[0] for found, _ in layers.values()]
+        found, equal = totals["all"]
+        numbers = {"below": found[1] / found[0], "low": min(share), "high": max(share), "equal": equal[1] / equal[0]}
+        numbers |= {"tiny": found[2] / found[0], "softmax": found[3] / found[5], "LASER": found[4] / found[5]}
+        name = f"{model.config.attention}, {model.config.block_size} tokens"
+        measured(out, "models", name, run["seed"], lambda: {key: float(x) for key, x in numbers.items()})
+        show(saved(out, {})["models"])
+
+
+def show(models: dict[str, dict]) -> None:
+    """Prints the table of all models in --out, means over their seeds."""
+    rows = []
+    for name, by_seed in models.items():
+        mean = {key: statistics.mean(r[key] for r in by_seed.values()) for key in next(iter(by_seed.values()))}
+        shares = [f"{mean[key]:.1%}" for key in ("below", "low", "high", "equal", "tiny")]
+        ratio = [r["LASER"] / r["softmax"] for r in by_seed.values()]
+        rows.append([name, len(by_seed), *shares, *(f"{mean[key]:.3f}" for key in ("softmax", "LASER")), spread(ratio)])
+    columns = "model, seeds, below 1e-3, lowest layer, highest layer, if scores were equal, below 1e-7"
+    show_table([*columns.split(", "), "Jacobian, softmax", "LASER", "ratio"], rows)
 
 
 if __name__ == "__main__":

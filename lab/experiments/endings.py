@@ -6,7 +6,7 @@ It needs lm_eval. An example is a passage of a novel (some 50 words), the next s
 same novel. The novels are divided: most are for training from scratch, the rest for the task's examples (train, val,
 test). For each attention and seed: train.py trains a small model on the novels, then lab/hub/finetune.py
 fine-tunes it on the task's true endings, and lab/hub/lm_eval.py says how often the passage points at the true
-ending, before and after. Finished runs are skipped. The results are in out_dir/accuracy.json.
+ending, before and after. Finished runs are skipped.
 """
 
 import json
@@ -18,13 +18,14 @@ import sys
 
 from configurator import at_least_one
 from errors import UserError
-from lab.experiments.results import measured, saved, show_table, spread, start
+from lab.experiments.results import difference, measured, saved, show_table, spread, start
 from lab.experiments.runs import finished, last
 
 # Which text, and how many runs?
 source = "books"  # a folder of novels, one .txt file for each; every fourth one is for the task
 seeds = 3  # runs per attention, with the seeds 1, 2, ...
-out_dir = "out-endings"  # the folder for the data, the runs and accuracy.json
+out = "lab/experiments/endings.json"  # the results
+out_dir = "out-endings"  # the folder for the data and the runs
 # How large is the task?
 n_train = 3000  # examples to fine-tune on
 n_test = 1000  # examples to measure with; a fifth as many are for validation
@@ -101,15 +102,15 @@ def script(*command: str) -> None:
         raise UserError(f"{ended.stderr}\nthis failed: python {' '.join(command)}")
 
 
-def accuracy(run: str, task: str, out: str) -> dict:
+def accuracy(run: str, task: str, to: str) -> dict:
     """The share of the examples whose passage makes the true ending likelier by more than it does the other one.
 
     lm-eval compares log p(ending after the passage) - log p(ending alone): the endings differ in length, and in how
     usual their words are.
     """
-    flags = [f"--out_dir={run}", f"--tasks={task}/endings.yaml", "--batch_size=32", f"--out={out}"]
+    flags = [f"--out_dir={run}", f"--tasks={task}/endings.yaml", "--batch_size=32", f"--out={to}"]
     script("-m", "lab.hub.lm_eval", *flags)
-    with open(out) as f:
+    with open(to) as f:
         return {"acc": json.load(f)["results"]["endings"]["acc_mutual_info,none"]}
 
 
@@ -125,8 +126,6 @@ def main() -> None:
         write_task(task, of_task)
     prepare = ["--tokenizer=sentencepiece", "--vocab_size=4000", f"--out_dir={data}"]
     script("data/text/prepare.py", f"--source={text}", *prepare)
-    path = os.path.join(out_dir, "accuracy.json")
-    losses = {name: {} for name in ATTENTIONS}
     for seed in range(1, seeds + 1):
         for name, flags in ATTENTIONS.items():
             before, after, tokens = (os.path.join(out_dir, f"{name}-{seed}{x}") for x in ("", "-task", "-tokens"))
@@ -143,17 +142,25 @@ def main() -> None:
             finetune = "-m", "lab.hub.finetune"
             tuned = finished(f"{name}, seed {seed}, fine-tuned", more, after, script=finetune)
             vals = [row["val_loss"] for row in tuned if "val_loss" in row]
-            losses[name][seed] = last(scratch), vals[0], min(vals)
+            found = {"novels": last(scratch), "first": vals[0], "best": min(vals)}
+            measured(out, name, "losses", seed, lambda found=found: found)
             for which, run in (("before", before), ("after", after)):
-                out = os.path.join(run, "endings.json")
-                measured(path, name, which, seed, lambda run=run, out=out: accuracy(run, task, out))
-    results, rows = saved(path, {}), []
-    for name, found in losses.items():
-        novel, first, best = (spread(list(x)) for x in zip(*found.values(), strict=True))
-        acc = [spread([results[name][w][str(seed)]["acc"] for seed in found]) for w in ("before", "after")]
-        rows.append([name, novel, f"{first}, {best}", *acc])
-    columns = "val loss, novels", "loss of the true endings: before, after", "accuracy: before", "after"
-    show_table(["attention", *columns], rows)
+                to = os.path.join(run, "endings.json")
+                measured(out, name, which, seed, lambda run=run, to=to: accuracy(run, task, to))
+    show()
+
+
+def show() -> None:
+    """Prints the table of --out."""
+    results, rows = saved(out, {}), []
+    parts = [("losses", "novels"), ("losses", "first"), ("losses", "best"), ("before", "acc"), ("after", "acc")]
+    for name in ATTENTIONS:
+        mine, theirs = ([[r[key] for r in results[x][part].values()] for part, key in parts] for x in (name, "softmax"))
+        rows.append([name, *map(spread, mine)])
+        if name != "softmax":
+            rows.append([f"{name} - softmax", *(difference(*pair) for pair in zip(mine, theirs, strict=True))])
+    columns = "val loss, novels", "loss of the true endings before", "after", "accuracy before", "after"
+    show_table(["", *columns], rows)
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def show(by_length: dict, by_rate: dict, in_bfloat16: dict, ms: dict) -> None:
         cells += [sooner(found, long)]
         cells += [f"{perplexity(found):.2f}", f"{largest(found):.1f}"]
         rows.append(cells + ([f"{ms[row][0]:.0f}", f"{ms[row][1]:.2f}x"] if row in ms else ["", ""]))
-    columns = ["n", "heads", "", "val loss", "against long", "share of the steps to long's last loss, each seed"]
+    columns = ["n", "heads", "", "val loss", "against long", "share of the steps to long's last loss"]
     show_table([*columns, "perplexity", "largest score", "ms per step", ""], rows)
     usual, rows = next(found for (_, kind), found in by_rate.items() if kind == "LS"), []
     for (rate, kind), found in by_rate.items():

@@ -21,7 +21,7 @@ def start(script: dict) -> None:
 
 
 def saved(path: str, new: dict) -> dict:
-    """The results in a JSON file, with what it lacks of `new`. Raises UserError if its tables are not of new's types."""
+    """The results in a JSON file, with what it lacks of `new`. Raises UserError if its tables have other types."""
     if not os.path.exists(path):
         return new
     try:

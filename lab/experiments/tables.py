@@ -175,6 +175,12 @@ ASPECT = {
 }
 DIFFERENTIAL = {"softmax": {}, "LASER": LASER}
 
+LONG_TEXTS = {  # the paper's heads at two lengths, as long_short.py has them
+    f"{kind}, {n} tokens": {"block_size": n, "batch_size": 2048 // n, "heads": heads} | window
+    for n in (512, 2048)
+    for kind, heads, window in (("long", "L", {}), ("LS", "SSSSSL", {"window": 50}))
+}
+
 
 def steps_of(n: int, evaluations: int = 1) -> dict:
     """The flags of a run of n steps."""
@@ -201,6 +207,14 @@ TABLES = {
         flags={"differential": True} | steps_of(1500),
         tune={row: [1.5e-3, 3e-3, 6e-3] for row in DIFFERENTIAL},
         seeds=5,
+    ),
+    "long_short": Table(
+        LONG_TEXTS,
+        flags=steps_of(400, 8) | {"eval_iters": 20},
+        against={row: row.replace("LS", "long") for row in LONG_TEXTS},
+        tune={row: [3e-3, 6e-3, 1.2e-2] for row in LONG_TEXTS},
+        seeds=5,
+        keep=("val_loss",),
     ),
     "aspect": Table(  # as many weights; each row with its own learning rate
         ASPECT, flags=steps_of(1000), tune={row: [3e-3, 6e-3, 1.2e-2] for row in ASPECT}

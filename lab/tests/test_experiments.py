@@ -141,7 +141,12 @@ def test_lasers_precision(run, small, tmp_path):
     assert max(large["LASER, ours"]) < 0.005 and len(large) == 4
 
     flags = (f"--out_dir={tmp_path / 'run'}", "--device=cpu")
-    code, out, err = run("lab.experiments.attention_probabilities", *flags)
+    code, out, err = run("lab.experiments.attention_probabilities", *flags, f"--out={tmp_path / 'p.json'}")
+    assert rows(out)[-1][:4] == [
+        "laser, 32 tokens",
+        "1",
+        *[row[1] for row in rows(out) if row[0] in ("all", "0")][::-1],
+    ]
     assert code == 0 and "laser, 10 windows of 32 tokens" in out, err
     assert [row[2] for row in rows(out) if row[0] in ("0", "1", "all")] == ["0.0%"] * 3
     out = run("lab.experiments.attention_probabilities", *flags, "--block_size=16", "--batches=3")[1]
