@@ -84,6 +84,8 @@ CHOICES += [
     {"heads": "SSLL", "window": 2, "differential": True, "n_kv_head": 2, "attention": "laser"},
     {"heads": "SL", "window": 2, "short_attention": "softmax", "attention": "beta", "position": "rope"},
     {"position": "sinusoidal", "qk_norm": "rmsnorm", "bias": False, "norm": "rmsnorm", "mlp": "swiglu", "tied": False},
+    {"position": "relative", "max_distance": 3, "decay": "learned"},
+    {"position": "t5", "nope_long": True, "heads": "SL", "window": 2},
     {"per_dim_temperature": True, "conv": 3, "zero_init": True, "activation_checkpointing": True},
 ]
 
