@@ -57,7 +57,7 @@ MISTAKES = {
     },
     "before_attention": {
         "--learning_rate=1e30": "the loss is nan; a smaller --learning_rate may help",
-        "--attention=soft": "'soft' is not one of mean, additive, softmax, laser",
+        "--attention=soft": "'soft' is not one of mean, bahdanau, lecture, softmax, laser",
         "--test_words=0": "--test_words=0 must be at least 1",
     },
 }
