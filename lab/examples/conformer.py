@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from choices import NORM
 from configurator import configure, pick_device, user_errors
 from errors import optional, refuse
-from lab.examples.attention import Bidirectional
+from lab.examples.attention import Bidirectional, Encoder
 from lab.examples.common import Training, fit, generator, gpt_config, padded, result
-from model import GPT, MLP, CausalSelfAttention, GPTConfig
+from model import MLP, CausalSelfAttention, GPTConfig
 
 # How long is it trained?
 steps = 500  # training steps
@@ -78,7 +78,7 @@ class ConformerBlock(nn.Module):
         return self.norms[4](x)
 
 
-class Conformer(GPT):
+class Conformer(Encoder):
     """A GPT with a Linear in the place of its token embedding, ConformerBlocks, and a Linear to the classes."""
 
     def __init__(self, config: GPTConfig, inputs: int, kernel: int):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from choices import NORM, WHERE
 from configurator import at_least_one, configure, pick_device, user_errors
 from lab.examples import spelling
-from lab.examples.attention import Bidirectional, CrossAttention
+from lab.examples.attention import Bidirectional, CrossAttention, Encoder
 from lab.examples.common import Training, fit, gpt_config, result
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
 from model import GPT, Block, GPTConfig
@@ -64,14 +64,14 @@ class DecoderBlock(Block):
 
 
 class Seq2Seq(nn.Module):
-    """Two GPTs: the encoder, whose letters see both sides, and the decoder, whose blocks look at the encoder's output.
+    """Two GPTs: the Encoder, whose letters see both sides, and the decoder, whose blocks look at the encoder's output.
 
     letters (B, N); seen (B, N), False at padding; sounds (B, T), which begin with END; targets (B, T), -1 at padding.
     """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.encoder = GPT(replace(config, vocab_size=len(LETTERS), tied=True))  # it has no output of its own
+        self.encoder = Encoder(replace(config, vocab_size=len(LETTERS), tied=True))  # it has no output of its own
         with mock.patch("model.Block", DecoderBlock):  # the GPT's blocks
             self.decoder = GPT(replace(config, vocab_size=len(SOUNDS)))
 

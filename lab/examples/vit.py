@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from configurator import at_least_one, configure, pick_device, user_errors
 from errors import optional, refuse
-from lab.examples.attention import Bidirectional
+from lab.examples.attention import Bidirectional, Encoder
 from lab.examples.common import Training, fit, generator, gpt_config, result
-from model import GPT, GPTConfig
+from model import GPTConfig
 
 # What is it trained on, and how long?
 patch_size = 2  # width and height of a patch, in pixels
@@ -47,7 +47,7 @@ class Patches(nn.Module):
         return torch.cat((self.class_token.expand(len(images), -1, -1), patches), dim=1)
 
 
-class ViT(GPT):
+class ViT(Encoder):
     """A GPT with Patches in the place of its token embedding, and a Linear to the classes in the place of its head."""
 
     def __init__(self, config: GPTConfig, channels: int, patch_size: int):

@@ -41,7 +41,7 @@ ROWS = {  # the attentions of each model: the others are compared with the first
     "vit": ("softmax", "laser", "beta"),
     "conformer": ("softmax", "laser"),
     "seq2seq": ("softmax", "laser"),
-    "before_attention": ("softmax", "mean", "additive", "laser"),
+    "before_attention": ("softmax", "mean", "bahdanau", "lecture", "laser"),
 }
 SEEDS = {"bert": 8}  # of the other models 3
 TUNING = (101, 102)  # the seeds of the runs that decide a learning rate

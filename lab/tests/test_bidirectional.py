@@ -7,7 +7,8 @@ from torch import Tensor
 
 from attention.heads import HeadGroup
 from errors import UserError
-from lab.examples.attention import Bidirectional
+from lab.examples import attention
+from lab.examples.attention import Bidirectional, Encoder
 from model import ATTENTION, GPT, GPTConfig
 
 T = 23
@@ -91,6 +92,59 @@ def test_half_precision(core):
 
 
 # -----------------------------------------------------------------------------
+# positions on both sides
+
+POSITIONS = [("relative", "softmax"), ("relative", "beta"), ("t5", "softmax"), ("t5", "laser"), ("t5", "softcap")]
+POSITIONS += [("alibi", core) for core in ATTENTION]
+
+
+@pytest.mark.parametrize(("position", "core"), POSITIONS)
+@pytest.mark.parametrize("window", [None, 5])
+def test_positions_equal_naive_forward_and_backward(position, core, window):
+    """A query at a time: i sees j - i = offset away, earlier and later, and no padding."""
+    far = None if position == "alibi" else 3 if position == "relative" else 17
+    sizes = {"block_size": 40, "n_head": 2, "n_embd": 16, "attention": core, "position": position}
+    scheme = Encoder(GPTConfig(**sizes, n_layer=1, vocab_size=2, max_distance=far)).transformer.h[0].attn.position
+    for p in scheme.double().parameters():
+        torch.nn.init.normal_(p)
+    group = HeadGroup([0, 1], window, core, ATTENTION[core], [scheme], width=8)
+    q, k, v = (torch.randn(6, 2, T, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    of_q, of_k, more = scheme(q, k, group, 0)
+    found = Bidirectional(padding()).attend(None, group, of_q, of_k, v, window=window, scale=8**-0.5, **more)
+    rows = []
+    for seen in padding():
+        y = []
+        for i in range(T):
+            near = [j for j in range(T) if abs(i - j) <= (T if window is None else window)]
+            keys = [j for j in near if seen[j]] or near
+            offset, b = torch.tensor(keys) - i, [len(rows)]
+            x, bias, decay = [q[b, :, i], k[b][:, :, keys], v[b][:, :, keys]], None, None
+            if position == "relative":  # w_clip(j - i, k), of keys and of values
+                at = torch.tensor([max(-3, min(3, o)) + 3 for o in offset.tolist()])
+                assert scheme.k.shape == scheme.v.shape == (2 * 3 + 1, 8)
+                x[1], x[2] = x[1] + scheme.k[at], x[2] + scheme.v[at]
+            elif position == "t5":
+                bias = scheme.table.weight[attention.bucket_of_both(offset, 17)].T
+            else:
+                decay = torch.tensor([[[2**-4]], [[2**-8]]], dtype=torch.float64)
+            y.append(one_query(core, *x, 8**-0.5, bias, decay, offset.abs().double()))
+        rows.append(torch.stack(y, dim=-2))
+    wanted, weights = torch.cat(rows), [q, k, v, *scheme.parameters()]
+    dy = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).sin().view(found.shape)
+    for a, b in zip((found, *torch.autograd.grad(found, weights, dy)),
+                    (wanted, *torch.autograd.grad(wanted, weights, dy)), strict=True):  # fmt: skip
+        assert close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("max_distance", [128, 20])
+def test_the_buckets_of_both_sides_are_those_of_transformers(max_distance):
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    offset = torch.arange(-300, 301)
+    theirs = t5.T5Attention._relative_position_bucket(offset, True, 32, max_distance)
+    assert torch.equal(attention.bucket_of_both(offset, max_distance), theirs) and len(theirs.unique()) == 31
+
+
+# -----------------------------------------------------------------------------
 # in a model: GPT's own layers, with a Bidirectional as their context
 
 SIZES = {"block_size": 40, "vocab_size": 11, "n_layer": 2, "n_head": 4, "n_embd": 32}
@@ -99,14 +153,20 @@ CHOICES = [
     {"heads": "SSLL", "window": 4, "differential": True, "n_kv_head": 2},
     {"position": "rope", "qk_norm": "rmsnorm", "per_dim_temperature": True},
     {"position": "none", "conv": 4, "where": "post", "mlp": "swiglu"},
+    {"position": "alibi", "heads": "SLLL", "window": 4},
+    {"position": "relative", "decay": "learned", "differential": True, "n_kv_head": 2},
+    {"position": "t5", "heads": "SSLL", "window": 4, "nope_long": True},
 ]
+REFUSED = {"relative": ["laser"], "t5": ["beta", "beta_squared"]}
 
 
-@cores
-@pytest.mark.parametrize("choices", CHOICES, ids=str)
+@pytest.mark.parametrize(
+    ("core", "choices"),
+    [(core, x) for core in ATTENTION for x in CHOICES if core not in REFUSED.get(x.get("position"), [])], ids=str,
+)  # fmt: skip
 @torch.no_grad()
 def test_a_padded_batch_is_as_each_text_alone(core, choices):
-    gpt = GPT(GPTConfig(**SIZES, attention=core, **choices)).double().eval()
+    gpt = Encoder(GPTConfig(**SIZES, attention=core, **choices)).double().eval()
     idx, lengths = torch.randint(11, (3, 40)), (40, 23, 1)
     seen = torch.arange(40) < torch.tensor(lengths)[:, None]
     y = gpt.hidden(idx, Bidirectional(seen))
@@ -118,20 +178,17 @@ def test_a_padded_batch_is_as_each_text_alone(core, choices):
     assert close(gpt.hidden(later, Bidirectional(seen))[1, :23], y[1, :23], 1e-12)  # but here it is padding
 
 
-@pytest.mark.parametrize(
-    ("choices", "name"),
-    [({"position": "t5"}, "T5"), ({"position": "relative"}, "Relative"), ({"position": "alibi"}, "ALiBi"),
-     ({"decay": "learned"}, "ALiBi"), ({"position": "relative", "decay": "alibi", "attention": "beta"}, "Relative")],
-)  # fmt: skip
-def test_numbers_by_distance_are_refused(choices, name):
+@pytest.mark.parametrize(("choices", "name"), [({"position": "t5"}, "T5"), ({"decay": "learned"}, "ALiBi")])
+def test_positions_that_know_the_past_alone_are_refused(choices, name):
     gpt = GPT(GPTConfig(**SIZES, **choices))
     with pytest.raises(UserError, match=f"{name} counts how far a key lies behind a query"):
         gpt.hidden(torch.zeros(1, 4, dtype=torch.long), Bidirectional())
 
 
+@pytest.mark.parametrize("core", ["softmax", "beta"])
 @torch.no_grad()
-def test_a_decay_of_beta_goes_to_both_sides():
-    gpt = GPT(GPTConfig(**SIZES, attention="beta", decay="alibi", position="none")).eval()
+def test_a_decay_goes_to_both_sides(core):
+    gpt = Encoder(GPTConfig(**SIZES, attention=core, decay="alibi", position="none")).eval()
     idx = torch.randint(11, (1, 9))
     backwards = gpt.hidden(idx.flip(1), Bidirectional()).flip(1)
     torch.testing.assert_close(gpt.hidden(idx, Bidirectional()), backwards, rtol=0, atol=1e-6)

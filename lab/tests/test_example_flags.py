@@ -19,7 +19,6 @@ FLAGS = {
 MISTAKES = {
     "bert": {
         "--vocab_size=7": "--vocab_size has no effect in this example: leave it out",
-        "--position=t5": "T5 counts how far a key lies behind a query",
         "--steps=0": "--steps=0 must be at least 1",
         "--eval_batches=0": "--eval_batches=0 must be at least 1",
         "--seed=-1": "--seed=-1 must be in 0 to 2^31 - 1",
@@ -45,7 +44,6 @@ MISTAKES = {
         "--block=parallel": "--block has no effect in this example",
         "--kernel=4": "--kernel=4 must be odd",
         "--kernel=-1": "--kernel=-1 must be odd",
-        "--position=alibi": "ALiBi counts how far a key lies behind a query",
         "--batch_size=0": "--batch_size=0 must be at least 1",
     },
     "seq2seq": {
@@ -55,12 +53,11 @@ MISTAKES = {
         "--heads=SL": "window=50 covers all 32 tokens: set --window",
         "--picture=a.xyz": "--picture=a.xyz must end in .png, .pdf or .svg",
         "--picture=/nowhere/a.png": "/nowhere/a.png: no file can be written there",
-        "--decay=learned": "ALiBi counts how far a key lies behind a query",
         "--optimizer=muon": "--optimizer=muon is for the blocks of a GPT, and this model is not one",
     },
     "before_attention": {
         "--learning_rate=1e30": "the loss is nan; a smaller --learning_rate may help",
-        "--attention=soft": "'soft' is not one of mean, additive, softmax, laser",
+        "--attention=soft": "'soft' is not one of mean, bahdanau, lecture, softmax, laser",
         "--test_words=0": "--test_words=0 must be at least 1",
     },
 }

@@ -107,7 +107,7 @@ def vowels():
 @pytest.mark.parametrize("attention", ["softmax", "laser", "beta"])
 @pytest.mark.parametrize(
     "choices",
-    [{}, {"heads": "SL", "window": 2}, {"position": "learned", "conv": 3}, {"position": "none", "norm": "rmsnorm"}],
+    [{}, {"heads": "SL", "window": 2}, {"position": "learned", "conv": 3}, {"position": "alibi", "norm": "rmsnorm"}],
     ids=str,
 )
 @torch.no_grad()
@@ -182,9 +182,9 @@ CONFORMER = r"error on 370 test recordings [01]\.\d{4}, loss \d+\.\d{4}"
 RUNS = [
     ("vit", VIT, "--attention=laser --position=rope --norm=rmsnorm --mlp=swiglu"),
     ("vit", VIT, "--attention=beta --heads=SL --window=4 --position=sinusoidal --shift=0"),
-    ("vit", VIT, "--attention=softmax --heads=SSLL --window=3 --differential --position=none --patch_size=4"),
+    ("vit", VIT, "--attention=softmax --heads=SSLL --window=3 --differential --position=t5 --patch_size=4"),
     ("conformer", CONFORMER, "--attention=laser --position=learned --norm=rmsnorm --mlp=swiglu --kernel=1"),
-    ("conformer", CONFORMER, "--attention=beta --heads=SL --window=4 --position=none --kernel=15"),
+    ("conformer", CONFORMER, "--attention=beta --heads=SL --window=4 --position=relative --kernel=15"),
     ("conformer", CONFORMER, "--attention=softmax --heads=SSLL --window=4 --differential --activation_checkpointing"),
 ]
 

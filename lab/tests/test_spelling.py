@@ -84,6 +84,8 @@ CHOICES += [
     {"heads": "SSLL", "window": 2, "differential": True, "n_kv_head": 2, "attention": "laser"},
     {"heads": "SL", "window": 2, "short_attention": "softmax", "attention": "beta", "position": "rope"},
     {"position": "sinusoidal", "qk_norm": "rmsnorm", "bias": False, "norm": "rmsnorm", "mlp": "swiglu", "tied": False},
+    {"position": "relative", "max_distance": 3, "decay": "learned"},
+    {"position": "t5", "nope_long": True, "heads": "SL", "window": 2},
     {"per_dim_temperature": True, "conv": 3, "zero_init": True, "activation_checkpointing": True},
 ]
 
@@ -180,19 +182,19 @@ def test_the_picture_shows_the_weights(core, monkeypatch):
 
 
 @torch.no_grad()
-def test_the_three_mixtures_by_hand():
+def test_the_mixtures_by_hand():
     q, h, seen = (
         torch.randn(2, before.WIDTH),
         torch.randn(2, 5, before.WIDTH),
         torch.arange(5) < torch.tensor([[5], [3]]),
     )
-    additive, dot = before.Additive(), before.DotProduct("softmax")
+    additive, dot = before.Bahdanau(), before.DotProduct("softmax")
     for row, n in enumerate((5, 3)):
         letters = h[row, :n]
         mean = before.Mean()(q, h, seen)[row]
         torch.testing.assert_close(mean, sum(letters) / n)
         hidden = [torch.tanh(additive.W.weight @ q[row] + additive.U.weight @ x) for x in letters]
-        e = torch.stack([additive.a.weight[0] @ x for x in hidden])
+        e = torch.stack([additive.v.weight[0] @ x for x in hidden])
         expected = sum(w * x for w, x in zip(e.softmax(0), letters, strict=True))
         torch.testing.assert_close(additive(q, h, seen)[row], expected, rtol=0, atol=1e-5)
         e = torch.stack([(dot.W.weight @ q[row]) @ (dot.U.weight @ x) for x in letters]) / before.WIDTH**0.5
@@ -203,7 +205,27 @@ def test_the_three_mixtures_by_hand():
         assert not weights[n:].any()
 
 
-@pytest.mark.parametrize("mixture", [before.Mean, before.Additive, lambda: before.DotProduct("laser")])
+@pytest.mark.parametrize("feed", [False, True])
+@torch.no_grad()
+def test_the_lectures_equations(feed):
+    """e = [s_t . h_1, ...], a_t = sum_j softmax(e)_j h_j, [a_t; s_t]; fed back, a_t goes into the next step."""
+    ours = before.Recurrent(before.Lecture(), feed).double()
+    letters, seen, sounds, targets = batch(1)
+    logits, loss = ours(letters, seen, sounds, targets)
+    (s, _), h = ours.read(letters, seen)
+    a, log_p = torch.zeros_like(s), 0.0
+    for t, sound in enumerate(sounds[0]):
+        y = ours.sounds.weight[sound][None]
+        s = ours.decoder(torch.cat((y, a), dim=1) if feed else y, s)
+        e = torch.stack([sum(s[0, c] * x[c] for c in range(before.WIDTH)) for x in h[0]])
+        a = sum(weight * x for weight, x in zip(e.exp() / e.exp().sum(), h[0], strict=True))[None]
+        wanted = ours.output.weight @ torch.cat((a[0], s[0])) + ours.output.bias
+        torch.testing.assert_close(logits[0, t], wanted, rtol=0, atol=1e-12)
+        log_p += wanted.log_softmax(0)[targets[0, t]].item()
+    assert loss.item() == pytest.approx(-log_p / len(sounds[0]))
+
+
+@pytest.mark.parametrize("mixture", [before.Mean, before.Bahdanau, before.Lecture, lambda: before.DotProduct("laser")])
 @torch.no_grad()
 def test_it_reads_a_word_of_a_batch_as_alone_and_writes_as_it_is_trained(mixture):
     ours, (letters, seen, sounds, targets) = before.Recurrent(mixture()).eval(), batch()
@@ -236,10 +258,9 @@ def test_runs(run, tmp_path):
     picture.unlink()
     code, out, err = run("lab/examples/seq2seq.py", *TINY, *SMALLEST, "--beam=1", "--picture=", "--words=")
     assert code == 0 and out.splitlines()[-1].startswith("result: ") and "wrote" not in out, err
-    code, out, err = run(
-        "lab/examples/before_attention.py", *TINY, f"--picture={picture}", "--attention=mean,additive,beta,laser"
-    )
+    flags = [*TINY, f"--picture={picture}", "--attention=mean,bahdanau,lecture,beta,laser", "--feed"]
+    code, out, err = run("lab/examples/before_attention.py", *flags)
     assert code == 0, err
     results = [line.split()[1] for line in out.splitlines() if line.startswith("result: ")]
-    assert results == ["mean", "additive", "beta", "laser"] and picture.stat().st_size > 1000
-    assert out.count("\ncab: ") == 4
+    assert results == ["mean", "bahdanau", "lecture", "beta", "laser"] and picture.stat().st_size > 1000
+    assert out.count("\ncab: ") == 5
