@@ -8,7 +8,7 @@ decode  tokens/s (of the processor's time) and bytes of the cache while a traine
         --tokens characters with `endless`.
 far     the loss of the validation split by position, read in one go through a cache, against a
         window of block_size tokens that slides.
-print   the tables
+show    the tables
 
 The models of TRAINED are trained on Tiny Shakespeare first. Results that are in --out are not measured again, so you
 can stop the script and start it again. length.py is about long texts in training.
@@ -34,7 +34,7 @@ from text.dataset import Tokens, folder_of
 from text.sampling import stream
 from training.checkpoint import open_model
 
-what = "decode,far,print"  # the parts: see above
+what = "decode,far,show"  # the parts: see above
 only = ""  # the models, separated by semicolons; empty: all
 dataset = "shakespeare_char"  # what they are trained on
 config_file = "config/train_shakespeare_char_cpu.py"  # their sizes and learning rate
@@ -163,14 +163,14 @@ def show() -> None:
 
 
 def main() -> None:
-    parts, data = names(what, ["decode", "far", "print"]), folder_of(dataset)
+    parts, data = names(what, ["decode", "far", "show"]), folder_of(dataset)
     for name in names(only, TRAINED, ";") if {"decode", "far"} & {*parts} else []:
         folder = trained(name)
         if "decode" in parts and name in DECODED:
             measured(out, "decode", name, block_size, functools.partial(apart, decode, folder, tokens, slide))
         if "far" in parts:
             measured(out, "far", name, block_size, functools.partial(apart, read_far, folder, data))
-    if "print" in parts:
+    if "show" in parts:
         show()
 
 

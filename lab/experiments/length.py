@@ -11,7 +11,7 @@ steps   time and peak memory of a training step for each row of ROWS and each le
 double  how much longer a step takes when the text gets twice as long, for the last two of
         --double: the median of rounds in which both lengths take turns.
 draw    the picture
-print   the table
+show    the table
 
 Results that are in --out are not measured again, so you can stop the script and start it again. endless.py is
 about long texts in decoding.
@@ -31,7 +31,7 @@ from lab.experiments.times import apart, max_rss, timed_step
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
 
-what = "steps,double,draw,print"  # the parts: see above
+what = "steps,double,draw,show"  # the parts: see above
 only = ""  # the rows to measure, separated by semicolons; empty: all
 lengths = "1024,4096,8192,16384,65536"  # tokens of the one sequence of a step
 double = "8192,16384"  # the two lengths that are compared in rounds
@@ -156,7 +156,7 @@ def show() -> None:
 
 
 def main() -> None:
-    parts: dict[str, Callable] = {"steps": measure_steps, "double": measure_double, "draw": draw, "print": show}
+    parts: dict[str, Callable] = {"steps": measure_steps, "double": measure_double, "draw": draw, "show": show}
     for part in names(what, parts):
         parts[part]()
 

@@ -159,7 +159,8 @@ LONG |= {"learning_rate": 3e-3, "min_lr": 3e-4, "warmup_iters": 50, "eval_iters"
 
 def linear(steps: int, *positions: str, only: tuple = tuple(LINEAR), window: int = 16, **other: object) -> Table:
     """A table of rows of LINEAR. Each is compared with softmax that has the same positions."""
-    rows = {f"{row} ({p})": LINEAR[row] | {"position": p} for p in positions for row in only}
+    known = LINEAR | {"LASER": LASER}
+    rows = {f"{row} ({p})": known[row] | {"position": p} for p in positions for row in only}
     rows = {row: flags | ({"window": window} if "window" in flags else {}) for row, flags in rows.items()}
     return Table(
         rows, steps=steps, against={row: f"softmax ({flags['position']})" for row, flags in rows.items()}, **other
@@ -175,6 +176,7 @@ ASPECT = {
 }
 DIFFERENTIAL = {"softmax": {}, "LASER": LASER}
 
+W = {"window": 100}
 LONG_TEXTS = {  # the paper's heads at two lengths, as long_short.py has them
     f"{kind}, {n} tokens": {"block_size": n, "batch_size": 2048 // n, "heads": heads} | window
     for n in (512, 2048)
@@ -216,6 +218,10 @@ TABLES = {
         seeds=5,
         keep=("val_loss",),
     ),
+    "8192": Table(  # the paper's longest text; its window is 100 there
+        {kind: {"heads": heads} | x for kind, heads, x in (("long", "L", {}), ("LS", "SSSSSL", W), ("short", "S", W))},
+        flags=steps_of(400) | {"block_size": 8192, "batch_size": 1, "eval_iters": 20, "log_logits": True},
+    ),
     "aspect": Table(  # as many weights; each row with its own learning rate
         ASPECT, flags=steps_of(1000), tune={row: [3e-3, 6e-3, 1.2e-2] for row in ASPECT}
     ),
@@ -238,6 +244,12 @@ TABLES = {
         flags={"block_size": 256, "batch_size": 3, "eval_iters": 145},
     ),
     "novels": linear(  # n = 2048, after data/pg19/prepare.py
-        400, "rope", only=("softmax", "softmax, conv", *FAST), window=50, file=NOVELS, flags=LONG, vocab_size=10000
+        400,
+        "rope",
+        only=("softmax", "LASER", "LS", "softmax, conv", *FAST),
+        window=50,
+        file=NOVELS,
+        flags=LONG,
+        vocab_size=10000,
     ),
 }
