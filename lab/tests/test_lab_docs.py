@@ -9,9 +9,12 @@ from harness import ROOT
 from test_configurator import SCRIPTS, help_of
 from test_docs import check_commands, check_links, commands, read
 
+from lab.experiments.tables import TABLES
+
 PAGES = ["lab/README.md", "lab/RESULTS.md", *sorted(glob.glob("lab/*/README.md", root_dir=ROOT))]
 FILES = sorted(glob.glob("lab/*.py", root_dir=ROOT) + glob.glob("lab/[eh]*/*.py", root_dir=ROOT))
 SETS_FLAGS = re.compile(r"(?m)^ *(config, .*= configure\(|start\(globals)")
+DRAW = {path[:-3].replace("/", ".") for path in FILES if "\npicture = " in read(path)}
 LAB_SCRIPTS = [path[:-3].replace("/", ".") for path in FILES if SETS_FLAGS.search(read(path))]
 
 
@@ -29,6 +32,23 @@ def test_help(run, script):
     """It says the command, and explains every flag."""
     flags = [flag for group in help_of(run, script).values() for flag in group]
     assert flags and all(re.split(r"\s{2,}", flag, maxsplit=1)[1].strip() for flag in flags)
+
+
+@pytest.mark.parametrize("command", [
+    *(f"compare --table={name} --what=show" for name in TABLES if name != "choices"),
+    "beta_post --what=show", "endings --what=show", "endless --what=show", "jacobians", "laser --what=show",
+    "lecture --what=show", "local_dependencies --what=sweep,full,show", "long_short --what=show",
+    "other_models --what=show", "recall", "recall --scale=long --tasks=pairs --out=lab/experiments/recall_long.json",
+])  # fmt: skip
+def test_results_are_what_the_experiments_have(command, run, tmp_path):
+    """Each row of a table that an experiment prints of its JSON file stands on the page."""
+    page, (script, *flags) = read("lab/RESULTS.md"), command.split()
+    if f"lab.experiments.{script}" in DRAW:
+        flags.append(f"--picture={tmp_path / 'x.png'}")
+    code, out, err = run(f"lab.experiments.{script}", *flags)
+    printed = [line for line in out.splitlines() if line.startswith("|")]
+    assert code == 0 and printed, err
+    assert not [line for line in printed if line not in page]
 
 
 def test_the_table_names_every_experiment():
