@@ -159,8 +159,7 @@ LONG |= {"learning_rate": 3e-3, "min_lr": 3e-4, "warmup_iters": 50, "eval_iters"
 
 def linear(steps: int, *positions: str, only: tuple = tuple(LINEAR), window: int = 16, **other: object) -> Table:
     """A table of rows of LINEAR. Each is compared with softmax that has the same positions."""
-    known = LINEAR | {"LASER": LASER}
-    rows = {f"{row} ({p})": known[row] | {"position": p} for p in positions for row in only}
+    rows = {f"{row} ({p})": LINEAR[row] | {"position": p} for p in positions for row in only}
     rows = {row: flags | ({"window": window} if "window" in flags else {}) for row, flags in rows.items()}
     return Table(
         rows, steps=steps, against={row: f"softmax ({flags['position']})" for row, flags in rows.items()}, **other
@@ -244,12 +243,12 @@ TABLES = {
         flags={"block_size": 256, "batch_size": 3, "eval_iters": 145},
     ),
     "novels": linear(  # n = 2048, after data/pg19/prepare.py
-        400,
-        "rope",
-        only=("softmax", "LASER", "LS", "softmax, conv", *FAST),
-        window=50,
-        file=NOVELS,
-        flags=LONG,
+        400, "rope", only=("softmax", "softmax, conv", *FAST), window=50, file=NOVELS, flags=LONG, vocab_size=10000
+    ),
+    "novels_1024": Table(
+        {"softmax": {}, "LASER": LASER, "LS": {"heads": "SSSL", "window": 50}},
+        NOVELS,
+        LONG | steps_of(400) | {"block_size": 1024, "batch_size": 2, "position": "rope"},
         vocab_size=10000,
     ),
 }
