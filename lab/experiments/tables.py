@@ -23,12 +23,11 @@ class Table:
 LASER = {"attention": "laser"}
 SHORT = {"heads": "SSSL", "window": 16}
 CORES = {"softmax": {}, "LASER": LASER, "beta": {"attention": "beta"}, "LS": SHORT, "LASER + LS": LASER | SHORT}
-VARIANTS = {
+VARIANTS = {  # and DIFFERENTIAL, at tuned rates
     "": {},
     " + temperature": {"temperature": 0.7},  # the paper tunes it, and does not name what it found
     " + temperature per dimension": {"per_dim_temperature": True},
     " + QK-norm": {"qk_norm": "layernorm"},
-    " + differential": {"differential": True},
 }
 CHOICES = {  # docs/choices.md has each row's paper, and where the choice is made
     "GPT-2": {},
@@ -192,7 +191,7 @@ TABLES = {
     "cores": Table(CORES, loss="best"),  # the README's first table
     "laser": Table(  # the LASER paper's tables 2, 4, 5 and 7
         {name + more: flags | x for more, x in VARIANTS.items() for name, flags in (("softmax", {}), ("LASER", LASER))},
-        loss="best",
+        flags=steps_of(1500),
         against={f"LASER{more}": f"softmax{more}" for more in VARIANTS},
     ),
     "laser_settled": Table(
