@@ -54,6 +54,24 @@ def finished(
         return [json.loads(line) for line in f]
 
 
+def example(name: str, command: list[str], threads: int | None = None) -> dict[str, float]:
+    """The numbers in the last "result:" line of an example, by their names, and "val", the first of them, an error.
+
+    command: its file, then flags. "diverged": its loss was not finite. Raises UserError for a run that fails otherwise.
+    """
+    print(name, flush=True)
+    env = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    run = [sys.executable, "-m", command[0][:-3].replace("/", "."), *command[1:]]
+    ended = subprocess.run(run, capture_output=True, text=True, env=env)
+    if ended.returncode and ": the loss is " in ended.stderr:
+        return {"diverged": True}
+    if ended.returncode:
+        raise UserError(f"python {' '.join(run[1:])}: {ended.stderr.strip()}")
+    found = re.findall(r"^result: .*?seed=\d+ (.*)$", ended.stdout, re.MULTILINE)[-1].split(", ")
+    numbers = {name: float(number) for name, number in (part.rsplit(" ", 1) for part in found)}
+    return {"val": next(iter(numbers.values()))} | numbers
+
+
 def identity(command: list[str]) -> str:
     """A checksum of train.py's arguments and of the config file, which is the first of them, without its comments."""
     return hashlib.sha256(f"{command} {ast.unparse(parsed(command[0]))}".encode()).hexdigest()[:10]
@@ -78,6 +96,7 @@ def constants(path: str) -> dict:
 
 def record(path: str, runs: dict[str, list[str]], out_dir: str, jobs: int, make: bool, keep: tuple = ()) -> dict:
     """The results of the runs {name: train.py's arguments} in a JSON file: {name: {...}}. Makes those that are missing.
+    If the first argument is an example's file, and no config file, it is a run of that.
 
     jobs: how many run at the same time; they share the cores of the CPU. make: False: a missing run is an error. A run
     is missing too if its arguments or its config file have changed. keep: see `result_of`. A run with
@@ -95,11 +114,13 @@ def record(path: str, runs: dict[str, list[str]], out_dir: str, jobs: int, make:
             folder = f"{re.sub('[^a-z0-9.]+', '-', name.lower())[:60]}-{identity(runs[name])}"
             other = any(x.startswith("--variant=") for x in runs[name])
             arguments = name, runs[name], os.path.join(out_dir, folder), threads, True, VARIANTS if other else TRAIN
-            futures[pool.submit(finished, *arguments)] = name
+            of_example = runs[name][0].startswith("lab/examples/")
+            futures[pool.submit(*((example, *arguments[:2], threads) if of_example else (finished, *arguments)))] = name
         try:
             for future in concurrent.futures.as_completed(futures):
                 name = futures[future]
-                row = result_of(future.result(), keep, "--seed=1" in runs[name])
+                row = future.result()
+                row = row if isinstance(row, dict) else result_of(row, keep, "--seed=1" in runs[name])
                 results = saved(path, {"runs": {}})  # another process may have added to it
                 results["runs"][name] = {"of": identity(runs[name])} | row
                 save(path, results)

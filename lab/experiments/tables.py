@@ -9,7 +9,7 @@ NOVELS = "config/train_pg19_ls.py"
 @dataclass
 class Table:
     rows: dict[str, dict]  # {name: flags of train.py}
-    file: str = CPU  # the config file of every run
+    file: str = CPU  # the config file of every run; or the file of an example, which is run instead of train.py
     flags: dict = field(default_factory=dict)  # flags of every run
     against: dict[str, str] = field(default_factory=dict)  # which row a row is compared with; otherwise the first one
     loss: str = "val"  # which validation loss counts: val (the last) or best (the lowest)
@@ -23,7 +23,7 @@ class Table:
 LASER = {"attention": "laser"}
 SHORT = {"heads": "SSSL", "window": 16}
 CORES = {"softmax": {}, "LASER": LASER, "beta": {"attention": "beta"}, "LS": SHORT, "LASER + LS": LASER | SHORT}
-VARIANTS = {  # and DIFFERENTIAL, at tuned rates
+VARIANTS = {  # and the table differential, at tuned rates
     "": {},
     " + temperature": {"temperature": 0.7},  # the paper tunes it, and does not name what it found
     " + temperature per dimension": {"per_dim_temperature": True},
@@ -172,7 +172,7 @@ ASPECT = {
     f"{n} x {C}": {"n_layer": n, "n_embd": C, "n_head": H}
     for n, C, H in ((3, 96, 6), (1, 164, 4), (2, 116, 4), (6, 68, 4), (12, 48, 4))
 }
-DIFFERENTIAL = {"softmax": {}, "LASER": LASER}
+TWO = {"softmax": {}, "LASER": LASER}
 
 W = {"window": 100}
 LONG_TEXTS = {  # the paper's heads at two lengths, as long_short.py has them
@@ -203,9 +203,9 @@ TABLES = {
         keep=("val_loss",),
     ),
     "differential": Table(
-        DIFFERENTIAL,
+        TWO,
         flags={"differential": True} | steps_of(1500),
-        tune={row: [1.5e-3, 3e-3, 6e-3] for row in DIFFERENTIAL},
+        tune={row: [1.5e-3, 3e-3, 6e-3] for row in TWO},
         seeds=5,
     ),
     "long_short": Table(
@@ -234,6 +234,20 @@ TABLES = {
     ),
     "maps": Table(MAPS, flags={"attention": "beta", "position": "rope"} | steps_of(1500)),
     "qkv": Table(QKV, flags=steps_of(1000), against={row: row.split(",")[0] for row in QKV}),
+    "bert": Table(
+        TWO,
+        "lab/examples/bert.py",
+        tune={row: [1e-3, 2e-3, 4e-3] for row in TWO},
+        seeds=8,  # the LASER paper's models
+    ),
+    "vit": Table(TWO | {"beta": {"attention": "beta"}}, "lab/examples/vit.py"),
+    "conformer": Table(TWO, "lab/examples/conformer.py"),
+    "seq2seq": Table(TWO, "lab/examples/seq2seq.py", {"picture": ""}),
+    "before_attention": Table(
+        {x: {"attention": x.lower()} for x in ("softmax", "LASER", "mean", "bahdanau", "lecture")},
+        "lab/examples/before_attention.py",
+        {"picture": ""},
+    ),
     "64": linear(1500, "learned", "rope"),  # attention in linear time, at contexts of 64 and of 256
     "256": linear(
         1500,

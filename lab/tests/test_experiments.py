@@ -2,9 +2,8 @@
 
 import json
 import os
-import signal
 import statistics
-import subprocess
+from unittest import mock
 
 import pytest
 import torch
@@ -86,39 +85,28 @@ def test_compare_in_equal_time(run, data, tmp_path):
     assert "seed 1" not in again and rows(again) == rows(out)
 
 
-def test_other_models(run, data, tmp_path, monkeypatch):
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+def test_examples(run, data, tmp_path):
     """A row's rate is the best of the tuning seeds, a run that diverges is the worst, and nothing is made twice."""
-    made, names = [], "bert --attention={} --learning_rate={} {} --seed={}"
-
-    def example(command: list[str], **_: object) -> subprocess.CompletedProcess:
-        made.append(" ".join(command[2:]).removeprefix("lab.examples."))
-        return subprocess.CompletedProcess(command, *run(*command[2:]))
-
-    monkeypatch.setattr(subprocess, "run", example)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of a thread
     few = f"--dataset={data} --steps=3 --n_layer=1 --n_embd=16 --eval_batches=1 --device=cpu"
-    flags = [f"--out={tmp_path / 'x.json'}", f"--extra={few}", "--seeds=2", "--only=bert, laser"]
-    code, out, err = run("lab.experiments.other_models", *flags, "--rates=1e-3,1e-2,1e30")
-    assert code == 0 and len(made) == 2 * 2 * 3 + 2 * 2, err
+    flags = [f"--out={tmp_path / 'x.json'}", f"--extra={few}", "--seeds=2", "--table=bert"]
+    rates = dict.fromkeys(tables.TABLES["bert"].rows, [1e-3, 1e-2, 1e30])
+    with mock.patch.object(tables.TABLES["bert"], "tune", rates):
+        code, out, err = run("lab.experiments.compare", *flags)
+        again = run("lab.experiments.compare", *flags)[1]
     results, compared = json.loads((tmp_path / "x.json").read_text())["runs"], {}
-    for attention in ("softmax", "laser"):
-        error = {}
-        for rate in ("0.001", "0.01", "1e+30"):
-            tried = [results.pop(names.format(attention, rate, few, seed)) for seed in (101, 102)]
-            error[rate] = sum(next(iter(r.values()), 9) for r in tried)
+    assert code == 0 and len(results) == 2 * 2 * 3 + 2 * 2 and rows(again) == rows(out) and "seed 1" not in again, err
+    for row, cells in zip(rates, rows(out), strict=True):
+        name = f"bert, {row}, rate {{:g}}, {few}, seed {{}}"
+        tried = {rate: [results[name.format(rate, n)] for n in (101, 102)] for rate in rates[row]}
+        error = {rate: sum(r["error of hidden tokens"] if "loss" in r else 9 for r in x) for rate, x in tried.items()}
         best = min(error, key=error.get)
-        compared[attention] = [results.pop(names.format(attention, best, few, seed))["loss"] for seed in (1, 2)]
-        (row,) = (row for row in rows(out) if row[1] == attention and row[3] == "loss")
-        assert error["1e+30"] == 18 and row[2] == best
-        assert row[5].startswith(f"{statistics.mean(compared[attention]):.3f} (")
-    changes = [a - b for a, b in zip(compared["laser"], compared["softmax"], strict=True)]
-    assert not results and row[6].strip("*").startswith(f"{statistics.mean(changes):+.3f} (")
-    again = run("lab.experiments.other_models", *flags, "--rates=1e-3,1e-2,1e30")[1]
-    assert rows(again) == rows(out) and len(made) == 16
-    for wrong, says in (("--only=bart", "'bart' is not one of bert; vit;"), ("--rates=1,x", "must be positive numbers"),
-                        ("--extra=--heads=SSSSSSSS", "heads='SSSSSSSS' is too long")):  # fmt: skip
-        code, _, err = run("lab.experiments.other_models", *flags, wrong)
-        assert code == 2 and says in err, err
+        compared[row] = [results[name.format(best, n)]["val"] for n in (1, 2)]
+        assert error[1e30] == 18 and f"--learning_rate={best:g}" in cells[1]
+        assert cells[2].startswith(f"{statistics.mean(compared[row]):.3f} (")
+    code, _, err = run("lab.experiments.compare", *flags, "--extra=--heads=SSSSSSSS")
+    assert code == 2 and "heads='SSSSSSSS' is too long" in err
 
 
 def test_the_table_of_choices_has_the_experiments_rows():

@@ -38,7 +38,7 @@ def test_help(run, script):
     *(f"compare --table={name} --what=show" for name in TABLES if name != "choices"),
     "beta_post --what=show", "endings --what=show", "endless --what=show", "jacobians", "laser --what=show",
     "lecture --what=show", "local_dependencies --what=sweep,full,show", "long_short --what=show",
-    "other_models --what=show", "recall", "recall --scale=long --tasks=pairs --out=lab/experiments/recall_long.json",
+    "recall", "recall --scale=long --tasks=pairs --out=lab/experiments/recall_long.json",
 ])  # fmt: skip
 def test_results_are_what_the_experiments_have(command, run, tmp_path):
     """Each row of a table that an experiment prints of its JSON file stands on the page."""
