@@ -22,7 +22,7 @@ import statistics
 
 import torch
 
-from attention.scores import distances
+from attention.scores import visible
 from configurator import at_least_one, names
 from lab.experiments.results import check_writable, difference, drawing, measured, show_table, start
 
@@ -45,8 +45,8 @@ SWEEP = [(500, d, 0.1) for d in (5, 10, 25, 50)] + [(250, 25, 0.1), (1000, 25, 0
 
 def target(n: int) -> torch.Tensor:
     """(n, n): p_ij is 1 with probability 1/2 where 0 < i - j <= BAND, else 0; rows that have any sum to 1."""
-    distance = distances(n, n, torch.device("cpu"))
-    p = (torch.rand(n, n) < 0.5) & (distance > 0) & (distance <= BAND)
+    p = torch.rand(n, n) < 0.5
+    p = p & visible(p, p, BAND) & ~torch.eye(n, dtype=torch.bool)
     return p / p.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -60,11 +60,8 @@ def pieces(p: torch.Tensor, window: int | None, rows: int = 125) -> list[tuple]:
     for i in range(0, n, rows):
         at = slice(i, min(n, i + rows))
         keys = slice(0 if window is None else max(0, i - window), at.stop)
-        distance = distances(at.stop - at.start, at.stop - keys.start, p.device)
-        hidden = (distance < 0) if window is None else (distance < 0) | (distance > window)
-        mask = torch.zeros(hidden.shape, device=p.device, dtype=p.dtype).masked_fill(hidden, -torch.inf)
-        some = p[at].sum(-1, keepdim=True) > 0
-        found.append((at, keys, mask, p[at, keys].where(some, torch.nan)))
+        mask = torch.zeros_like(p[at, keys]).masked_fill(~visible(p[at], p[keys], window), -torch.inf)
+        found.append((at, keys, mask, p[at, keys].where(p[at].any(-1, keepdim=True), torch.nan)))
     return found
 
 
@@ -89,31 +86,22 @@ def gradients(q: torch.Tensor, k: torch.Tensor, task: list[tuple]) -> tuple[torc
     return missed, dq, dk
 
 
-@torch.no_grad()
-def scores(q: torch.Tensor, k: torch.Tensor, task: list[tuple]) -> torch.Tensor:
-    """q k^T (n, n), and -inf where a row does not see a key."""
-    s = torch.full((len(q), len(q)), -torch.inf, device=q.device, dtype=q.dtype)
-    for rows, keys, mask, _ in task:
-        s[rows, keys] = torch.addmm(mask, q[rows], k[keys].T)
-    return s
-
-
 def fit(n: int, d: int, init: float, kind: str, rate: float, seed: int, steps: int) -> dict:
     """Fits q and k. The numbers of 20 steps and of the last one, and the rank at the end."""
     torch.manual_seed(seed)
     p = target(n).to(device)
     q, k = (torch.nn.Parameter((init * torch.randn(n, d)).to(device)) for _ in range(2))
-    task, size = pieces(p, KINDS[kind]), p.square().sum().item()
+    task, size, hidden = pieces(p, KINDS[kind]), p.square().sum().item(), ~visible(p, p, KINDS[kind])
     adam, found = torch.optim.Adam((q, k), lr=rate, fused=device != "mps"), {"step": [], "missed": [], "largest": []}
     for step in range(steps + 1):
         missed, q.grad, k.grad = gradients(q, k, task)
         if step % max(1, steps // 20) == 0:
-            s = scores(q, k, task)
-            largest = s.masked_fill(s == -torch.inf, 0).abs().max().item()
+            s = (q @ k.T).detach()
+            largest = s.masked_fill(hidden, 0).abs().max().item()
             for key, x in (("step", step), ("missed", missed.item() / size), ("largest", largest)):
                 found[key].append(x)
         adam.step()
-    values = torch.linalg.svdvals(scores(q, k, task).softmax(-1))
+    values = torch.linalg.svdvals((q @ k.T).detach().masked_fill(hidden, -torch.inf).softmax(-1))
     return found | {"rank": int((values > 0.01 * values[0]).sum())}
 
 

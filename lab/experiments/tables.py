@@ -88,9 +88,7 @@ SPEEDRUN = {  # one choice of the config changed in each row
 }
 SPEEDRUN_MORE = {  # what the config does not choose; and as many steps as take a larger model's time
     "speedrun": {},
-    "430 steps": {"max_iters": 430, "lr_decay_iters": 430},
-    "540 steps": {"max_iters": 540, "lr_decay_iters": 540},
-    "590 steps": {"max_iters": 590, "lr_decay_iters": 590},
+    **{f"{n} steps": {"max_iters": n, "lr_decay_iters": n} for n in (430, 540, 590)},
     "logit_softcap 15": {"logit_softcap": 15},
     "bias": {"bias": True},
     "rmsnorm": {"norm": "rmsnorm"},
