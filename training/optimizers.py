@@ -105,8 +105,12 @@ def adamw(params: list, s: Settings) -> torch.optim.AdamW:
 
 
 def nadamw(params: list, s: Settings) -> torch.optim.NAdam:
-    """Adam with Nesterov's momentum (Dozat 2016), and decoupled weight decay as in AdamW."""
-    return torch.optim.NAdam(by_decay(params, s), lr=s.lr, betas=s.betas, eps=s.eps, decoupled_weight_decay=True)
+    """AdamW with Nesterov's momentum (Dozat 2016), which is always beta1, as in optax.nadamw.
+
+    PyTorch's NAdam begins with half of beta1. An infinite momentum_decay makes it beta1 from the first step on.
+    """
+    own = {"momentum_decay": math.inf, "decoupled_weight_decay": True}
+    return torch.optim.NAdam(by_decay(params, s), lr=s.lr, betas=s.betas, eps=s.eps, **own)
 
 
 def muon(model: torch.nn.Module, s: Settings) -> list[torch.optim.Optimizer]:
