@@ -4,8 +4,7 @@
     python eval.py --init_from=gpt2 --dataset=shakespeare
     torchrun --standalone --nproc_per_node=4 eval.py --out_dir=out --split=test
 
-Every token except the first is predicted once, from at least block_size - stride tokens before it (at the start of
-the split, from fewer).
+Every token except the first is predicted once, from at least block_size - stride tokens (at the start, from fewer).
 
 Loss and perplexity per token compare models with the same tokenizer. Perplexity per word (Rae et al. 2020) and bits per
 byte divide the same sum of -log p by the number of words or bytes of the text. So they also compare models with

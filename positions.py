@@ -223,8 +223,7 @@ class T5(Scheme):
         for name, definition in definitions.items():
             yield (takes(definition, "fade"),
                    f"position='t5' adds a number to scores, so that far keys can weigh less. In {name} a low score is "
-                   f"no small weight, but a negative or a large one: use alibi, rope, relative, learned, sinusoidal "
-                   f"or none")  # fmt: skip
+                   f"no small weight, but a negative or a large one: use alibi, rope or relative")  # fmt: skip
 
     def forward(self, q, k, group, past):
         end = past + q.shape[-2]

@@ -29,6 +29,12 @@ def test_names_order_and_first_weights(kind):
         assert p.double().sum().item() == pytest.approx(before["initial"][name], rel=1e-6, abs=1e-6), name
 
 
+def test_g_of_qk_norm_l2():
+    """Version 1 of the format has sqrt(D) g in its place; D is 4 here."""
+    path, name = os.path.join(FOLDER, "differential.pt"), "transformer.h.0.attn.q_norm.scale"
+    assert checkpoint.load(path)["model"][name] == torch.load(path, weights_only=True)["model"][name] / 2
+
+
 @kinds
 def test_a_run_goes_on(kind, run, data, tmp_path):
     os.makedirs(tmp_path / "out")

@@ -105,10 +105,7 @@ def adamw(params: list, s: Settings) -> torch.optim.AdamW:
 
 
 def nadamw(params: list, s: Settings) -> torch.optim.NAdam:
-    """AdamW with Nesterov's momentum (Dozat 2016), which is always beta1, as in optax.nadamw.
-
-    PyTorch's NAdam begins with half of beta1. An infinite momentum_decay makes it beta1 from the first step on.
-    """
+    """AdamW with Nesterov's momentum (Dozat 2016); as in optax.nadamw it is always beta1: its schedule ends at once."""
     own = {"momentum_decay": math.inf, "decoupled_weight_decay": True}
     return torch.optim.NAdam(by_decay(params, s), lr=s.lr, betas=s.betas, eps=s.eps, **own)
 
