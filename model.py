@@ -2,8 +2,7 @@
 
 First the attentions: each is a function of scores, a few lines. Then GPTConfig, with every choice, and GPT-2, built
 from these choices: CausalSelfAttention, MLP, Block, GPT. A new attention is one function and one line in ATTENTION.
-To save time and memory, a GPT runs fast forms of these functions (attention/forms.py): other code that computes the
-same. If you edit a function here, your code runs.
+A GPT runs faster forms of these functions (attention/forms.py). If you edit a function here, your own code runs.
 
 Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary.
 """
@@ -154,9 +153,8 @@ class CausalSelfAttention(nn.Module):
 
     A short head sees its own token and the `window` tokens before it (LS-attention: "Short-Range Dependency Effects
     on Transformer Instability and a Decomposed Attention Solution").
-    Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value V twice as wide, and
-    y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with one lambda per layer and an RMSNorm per pair. LASER takes
-    the log of each A V before the difference.
+    Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value V twice as wide, a layer has one lambda,
+    and y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), an RMSNorm per pair. LASER takes the log of each A V.
     """
 
     def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
@@ -167,8 +165,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(H * D, C, bias=c.bias)
         self.resid_dropout = nn.Dropout(c.dropout)
         self.q_norm, self.k_norm = QK_NORM[c.qk_norm](c, D)
-        # softplus(p) is 1 at the start (LASER, section 4: softmax(Q diag(softplus(p)) K^T / sqrt(d)))
-        p = torch.full((D,), math.log(math.e - 1))
+        p = torch.full((D,), math.log(math.e - 1))  # q softplus(p), which is q at the start (LASER, section 4)
         self.per_dim_temperature = nn.Parameter(p) if c.per_dim_temperature else None
         self.conv = ShortConv((H + 2 * G) * D, c.conv) if c.conv else None
         self.decay = DECAY[c.decay](c)
@@ -203,8 +200,9 @@ class CausalSelfAttention(nn.Module):
         q = self.q_norm(q.view(B, T, H, D).transpose(1, 2))  # (B, H, T, D)
         k = self.k_norm(k.view(B, T, G, D).transpose(1, 2))  # (B, G, T, D)
         v = v.view(B, T, -1, self.n_map * D).transpose(1, 2)  # (B, G, T, D); differential: (B, G / 2, T, 2 D)
-        if self.per_dim_temperature is not None:
-            q = q * F.softplus(self.per_dim_temperature)
+        p, after_rope = self.per_dim_temperature, getattr(self.position, "rotates", False)
+        if p is not None and not after_rope:
+            q = q * F.softplus(p)
         past = 0 if context is None else context.length
         y = []
         for group in self.calls if context is None and self.probe is None else self.groups:
@@ -213,6 +211,8 @@ class CausalSelfAttention(nn.Module):
             for scheme in group.schemes:
                 q_part, k_part, more = scheme(q_part, k_part, group, past)
                 settings |= more
+            if p is not None and after_rope:  # the dimensions of a decay, before the D own ones, stay as they are
+                q_part = q_part * F.pad(F.softplus(p), (q_part.shape[-1] - D, 0), value=1.0)
             q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)  # norms and rotations give float32
             core = group.core if self.probe is None else probed(self, group)
             if context is not None:

@@ -63,6 +63,7 @@ class Scheme(nn.Module):
     biased = False  # whether it gives a bias: n^2 numbers, and a cache keeps all keys and values
     shared = False  # whether all layers share one module
     endless = False  # whether it knows positions past block_size
+    rotates = False  # whether it turns q and k: then a temperature per dimension comes after it, else before it
     extra = 0  # dimensions that it adds to q and k
     defaults: dict = {}  # the fields of GPTConfig that it alone uses, and what None stands for in them
 
@@ -79,7 +80,7 @@ class RoPE(Scheme):
     d and d + D/2: the same model, with the rows of the projections in another order.
     """
 
-    shared, endless, defaults = True, True, {"rope_base": 10000.0}
+    shared, endless, rotates, defaults = True, True, True, {"rope_base": 10000.0}
 
     def __init__(self, c):
         super().__init__()
@@ -100,13 +101,12 @@ class RoPE(Scheme):
     def forward(self, q, k, group, past):
         end = past + q.shape[-2]
         turn = self.turn[past:end] if end <= len(self.turn) else self.turn_at(torch.arange(past, end, device=q.device))
-        turn = at_least_float32(turn)
         return rotate(q, turn), rotate(k, turn), {}
 
 
 def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     """x (B, H, T, D) with each pair of dimensions, as a complex number, multiplied by cos + i sin."""
-    x = at_least_float32(x).unflatten(-1, (-1, 2))
+    x, turn = at_least_float32(x).unflatten(-1, (-1, 2)), at_least_float32(turn)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():  # one pass; torch.compile needs real numbers
         return torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(turn)).flatten(-2)
     (a, b), (cos, sin) = x.unbind(-1), turn.unbind(-1)

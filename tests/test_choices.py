@@ -200,7 +200,7 @@ SPANS = [
     {},
     {"heads": "SSLL", "window": 3, "differential": True, "n_kv_head": 2},
     {"heads": "SLLS/SSSL", "window": 5, "n_kv_head": 1},
-    {"heads": "SLLS/SSSL", "window": 5, "nope_long": True},
+    {"heads": "SLLS/SSSL", "window": 5, "nope_long": True, "per_dim_temperature": True},
     {"heads": "SSLL", "window": 100},
 ]
 

@@ -77,7 +77,10 @@ def load(path: str, verify: bool = True, lazily: bool = False) -> dict:
     args = state["model_args"].items()  # in earlier versions beta_squared was beta2, and norms had a field for biases
     state["model_args"] = {k: "beta_squared" if v == "beta2" else v for k, v in args if k != "norm_bias"}
     if version == 1:  # with qk_norm=l2 it has sqrt(D) g in the place of g; Adam's moments of that stay as they are
-        D = state["model_args"].get("head_dim") or state["model_args"]["n_embd"] // state["model_args"]["n_head"]
+        c = state["model_args"]
+        if c.get("per_dim_temperature") and c.get("position") == "rope":
+            raise UserError(f"{path} has per_dim_temperature before RoPE. Now it comes after it: train the model anew")
+        D = c.get("head_dim") or c["n_embd"] // c["n_head"]
         g = {k: x / D**0.5 for k, x in state["model"].items() if k.endswith("attn.q_norm.scale")}
         state |= {"version": VERSION, "model": state["model"] | g}
     if "tokenizer" not in state:  # nanoGPT's own: names of a compiled model, buffers for masks, the exact GELU
@@ -118,12 +121,10 @@ def tokenizer_of(state: dict) -> tokenizers.Tokenizer:
     if "tokenizer" in state:
         return tokenizers.tokenizer(state["tokenizer"])
     vocab_size = state["model_args"]["vocab_size"]
-    try:
+    with contextlib.suppress(UserError):  # if the data set is not here
         meta = dataset.read_meta(dataset.folder_of(state["config"].get("dataset", "")))
-    except UserError:  # the data set is not here
-        meta = {"vocab_size": None}
-    if meta["vocab_size"] == vocab_size:
-        return tokenizers.tokenizer(meta["tokenizer"])
+        if meta["vocab_size"] == vocab_size:
+            return tokenizers.tokenizer(meta["tokenizer"])
     if vocab_size < tokenizers.GPT2_VOCAB_SIZE:
         raise UserError("this checkpoint names no tokenizer: prepare its data set in data/, which holds the tokenizer")
     return tokenizers.GPT2Tokenizer()

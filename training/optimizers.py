@@ -48,10 +48,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(g: torch.Tensor, steps: int) -> torch.Tensor:
-    """Nearly U V^T of a matrix g = U S V^T: the result's singular values are between 0.7 and 1.2.
-
-    A quintic Newton-Schulz iteration with Jordan's coefficients, in bfloat16 on a GPU, else in float32.
-    """
+    """Nearly U V^T of a matrix g = U S V^T (singular values 0.7 to 1.2): Jordan's quintic Newton-Schulz iteration."""
     x = g.bfloat16() if g.is_cuda else g.float()
     tall = g.shape[0] > g.shape[1]
     x = x.mT if tall else x
