@@ -98,6 +98,15 @@ def test_adamw_divides_by_the_root_plus_epsilon():
     torch.testing.assert_close(before - p.detach(), 0.1 * p.grad / (p.grad + 2.0))
 
 
+@pytest.mark.parametrize(("name", "own"), [("adamw", 1e-8), ("nadamw", 1e-8), ("lamb", 1e-6), ("muon", 1e-8)])
+def test_epsilon(name, own):
+    """The flag's or, without it, the optimizer's own; Muon itself has none."""
+    for given, eps in ((None, own), (0.0, 0.0), (1e-24, 1e-24)):
+        optimizers = OPTIMIZER[name](model(), Settings(0.1, (0.9, 0.99), 0.1, given))
+        groups = [group for o in optimizers if not isinstance(o, Muon) for group in o.param_groups]
+        assert groups and all(group["eps"] == eps for group in groups)
+
+
 @pytest.mark.parametrize("shape", [(32, 32), (96, 32), (32, 128)])
 def test_muon_is_torchs_in_float32(shape):
     ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))

@@ -83,6 +83,8 @@ def load(path: str, verify: bool = True, lazily: bool = False) -> dict:
         D = c.get("head_dim") or c["n_embd"] // c["n_head"]
         g = {k: x / D**0.5 for k, x in state["model"].items() if k.endswith("attn.q_norm.scale")}
         state |= {"version": VERSION, "model": state["model"] | g}
+        if state["config"].get("optimizer") == "lamb":  # which did not use the flag
+            state["config"]["adam_eps"] = None
     if "tokenizer" not in state:  # nanoGPT's own: names of a compiled model, buffers for masks, the exact GELU
         weights = {name.removeprefix("_orig_mod."): x for name, x in state["model"].items()}
         state["model"] = {name: x for name, x in weights.items() if not name.endswith(".attn.bias")}

@@ -14,7 +14,7 @@ class Settings:
     lr: float  # the schedule's largest learning rate, for AdamW, NAdamW or LAMB
     betas: tuple[float, float]  # of AdamW, NAdamW or LAMB
     weight_decay: float
-    eps: float = 1e-8  # AdamW and NAdamW divide by sqrt(v) + eps
+    eps: float | None = None  # AdamW, NAdamW and LAMB divide by sqrt(v) + eps; None: 1e-8, LAMB: 1e-6
     fused: bool = True  # one kernel for AdamW's step, on CUDA and CPU
     muon_lr: float = 0.02  # the schedule's largest learning rate, for Muon
     muon_beta: float = 0.95  # its momentum
@@ -93,18 +93,19 @@ class Lamb(torch.optim.Optimizer):
 def by_decay(params: list, settings: Settings) -> list[dict]:
     """Two groups of the parameters that are trained: matrices and embeddings are decayed, biases and norms are not."""
     params = [p for p in params if p.requires_grad]
-    decayed = {"params": [p for p in params if p.dim() >= 2], "weight_decay": settings.weight_decay}
-    return [decayed, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
+    eps = {} if settings.eps is None else {"eps": settings.eps}  # else each optimizer has its own
+    decayed = {"params": [p for p in params if p.dim() >= 2], "weight_decay": settings.weight_decay} | eps
+    return [decayed, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0} | eps]
 
 
 def adamw(params: list, s: Settings) -> torch.optim.AdamW:
-    return torch.optim.AdamW(by_decay(params, s), lr=s.lr, betas=s.betas, eps=s.eps, fused=s.fused)
+    return torch.optim.AdamW(by_decay(params, s), lr=s.lr, betas=s.betas, fused=s.fused)
 
 
 def nadamw(params: list, s: Settings) -> torch.optim.NAdam:
     """AdamW with Nesterov's momentum (Dozat 2016); as in optax.nadamw it is always beta1: its schedule ends at once."""
     own = {"momentum_decay": math.inf, "decoupled_weight_decay": True}
-    return torch.optim.NAdam(by_decay(params, s), lr=s.lr, betas=s.betas, eps=s.eps, **own)
+    return torch.optim.NAdam(by_decay(params, s), lr=s.lr, betas=s.betas, **own)
 
 
 def muon(model: torch.nn.Module, s: Settings) -> list[torch.optim.Optimizer]:
