@@ -26,8 +26,8 @@ class Muon(torch.optim.Optimizer):
         m_t = mu m_t-1 + (1 - mu) g_t      u_t = orthogonal((1 - mu) g_t + mu m_t)
         w_t = (1 - lr weight_decay) w_t-1 - lr sqrt(max(1, rows / columns)) u_t
 
-    The same as torch.optim.Muon, but only a GPU orthogonalises in bfloat16: a CPU without bfloat16 units would take
-    four times as long as in float32.
+    As torch.optim.Muon, but only a GPU orthogonalises in bfloat16: a CPU without bfloat16 units would take four times
+    as long as in float32. A layer's queries, keys and values are one matrix (c_attn), which is orthogonalised as one.
     """
 
     def __init__(self, params, lr: float, weight_decay: float = 0.1, momentum: float = 0.95, steps: int = 5):
@@ -66,7 +66,8 @@ class Lamb(torch.optim.Optimizer):
         r_t = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t)) + eps)      u_t = r_t + weight_decay w_t-1
         w_t = w_t-1 - lr phi(||w_t-1||) / ||u_t|| u_t
 
-    The paper leaves phi open; here phi(z) = z. Each norm is of a whole parameter; if one is 0, their ratio is 1.
+    The paper leaves phi open; here phi(z) = z. Each norm is of a whole parameter; if one is 0, their ratio is 1. A
+    layer's queries, keys and values are one parameter (c_attn), with one ratio.
     """
 
     def __init__(self, params, lr: float, betas: tuple = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-6):
