@@ -32,7 +32,7 @@ which: Literal["best", "latest"] = "best"  # the checkpoint with the lowest vali
 dataset: str | None = None  # the data set: a folder in data/; None: the one that the model was trained on
 split: Literal["train", "val", "test"] = "val"  # the part of the data set
 # How much text does the model see at once?
-block_size: int | None = None  # tokens per window, at most as many as in training; None: as many as in training
+block_size: int | None = None  # tokens per window; None: as in training; more only if the positions are not learned
 stride: int | None = None  # tokens from the start of a window to the start of the next one; None: half of block_size
 # What does it run on?
 batch_size = 4  # windows that are computed together

@@ -380,13 +380,13 @@ class GPT(nn.Module):
         return Cache([group for block in self.transformer.h for group in block.attn.groups], capacity)
 
     def crop_block_size(self, block_size: int) -> None:
-        """Shortens the context, for fine-tuning a model at a smaller one. Raises UserError for a larger one."""
-        if not 1 <= block_size <= (most := self.config.block_size):
-            raise UserError(f"block_size={block_size} is below 1 or larger than the model's {most}")
+        """Shortens the context or, if the positions are not learned, lengthens it. Raises UserError where it cannot."""
+        if (block_size > (most := self.config.block_size) and self.config.position == "learned") or block_size < 1:
+            raise UserError(f"block_size={block_size} is below 1 or larger than the model's {most} learned positions")
         self.config.window = self.config.resolved().window  # its default depends on block_size
         self.config.block_size = block_size
         if "wpe" in self.transformer:
-            self.transformer.wpe.crop(block_size)
+            self.transformer.wpe.resize(block_size)
 
     @classmethod
     def from_pretrained(cls, name: str, override_args: dict | None = None) -> "GPT":
