@@ -382,7 +382,7 @@ class GPT(nn.Module):
     def crop_block_size(self, block_size: int) -> None:
         """Shortens the context or, if the positions are not learned, lengthens it. Raises UserError where it cannot."""
         if (block_size > (most := self.config.block_size) and self.config.position == "learned") or block_size < 1:
-            raise UserError(f"block_size={block_size} is below 1 or larger than the model's {most} learned positions")
+            raise UserError(f"block_size={block_size} is below 1 or, if positions are learned, above {most}")
         self.config.window = self.config.resolved().window  # its default depends on block_size
         self.config.block_size = block_size
         if "wpe" in self.transformer:

@@ -408,7 +408,7 @@ def test_a_longer_context_is_that_of_a_model_built_with_it(position):
     choices = {"position": position, "heads": "SSSL", "window": 30}
     gpt, long, x = shaken(config(**choices)), GPT(config(**choices, block_size=4 * T)).eval(), tokens(n=4 * T)
     if position == "learned":
-        with pytest.raises(ValueError, match=f"block_size={4 * T} .* the model's {T} learned positions"):
+        with pytest.raises(ValueError, match=f"block_size={4 * T} is below 1 or, if positions are learned, above {T}"):
             gpt.crop_block_size(4 * T)
         return
     long.load_state_dict(gpt.state_dict())

@@ -128,7 +128,7 @@ def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
     for flags, says in (
         ((f"--out_dir={tmp_path / 'none'}",), "there is no checkpoint"),
         ((out, "--stride=0"), "stride=0 must be between 1 and block_size=32"),
-        ((out, "--block_size=64"), "larger than the model's"),
+        ((out, "--block_size=64"), "if positions are learned, above 32"),
         ((out, "--batch_size=0"), "must be at least 1"),
         ((out, "--split=test"), "has no split 'test', but train, val"),
         ((out, f"--dataset={tmp_path / 'other'}"), "this model has another one (char, "),
