@@ -100,7 +100,7 @@ class GPTConfig:
     differential: bool = False  # heads work in pairs: the first one's weights minus lambda times the second one's
     qk_norm: str = "none"  # the norm of queries and keys, before their product: a name in choices.QK_NORM
     temperature: float = 1.0  # the attention scores are divided by this number
-    per_dim_temperature: bool = False  # each dimension of the queries is multiplied by a learned number, softplus(p)
+    per_dim_temperature: bool = False  # each dimension of the queries, after RoPE, times a learned softplus(p)
     conv: int = 0  # width of a short convolution over time, added to q, k and v: 4 is usual; 0: none
     # How does the model know the order of the tokens?
     position: str = "learned"  # a name in positions.POSITION

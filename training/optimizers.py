@@ -104,8 +104,8 @@ def adamw(params: list, s: Settings) -> torch.optim.AdamW:
 
 
 def nadamw(params: list, s: Settings) -> torch.optim.NAdam:
-    """AdamW with Nesterov's momentum (Dozat 2016); as in optax.nadamw it is always beta1: its schedule ends at once."""
-    own = {"momentum_decay": math.inf, "decoupled_weight_decay": True}
+    """AdamW with Nesterov's momentum (Dozat 2016), which is beta1 from the first step to the last, as in optax."""
+    own = {"momentum_decay": math.inf, "decoupled_weight_decay": True}  # beta1 (1 - 0.96^(t inf) / 2) is beta1
     return torch.optim.NAdam(by_decay(params, s), lr=s.lr, betas=s.betas, **own)
 
 
