@@ -48,7 +48,7 @@ WHERE: dict[str, tuple[bool, bool, bool]] = {
 
 
 class L2Norm(nn.Module):
-    """x / ||x||_2, times a learned scale that starts at `scale`, if given."""
+    """x / ||x||_2 or, if a scale is given, g sqrt(D) x / ||x||_2 with a learned g that starts at this scale."""
 
     def __init__(self, scale: float | None = None):
         super().__init__()
@@ -56,7 +56,7 @@ class L2Norm(nn.Module):
 
     def forward(self, x):
         x = F.normalize(at_least_float32(x), dim=-1)
-        return x if self.scale is None else self.scale * x
+        return x if self.scale is None else self.scale * x.shape[-1] ** 0.5 * x
 
 
 # f(c, D) -> (the module for a layer's queries, the module for its keys)
@@ -64,8 +64,8 @@ QK_NORM: dict[str, Callable] = {
     "none": lambda c, D: (nn.Identity(), nn.Identity()),
     "layernorm": lambda c, D: (NORM["layernorm"](c, D), NORM["layernorm"](c, D)),  # LASER, section 4
     "rmsnorm": lambda c, D: (NORM["rmsnorm"](c, D), NORM["rmsnorm"](c, D)),
-    # s = g q k: D**0.5 cancels the factor 1 / sqrt(D). g starts at log2(T^2 - T) (Henry et al. 2020, section 3.1)
-    "l2": lambda c, D: (L2Norm(D**0.5 * math.log2(max(2, c.block_size**2 - c.block_size))), L2Norm()),
+    # s = g q k: sqrt(D) cancels the factor 1 / sqrt(D). g starts at log2(T^2 - T) (Henry et al. 2020, section 3.1)
+    "l2": lambda c, D: (L2Norm(math.log2(max(2, c.block_size**2 - c.block_size))), L2Norm()),
 }
 
 # -----------------------------------------------------------------------------

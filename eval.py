@@ -4,8 +4,7 @@
     python eval.py --init_from=gpt2 --dataset=shakespeare
     torchrun --standalone --nproc_per_node=4 eval.py --out_dir=out --split=test
 
-Every token except the first is predicted once, from at least block_size - stride tokens before it (at the start of
-the split, from fewer).
+Every token except the first is predicted once, from at least block_size - stride tokens (at the start, from fewer).
 
 Loss and perplexity per token compare models with the same tokenizer. Perplexity per word (Rae et al. 2020) and bits per
 byte divide the same sum of -log p by the number of words or bytes of the text. So they also compare models with
@@ -33,7 +32,7 @@ which: Literal["best", "latest"] = "best"  # the checkpoint with the lowest vali
 dataset: str | None = None  # the data set: a folder in data/; None: the one that the model was trained on
 split: Literal["train", "val", "test"] = "val"  # the part of the data set
 # How much text does the model see at once?
-block_size: int | None = None  # tokens per window, at most as many as in training; None: as many as in training
+block_size: int | None = None  # tokens per window; None: as in training; more only if the positions are not learned
 stride: int | None = None  # tokens from the start of a window to the start of the next one; None: half of block_size
 # What does it run on?
 batch_size = 4  # windows that are computed together

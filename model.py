@@ -2,8 +2,7 @@
 
 First the attentions: each is a function of scores, a few lines. Then GPTConfig, with every choice, and GPT-2, built
 from these choices: CausalSelfAttention, MLP, Block, GPT. A new attention is one function and one line in ATTENTION.
-To save time and memory, a GPT runs fast forms of these functions (attention/forms.py): other code that computes the
-same. If you edit a function here, your code runs.
+A GPT runs faster forms of these functions (attention/forms.py). If you edit a function here, your own code runs.
 
 Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary.
 """
@@ -101,7 +100,7 @@ class GPTConfig:
     differential: bool = False  # heads work in pairs: the first one's weights minus lambda times the second one's
     qk_norm: str = "none"  # the norm of queries and keys, before their product: a name in choices.QK_NORM
     temperature: float = 1.0  # the attention scores are divided by this number
-    per_dim_temperature: bool = False  # each dimension of the queries is multiplied by a learned number, softplus(p)
+    per_dim_temperature: bool = False  # each dimension of the queries, after RoPE, times a learned softplus(p)
     conv: int = 0  # width of a short convolution over time, added to q, k and v: 4 is usual; 0: none
     # How does the model know the order of the tokens?
     position: str = "learned"  # a name in positions.POSITION
@@ -154,9 +153,8 @@ class CausalSelfAttention(nn.Module):
 
     A short head sees its own token and the `window` tokens before it (LS-attention: "Short-Range Dependency Effects
     on Transformer Instability and a Decomposed Attention Solution").
-    Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value V twice as wide, and
-    y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with one lambda per layer and an RMSNorm per pair. LASER takes
-    the log of each A V before the difference.
+    Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value V twice as wide, a layer has one lambda,
+    and y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), an RMSNorm per pair. LASER takes the log of each A V.
     """
 
     def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
@@ -167,8 +165,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(H * D, C, bias=c.bias)
         self.resid_dropout = nn.Dropout(c.dropout)
         self.q_norm, self.k_norm = QK_NORM[c.qk_norm](c, D)
-        # softplus(p) is 1 at the start (LASER, section 4: softmax(Q diag(softplus(p)) K^T / sqrt(d)))
-        p = torch.full((D,), math.log(math.e - 1))
+        p = torch.full((D,), math.log(math.e - 1))  # q softplus(p), which is q at the start (LASER, section 4)
         self.per_dim_temperature = nn.Parameter(p) if c.per_dim_temperature else None
         self.conv = ShortConv((H + 2 * G) * D, c.conv) if c.conv else None
         self.decay = DECAY[c.decay](c)
@@ -203,8 +200,9 @@ class CausalSelfAttention(nn.Module):
         q = self.q_norm(q.view(B, T, H, D).transpose(1, 2))  # (B, H, T, D)
         k = self.k_norm(k.view(B, T, G, D).transpose(1, 2))  # (B, G, T, D)
         v = v.view(B, T, -1, self.n_map * D).transpose(1, 2)  # (B, G, T, D); differential: (B, G / 2, T, 2 D)
-        if self.per_dim_temperature is not None:
-            q = q * F.softplus(self.per_dim_temperature)
+        p, after_rope = self.per_dim_temperature, getattr(self.position, "rotates", False)
+        if p is not None and not after_rope:
+            q = q * F.softplus(p)
         past = 0 if context is None else context.length
         y = []
         for group in self.calls if context is None and self.probe is None else self.groups:
@@ -213,6 +211,8 @@ class CausalSelfAttention(nn.Module):
             for scheme in group.schemes:
                 q_part, k_part, more = scheme(q_part, k_part, group, past)
                 settings |= more
+            if p is not None and after_rope:  # the dimensions of a decay, before the D own ones, stay as they are
+                q_part = q_part * F.pad(F.softplus(p), (q_part.shape[-1] - D, 0), value=1.0)
             q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)  # norms and rotations give float32
             core = group.core if self.probe is None else probed(self, group)
             if context is not None:
@@ -380,13 +380,13 @@ class GPT(nn.Module):
         return Cache([group for block in self.transformer.h for group in block.attn.groups], capacity)
 
     def crop_block_size(self, block_size: int) -> None:
-        """Shortens the context, for fine-tuning a model at a smaller one. Raises UserError for a larger one."""
-        if not 1 <= block_size <= (most := self.config.block_size):
-            raise UserError(f"block_size={block_size} is below 1 or larger than the model's {most}")
+        """Shortens the context or, if the positions are not learned, lengthens it. Raises UserError where it cannot."""
+        if (block_size > (most := self.config.block_size) and self.config.position == "learned") or block_size < 1:
+            raise UserError(f"block_size={block_size} is below 1 or, if positions are learned, above {most}")
         self.config.window = self.config.resolved().window  # its default depends on block_size
         self.config.block_size = block_size
         if "wpe" in self.transformer:
-            self.transformer.wpe.crop(block_size)
+            self.transformer.wpe.resize(block_size)
 
     @classmethod
     def from_pretrained(cls, name: str, override_args: dict | None = None) -> "GPT":

@@ -25,7 +25,7 @@ class Learned(nn.Embedding):
     def __init__(self, c):
         super().__init__(c.block_size, c.n_embd)
 
-    def crop(self, block_size: int) -> None:
+    def resize(self, block_size: int) -> None:
         self.weight = nn.Parameter(self.weight[:block_size])
 
 
@@ -38,16 +38,17 @@ class Sinusoids(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.embedding_scale = c.n_embd**0.5
-        rate = 10000.0 ** (-torch.arange(0, c.n_embd, 2, dtype=torch.float64) / c.n_embd)
-        angle = torch.outer(torch.arange(c.block_size, dtype=torch.float64), rate)
-        table = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1)
-        self.register_buffer("table", table.float(), persistent=False)
+        self.register_buffer("table", torch.empty(0, c.n_embd), persistent=False)
+        self.resize(c.block_size)
 
     def forward(self, pos):
         return self.table[pos]
 
-    def crop(self, block_size: int) -> None:
-        self.table = self.table[:block_size]
+    def resize(self, block_size: int) -> None:
+        C = self.table.shape[1]
+        rate = 10000.0 ** (-torch.arange(0, C, 2, dtype=torch.float64) / C)
+        angle = torch.outer(torch.arange(block_size, dtype=torch.float64), rate)
+        self.table = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).to(self.table)
 
 
 # -----------------------------------------------------------------------------
@@ -62,7 +63,8 @@ class Scheme(nn.Module):
 
     biased = False  # whether it gives a bias: n^2 numbers, and a cache keeps all keys and values
     shared = False  # whether all layers share one module
-    endless = False  # whether it knows positions past block_size
+    endless = False  # whether a text may go on without end, at a constant cost for each token
+    rotates = False  # whether it turns q and k: then a temperature per dimension comes after it, else before it
     extra = 0  # dimensions that it adds to q and k
     defaults: dict = {}  # the fields of GPTConfig that it alone uses, and what None stands for in them
 
@@ -79,7 +81,7 @@ class RoPE(Scheme):
     d and d + D/2: the same model, with the rows of the projections in another order.
     """
 
-    shared, endless, defaults = True, True, {"rope_base": 10000.0}
+    shared, endless, rotates, defaults = True, True, True, {"rope_base": 10000.0}
 
     def __init__(self, c):
         super().__init__()
@@ -100,13 +102,12 @@ class RoPE(Scheme):
     def forward(self, q, k, group, past):
         end = past + q.shape[-2]
         turn = self.turn[past:end] if end <= len(self.turn) else self.turn_at(torch.arange(past, end, device=q.device))
-        turn = at_least_float32(turn)
         return rotate(q, turn), rotate(k, turn), {}
 
 
 def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
     """x (B, H, T, D) with each pair of dimensions, as a complex number, multiplied by cos + i sin."""
-    x = at_least_float32(x).unflatten(-1, (-1, 2))
+    x, turn = at_least_float32(x).unflatten(-1, (-1, 2)), at_least_float32(turn)
     if x.device.type == "cpu" and not torch.compiler.is_compiling():  # one pass; torch.compile needs real numbers
         return torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(turn)).flatten(-2)
     (a, b), (cos, sin) = x.unbind(-1), turn.unbind(-1)
@@ -213,7 +214,7 @@ class T5(Scheme):
     def __init__(self, c):
         super().__init__()
         self.table = nn.Embedding(self.buckets, c.n_head)
-        self.register_buffer("bucket", t5_bucket(torch.arange(c.block_size), c.max_distance), persistent=False)
+        self.register_buffer("bucket", t5_bucket(torch.arange(c.max_distance + 1), c.max_distance), persistent=False)
 
     @staticmethod
     def refuses(c, definitions):
@@ -223,12 +224,12 @@ class T5(Scheme):
         for name, definition in definitions.items():
             yield (takes(definition, "fade"),
                    f"position='t5' adds a number to scores, so that far keys can weigh less. In {name} a low score is "
-                   f"no small weight, but a negative or a large one: use alibi, rope, relative, learned, sinusoidal "
-                   f"or none")  # fmt: skip
+                   f"no small weight, but a negative or a large one: use alibi, rope or relative")  # fmt: skip
 
     def forward(self, q, k, group, past):
         end = past + q.shape[-2]
-        by_distance = self.table(self.bucket[:end]).T[group.q]  # (H, past + T)
+        bucket = self.bucket[torch.arange(end, device=q.device).clamp(max=len(self.bucket) - 1)]
+        by_distance = self.table(bucket).T[group.q]  # (H, past + T)
         return q, k, {"bias": by_distance[None, :, distances(q.shape[-2], end, q.device).clamp(min=0)]}
 
 

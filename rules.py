@@ -1,8 +1,7 @@
 """What None stands for in a GPTConfig, and which of its choices go together.
 
 with_defaults() fills in the defaults. check() raises UserError where choices do not go together. A rule is one
-statement: `yield (whether it is broken, the message)`. `c` is a model.GPTConfig as the user gave it, ATTENTION is the
-table of model.py.
+statement: `yield (whether it is broken, the message)`. `c` is a model.GPTConfig as the user gave it.
 """
 
 import math

@@ -50,7 +50,7 @@ optimizer: Literal[*OPTIMIZER] = "adamw"  # muon trains the matrices of the bloc
 weight_decay = 1e-1  # weight decay of matrices and embeddings; biases and norms have none
 beta1 = 0.9  # AdamW, NAdamW and LAMB: decay rate of the mean of the gradients
 beta2 = 0.95  # AdamW, NAdamW and LAMB: decay rate of the mean of the squared gradients
-adam_eps = 1e-8  # AdamW and NAdamW divide by the root of that mean plus this number
+adam_eps: float | None = None  # AdamW, NAdamW, LAMB: is added to that mean's root, a divisor; None: 1e-8, LAMB 1e-6
 muon_beta = 0.95  # Muon: its momentum
 grad_clip = 1.0  # a gradient with a larger norm is scaled down to this norm; 0.0: never
 # How does the learning rate change?

@@ -1,8 +1,7 @@
 """The cache of decoding: what a model keeps of the tokens that it has seen.
 
 Long heads keep all keys and values, short heads only the last window + 1. Long heads of beta and beta_squared keep
-running sums instead, if these are smaller. A short convolution keeps its last inputs. GPT.new_cache() makes a Cache of
-all layers.
+running sums instead, if these are smaller. A short convolution keeps its last inputs. GPT.new_cache() makes a Cache.
 """
 
 import contextlib
@@ -91,7 +90,7 @@ def why_it_ends(model: torch.nn.Module) -> str | None:
             return f"long heads of attention={group.name!r} keep all keys and values"
     schemes = [scheme for group in groups for scheme in group.schemes]
     if "wpe" in model.transformer or not all(scheme.endless for scheme in schemes):
-        return f"position={model.config.position!r} knows no later positions"
+        return f"position={model.config.position!r} is not for endless texts"
     return None
 
 

@@ -29,6 +29,19 @@ def test_names_order_and_first_weights(kind):
         assert p.double().sum().item() == pytest.approx(before["initial"][name], rel=1e-6, abs=1e-6), name
 
 
+def test_version_1(tmp_path):
+    """It has sqrt(D) g in the place of g (D is 4 here), and a temperature per dimension came before RoPE."""
+    path, name = os.path.join(FOLDER, "differential.pt"), "transformer.h.0.attn.q_norm.scale"
+    state, saved = checkpoint.load(path), torch.load(path, weights_only=True)
+    assert state["model"][name] == saved["model"][name] / 2
+    new = str(tmp_path / "new.pt")
+    checkpoint.save(new, state)
+    assert checkpoint.load(new)["model"][name] == state["model"][name]  # version 2
+    checkpoint.save(new, saved | {"model_args": saved["model_args"] | {"position": "rope"}})
+    with pytest.raises(ValueError, match="has per_dim_temperature before RoPE"):
+        checkpoint.load(new)
+
+
 @kinds
 def test_a_run_goes_on(kind, run, data, tmp_path):
     os.makedirs(tmp_path / "out")

@@ -200,7 +200,7 @@ SPANS = [
     {},
     {"heads": "SSLL", "window": 3, "differential": True, "n_kv_head": 2},
     {"heads": "SLLS/SSSL", "window": 5, "n_kv_head": 1},
-    {"heads": "SLLS/SSSL", "window": 5, "nope_long": True},
+    {"heads": "SLLS/SSSL", "window": 5, "nope_long": True, "per_dim_temperature": True},
     {"heads": "SSLL", "window": 100},
 ]
 
@@ -401,6 +401,19 @@ def test_cropping_keeps_what_is_within(position):
     again = checkpoint.model_of({"model_args": vars(gpt.config), "model": gpt.state_dict()}).eval()
     torch.testing.assert_close(again(x, x)[0], before)
     assert gpt.generate(x, 5).shape == (2, 13)
+
+
+@pytest.mark.parametrize("position", POSITION)
+def test_a_longer_context_is_that_of_a_model_built_with_it(position):
+    choices = {"position": position, "heads": "SSSL", "window": 30}
+    gpt, long, x = shaken(config(**choices)), GPT(config(**choices, block_size=4 * T)).eval(), tokens(n=4 * T)
+    if position == "learned":
+        with pytest.raises(ValueError, match=f"block_size={4 * T} is below 1 or, if positions are learned, above {T}"):
+            gpt.crop_block_size(4 * T)
+        return
+    long.load_state_dict(gpt.state_dict())
+    gpt.crop_block_size(4 * T)
+    torch.testing.assert_close(gpt(x, x)[0], long(x, x)[0], rtol=0, atol=1e-6 if position != "alibi" else 1e-5)
 
 
 # -----------------------------------------------------------------------------

@@ -70,9 +70,9 @@ def test_the_cache_does_not_grow(choices):
             "attention='laser' keep",
         ),
         ({"attention": "beta", "position": "relative"}, "attention='beta' keep all"),  # its bias needs all keys
-        ({"attention": "beta"}, "position='learned' knows no later positions"),
-        ({"attention": "beta", "position": "sinusoidal"}, "position='sinusoidal' knows no later positions"),
-        ({"attention": "softmax", "heads": "S", "position": "t5"}, "position='t5' knows no later positions"),
+        ({"attention": "beta"}, "position='learned' is not for endless texts"),
+        ({"attention": "beta", "position": "sinusoidal"}, "position='sinusoidal' is not for endless texts"),
+        ({"attention": "softmax", "heads": "S", "position": "t5"}, "position='t5' is not for endless texts"),
     ],
 )
 def test_a_cache_that_cannot_go_on_says_why(choices, says):
@@ -136,7 +136,7 @@ def test_the_script(train, run, tmp_path):
 def test_sample_says_why_it_cannot_go_on(run, train, tmp_path):
     assert train("--attention=beta", "--max_iters=1")[0] == 0
     code, out, err = run("sample.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--start= ", "--endless")
-    why = "position='learned' knows no later positions"
+    why = "position='learned' is not for endless texts"
     assert code == 2 and f"--endless: this model cannot go on past its block_size=32: {why}" in err
 
 

@@ -23,8 +23,9 @@ from training.distributed import data_parallel
 SIZES = {"block_size": 320, "vocab_size": 11, "n_layer": 1, "n_head": 4, "n_embd": 32}
 KINDS = {
     "short, long, differential": {"heads": "SSLL", "window": 50, "differential": True},
-    "long": {"position": "rope", "conv": 4, "qk_norm": "l2", "decay": "learned", "activation_checkpointing": True},
-}
+    "long": {"position": "rope", "conv": 4, "qk_norm": "l2", "per_dim_temperature": True, "decay": "learned",
+             "activation_checkpointing": True},
+}  # fmt: skip
 
 
 def breaks(model: GPT, x: torch.Tensor) -> int:

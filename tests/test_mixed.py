@@ -60,13 +60,15 @@ def by_hand(gpt: GPT, layer: int, x: torch.Tensor) -> torch.Tensor:
     for h, letter in enumerate(c.layer_heads(layer)):
         value = h // n_map // (H // c.n_kv_head)
         one = q[:, [h]], k[:, [n_map * value + h % n_map]]
-        if c.position == "rope":
+        if c.position == "rope" and not (c.nope_long and letter == "L"):
             angle = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2) / D).double()
             turned = (
                 torch.view_as_complex(t.unflatten(-1, (-1, 2))) * torch.polar(torch.ones(()).double(), angle)
                 for t in one
             )
-            one = (torch.view_as_real(t).flatten(-2) for t in turned)
+            one = [torch.view_as_real(t).flatten(-2) for t in turned]
+        if c.per_dim_temperature:
+            one = one[0] * F.softplus(attn.per_dim_temperature), one[1]
         decays = c.decay != "none" or (c.position == "alibi" and not (c.nope_long and letter == "L"))
         name, window = (c.short_attention, c.window) if letter == "S" else (c.attention, None)
         settings = {"window": window, "scale": c.scale, "decay": slopes[[h], None, None] if decays else None}
@@ -81,7 +83,8 @@ def by_hand(gpt: GPT, layer: int, x: torch.Tensor) -> torch.Tensor:
 LAYERS = [
     ("SLSL/SSSL", {"decay": "learned", "conv": 3}),
     ("SSLL", {"decay": "learned", "differential": True, "n_kv_head": 2}),
-    ("LSLS", {"decay": "alibi", "position": "rope", "n_kv_head": 2}),
+    ("LSLS", {"decay": "alibi", "position": "rope", "n_kv_head": 2, "per_dim_temperature": True}),
+    ("SLLS", {"position": "rope", "nope_long": True, "per_dim_temperature": True}),
     ("SLLS", {"position": "alibi", "nope_long": True, "conv": 2}),
 ]
 

@@ -254,7 +254,7 @@ def test_context_past_block_size():
     gpt = GPT(config())
     with pytest.raises(ValueError, match=f"block_size={T}"):
         gpt(torch.zeros(1, T + 1, dtype=torch.long))
-    with pytest.raises(ValueError, match="larger than the model's"):
+    with pytest.raises(ValueError, match=f"if positions are learned, above {T}"):
         gpt.crop_block_size(T + 1)
     x = tokens()[:, :8]
     before = gpt(x)[0]
@@ -296,21 +296,21 @@ def test_norms_and_temperatures_of_queries_and_keys(core, qk_norm, per_dim):
         )
     elif qk_norm == "l2":
         q, k = (t / t.norm(dim=-1, keepdim=True) for t in (q, k))
-        q = q * attn.q_norm.scale
+        q = q * attn.q_norm.scale * 8**0.5
     if per_dim:
         q = q @ torch.diag(torch.log(1 + attn.per_dim_temperature.exp()))
     torch.testing.assert_close(attn(x), merged(attn, naive_attention(core, q, k, v, scale=scale)), rtol=0, atol=1e-11)
 
 
 def test_neutral_starts():
-    """Per-dimension temperature begins as none; l2 begins with g = log2(T^2 - T) as the scores' scale."""
+    """Per-dimension temperature begins as none; l2 learns g, the scores' scale, which begins at log2(T^2 - T)."""
     torch.manual_seed(3)
     plain, x = GPT(config()), tokens()
     scaled = GPT(config(per_dim_temperature=True))
     scaled.load_state_dict(plain.state_dict(), strict=False)
     torch.testing.assert_close(scaled(x)[0], plain(x)[0])
     attn = GPT(config(qk_norm="l2")).transformer.h[0].attn
-    assert (attn.q_norm.scale * attn.scale).item() == pytest.approx(math.log2(T * T - T))
+    assert attn.q_norm.scale.item() == pytest.approx(math.log2(T * T - T)) and attn.scale == 8**-0.5
     assert not list(attn.k_norm.parameters())
 
 

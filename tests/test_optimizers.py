@@ -67,20 +67,21 @@ def test_lamb_is_the_papers():
             torch.testing.assert_close(q, p, rtol=1e-12, atol=1e-12)
 
 
-def test_nadamw_is_dozats_with_decoupled_decay():
-    """Nesterov's momentum in Adam (Dozat 2016, algorithm 8), over three steps; the decay does not pass through it."""
+def test_nadamw_is_optaxs():
+    """Nesterov's momentum in Adam with a constant momentum, over three steps; the decay does not pass through it.
+
+    m^ = b1 m_t / (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t), as in optax.nadamw (Dozat 2016, algorithm 2).
+    """
     b1, b2, eps, lr, decay = 0.9, 0.95, 1e-3, 0.01, 0.1
     gpt = model()
     (o,) = OPTIMIZER["nadamw"](gpt, Settings(lr, (b1, b2), decay, eps))
     p = gpt.lm_head.weight
-    w, m, v, product = p.detach().double(), 0.0, 0.0, 1.0
+    w, m, v = p.detach().double(), 0.0, 0.0
     for t in (1, 2, 3):
         p.grad = torch.randn_like(p)
         g = p.grad.double()
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
-        now, following = (b1 * (1 - 0.5 * 0.96 ** (0.004 * i)) for i in (t, t + 1))
-        product *= now
-        nesterov = following * m / (1 - product * following) + (1 - now) * g / (1 - product)
+        nesterov = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
         w = (1 - lr * decay) * w - lr * nesterov / ((v / (1 - b2**t)).sqrt() + eps)
         o.step()
         torch.testing.assert_close(p.double(), w, rtol=1e-5, atol=1e-7)
@@ -95,6 +96,15 @@ def test_adamw_divides_by_the_root_plus_epsilon():
     p.grad = torch.linspace(0.5, 3, len(p))
     o.step()
     torch.testing.assert_close(before - p.detach(), 0.1 * p.grad / (p.grad + 2.0))
+
+
+@pytest.mark.parametrize(("name", "own"), [("adamw", 1e-8), ("nadamw", 1e-8), ("lamb", 1e-6), ("muon", 1e-8)])
+def test_epsilon(name, own):
+    """The flag's or, without it, the optimizer's own; Muon itself has none."""
+    for given, eps in ((None, own), (0.0, 0.0), (1e-24, 1e-24)):
+        optimizers = OPTIMIZER[name](model(), Settings(0.1, (0.9, 0.99), 0.1, given))
+        groups = [group for o in optimizers if not isinstance(o, Muon) for group in o.param_groups]
+        assert groups and all(group["eps"] == eps for group in groups)
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (96, 32), (32, 128)])

@@ -146,7 +146,7 @@ def test_what_may_change_in_a_loaded_model(tmp_path):
     torch.testing.assert_close(same(x[:, :T], x[:, :T])[0], logits)
     linear = load(attention="beta_squared", decay="learned", conv=4, block_size=8)
     assert linear.config.block_size == 8 and linear.transformer.h[0].attn.decay.log_slopes.requires_grad
-    with pytest.raises(ValueError, match="larger than the model's"):
+    with pytest.raises(ValueError, match="if positions are learned, above"):
         load(block_size=T + 1)
     for change in ({"qk_norm": "rmsnorm"}, {"n_hidden": 50}, {"n_head": 8}, {"bias": False}):
         with pytest.raises(ValueError, match="is fixed: .* weights were trained with it. You can change dropout"):

@@ -64,6 +64,17 @@ def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path):
     assert got["bits per byte"] == pytest.approx(total / math.log(2) / entry["bytes"], abs=1e-4)
 
 
+def test_eval_on_longer_windows_than_in_training(train, run, data, tmp_path):
+    assert train("--position=sinusoidal", "--max_iters=5")[0] == 0
+    flags = f"--out_dir={tmp_path / 'out'}", "--which=latest", "--device=cpu", "--block_size=128", "--stride=128"
+    code, out, err = run("eval.py", *flags)
+    state, tokens = checkpoint.load(str(tmp_path / "out" / "ckpt.pt")), Tokens(data, "val", 128)
+    gpt = checkpoint.model_of(state, block_size=128).eval()
+    with torch.no_grad():
+        total = sum(gpt(x, y)[1].item() * (y >= 0).sum().item() for x, y in tokens.strided(128, 4))
+    assert code == 0 and measures(out)["loss"] == pytest.approx(total / (len(tokens) - 1), abs=1e-4), err
+
+
 def test_eval_of_a_model_that_knows_nothing(train, run, tmp_path, text, data):
     """Every token costs log V, whatever the stride and the batch."""
     train("--max_iters=1", "--tied=False")
@@ -117,7 +128,7 @@ def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
     for flags, says in (
         ((f"--out_dir={tmp_path / 'none'}",), "there is no checkpoint"),
         ((out, "--stride=0"), "stride=0 must be between 1 and block_size=32"),
-        ((out, "--block_size=64"), "larger than the model's"),
+        ((out, "--block_size=64"), "if positions are learned, above 32"),
         ((out, "--batch_size=0"), "must be at least 1"),
         ((out, "--split=test"), "has no split 'test', but train, val"),
         ((out, f"--dataset={tmp_path / 'other'}"), "this model has another one (char, "),

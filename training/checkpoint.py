@@ -21,7 +21,7 @@ from training import distributed
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"  # files in a run's folder
 BOARD = "tensorboard"  # a folder in a run's folder
 KEYS = ("model", "model_args", "iter_num", "best_val_loss", "config")
-VERSION = 1  # of the format; nanoGPT's files have none
+VERSION = 2  # of the format; nanoGPT's files have none
 DISK_ERRORS = ("unexpected pos", "PytorchStreamWriter failed")  # of torch.save's RuntimeErrors when a disk is full
 
 # -----------------------------------------------------------------------------
@@ -72,10 +72,19 @@ def load(path: str, verify: bool = True, lazily: bool = False) -> dict:
         raise UserError(f"{path} is damaged: its record {damaged} does not match its checksum")
     if not isinstance(state, dict) or any(key not in state for key in KEYS) or not isinstance(state["iter_num"], int):
         raise UserError(f"{path} is not a checkpoint of train.py: it needs the entries {', '.join(KEYS)}")
-    if state.get("version", VERSION) != VERSION:
-        raise UserError(f"{path} has version {state['version']} of the format; this train.py knows version {VERSION}")
+    if (version := state.get("version", 1)) not in (1, VERSION):
+        raise UserError(f"{path} has version {version} of the format; this train.py knows versions 1 and {VERSION}")
     args = state["model_args"].items()  # in earlier versions beta_squared was beta2, and norms had a field for biases
     state["model_args"] = {k: "beta_squared" if v == "beta2" else v for k, v in args if k != "norm_bias"}
+    if version == 1:  # with qk_norm=l2 it has sqrt(D) g in the place of g; Adam's moments of that stay as they are
+        c = state["model_args"]
+        if c.get("per_dim_temperature") and c.get("position") == "rope":
+            raise UserError(f"{path} has per_dim_temperature before RoPE. Now it comes after it: train the model anew")
+        D = c.get("head_dim") or c["n_embd"] // c["n_head"]
+        g = {k: x / D**0.5 for k, x in state["model"].items() if k.endswith("attn.q_norm.scale")}
+        state |= {"version": VERSION, "model": state["model"] | g}
+        if state["config"].get("optimizer") == "lamb":  # which did not use the flag
+            state["config"]["adam_eps"] = None
     if "tokenizer" not in state:  # nanoGPT's own: names of a compiled model, buffers for masks, the exact GELU
         weights = {name.removeprefix("_orig_mod."): x for name, x in state["model"].items()}
         state["model"] = {name: x for name, x in weights.items() if not name.endswith(".attn.bias")}
@@ -114,12 +123,10 @@ def tokenizer_of(state: dict) -> tokenizers.Tokenizer:
     if "tokenizer" in state:
         return tokenizers.tokenizer(state["tokenizer"])
     vocab_size = state["model_args"]["vocab_size"]
-    try:
+    with contextlib.suppress(UserError):  # if the data set is not here
         meta = dataset.read_meta(dataset.folder_of(state["config"].get("dataset", "")))
-    except UserError:  # the data set is not here
-        meta = {"vocab_size": None}
-    if meta["vocab_size"] == vocab_size:
-        return tokenizers.tokenizer(meta["tokenizer"])
+        if meta["vocab_size"] == vocab_size:
+            return tokenizers.tokenizer(meta["tokenizer"])
     if vocab_size < tokenizers.GPT2_VOCAB_SIZE:
         raise UserError("this checkpoint names no tokenizer: prepare its data set in data/, which holds the tokenizer")
     return tokenizers.GPT2Tokenizer()

@@ -14,7 +14,7 @@ class Settings:
     lr: float  # the schedule's largest learning rate, for AdamW, NAdamW or LAMB
     betas: tuple[float, float]  # of AdamW, NAdamW or LAMB
     weight_decay: float
-    eps: float = 1e-8  # AdamW and NAdamW divide by sqrt(v) + eps
+    eps: float | None = None  # AdamW, NAdamW and LAMB divide by sqrt(v) + eps; None: 1e-8, LAMB: 1e-6
     fused: bool = True  # one kernel for AdamW's step, on CUDA and CPU
     muon_lr: float = 0.02  # the schedule's largest learning rate, for Muon
     muon_beta: float = 0.95  # its momentum
@@ -26,8 +26,8 @@ class Muon(torch.optim.Optimizer):
         m_t = mu m_t-1 + (1 - mu) g_t      u_t = orthogonal((1 - mu) g_t + mu m_t)
         w_t = (1 - lr weight_decay) w_t-1 - lr sqrt(max(1, rows / columns)) u_t
 
-    The same as torch.optim.Muon, but only a GPU orthogonalises in bfloat16: a CPU without bfloat16 units would take
-    four times as long as in float32.
+    As torch.optim.Muon, but only a GPU orthogonalises in bfloat16: a CPU without bfloat16 units would take four times
+    as long as in float32. A layer's queries, keys and values are one matrix (c_attn), which is orthogonalised as one.
     """
 
     def __init__(self, params, lr: float, weight_decay: float = 0.1, momentum: float = 0.95, steps: int = 5):
@@ -48,10 +48,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(g: torch.Tensor, steps: int) -> torch.Tensor:
-    """Nearly U V^T of a matrix g = U S V^T: the result's singular values are between 0.7 and 1.2.
-
-    A quintic Newton-Schulz iteration with Jordan's coefficients, in bfloat16 on a GPU, else in float32.
-    """
+    """Nearly U V^T of a matrix g = U S V^T (singular values 0.7 to 1.2): Jordan's quintic Newton-Schulz iteration."""
     x = g.bfloat16() if g.is_cuda else g.float()
     tall = g.shape[0] > g.shape[1]
     x = x.mT if tall else x
@@ -69,7 +66,8 @@ class Lamb(torch.optim.Optimizer):
         r_t = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t)) + eps)      u_t = r_t + weight_decay w_t-1
         w_t = w_t-1 - lr phi(||w_t-1||) / ||u_t|| u_t
 
-    The paper leaves phi open; here phi(z) = z. Each norm is of a whole parameter; if one is 0, their ratio is 1.
+    The paper leaves phi open; here phi(z) = z. Each norm is of a whole parameter; if one is 0, their ratio is 1. A
+    layer's queries, keys and values are one parameter (c_attn), with one ratio.
     """
 
     def __init__(self, params, lr: float, betas: tuple = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-6):
@@ -96,17 +94,19 @@ class Lamb(torch.optim.Optimizer):
 def by_decay(params: list, settings: Settings) -> list[dict]:
     """Two groups of the parameters that are trained: matrices and embeddings are decayed, biases and norms are not."""
     params = [p for p in params if p.requires_grad]
-    decayed = {"params": [p for p in params if p.dim() >= 2], "weight_decay": settings.weight_decay}
-    return [decayed, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
+    eps = {} if settings.eps is None else {"eps": settings.eps}  # else each optimizer has its own
+    decayed = {"params": [p for p in params if p.dim() >= 2], "weight_decay": settings.weight_decay} | eps
+    return [decayed, {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0} | eps]
 
 
 def adamw(params: list, s: Settings) -> torch.optim.AdamW:
-    return torch.optim.AdamW(by_decay(params, s), lr=s.lr, betas=s.betas, eps=s.eps, fused=s.fused)
+    return torch.optim.AdamW(by_decay(params, s), lr=s.lr, betas=s.betas, fused=s.fused)
 
 
 def nadamw(params: list, s: Settings) -> torch.optim.NAdam:
-    """Adam with Nesterov's momentum (Dozat 2016), and decoupled weight decay as in AdamW."""
-    return torch.optim.NAdam(by_decay(params, s), lr=s.lr, betas=s.betas, eps=s.eps, decoupled_weight_decay=True)
+    """AdamW with Nesterov's momentum (Dozat 2016), which is beta1 from the first step to the last, as in optax."""
+    own = {"momentum_decay": math.inf, "decoupled_weight_decay": True}  # beta1 (1 - 0.96^(t inf) / 2) is beta1
+    return torch.optim.NAdam(by_decay(params, s), lr=s.lr, betas=s.betas, **own)
 
 
 def muon(model: torch.nn.Module, s: Settings) -> list[torch.optim.Optimizer]:

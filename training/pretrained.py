@@ -191,9 +191,8 @@ def tokens_of(name: str) -> dict | None:
 def load(name: str, changes: dict) -> GPT:
     """The GPT with pretrained weights: of the hub, a local folder, a run's folder. changes: fields of GPTConfig."""
     c, args = config_of(name, changes)
-    trained_at = args["block_size"]
-    if args.get("position", "learned") == "learned":  # all positions are copied first, and cropped afterwards
-        trained_at = config_of(name, {})[1]["block_size"]
+    learned = args.get("position", "learned") == "learned"  # then all are copied first, and cropped afterwards
+    trained_at = config_of(name, {})[1]["block_size"] if learned else args["block_size"]
     model = GPT(GPTConfig(**args | {"block_size": trained_at}))
     if c is None:
         copy_own(model, run_in(name)["model"])

@@ -93,11 +93,11 @@ def check_flags(config: dict, given: dict) -> None:
     counts = "batch_size gradient_accumulation_steps eval_interval log_interval eval_iters keep_checkpoints"
     others = "seed max_iters save_interval sample_tokens warmup_iters min_lr weight_decay adam_eps grad_clip muon_lr"
     refuse((config[name] < 1, f"--{name}={config[name]} must be at least 1") for name in counts.split())
-    refuse((config[name] < 0, f"--{name}={config[name]} must not be negative") for name in others.split())
+    refuse(((config[name] or 0) < 0, f"--{name}={config[name]} must not be negative") for name in others.split())
     betas = ("beta1", "beta2", "muon_beta")
     refuse((not 0 <= config[name] < 1, f"--{name}={config[name]} must be in [0, 1)") for name in betas)
-    used = {"adam_eps": c.optimizer != "lamb", "muon_lr": muon, "muon_beta": muon, "schedule": c.decay_lr}
-    used |= {"decay_share": decays and c.schedule == "wsd", "min_lr": decays}
+    used = {"muon_lr": muon, "muon_beta": muon, "schedule": c.decay_lr, "min_lr": decays}
+    used["decay_share"] = decays and c.schedule == "wsd"
     having = f"optimizer={c.optimizer}, decay_lr={c.decay_lr}, schedule={c.schedule}"
     typed = [name for name, source in given.items() if source == "command line"]
     refuse((not used.get(name, True), f"--{name} has no effect with {having}") for name in typed)

@@ -27,7 +27,7 @@ from training.checkpoint import open_model
 
 # What is measured?
 out_dir = "out"  # the folder that train.py wrote
-block_size: int | None = None  # tokens per window, at most the model's block_size; None: the model's block_size
+block_size: int | None = None  # tokens per window, which may be more as in eval.py; None: the model's block_size
 batches = 10  # batches of validation windows
 batch_size = 1  # windows per batch
 out: str | None = None  # a file of results, to which these are added; None: they are only printed

@@ -140,7 +140,7 @@ def test_lasers_precision(run, small, tmp_path):
     out = run("lab.experiments.attention_probabilities", *flags, "--block_size=16", "--batches=3")[1]
     assert "laser, 3 windows of 16 tokens" in out
     code, _, err = run("lab.experiments.attention_probabilities", *flags, "--block_size=33")
-    assert code == 2 and "block_size=33 is below 1 or larger than the model's 32" in err
+    assert code == 2 and "block_size=33 is below 1 or, if positions are learned, above 32" in err
 
 
 def test_attention_probabilities_and_jacobians():
