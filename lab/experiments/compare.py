@@ -64,7 +64,7 @@ def run_name(name: str, row: str, seed: int, steps: int | None, rate: float | No
 
 def train(name: str, t: Table, rows: dict[str, dict], steps: dict[str, int | None]) -> None:
     """Makes the runs of each row and seed that are missing, of so many steps; None: as many as the config says."""
-    tried = [(row, rate, seed) for seed in TUNING for row in steps for rate in t.tune.get(row, [])]
+    tried = [(row, rate, seed) for seed in TUNING for row in steps for rate in t.tune]
     make(name, t, rows, steps, tried)
     make(name, t, rows, steps, [(row, tuned(name, t, row), seed) for seed in counted(t) for row in steps])
 
@@ -88,9 +88,8 @@ def counted(t: Table) -> range:
 
 def tuned(name: str, t: Table, row: str) -> float | None:
     """The learning rate of a row that has the lowest mean loss over the seeds of TUNING; None: it is not tuned."""
-    runs, rates = saved(out, {"runs": {}})["runs"], t.tune.get(row)
-    mean = {}
-    for rate in rates or []:
+    runs, mean = saved(out, {"runs": {}})["runs"], {}
+    for rate in t.tune:
         made = [runs.get(run_name(name, row, seed, t.steps, rate)) for seed in TUNING]
         if all(made):
             mean[rate] = statistics.mean(map(final, made))

@@ -14,7 +14,7 @@ class Table:
     against: dict[str, str] = field(default_factory=dict)  # which row a row is compared with; otherwise the first one
     loss: str = "val"  # which validation loss counts: val (the last) or best (the lowest)
     steps: int | None = None  # of a run; rows are also compared in the time that the row they are compared with takes
-    tune: dict[str, list[float]] = field(default_factory=dict)  # learning rates to try for a row, with other seeds
+    tune: tuple[float, ...] = ()  # learning rates to try for each row, with other seeds
     seeds: int = 3  # runs of each row
     keep: tuple[str, ...] = ()  # curves to keep, see runs.result_of
     vocab_size: int = 65  # of the data set, for times
@@ -112,8 +112,6 @@ NARANG = {  # rows of Narang et al.'s table that no flag of train.py has
     "rezero + LayerNorm": {"variant": "rezero_norm"},
     "rezero + RMSNorm": {"variant": "rezero_norm", "norm": "rmsnorm"},
     "fixup": {"variant": "fixup"},
-    "large embedding": {"variant": "large_embedding"},
-    **{f"{x}, large embedding": {"variant": f"{x},large_embedding"} for x in ("rezero", "fixup")},
     "block sharing": {"variant": "shared"},
     "block sharing + factorised embedding": {"variant": "factorised,shared", "tied": False},
     "block sharing + factorised and shared embedding": {"variant": "factorised,shared"},
@@ -196,21 +194,16 @@ TABLES = {
         SETTLED,
         flags=steps_of(1000, 10) | {"eval_iters": 73, "min_lr": 0.0},
         against={f"LASER, {size}": f"softmax, {size}" for size in SIZES} | {"softmax, 4 x 128": "softmax, 4 x 128"},
-        tune={row: [2.5e-3, 5e-3, 1e-2, 2e-2] for row in SETTLED},
+        tune=(2.5e-3, 5e-3, 1e-2, 2e-2),
         seeds=8,
         keep=("val_loss",),
     ),
-    "differential": Table(
-        TWO,
-        flags={"differential": True} | steps_of(1500),
-        tune={row: [1.5e-3, 3e-3, 6e-3] for row in TWO},
-        seeds=5,
-    ),
+    "differential": Table(TWO, flags={"differential": True} | steps_of(1500), tune=(1.5e-3, 3e-3, 6e-3), seeds=5),
     "long_short": Table(
         LONG_TEXTS,
         flags=steps_of(400, 8) | {"eval_iters": 20},
         against={row: row.replace("LS", "long") for row in LONG_TEXTS},
-        tune={row: [3e-3, 6e-3, 1.2e-2] for row in LONG_TEXTS},
+        tune=(3e-3, 6e-3, 1.2e-2),
         seeds=5,
         keep=("val_loss",),
     ),
@@ -218,26 +211,15 @@ TABLES = {
         {kind: {"heads": heads} | x for kind, heads, x in (("long", "L", {}), ("LS", "SSSSSL", W), ("short", "S", W))},
         flags=steps_of(400) | {"block_size": 8192, "batch_size": 1, "eval_iters": 20, "log_logits": True},
     ),
-    "aspect": Table(  # as many weights; each row with its own learning rate
-        ASPECT, flags=steps_of(1000), tune={row: [3e-3, 6e-3, 1.2e-2] for row in ASPECT}
-    ),
+    "aspect": Table(ASPECT, flags=steps_of(1000), tune=(3e-3, 6e-3, 1.2e-2)),  # as many weights
     "choices": Table(CHOICES, flags=steps_of(1000)),  # docs/choices.md
     "speedrun": Table(SPEEDRUN, "config/speedrun_shakespeare_char_cpu.py"),
     "speedrun_more": Table(SPEEDRUN_MORE, "config/speedrun_shakespeare_char_cpu.py"),
     "warmup": Table(WARMUP, flags=steps_of(1000)),
-    "narang": Table(
-        NARANG,
-        flags=steps_of(1000),
-        against={f"{x}, large embedding": "large embedding" for x in ("rezero", "fixup")},
-    ),
+    "narang": Table(NARANG, flags=steps_of(1000)),
     "maps": Table(MAPS, flags={"attention": "beta", "position": "rope"} | steps_of(1500)),
     "qkv": Table(QKV, flags=steps_of(1000), against={row: row.split(",")[0] for row in QKV}),
-    "bert": Table(
-        TWO,
-        "lab/examples/bert.py",
-        tune={row: [1e-3, 2e-3, 4e-3] for row in TWO},
-        seeds=8,  # the LASER paper's models
-    ),
+    "bert": Table(TWO, "lab/examples/bert.py", tune=(1e-3, 2e-3, 4e-3), seeds=8),  # the LASER paper's models
     "vit": Table(TWO | {"beta": {"attention": "beta"}}, "lab/examples/vit.py"),
     "conformer": Table(TWO, "lab/examples/conformer.py"),
     "seq2seq": Table(TWO, "lab/examples/seq2seq.py", {"picture": ""}),

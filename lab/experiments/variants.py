@@ -74,17 +74,6 @@ def fixup(gpt: GPT) -> None:
             branch.c_proj = nn.Sequential(Number(operator.add, 0.0), branch.c_proj)
 
 
-def large_embedding(gpt: GPT) -> None:
-    """The token and position embeddings begin 5 times as large: without norms, this is the size of a sublayer's input.
-
-    It is a control of ours for the two variants above.
-    """
-    for name in ("wte", "wpe"):
-        for module in gpt.transformer[name].modules() if name in gpt.transformer else ():
-            if isinstance(module, nn.Embedding):
-                module.weight.data.mul_(5)
-
-
 # -----------------------------------------------------------------------------
 # Fewer weights
 
@@ -211,7 +200,6 @@ VARIANT: dict[str, Callable[[GPT], None]] = {  # several variants are made in th
     "rezero_norm": partial(rezero, norms=True),
     "fixup": fixup,
     "factorised": factorised,
-    "large_embedding": large_embedding,
     "qkv_apart": qkv_apart,
     "synthesizer_dense": partial(synthesizer, dense=True),
     "synthesizer_dense_plus": partial(synthesizer, dense=True, plus=True),

@@ -91,15 +91,15 @@ def test_examples(run, data, tmp_path):
     """A row's rate is the best of the tuning seeds, a run that diverges is the worst, and nothing is made twice."""
     few = f"--dataset={data} --steps=3 --n_layer=1 --n_embd=16 --eval_batches=1 --device=cpu"
     flags = [f"--out={tmp_path / 'x.json'}", f"--extra={few}", "--seeds=2", "--table=bert"]
-    rates = dict.fromkeys(tables.TABLES["bert"].rows, [1e-3, 1e-2, 1e30])
-    with mock.patch.object(tables.TABLES["bert"], "tune", rates):
+    bert, rates = tables.TABLES["bert"], (1e-3, 1e-2, 1e30)
+    with mock.patch.object(bert, "tune", rates):
         code, out, err = run("lab.experiments.compare", *flags)
         again = run("lab.experiments.compare", *flags)[1]
     results, compared = json.loads((tmp_path / "x.json").read_text())["runs"], {}
     assert code == 0 and len(results) == 2 * 2 * 3 + 2 * 2 and rows(again) == rows(out) and "seed 1" not in again, err
-    for row, cells in zip(rates, rows(out), strict=True):
+    for row, cells in zip(bert.rows, rows(out), strict=True):
         name = f"bert, {row}, rate {{:g}}, {few}, seed {{}}"
-        tried = {rate: [results[name.format(rate, n)] for n in (101, 102)] for rate in rates[row]}
+        tried = {rate: [results[name.format(rate, n)] for n in (101, 102)] for rate in rates}
         error = {rate: sum(r["error of hidden tokens"] if "loss" in r else 9 for r in x) for rate, x in tried.items()}
         best = min(error, key=error.get)
         compared[row] = [results[name.format(best, n)]["val"] for n in (1, 2)]
