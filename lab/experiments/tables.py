@@ -219,7 +219,9 @@ TABLES = {
     "narang": Table(NARANG, flags=steps_of(1000)),
     "maps": Table(MAPS, flags={"attention": "beta", "position": "rope"} | steps_of(1500)),
     "qkv": Table(QKV, flags=steps_of(1000), against={row: row.split(",")[0] for row in QKV}),
-    "bert": Table(TWO, "lab/examples/bert.py", tune=(1e-3, 2e-3, 4e-3), seeds=8),  # the LASER paper's models
+    "bert": Table(
+        TWO, "lab/examples/bert.py", {"steps": 1000}, tune=(1e-3, 2e-3, 4e-3), seeds=8
+    ),  # the LASER paper's models
     "vit": Table(TWO | {"beta": {"attention": "beta"}}, "lab/examples/vit.py"),
     "conformer": Table(TWO, "lab/examples/conformer.py"),
     "seq2seq": Table(TWO, "lab/examples/seq2seq.py", {"picture": ""}),
