@@ -37,7 +37,7 @@ out = "lab/experiments/local_dependencies.json"  # the results
 picture = "lab/pictures/local_dependencies.png"  # the picture
 
 BAND = SPAN = 50  # tokens that the target, and short attention, look back
-RATES = (3e-3, 1e-2, 3e-2)  # learning rates to try
+RATES = (3e-3, 1e-2, 3e-2, 0.1)  # learning rates to try
 KINDS = {"long": None, "short": SPAN}  # {name: the window}
 # (n, d, standard deviation of the first q and k) of the fits of the part sweep
 SWEEP = [(500, d, 0.1) for d in (5, 10, 25, 50)] + [(250, 25, 0.1), (1000, 25, 0.1), (500, 25, 1.0)]
