@@ -127,12 +127,12 @@ class ByHand(torch.autograd.Function):
 
 
 FORMS = {  # {name: attend(q, k, v)}
-    f"{attention}, {form}": functools.partial(attend, **more)
-    for attention in ROWS
-    for form, attend, more in (
-        ("definition", plain_form(ATTENTION[attention]), {}),
-        ("by hand", lambda q, k, v, beta: ByHand.apply(q, k, v, beta), {"beta": attention == "beta"}),
-        ("fast form", fast_form(attention, ATTENTION[attention]), {}),
+    f"{name}, {form}": attend
+    for name, definition in ((name, ATTENTION[name]) for name in ROWS)
+    for form, attend in (
+        ("definition", plain_form(definition)),
+        ("by hand", lambda q, k, v, beta=name == "beta": ByHand.apply(q, k, v, beta)),
+        ("fast form", fast_form(name, definition)),
     )
 }
 
