@@ -1,6 +1,6 @@
 """The long-short paper's figure 2 and section 3: can attention learn dense local dependencies, if q and k are free?
 
-    OMP_NUM_THREADS=1 python -m lab.experiments.local_dependencies --what=sweep,show   # half an hour
+    OMP_NUM_THREADS=1 python -m lab.experiments.local_dependencies --what=sweep,show   # a quarter of an hour
     OMP_NUM_THREADS=1 python -m lab.experiments.local_dependencies --what=full,show    # 100,000 steps: hours on a CPU
 
 The target P (n, n) gives each token equal weights on about half of the `band` tokens before it (section 3.1). Adam
@@ -31,7 +31,7 @@ what = "sweep,full,show"  # the parts to run, separated by commas; show: the tab
 seeds = "1,2,3"  # each decides the random numbers of a fit: the target, q and k
 n = 2500  # tokens of the part full
 steps = 100000  # steps of Adam of the part full
-sweep_steps = 20000  # steps of Adam of the part sweep
+sweep_steps = 10000  # steps of Adam of the part sweep
 device = "cpu"  # cpu, cuda or mps
 out = "lab/experiments/local_dependencies.json"  # the results
 picture = "lab/pictures/local_dependencies.png"  # the picture
