@@ -196,7 +196,7 @@ def test_local_dependencies(run, tmp_path):
     code, out, err = run("lab.experiments.local_dependencies", *flags, "--what=full,show", "--n=60")
     assert code == 0 and (tmp_path / "x.png").stat().st_size > 10_000, err
     found = json.loads((tmp_path / "x.json").read_text())["fits"]
-    assert len(found) == 2 * 4 + 2  # four learning rates for a tenth of the steps, and the best one
+    assert len(found) == 2 * 3 + 2  # three learning rates for a tenth of the steps, and the best one
     (missed,) = (fit["1"]["missed"] for name, fit in found.items() if "short" in name and "1" in fit)
     assert missed[-1] < 0.9 * missed[0] and [row[3] for row in rows(out)][1:] == ["long", "short"]
     assert "fits" not in run("lab.experiments.local_dependencies", *flags, "--what=full,show", "--n=60")[1]
