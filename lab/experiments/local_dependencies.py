@@ -14,9 +14,9 @@ misses least after a tenth of the steps, with seed 101. Fits in --out are not re
 
 The paper does not name its loss, its learning rate or the first q and k. Here the loss is the share that is missed, the
 rate falls to 0 along a cosine (with a constant rate Adam's loss rises again and again, once its gradients are small),
-and q and k begin with random normal numbers. Row 0 is left out, because it has nothing before it. In the paper's section 3
-a token sees itself, and in its task it does not. Here both attentions can see the token itself, and have to learn not
-to.
+and q and k begin with random normal numbers. Row 0 is left out, because it has nothing before it. In the paper's
+section 3 a token sees itself, and in its task it does not. Here both attentions can see the token itself, and have to
+learn not to.
 """
 
 import math
