@@ -153,8 +153,8 @@ def draw(found: dict) -> None:
                     ax.plot([row[at] for row in rows], x, "o-", color=color, label=kind)
         missed.set(title=f"share missed, n = {full[0]}, d = {full[1]} (figure 2c)", xlabel="step", yscale="log")
         largest.set(title="largest score (figure 2d)", xlabel="step")
-        of_d.set(title=f"share missed, n = 500, {sweep_steps:,} steps", xlabel="d", xscale="log", yscale="log")
-        of_n.set(title=f"share missed, d = 25, {sweep_steps:,} steps", xlabel="n", xscale="log", yscale="log")
+        of_d.set(title=f"share missed, n = 500, {sweep_steps:,} steps", xlabel="d", yscale="log")
+        of_n.set(title=f"share missed, d = 25, {sweep_steps:,} steps", xlabel="n")
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """lab/examples/bert.py: the same numbers as transformers' BERT, what is hidden, a run, mistakes."""
 
+import math
+
 import pytest
 import torch
 from harness import SMALL, write
@@ -125,7 +127,8 @@ def test_the_flags_of_the_training():
     config = vars(common.Training()) | changed | {"warmup_share": 0.5, "steps": 3, "learning_rate": 0.1}
     common.fit(model, lambda step: (torch.full((2, 2), 0.1 * step),), config, "cpu")
     q = torch.nn.Parameter(torch.ones(2, 2))
-    nadam = torch.optim.NAdam([q], betas=(0.8, 0.9), eps=0.1, weight_decay=0.3, decoupled_weight_decay=True)
+    own = {"decoupled_weight_decay": True, "momentum_decay": math.inf}  # a constant momentum
+    nadam = torch.optim.NAdam([q], betas=(0.8, 0.9), eps=0.1, weight_decay=0.3, **own)
     for step, rate in ((1, 0.004), (2, 0.1), (3, 0.05)):  # PyTorch's warm-up begins at a 25th
         nadam.param_groups[0]["lr"] = rate
         nadam.zero_grad()
