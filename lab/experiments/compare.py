@@ -112,30 +112,37 @@ def in_equal_time(name: str, t: Table, rows: dict[str, dict]) -> dict[str, int]:
     return {row: round(t.steps / ms[1]) for row, ms in found.items() if ms}
 
 
+def pairs(x: dict[int, object], y: dict[int, object]) -> tuple[list, list]:
+    """What x and y have for the seeds that are in both."""
+    return [x[seed] for seed in x if seed in y], [y[seed] for seed in x if seed in y]
+
+
 def show(name: str, t: Table, rows: dict[str, dict]) -> None:
     """Prints a table. Of losses: the mean of the seeds, the lowest to the highest."""
     results, equal = saved(out, {"runs": {}}), in_equal_time(name, t, rows)
 
-    def made(row: str, steps: int | None) -> list[dict]:
+    def made(row: str, steps: int | None) -> dict[int, dict]:
         rate = tuned(name, t, row)
-        runs = (results["runs"].get(run_name(name, row, seed, steps, rate)) for seed in counted(t))
-        return [run for run in runs if run]
+        runs = {seed: results["runs"].get(run_name(name, row, seed, steps, rate)) for seed in counted(t)}
+        return {seed: run for seed, run in runs.items() if run}
 
-    def losses(row: str, steps: int | None) -> list[float]:
-        return [run["best"] if t.loss == "best" else final(run) for run in made(row, steps)]
+    def losses(row: str, steps: int | None) -> dict[int, float]:
+        return {seed: run["best"] if t.loss == "best" else final(run) for seed, run in made(row, steps).items()}
 
     lines = []
     for row in rows:
         of, x, rate = base(t, row), losses(row, t.steps), tuned(name, t, row)
         flags = " ".join(as_flags(t.rows[row] | ({"learning_rate": rate} if rate else {})))
-        cells = [row, f"`{flags}`" if flags else "", spread(x), "" if row == of else difference(x, losses(of, t.steps))]
+        cells = [row, f"`{flags}`" if flags else "", spread([*x.values()])]
+        cells.append("" if row == of else difference(*pairs(x, losses(of, t.steps))))
         if "val_loss" in t.keep:
-            cells.append(sooner(made(row, t.steps), made(of, t.steps)))
+            cells.append("" if row == of else sooner(*pairs(made(row, t.steps), made(of, t.steps))))
         ms, ratio = results.get("times", {}).get(f"{name}, {row}", (None, None))
         cells += [f"{ms:.1f}", f"{ratio:.2f}x"] if ms else ["", ""]
         if t.steps:
-            same = losses(row, equal[row]) if row in equal and row != of else []
-            cells += [equal.get(row, ""), spread(same), difference(same, losses(of, equal[of])) if same else ""]
+            same = losses(row, equal[row]) if row in equal and row != of else {}
+            cells += [equal.get(row, ""), spread([*same.values()])]
+            cells.append(difference(*pairs(same, losses(of, equal[of]))) if same else "")
         lines.append(cells)
     measured = "error" if t.file.startswith("lab/") else f"{'lowest' if t.loss == 'best' else 'last'} val loss"
     columns = [name, "flags", f"{measured}, mean (range)"]

@@ -112,15 +112,11 @@ def record(path: str, runs: dict[str, list[str]], out_dir: str, jobs: int, make:
         futures = {}
         for name in missing:
             folder = f"{re.sub('[^a-z0-9.]+', '-', name.lower())[:60]}-{identity(runs[name])}"
-            other = any(x.startswith("--variant=") for x in runs[name])
-            arguments = name, runs[name], os.path.join(out_dir, folder), threads, True, VARIANTS if other else TRAIN
-            of_example = runs[name][0].startswith("lab/examples/")
-            futures[pool.submit(*((example, *arguments[:2], threads) if of_example else (finished, *arguments)))] = name
+            futures[pool.submit(made, name, runs[name], os.path.join(out_dir, folder), threads, keep)] = name
         try:
             for future in concurrent.futures.as_completed(futures):
                 name = futures[future]
                 row = future.result()
-                row = row if isinstance(row, dict) else result_of(row, keep, "--seed=1" in runs[name])
                 results = saved(path, {"runs": {}})  # another process may have added to it
                 results["runs"][name] = {"of": identity(runs[name])} | row
                 save(path, results)
@@ -129,6 +125,14 @@ def record(path: str, runs: dict[str, list[str]], out_dir: str, jobs: int, make:
             raise
     known = saved(path, {"runs": {}})["runs"]
     return {name: known[name] for name in runs}
+
+
+def made(name: str, command: list[str], folder: str, threads: int | None, keep: tuple) -> dict:
+    """The results of a run of train.py, variants.py (with --variant) or an example, which may diverge."""
+    if command[0].startswith("lab/examples/"):
+        return example(name, command, threads)
+    script = VARIANTS if any(x.startswith("--variant=") for x in command) else TRAIN
+    return result_of(finished(name, command, folder, threads, True, script), keep, "--seed=1" in command)
 
 
 def result_of(log: list[dict], keep: tuple, drawn: bool) -> dict:
