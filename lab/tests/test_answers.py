@@ -1,6 +1,5 @@
 """Fine-tuning on prompts and answers: lab/hub/prepare_answers.py and finetune.py."""
 
-import importlib
 import json
 import os
 import random
@@ -150,18 +149,3 @@ def test_a_users_mistakes_are_sentences(run, trained, tmp_path):
             (source / f"{split}.jsonl").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
         code, _, err = run("lab/hub/prepare_answers.py", *flags)
         assert code == 2 and says in err and not os.path.exists(tmp_path / "task" / "meta.json")
-
-
-def test_endings_of_novels(tmp_path):
-    """The true ending follows its passage in the novel; the other one is a sentence of the same novel elsewhere."""
-    rng = random.Random(0)
-    words = [f"w{i}" for i in range(400)]
-    novel = " ".join(" ".join(rng.choices(words, k=rng.randint(5, 25))) + "." for _ in range(300))
-    rows = importlib.import_module("lab.experiments.endings").examples(novel, 50, rng)
-    firsts = 0
-    for row in rows:
-        (wrong,) = (choice for choice in row["choices"] if choice != row["answer"])
-        assert row["prompt"] + row["answer"] in novel and row["prompt"] + wrong not in novel and wrong.strip() in novel
-        assert wrong.strip() not in row["prompt"] and 40 <= len(row["prompt"].split()) <= 70
-        firsts += row["choices"][0] == row["answer"]
-    assert len(rows) == 50 and 10 < firsts < 40
