@@ -12,7 +12,7 @@ from reference import ONE_QUERY
 from torch.nn import functional as F
 
 from attention.scores import visible
-from lab.experiments import attention_probabilities, endless, local_dependencies, tables
+from lab.experiments import attention_probabilities, endless, lecture, local_dependencies, tables
 from model import GPT, GPTConfig
 
 
@@ -269,18 +269,18 @@ def test_length(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-def test_lecture(run, text, tmp_path):
-    """Each part's table; what is there is not made again."""
-    (tmp_path / "books").mkdir()
-    for i in range(10):
-        (tmp_path / "books" / f"{i}.txt").write_text(text)
-    flags = [f"--{flag}={tmp_path / name}" for flag, name in (("out", "x.json"), ("out_dir", "r"), ("source", "books"))]
-    flags += ["--steps=105", "--seeds=1", "--what=decay,show"]
-    code, out, err = run("lab.experiments.lecture", *flags)
-    assert code == 0, err
+def test_lecture(capsys, monkeypatch, tmp_path):
+    """The table of weight decays; what is there is not made again."""
+    few = {"DECAYS": (0.0, 0.1), "SCHEDULES": ("cosine",), "steps": 105, "seeds": 1, "what": "decay,show"}
+    few |= {"out": str(tmp_path / "x.json"), "out_dir": str(tmp_path / "runs")}
+    for name, value in few.items():
+        monkeypatch.setattr(lecture, name, value)
+    lecture.main()
+    out = capsys.readouterr().out
     found = json.loads((tmp_path / "x.json").read_text())["decay"]
-    by_schedule = [row for row in rows(out) if row[0] in ("cosine", "constant")]
-    assert len(found) == len(by_schedule) == 6 and float(by_schedule[1][4]) == pytest.approx(
-        found["cosine 0.1"]["1"]["val"] - found["cosine 0.1"]["1"]["train"], abs=6e-4)  # fmt: skip
-    again = run("lab.experiments.lecture", *flags)[1]
+    gaps = [run["1"]["val"] - run["1"]["train"] for run in found.values()]
+    assert [*found] == ["cosine 0", "cosine 0.1"] and "cosine 0.1, seed 1\n" in out
+    assert [float(row[4]) for row in rows(out) if row[0] == "cosine"] == pytest.approx(gaps, abs=6e-4)
+    lecture.main()
+    again = capsys.readouterr().out
     assert rows(again) == rows(out) and ", seed 1\n" not in again
