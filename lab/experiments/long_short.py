@@ -53,7 +53,7 @@ SCALES = {  # lengths: {length: sequences in a batch}. border: its length and le
         "kinds": ("long", "LS", "short", "QK-norm"),
         "lengths": {128: 16, 512: 4, 2048: 1},
         "border": (2048, [2e-2, 6e-2, 0.2, 0.6]),
-        "bfloat16": ([512, 2048], [6e-2, 0.2]),
+        "bfloat16": ([512, 2048], [6e-2]),
     },
     "paper": {
         "file": "config/train_pg19_ls.py",
