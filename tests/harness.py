@@ -2,6 +2,7 @@
 
 import atexit
 import concurrent.futures
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -148,6 +149,13 @@ def pairwise(*lists: Iterable, legal: Callable = lambda *row: True) -> list[tupl
         chosen.append(max(rows, key=lambda row: len(pairs[row] & left)))
         left -= pairs[chosen[-1]]
     return [tuple(map(list.__getitem__, lists, row)) for row in chosen]
+
+
+def legal(config: Callable, *args: object, **choices: object) -> bool:
+    """Whether there is such a configuration."""
+    with contextlib.suppress(ValueError):
+        return bool(config(*args, **choices))
+    return False
 
 
 class Workers:
