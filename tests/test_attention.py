@@ -103,16 +103,6 @@ def test_a_decay_forward_and_backward(core, window, form, dtype):
         assert close(last, y_exact[..., -n:, :], tolerance)
 
 
-def saved_bytes(f) -> int:
-    """What a forward pass keeps for its backward pass, each piece of memory once."""
-    kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.__setitem__(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) or t, lambda t: t
-    ):
-        f()
-    return sum(kept.values())
-
-
 @pytest.mark.parametrize(("size", "tolerance"), [(10.0, 1e-5), (100.0, 1e-3), (1e6, 20.0)])
 def test_beta_where_its_norm_is_the_rounding_of_a_difference(size, tolerance):
     """Queries at a right angle to keys that are nearly all alike: ||s|| is far below |q| ||K||, which is what the

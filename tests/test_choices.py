@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import legal, pairwise
 from reference import fast, naive_attention, shaken
-from test_attention import close, saved_bytes
+from test_attention import close
 from torch.nn import functional as F
 
 import positions
@@ -67,6 +67,16 @@ def test_values_by_distance(core, kind, few, monkeypatch):
     for Tq in (1, 7, 150):
         last = fast(core)(q[..., -Tq:, :], k, v, window=window, bias=bias[..., -Tq:, :], far=far)
         assert close(last, exact[..., -Tq:, :], 1e-12)
+
+
+def saved_bytes(f) -> int:
+    """What a forward pass keeps for its backward pass, each piece of memory once."""
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.__setitem__(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) or t, lambda t: t
+    ):
+        f()
+    return sum(kept.values())
 
 
 @pytest.mark.parametrize(
