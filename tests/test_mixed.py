@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from attention.cache import run_definitions
 from attention.sums import LINEAR_FROM
 from model import ATTENTION, GPT, GPTConfig
-from positions import alibi_slopes, t5_bucket
+from positions import POSITION, alibi_slopes, t5_bucket
 from training.optimizers import Settings, by_decay
 
 V, C, H, D = 29, 32, 4, 8
@@ -103,6 +103,7 @@ def layers(short: str, long: str, kind: tuple) -> GPTConfig:
 )
 def test_each_head_is_its_attention_with_its_span(short, long, kind):
     gpt, x = shaken(layers(short, long, kind)), torch.randn(1, 24, C, dtype=torch.float64)
+    assert {p for p in POSITION if POSITION[p][1]} <= {more.get("position") for _, more in LAYERS}  # a new one: by_hand
     fixed = kind[1].get("decay") != "learned"  # tables of fixed positions are in float32
     for layer, block in enumerate(gpt.transformer.h):
         torch.testing.assert_close(block.attn(x), by_hand(gpt, layer, x), rtol=0, atol=2e-6 if fixed else 1e-12)
