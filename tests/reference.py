@@ -6,7 +6,7 @@ import torch
 
 from attention.forms import fast_form
 from attention.scores import plain_form, takes
-from model import ATTENTION
+from model import ATTENTION, GPT, GPTConfig
 
 # What each means, once more: the scores s (B, H, n) of a query over the n keys that it sees, and their values
 # v (B, H, n, Dv), give y (B, H, Dv). A weight is multiplied by f (H, n) before the weights are divided by their sum or
@@ -68,6 +68,14 @@ def one_query(core: str, q, k, v, scale, bias, decay=None, distance=None) -> tor
     s = (q[..., None, :] * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     factor = torch.ones_like(distance) if decay is None else (-decay[:, 0] * distance).exp()
     return ONE_QUERY[core](s if bias is None else s + bias, v, factor)
+
+
+def shaken(c: GPTConfig, by: float = 0.2, dtype: torch.dtype = torch.float32) -> GPT:
+    """A model far from initialisation, so that every parameter matters."""
+    gpt = GPT(c).to(dtype).eval()
+    for p in gpt.parameters():
+        p.data += by * torch.randn_like(p)
+    return gpt
 
 
 def randomised(module: torch.nn.Module) -> torch.nn.Module:

@@ -1,17 +1,15 @@
 """Every attention, fast and plain, against one query at a time, and properties that each must have."""
 
-import functools
 import itertools
 
 import pytest
 import torch
 from harness import pairwise
-from reference import fast, naive_attention, one_query, plain
+from reference import fast, naive_attention, plain
 from torch.nn import functional as F
 
 from attention import fast as forms
 from attention.scores import takes
-from attention.sums import SUMS
 from model import ATTENTION
 
 T = 37
@@ -24,9 +22,6 @@ windows = pytest.mark.parametrize("window", WINDOWS)
 
 def qkv(dtype: torch.dtype = torch.float64, dv: int = 8, T: int = T) -> list[torch.Tensor]:
     return [torch.randn(2, 3, T, d, dtype=dtype, requires_grad=True) for d in (8, 8, dv)]
-
-
-long_windows = pytest.mark.parametrize("window", LONG_WINDOWS)
 
 
 def long_qkv(dtype: torch.dtype = torch.float64, dv: int = 8, T: int = LONG) -> list[torch.Tensor]:
@@ -42,37 +37,24 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
 
 
-@cores
-@windows
 @pytest.mark.parametrize("form", [fast, plain], ids=["fast", "plain"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_equals_naive_forward_and_backward(core, window, form, dtype, tolerance):
-    q, k, v = qkv(dtype)
+@pytest.mark.parametrize(
+    ("core", "span", "dtype"),
+    pairwise(
+        ATTENTION, [*((T, w) for w in WINDOWS), *((LONG, w) for w in LONG_WINDOWS)], [torch.float64, torch.float32]
+    ),
+)
+def test_equals_naive_forward_and_backward(core, span, dtype, form):
+    """With another width of values. In LONG beta comes from running sums, and short heads are cut into blocks."""
+    (n, window), tolerance = span, 1e-12 if dtype == torch.float64 else 1e-5
+    q, k, v = qkv(dtype, dv=5, T=n)
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    y, y_exact = form(core)(q, k, v, window=window), naive_attention(core, *exact, window=window)
+    y = form(core)(q, k, v, window=window, scale=0.4)
+    y_exact = naive_attention(core, *exact, window=window, scale=0.4)
     dy = torch.randn_like(y)
     y.backward(dy)
     y_exact.backward(dy.double())
-    assert y.dtype == dtype
-    assert close(y, y_exact, tolerance)
-    for ours, theirs in zip((q, k, v), exact, strict=True):
-        assert close(ours.grad, theirs.grad, tolerance)
-
-
-@pytest.mark.parametrize(("core", "window", "dtype"), pairwise(ATTENTION, LONG_WINDOWS, [torch.float64, torch.float32]))
-def test_the_fast_forms_equal_naive_forward_and_backward(core, window, dtype):
-    """beta from running sums, short heads in blocks, with another width of values."""
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    q, k, v = long_qkv(dtype, dv=5)
-    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    y, y_exact = (
-        fast(core)(q, k, v, window=window, scale=0.4),
-        naive_attention(core, *exact, window=window, scale=0.4),
-    )
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    y_exact.backward(dy.double())
-    assert close(y, y_exact, tolerance)
+    assert y.dtype == dtype and close(y, y_exact, tolerance)
     for ours, theirs in zip((q, k, v), exact, strict=True):
         assert close(ours.grad, theirs.grad, tolerance)
 
@@ -84,11 +66,12 @@ SHAPES = [(LONG, LONG), (2, LONG, LONG), (1, 2, LONG, LONG), (1, 1, 1, LONG), (2
 def test_a_bias_in_blocks(core, window, shape):
     q, k, v = long_qkv()
     bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    y = fast(core)(q, k, v, window=window, bias=bias)
     exact = naive_attention(core, q, k, v, window=window, bias=bias.expand(1, 2, LONG, LONG))
-    assert close(y, exact, 1e-12)
-    (ours,), (theirs,) = torch.autograd.grad(y.sin().sum(), bias), torch.autograd.grad(exact.sin().sum(), bias)
-    assert close(ours, theirs, 1e-12)
+    (theirs,) = torch.autograd.grad(exact.sin().sum(), bias)
+    for form in (fast, plain):
+        y = form(core)(q, k, v, window=window, bias=bias)
+        (ours,) = torch.autograd.grad(y.sin().sum(), bias)
+        assert close(y, exact, 1e-12) and close(ours, theirs, 1e-12)
 
 
 DECAYS = [0.0, 1e-3, 0.5, 20.0, 200.0]  # gamma^n of the last three is below float32's smallest number
@@ -120,35 +103,6 @@ def test_a_decay_forward_and_backward(core, window, form, dtype):
         assert close(last, y_exact[..., -n:, :], tolerance)
 
 
-@cores
-@long_windows
-def test_fewer_queries_are_the_last(core, window):
-    q, k, v = long_qkv()
-    full = naive_attention(core, q, k, v, window=window)
-    for n in (1, 5, 70, LONG - 1):
-        assert close(fast(core)(q[..., -n:, :], k, v, window=window), full[..., -n:, :], 1e-12)
-
-
-def saved_bytes(f) -> int:
-    """What a forward pass keeps for its backward pass, each piece of memory once."""
-    kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.__setitem__(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) or t, lambda t: t
-    ):
-        f()
-    return sum(kept.values())
-
-
-@cores
-@pytest.mark.parametrize("window", [None, 20, 100])
-def test_memory_grows_with_the_tokens_and_not_with_their_square(core, window):
-    if window is None and core not in SUMS:
-        pytest.skip("only running sums keep no square; long heads of others do in PyTorch's fused kernels")
-    x = {n: long_qkv(torch.float32, T=n) for n in (1024, 4096)}
-    small, large = (saved_bytes(functools.partial(fast(core), *x[n], window=window)) for n in x)
-    assert large <= 4.4 * small
-
-
 @pytest.mark.parametrize(("size", "tolerance"), [(10.0, 1e-5), (100.0, 1e-3), (1e6, 20.0)])
 def test_beta_where_its_norm_is_the_rounding_of_a_difference(size, tolerance):
     """Queries at a right angle to keys that are nearly all alike: ||s|| is far below |q| ||K||, which is what the
@@ -173,17 +127,6 @@ def test_half_precision_forward(core, window, dtype, tolerance):
     y = fast(core)(q, k, v, window=window)
     assert y.dtype == dtype
     assert close(y, naive_attention(core, q.double(), k.double(), v.double(), window=window), tolerance)
-
-
-@cores
-@windows
-@pytest.mark.parametrize("form", [fast, plain], ids=["fast", "plain"])
-def test_scale_bias_and_value_width(core, window, form):
-    q, k, v = qkv(dv=5)
-    bias = torch.randn(3, T, T, dtype=torch.float64)
-    y = form(core)(q, k, v, window=window, scale=0.7, bias=bias)
-    assert y.shape == (2, 3, T, 5)
-    assert close(y, naive_attention(core, q, k, v, window=window, scale=0.7, bias=bias), 1e-12)
 
 
 @cores
@@ -256,22 +199,6 @@ def test_laser_is_as_accurate_as_softmax_in_half_precision(dtype, size):
     assert (y.double() - exact).norm() / exact.norm() < torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("value", [120.0, 1000.0, -1000.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_laser_with_a_large_value_anywhere(value, dtype):
-    """Finite and right, forward and backward, also in the rows that see the large value."""
-    x = [t.detach() for t in qkv(dtype)]
-    x[2][0, 1, 11, 2] = value
-    x = [t.requires_grad_() for t in x]
-    exact = [t.detach().double().requires_grad_() for t in x]
-    y, y_exact = fast("laser")(*x), naive_attention("laser", *exact)
-    y.float().tanh().sum().backward()
-    y_exact.tanh().sum().backward()
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
-    assert close(y, y_exact, tolerance)
-    assert all(close(a.grad, b.grad, 2 * tolerance) for a, b in zip(x, exact, strict=True))
-
-
 @pytest.mark.parametrize("spread", [1.0, 0.99 * forms.LASER_RANGE, 1.01 * forms.LASER_RANGE, 500.0])
 def test_laser_on_both_sides_of_its_range(spread):
     """exp and log run where they are exact, the definition elsewhere; both agree with the definition."""
@@ -309,16 +236,6 @@ def test_a_window_past_the_start_is_full_attention(core):
         assert close(fast(core)(q, k, v, window=window), full, 1e-14)
 
 
-@cores
-@windows
-def test_one_token(core, window):
-    q, k, v = qkv(T=1)
-    y = fast(core)(q, k, v, window=window)
-    assert close(y[..., 0, :], one_query(core, q[..., 0, :], k, v, None, None), 1e-12)
-    if core in ("softmax", "laser"):
-        assert close(y, v, 1e-12)
-
-
 @windows
 def test_equal_values_make_laser_softmax(window):
     q, k, v = qkv()
@@ -334,21 +251,6 @@ def test_laser_is_at_least_softmax():
     assert (laser - soft >= -1e-12).all()
     small = fast("laser")(q, k, 1e-4 * v)
     assert close(small / 1e-4, soft, 1e-3)
-
-
-def test_beta_has_the_true_gradient_not_the_posts():
-    """d beta(x) h = h / (1+r) - <x,h> x / (r (1+r)^2); the post's f(x,h) beta(x) is another vector."""
-
-    def beta(x: torch.Tensor) -> torch.Tensor:
-        return x / (1 + x.norm())
-
-    x, h = torch.randn(5, dtype=torch.float64), torch.randn(5, dtype=torch.float64)
-    _, true = torch.func.jvp(beta, (x,), (h,))
-    r, xh = x.norm(), x @ h
-    assert close(true, h / (1 + r) - xh * x / (r * (1 + r) ** 2), 1e-12)
-    assert F.cosine_similarity(true, beta(x), dim=0).abs() < 0.99  # no multiple of beta(x), whatever f is
-    _, along = torch.func.jvp(beta, (x,), (x,))
-    assert F.cosine_similarity(along, beta(x), dim=0).item() == pytest.approx(1.0)  # only where h is along x
 
 
 @cores
@@ -372,9 +274,9 @@ def test_scores_past_float16s_largest_number(core, window):
     assert close(y, exact, 4e-3)
 
 
-@pytest.mark.parametrize("window", [0, 16, 100])
+@pytest.mark.parametrize("window", [None, 0, 16, 100])
 @pytest.mark.parametrize("value", [1000.0, -1000.0])
-def test_laser_in_log_space_in_blocks(window, value):
+def test_laser_in_log_space(window, value):
     x = [t.detach() for t in long_qkv(torch.float32)]
     x[2][0, 1, 211, 2] = value
     x = [t.requires_grad_() for t in x]

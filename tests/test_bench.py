@@ -2,12 +2,10 @@
 
 import json
 
-import torch
-
 import bench
 from attention import forms
 from attention.scores import plain_form, takes
-from model import ATTENTION, GPT, GPTConfig
+from model import ATTENTION
 
 TINY = ("--n_head=2", "--head_dim=8", "--heads=SL", "--batch_size=1", "--repeats=2", "--device=cpu", "--quick")
 
@@ -65,21 +63,6 @@ def test_a_new_attention_is_timed_a_wrong_one_is_not(run, tmp_path, monkeypatch)
     assert "attention='beta': its definition was edited" in err  # a model runs it, and so does bench.py
 
 
-def test_what_fails_is_left_out(capsys):
-    left = [1, 1, 0]
-    tasks = {"works": lambda: {"ms": 1.0}, "fails later": lambda: {"ms": 1 / left.pop(0)}}
-    assert bench.interleaved(tasks, "cpu", 2) == {"works": {"ms": [1.0, 1.0]}}
-    out, err = capsys.readouterr()
-    assert "fails later left out (ZeroDivisionError: " in out and "Traceback" in err
-
-    def too_much():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    assert bench.tried("much", too_much, "cpu") is None
-    out, err = capsys.readouterr()
-    assert out.startswith("much left out (") and not err  # that is no bug
-
-
 def test_medians_and_ratios():
     rounds = {"a": {"ms": [1.0, 2.0, 4.0, 8.0, 9.0]}, "b": {"ms": [3.0, 6.0, 12.0, 8.0, 9.0]}}
     assert bench.medians(rounds["b"]) == ({"ms": 8.0}, {"ms": (9.0 - 6.0) / 2 / 8.0})
@@ -104,14 +87,6 @@ def test_models_steps_and_decoding(tmp_path, monkeypatch):
     size = {row["subject"]: row["cache, bytes"] for row in results["decode"]}
     assert size["softmax L"] == 2 * 2 * 48 * 8 * 4  # layers, k and v, width, tokens, bytes
     assert size["softmax L"] == 3 * size["softmax L, GQA 2"] == 6 * size["softmax L, MQA"]
-
-
-def test_it_has_nanogpts_model():
-    """Its Shakespeare model, in the bytes of its cache."""
-    gpt = GPT(GPTConfig(1024, **bench.GPT_10M)).eval()
-    cache = gpt.new_cache()
-    gpt(torch.zeros(1, 1, dtype=torch.long), cache=cache)
-    assert cache.nbytes == 6 * 2 * 384 * 1024 * 4
 
 
 def test_refusals(run):

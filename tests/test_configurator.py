@@ -1,7 +1,6 @@
 """Flags and config files: what they accept, and how they answer a mistake."""
 
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -10,10 +9,6 @@ import textwrap
 
 import pytest
 from harness import ROOT
-
-from choices import ACTIVATION, NORM, QK_NORM, WHERE
-from model import ATTENTION, GPTConfig
-from positions import POSITION
 
 SCRIPT = f'''
 """A script with flags."""
@@ -262,19 +257,3 @@ def test_help_explains_every_flag(run, script):
     for flag in flags:
         default, text = re.split(r"\s{2,}", flag, maxsplit=1)
         assert "=" in default and text.strip() and "a name in" not in text, flag
-
-
-def test_help_of_train_has_each_flag_in_one_group_and_names_what_is_in_a_table(run, monkeypatch):
-    monkeypatch.setitem(ATTENTION, "my_own", ATTENTION["softmax"])
-    groups = help_of(run, "train.py")
-    monkeypatch.undo()
-    assert all(heading.endswith("?") for heading in groups) and 8 <= len(groups) <= 15
-    where = {name: heading for heading, group in groups.items() for name in names(group)}
-    source = open(os.path.join(ROOT, "train.py"), encoding="utf-8").read()
-    own = re.findall(r"^([a-z]\w*)(?:: .*)? = .*  # ", source[: source.index("configure(globals()")], re.M)
-    assert set(where) == {*own, *GPTConfig.__dataclass_fields__} and len(own) > 40
-    assert where["attention"] == where["heads"] == "Which attention?" and where["vocab_size"] == where["n_layer"]
-    tables = {"attention": [*ATTENTION, "my_own"], "position": POSITION, "norm": NORM, "qk_norm": QK_NORM}
-    for name, table in (tables | {"where": WHERE, "mlp": ACTIVATION}).items():
-        text = next(flag for group in groups.values() for flag in group if flag.startswith(f"{name}="))
-        assert ", ".join(table) in " ".join(text.split()), text

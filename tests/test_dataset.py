@@ -131,11 +131,6 @@ def damage_meta(folder: str, **change: object) -> None:
         json.dump(meta | change, f)
 
 
-def truncate(folder: str, by: int) -> None:
-    path = os.path.join(folder, "train.bin")
-    os.truncate(path, os.path.getsize(path) - by)
-
-
 def flip(folder: str) -> None:
     with open(os.path.join(folder, "train.bin"), "r+b") as f:
         first = f.read(1)[0]

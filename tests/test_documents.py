@@ -5,19 +5,15 @@ import os
 
 import pytest
 import torch
-from harness import pairwise
-from reference import fast
+from harness import legal, pairwise, state_of
 
 from attention import fast as forms
-from attention.documents import Documents
-from attention.heads import HeadGroup
 from attention.probe import largest_logits
 from attention.scores import scores, visible
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION
 from text import prepare
 from text.dataset import positions
-from training import checkpoint
 
 T, V = 48, 20
 KINDS = ({}, {"heads": "SL", "window": 5}, {"heads": "SSLL", "window": 5, "differential": True}, {"n_kv_head": 2})
@@ -29,11 +25,8 @@ def config(core: str, position: str, **kwargs: object) -> GPTConfig:
     return GPTConfig(attention=core, position=position, **sizes, **kwargs)
 
 
-def legal(core: str, position: str, *others: object) -> bool:
-    try:
-        return config(core, position) is not None
-    except ValueError:
-        return False
+def fits(core: str, position: str, *others: object) -> bool:
+    return legal(config, core, position)
 
 
 def spans() -> list[tuple]:
@@ -47,7 +40,7 @@ def places() -> torch.Tensor:
     return pos
 
 
-@pytest.mark.parametrize(("core", "position", "kind"), pairwise(ATTENTION, POSITION, KINDS, legal=legal))
+@pytest.mark.parametrize(("core", "position", "kind"), pairwise(ATTENTION, POSITION, KINDS, legal=fits))
 def test_packed_documents_are_each_alone(core, position, kind):
     """Logits, and every gradient."""
     gpt = GPT(config(core, position, **kind)).double()
@@ -65,32 +58,6 @@ def test_packed_documents_are_each_alone(core, position, kind):
         torch.testing.assert_close(grad, p.grad, rtol=1e-5, atol=1e-7)
     whole = gpt(idx, targets)[0]
     assert (whole - logits)[0, 20:].abs().max() > 1e-6  # otherwise they do see each other
-
-
-@pytest.mark.parametrize("shape", [(1, 4, T, T), (len(CUTS), 4, T, T), (1, 4, 1, T)])
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_bias_that_is_a_tensor_in_packed_documents(shape, window):
-    """Each document gets the numbers of its own tokens."""
-    q, k, v = (torch.randn(len(CUTS), 4, T, 8, dtype=torch.float64) for _ in "qkv")
-    bias, core = torch.randn(shape, dtype=torch.float64), fast("softmax")
-    y = Documents(places()).attend(
-        core, HeadGroup([0, 1, 2, 3], window, "softmax", ATTENTION["softmax"]), q, k, v, window=window, bias=bias
-    )
-    whole = bias.expand(len(CUTS), 4, T, T)
-    for row, a, b in spans():
-        few = (x[[row], :, a:b] for x in (q, k, v))
-        torch.testing.assert_close(y[[row], :, a:b], core(*few, window=window, bias=whole[[row], :, a:b, a:b]))
-
-
-def test_a_position_that_layers_share_is_made_once(monkeypatch):
-    made = []
-    for name in ("rope", "alibi", "t5", "relative"):
-        kind = POSITION[name][1]
-        init = kind.__init__
-        monkeypatch.setattr(kind, "__init__", lambda self, c, init=init: made.append(type(self)) or init(self, c))
-        gpt = GPT(config("softmax", name))
-        assert made == [kind] * (1 if kind.shared else len(gpt.transformer.h))
-        made.clear()
 
 
 def test_a_cache_holds_one_document():
@@ -113,7 +80,7 @@ def test_training_with_packed_documents(train, tmp_path, text):
     flags, got = f"--dataset={tmp_path / 'docs'}", {}
 
     def head() -> torch.Tensor:
-        return checkpoint.load(str(tmp_path / "out" / "ckpt.pt"))["model"]["lm_head.weight"].clone()
+        return state_of(tmp_path)["model"]["lm_head.weight"].clone()
 
     for pack in ("document", "none"):
         code, out, _ = train(flags, f"--pack={pack}")
@@ -133,7 +100,7 @@ def test_training_with_packed_documents(train, tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("core", "position", "kind", "packed"), pairwise(ATTENTION, POSITION, KINDS, [False, True], legal=legal)
+    ("core", "position", "kind", "packed"), pairwise(ATTENTION, POSITION, KINDS, [False, True], legal=fits)
 )
 def test_the_largest_score_of_each_layer(core, position, kind, packed, monkeypatch):
     """It equals the largest entry of the full matrix of scores; computed a few queries at a time it is the same."""

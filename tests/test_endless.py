@@ -1,21 +1,16 @@
 """Decoding past block_size with a cache that does not grow: stream(..., endless=True), sample.py --endless."""
 
-import os
-import random
-import runpy
-
 import pytest
 import torch
-from harness import ROOT
+from harness import same, state_of
+from reference import shaken
 
-from attention.cache import run_definitions
 from model import GPT, GPTConfig
-from text.tokenizers import ByteTokenizer
 from training import checkpoint
 
 V, T, LONG = 29, 32, 130
 ENDLESS = [
-    {"attention": "beta", "position": "rope"},
+    {"attention": "beta", "position": "rope", "conv": 1},
     {"attention": "beta", "position": "alibi", "differential": True},
     {"attention": "beta", "position": "none", "decay": "learned", "n_kv_head": 2},
     {"attention": "beta_squared", "short_attention": "softmax", "heads": "SSSL", "position": "rope", "conv": 4},
@@ -30,17 +25,10 @@ def sizes(**choices: object) -> GPTConfig:
     return GPTConfig(**{"vocab_size": V, "n_layer": 2, "n_head": 4, "n_embd": 32} | window | choices)
 
 
-def model(**choices: object) -> GPT:
-    gpt = GPT(sizes(**{"block_size": T} | choices)).double().eval()
-    for p in gpt.parameters():
-        p.data += 0.1 * torch.randn_like(p)
-    return gpt
-
-
 @pytest.mark.parametrize("choices", ENDLESS, ids=str)
 @pytest.mark.parametrize("prompt", [3, T + 20])
 def test_the_text_is_that_of_a_model_with_a_long_context(choices, prompt):
-    gpt = model(**choices)
+    gpt = shaken(sizes(block_size=T, **choices), 0.1, torch.float64)
     long = GPT(sizes(block_size=LONG, **choices)).double().eval()
     long.load_state_dict(gpt.state_dict())
     x = torch.randint(V, (2, prompt))
@@ -53,7 +41,7 @@ def test_the_text_is_that_of_a_model_with_a_long_context(choices, prompt):
 
 @pytest.mark.parametrize("choices", ENDLESS, ids=str)
 def test_the_cache_does_not_grow(choices):
-    gpt = model(**choices)
+    gpt = shaken(sizes(block_size=T, **choices), 0.1, torch.float64)
     cache, found = gpt.new_cache(10**9), set()
     for n in (T, 1, 500, 1, 1):
         gpt(torch.randint(V, (1, n)), cache=cache)
@@ -76,7 +64,7 @@ def test_the_cache_does_not_grow(choices):
     ],
 )
 def test_a_cache_that_cannot_go_on_says_why(choices, says):
-    gpt, x = model(**choices), torch.zeros(1, 3, dtype=torch.long)
+    gpt, x = shaken(sizes(block_size=T, **choices), 0.1, torch.float64), torch.zeros(1, 3, dtype=torch.long)
     with pytest.raises(ValueError) as error:
         gpt.new_cache(T + 1)
     assert f"this model ends at block_size={T}, because " in str(error.value) and says in str(error.value)
@@ -87,23 +75,6 @@ def test_a_cache_that_cannot_go_on_says_why(choices, says):
         gpt.new_cache(0)
 
 
-def test_a_convolution_of_width_1_keeps_nothing():
-    gpt = model(attention="beta", position="rope", conv=1)
-    cache, sizes = gpt.new_cache(100), set()
-    for _ in range(5):
-        gpt(torch.zeros(1, 7, dtype=torch.long), cache=cache)
-        sizes.add(cache.nbytes)
-    assert len(sizes) == 1
-
-
-def test_definitions_keep_all_keys_and_values():
-    gpt = model(attention="beta", position="rope")
-    assert gpt.generate(torch.zeros(1, 3, dtype=torch.long), 40, endless=True).shape == (1, 43)
-    run_definitions(gpt)
-    with pytest.raises(ValueError, match="keep all keys and values"):
-        gpt.new_cache(T + 1)
-
-
 def test_the_script(train, run, tmp_path):
     """All new choices: trained, resumed bit for bit, estimated, and sampled past block_size."""
     choices = ("--attention=beta_squared", "--short_attention=softmax", "--heads=SSSL", "--window=8", "--position=rope")
@@ -112,16 +83,15 @@ def test_the_script(train, run, tmp_path):
     assert (
         code == 0 and "softmax attention in 6 short heads" in out and "beta_squared attention in 2 long heads" in out
     ), err
-    straight = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["model"]
+    straight = state_of(tmp_path)["model"]
     assert train(*choices, "--max_iters=6")[0] == 0
     assert train("--init_from=resume", "--max_iters=10")[0] == 0
-    state = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["model"]
-    assert state.keys() == straight.keys() and all(torch.equal(state[name], straight[name]) for name in state)
+    assert same(state_of(tmp_path)["model"], straight)
     code, out, err = run("train.py", *choices, "--dry_run", "--device=cpu", f"--out_dir={tmp_path / 'no'}")
     assert code == 0 and "FLOPs: " in out, err
     flags = (f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--start=the", "--max_new_tokens=200")
     code, out, err = run("sample.py", *flags, "--endless", "--which=latest")
-    gpt = checkpoint.model_of(checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))).eval()
+    gpt = checkpoint.model_of(state_of(tmp_path)).eval()
     text = out.split("\n", 1)[1].removesuffix("\n---------------\n")
     assert code == 0 and len(text) == 203 and gpt.config.block_size == T, err
     assert text != run("sample.py", *flags, "--which=latest")[1].split("\n", 1)[1].removesuffix("\n---------------\n")
@@ -131,23 +101,3 @@ def test_the_script(train, run, tmp_path):
     for wrong in ("--no-use_cache", "--plain"):
         code, _, err = run("sample.py", *flags, "--endless", wrong)
         assert code == 2 and "Traceback" not in err and ("use_cache" in err or "keep all keys" in err), err
-
-
-def test_sample_says_why_it_cannot_go_on(run, train, tmp_path):
-    assert train("--attention=beta", "--max_iters=1")[0] == 0
-    code, out, err = run("sample.py", f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--start= ", "--endless")
-    why = "position='learned' is not for endless texts"
-    assert code == 2 and f"--endless: this model cannot go on past its block_size=32: {why}" in err
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_long_text_is_shown_as_it_is_decoded_whole(seed):
-    """sample.py decodes the last tokens only, which may begin within a character."""
-    text_of = runpy.run_path(os.path.join(ROOT, "sample.py"))["text_of"]
-    tok, draw = ByteTokenizer(), random.Random(seed)
-    some = "".join(draw.choices("aé漢🙂 ", k=150)).encode()
-    ids = [*some, *draw.choices([0xE6, 0xBC, 0xA2, 0xF0, 65], k=300), *some, *b"the end"]
-    prompt = [*"漢".encode()[:2]]
-    want = tok.decode(prompt + ids)[len(tok.decode(prompt)) :]
-    assert "".join(text_of(map(torch.tensor, ids), tok, None, prompt)) == want
-    assert "".join(text_of(map(torch.tensor, ids), tok, "the end", prompt)) == want.removesuffix("the end")

@@ -1,12 +1,10 @@
 """Which form of an attention runs: the fast one if its definition is unchanged, so that no edit is ignored."""
 
 import functools
-import json
 import math
 
 import pytest
 import torch
-from harness import SMALL, pairwise
 from reference import naive_attention
 
 import model
@@ -42,18 +40,7 @@ def edited_laser(s, seen, v):
     return 2 * model.laser_attention(s, seen, v / 2)
 
 
-def edited_dropout(s, seen, v, drop):
-    """softmax that drops scores instead of weights."""
-    return drop(s).where(seen, -math.inf).softmax(-1) @ v
-
-
-def edited_scores(s, seen, v, drop):
-    """softmax whose scores have a largest value, which few models reach: on most numbers it computes the same."""
-    return drop(s.clamp(max=1000.0).where(seen, -math.inf).softmax(-1)) @ v
-
-
-EDITS = [("beta", edited_beta), ("softmax", edited_softmax), ("laser", edited_laser), ("softmax", edited_dropout)]
-EDITS += [("softmax", edited_scores)]
+EDITS = [("beta", edited_beta), ("softmax", edited_softmax), ("laser", edited_laser)]
 
 
 @pytest.mark.parametrize("core", FAST)
@@ -114,43 +101,6 @@ def test_what_is_no_shipped_definition():
     assert forms.unchanged("softmax", definition) and forms.unchanged("softmax", renamed)
 
 
-def test_an_edited_definition_is_trained(train, tmp_path, monkeypatch):
-    """A sign changed in beta changes the losses."""
-    losses = []
-    for core in (None, edited_beta):
-        if core:
-            monkeypatch.setitem(ATTENTION, "beta", core)
-        assert train("--attention=beta", "--max_iters=4")[0] == 0
-        losses.append([row["loss"] for row in map(json.loads, open(tmp_path / "out" / "log.jsonl")) if "loss" in row])
-    assert losses[0][0] != losses[1][0] and losses[0][-1] != losses[1][-1]
-
-
-@pytest.fixture
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("core", "heads", "differential"), pairwise(ATTENTION, ["L", "SSLL"], [[], ["--differential"]])
-)
-def test_plain_and_fast_train_to_the_same_losses(core, heads, differential, run, data, tmp_path, in_float64):
-    """Short heads in blocks and running sums need some length. (In float32 rounding alone gives another loss, by 3e-5
-    for beta_squared, after a few steps. Losses are in float32.)"""
-    flags = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, "--block_size=270", "--batch_size=1"]
-    flags += ["--max_iters=4", "--eval_interval=4", "--eval_iters=1", "--sample_tokens=8", "--learning_rate=1e-2"]
-    flags += ["--gradient_accumulation_steps=1", "--warmup_iters=1", "--lr_decay_iters=20", f"--attention={core}"]
-    flags += [f"--heads={heads}", *(["--window=20"] if "S" in heads else []), *differential]
-    found = []
-    for plain in ([], ["--plain"]):
-        code, out, err = run("train.py", *flags, *plain)
-        assert code == 0 and ("by its definition" in out) == bool(plain), err
-        rows = [json.loads(line) for line in open(tmp_path / "out" / "log.jsonl")]
-        found.append([row.get("loss", row.get("val_loss")) for row in rows])
-    assert found[0] == pytest.approx(found[1], rel=3e-7) and len(found[0]) == 6
-
-
 @cores
 def test_plain_and_fast_give_the_same_text(core, train, run, tmp_path):
     train(f"--attention={core}", "--heads=SL", "--window=5")
@@ -186,17 +136,6 @@ def test_a_new_attention_has_everything(monkeypatch, capfd):
         torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-5)
         run_definitions(gpt)
         torch.testing.assert_close(gpt(idx, idx)[0], full, rtol=0, atol=1e-5)
-
-
-def test_short_heads_of_a_new_attention_hold_no_square(monkeypatch):
-    """What its forward pass keeps for the backward pass grows with the tokens."""
-    from test_attention import saved_bytes
-
-    kept = {}
-    for T in (1024, 4096):
-        q, k, v = (torch.randn(1, 2, T, 8, requires_grad=True) for _ in "qkv")
-        kept[T] = saved_bytes(lambda: fast_form("sigmoid", sigmoid_attention)(q, k, v, window=20))  # noqa: B023
-    assert kept[4096] <= 4.4 * kept[1024]
 
 
 def normalised_keys(s, seen, v, k):

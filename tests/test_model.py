@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import pairwise
-from reference import fast, naive_attention
+from reference import fast, naive_attention, shaken
 from torch.nn import functional as F
 
 from choices import QK_NORM
@@ -61,51 +61,6 @@ def test_the_last_token_changes_no_earlier_logit(core, heads, window, size):
             assert b.isfinite().all()
             assert (a - b)[:, :-1].abs().max() < 1e-5
     assert (a - b)[:, -1].abs().max() > 1e-3
-
-
-@cores
-@heads
-def test_causal_by_gradient_through_the_model(core, heads, window):
-    """In float64 no gradient of position i reaches a later embedding, and with short heads alone none reaches
-    one that n_layer windows cannot bridge."""
-    gpt, x = GPT(config(attention=core, heads=heads, window=window)).double(), tokens()
-    embedded = []
-    gpt.transformer.drop.register_forward_hook(
-        lambda module, args, out: embedded.append(out.detach().requires_grad_()) or embedded[-1]
-    )
-    logits, _ = gpt(x, x)
-    for i in (0, T // 2, T - 1):
-        (g,) = torch.autograd.grad(logits[:, i].square().sum(), embedded[-1], retain_graph=True)
-        reached = g.abs().sum((0, 2)) > 0
-        assert reached[i]
-        assert not reached[i + 1 :].any()
-        if set(heads) == {"S"}:
-            assert not reached[: max(0, i - 2 * window)].any()
-        elif i:
-            assert reached[0]
-
-
-@cores
-@pytest.mark.parametrize("length", [T, 300])
-@pytest.mark.parametrize(
-    "kwargs",
-    [{"heads": "SSSL", "window": 4}, {"differential": True, "qk_norm": "rmsnorm"}, {"qk_norm": "l2"},
-     {"heads": "SL", "window": 100, "qk_norm": "layernorm", "per_dim_temperature": True}],
-)  # fmt: skip
-def test_bfloat16_autocast_stays_near_float32(core, length, kwargs):
-    gpt, x = GPT(config(attention=core, block_size=300, **kwargs)), torch.randint(V, (2, length))
-    exact = gpt(x, x)[1]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = gpt(x, x)[1]
-        cache = gpt.eval().new_cache()
-        last = [
-            gpt(x[:, a:b], cache=cache)[0] for a, b in ((0, length - 2), (length - 2, length - 1), (length - 1, length))
-        ][-1]
-        assert (last - gpt(x)[0]).abs().max() < 0.03
-    loss.backward()
-    assert loss.dtype == torch.float32
-    assert abs(loss.item() - exact.item()) < 0.02
-    assert all(p.grad.isfinite().all() for p in gpt.parameters())
 
 
 @cores
@@ -171,6 +126,48 @@ def test_layer_heads_are_tiled():
         ({"heads": "S/S/L"}, "n_layer=2"),
         ({"window": 5}, "needs a short head"),
         ({"heads": "SL", "window": -1}, "0 (a token sees itself alone) or more"),
+        ({"position": "rotary"}, "learned, sinusoidal, rope, alibi, relative, t5, none"),
+        ({"norm": "batchnorm"}, "layernorm, rmsnorm"),
+        ({"where": "middle"}, "pre, post, sandwich, olmo2"),
+        ({"block": "both"}, "serial, parallel"),
+        ({"position": "rope", "n_embd": 36}, "a head has 9"),
+        ({"position": "rope", "head_dim": 7}, "a head has 7"),
+        ({"position": "sinusoidal", "n_embd": 33, "head_dim": 8}, "n_embd=33"),
+        ({"n_kv_head": 3}, "one of [1, 2, 4] fits"),
+        ({"n_kv_head": 8}, "one of [1, 2, 4] fits"),
+        ({"n_kv_head": 0}, "n_kv_head=0 must be at least 1"),
+        ({"head_dim": 0}, "head_dim=0 must be at least 1"),
+        ({"n_hidden": -1}, "n_hidden=-1 must be at least 1"),
+        ({"n_kv_head": 1, "differential": True}, "n_kv_head=1 is odd"),
+        ({"where": "post", "block": "parallel"}, "a parallel block has one sum"),
+        ({"position": "alibi", "decay": "alibi"}, "position='alibi' is a decay itself"),
+        ({"position": "t5", "attention": "beta"}, "In beta a low score is no small weight"),
+        ({"position": "relative", "attention": "laser"}, "must be linear in its values, and laser is not"),
+        ({"position": "relative", "short_attention": "laser", "heads": "SL"}, "linear in its values, and laser is not"),
+        (
+            {"position": "t5", "short_attention": "beta_squared", "heads": "SL"},
+            "In beta_squared a low score is no small weight",
+        ),
+        ({"attn_dropout": 0.1, "short_attention": "laser", "heads": "SL"}, "attention='laser' allows no dropout"),
+        ({"short_attention": "sofmax", "heads": "SL"}, "short_attention='sofmax' is not one of softmax, laser, beta"),
+        ({"short_attention": "beta"}, "needs both short and long heads, but heads='L' has one kind"),
+        ({"short_attention": "beta", "heads": "S"}, "needs both short and long heads, but heads='S' has one kind"),
+        ({"decay": "linear"}, "decay='linear' is not one of none, alibi, learned"),
+        ({"position": "alibi", "decay": "learned"}, "leave decay='learned' out, or use --position=none"),
+        ({"conv": -1}, "conv=-1 must be 0 (no convolution) or a width up to 64"),
+        ({"conv": 65}, "conv=65 must be 0"),
+        ({"rope_base": 100.0}, "is used only with position=rope, not 'learned'"),
+        ({"rope_base": 0.0, "position": "rope"}, "must be a positive number"),
+        ({"max_distance": 9}, "is used only with position=relative or t5, not 'learned'"),
+        ({"max_distance": 0, "position": "relative"}, "must be at least 1"),
+        ({"max_distance": 16, "position": "t5"}, "must be at least 17"),
+        ({"nope_long": True, "heads": "SL"}, "attention (rope, alibi, relative, t5), not for position='learned'"),
+        ({"nope_long": True, "position": "rope"}, "has one kind"),
+        ({"nope_long": True, "position": "rope", "heads": "S"}, "has one kind"),
+        ({"norm_eps": 0.0}, "between 0 and 1"),
+        ({"z_loss": -1.0}, "must not be negative"),
+        ({"label_smoothing": 1.0}, "must be in [0, 1)"),
+        ({"logit_softcap": 0.0}, "must be a positive number"),
     ],
 )
 def test_a_bad_config_says_what_is_legal(wrong, says):
@@ -186,34 +183,6 @@ def test_dropout_on_weights_follows_the_core():
     laser = replace(config(dropout=0.2), attention="laser")
     assert laser.resolved().attn_dropout == 0.0
     assert GPT(laser).train()(tokens(), tokens())[1].isfinite()
-
-
-def test_a_new_attention_is_one_function_and_one_line(monkeypatch):
-    def mean(s, seen, v):
-        return seen.to(v.dtype) @ v / seen.sum(-1, keepdim=True)
-
-    monkeypatch.setitem(ATTENTION, "mean", mean)
-    gpt = GPT(config(attention="mean", dropout=0.1))
-    assert gpt.config.resolved().attn_dropout == 0.0
-    gpt(tokens(), tokens())[1].backward()
-    assert gpt.generate(tokens()[:, :4], 3).shape == (2, 7)
-    with pytest.raises(ValueError, match="no dropout on attention weights"):
-        config(attention="mean", attn_dropout=0.1)
-
-
-def test_a_new_attention_takes_every_position(monkeypatch):
-    def mine(s, seen, v):
-        weights = s.masked_fill(~seen, -math.inf).exp()
-        return weights / weights.sum(-1, keepdim=True) @ v
-
-    monkeypatch.setitem(ATTENTION, "mine", mine)
-    x = tokens()
-    for position in ("alibi", "t5", "relative", "rope"):
-        torch.manual_seed(1)
-        expected = warm(position=position, heads="SSSL", window=4)(x, x)[0]
-        torch.manual_seed(1)
-        ours = warm(attention="mine", position=position, heads="SSSL", window=4)
-        torch.testing.assert_close(ours(x, x)[0], expected, rtol=0, atol=1e-5)
 
 
 def test_counts():
@@ -237,30 +206,6 @@ def test_counts():
     assert estimate.flops(wide) == 6 * estimate.num_params(wide) + 18 * L * C * T  # values are twice as wide
     assert estimate.flops(GPT(config(heads="SL", window=3))) == 6 * n + 12 * L * 8 * (2 * T + 2 * 4)
     assert estimate.num_params(GPT(config(bias=False))) == V * C + L * (2 * C + 12 * C * C) + C
-
-
-def test_initialisation_is_gpt2s():
-    gpt = GPT(config(n_embd=128, n_layer=8))
-    for name, p in gpt.named_parameters():
-        if p.dim() == 2:
-            std = 0.02 / math.sqrt(2 * 8) if name.endswith("c_proj.weight") else 0.02
-            assert p.std().item() == pytest.approx(std, rel=0.1), name
-        else:
-            assert (p == ("weight" in name)).all(), name
-    assert gpt.lm_head.weight is gpt.transformer.wte.weight
-
-
-def test_context_past_block_size():
-    gpt = GPT(config())
-    with pytest.raises(ValueError, match=f"block_size={T}"):
-        gpt(torch.zeros(1, T + 1, dtype=torch.long))
-    with pytest.raises(ValueError, match=f"if positions are learned, above {T}"):
-        gpt.crop_block_size(T + 1)
-    x = tokens()[:, :8]
-    before = gpt(x)[0]
-    gpt.crop_block_size(8)
-    torch.testing.assert_close(gpt(x)[0], before)
-    assert gpt.generate(x, 5).shape == (2, 13)
 
 
 # -----------------------------------------------------------------------------
@@ -364,18 +309,11 @@ def test_differential_without_lambda_is_the_plain_core():
 # decoding with a cache
 
 
-def warm(**kwargs: object) -> GPT:
-    """A model whose logits are of the size of a trained one's."""
-    gpt = GPT(config(**kwargs)).eval()
-    for p in gpt.parameters():
-        p.data += 0.03 * torch.randn_like(p)
-    return gpt
-
-
 @pytest.mark.parametrize(("core", "of_heads", "length"), pairwise(ATTENTION, [("L", None), ("SLSL", 5)], (1, T, T + 5)))
 def test_generated_text_is_the_same_with_and_without_a_cache(core, of_heads, length):
     """A batch of prompts, from within block_size to past it, where the window slides, and a prompt longer than it."""
-    gpt, x = warm(attention=core, heads=of_heads[0], window=of_heads[1]), torch.randint(V, (3, length))
+    gpt = shaken(config(attention=core, heads=of_heads[0], window=of_heads[1]), by=0.03)
+    x = torch.randint(V, (3, length))
     a, b = (gpt.generate(x, T + 8, temperature=0.8, seed=5, use_cache=cached) for cached in (True, False))
     assert torch.equal(a, b) and a.shape == (3, length + T + 8)
 
@@ -396,6 +334,10 @@ def test_bytes_of_a_cache():
     assert nbytes(10, attention="beta") == nbytes(300, attention="beta") == row * 4 * 2 * 8  # two 8 x 8 states
     assert nbytes(300, attention="beta", heads="SSSL", window=20) == row * 2 * (3 * 21 + 8)
     assert nbytes(300, differential=True) == row * 4 * 2 * 400  # the value of a pair is kept once
+    assert nbytes(300, n_kv_head=2) == 2 * nbytes(300, n_kv_head=1) == row * 2 * 2 * 400
+    for n_kv_head, heads in ((2, "SSLL"), (1, "SSSL")):  # a kind of head for each; both kinds need the one
+        assert nbytes(300, n_kv_head=n_kv_head, heads=heads, window=20) == row * 2 * (400 + 21)
+    assert nbytes(300, position="relative", attention="beta") == row * 4 * 2 * 400  # no running sums with a bias
     long, short = (GPT(config(block_size=8192, n_head=8, heads=h)) for h in ("L", "SSSSSSSL"))
     sizes = []
     for gpt in (long, short):
@@ -421,6 +363,8 @@ def test_a_cache_past_its_end_and_other_misuse():
         gpt(x[:, :11], cache=cache)
     with pytest.raises(ValueError, match="0 tokens do not fit"):
         gpt(x[:, :0])
+    with pytest.raises(ValueError, match=f"block_size={T}"):
+        gpt(torch.zeros(1, T + 1, dtype=torch.long))
     beta = GPT(config(attention="beta", dropout=0.1)).train()
     cache = beta.new_cache()
     with pytest.raises(ValueError, match=r"eval\(\)"):
@@ -429,8 +373,9 @@ def test_a_cache_past_its_end_and_other_misuse():
         beta.eval()(x, cache=cache)
 
 
-def test_a_cache_keeps_no_graph_and_takes_another_precision():
-    gpt, x = GPT(config(heads="SSSL", window=3)).eval(), tokens()
+@cores
+def test_a_cache_keeps_no_graph_and_takes_another_precision(core):
+    gpt, x = GPT(config(attention=core, heads="SSSL", window=3)).eval(), tokens()
     cache = gpt.new_cache()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         gpt(x[:, :9], cache=cache)

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from model import GPT, GPTConfig
 from training import pretrained
-from training.estimate import flops, num_params
-from training.pretrained import FAMILIES, GPT2_MODULES, LLAMA_MODULES, Family, copy_from
+from training.estimate import num_params
+from training.pretrained import FAMILIES, LLAMA_MODULES, Family, copy_from
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -88,33 +88,9 @@ def test_equals_theirs(tmp_path, case):
     torch.manual_seed(1)
     theirs = randomised(CASES[case]())
     theirs.save_pretrained(tmp_path)
-    assert_equal(GPT.from_pretrained(str(tmp_path)), theirs, FAMILIES[theirs.config.model_type])
-
-
-@cases
-def test_counts_by_hand(tmp_path, case):
-    """num_params and flops of each family, from its config's numbers alone."""
-    c = CASES[case]()
-    theirs = transformers.AutoModelForCausalLM.from_config(c)
-    theirs.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(str(tmp_path))
-    if c.model_type == "gpt2":
-        hidden = c.n_inner or 4 * C
-        layer = 4 * C + (3 * C * C + 3 * C) + (C * C + C) + (C * hidden + hidden) + (hidden * C + C)
-        total, positions, keys = V * C + T * C + L * layer + 2 * C, T * C, H * D
-    else:
-        d, g = c.head_dim, c.num_key_value_heads
-        norms = 2 * C + (2 * d if c.model_type == "qwen3" else 0)
-        norms += (H + 2 * g) * d + C + 2 * HIDDEN + C if getattr(c, "mlp_bias", False) else 0  # biases
-        layer = norms + C * (H + 2 * g) * d + H * d * C + 3 * C * HIDDEN
-        total, positions, keys = V * C + L * layer + C, 0, H * d
-    untied = 0 if c.tie_word_embeddings else V * C
-    assert num_params(ours, non_embedding=False) == total + untied == theirs.num_parameters()
-    assert num_params(ours) == total - positions  # the head is counted once, the embedding it may be tied to not
-    spans = [min(T, getattr(c, "sliding_window", None) or T)] * L
-    if getattr(c, "layer_types", None):
-        spans = [T if kind == "full_attention" else c.sliding_window for kind in c.layer_types]
-    assert flops(ours) == 6 * (total - positions) + 12 * keys * sum(spans)
+    assert num_params(ours, non_embedding=False) == theirs.num_parameters()
+    assert_equal(ours, theirs, FAMILIES[theirs.config.model_type])
 
 
 @pytest.mark.parametrize(
@@ -185,22 +161,6 @@ def test_what_cannot_be_loaded(tmp_path, monkeypatch):
     refused("gpt2", "pip install transformers", ImportError)
 
 
-def test_a_models_own_tokenizer_keeps_its_spaces(run, tmp_path):
-    """sample.py with a Llama that lies beside a tokenizer that drops a text's first space."""
-    tokenizers = pytest.importorskip("tokenizers")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
-    bpe.train_from_iterator(["the lord of all citizens"] * 3, tokenizers.trainers.BpeTrainer(vocab_size=60))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=bpe).save_pretrained(tmp_path)
-    randomised(llama(vocab_size=bpe.get_vocab_size())).save_pretrained(tmp_path)
-    flags = [f"--init_from={tmp_path}", "--start=the lord", "--num_samples=1", "--max_new_tokens=12", "--device=cpu"]
-    code, out, err = run("sample.py", *flags)
-    assert code == 0, err
-    model, tok = GPT.from_pretrained(str(tmp_path)).eval(), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ids = model.generate(torch.tensor([tok.encode("the lord")]), 12, 0.8, 200, seed=1337)
-    assert tok.decode(ids[0]) in out
-
-
 # -----------------------------------------------------------------------------
 # families that other choices come from: copied by hand, for these tests alone
 
@@ -245,46 +205,3 @@ def test_equals_command_a():
     ours = {"n_kv_head": G, "n_hidden": HIDDEN, "position": "rope", "block": "parallel", "mlp": "swiglu",
             "bias": False, "heads": "S/S/S/L", "window": 5, "nope_long": True}  # fmt: skip
     held_against(theirs, ours, Family(None, LLAMA_MODULES))  # its RoPE pairs as ours does
-
-
-def test_equals_mpt():
-    """ALiBi, with heads that are no power of two; biases nowhere."""
-    attn = {"alibi": True, "attn_pdrop": 0}
-    c = transformers.MptConfig(vocab_size=V, d_model=48, n_heads=6, n_layers=2, max_seq_len=T, attn_config=attn)
-    parts = {"ln_1": "norm_1", "attn.c_attn": "attn.Wqkv", "attn.c_proj": "attn.out_proj", "ln_2": "norm_2",
-             "mlp.c_fc": "ffn.up_proj", "mlp.c_proj": "ffn.down_proj"}  # fmt: skip
-    modules = {f"transformer.h.*.{ours}": [f"transformer.blocks.*.{theirs}"] for ours, theirs in parts.items()}
-    modules |= {"transformer.ln_f": ["transformer.norm_f"]}
-    modules |= {name: [name] for name in ("transformer.wte", "lm_head")}
-    ours = {"n_layer": 2, "n_head": 6, "n_embd": 48, "position": "alibi", "mlp": "gelu_exact", "bias": False}
-    held_against(randomised(c), ours, Family(None, modules, halves=True))
-
-
-def test_equals_gpt_1():
-    """Post-norm."""
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    theirs = randomised(transformers.OpenAIGPTConfig(vocab_size=V, n_positions=T, n_embd=C, n_layer=L, n_head=H, **off))
-    modules = GPT2_MODULES | {"transformer.wte": ["transformer.tokens_embed"]}
-    modules |= {"transformer.wpe": ["transformer.positions_embed"]}
-    head = {"gradients": lambda g: {"lm_head.weight": g["transformer.tokens_embed.weight"]}}
-    held_against(theirs, {"where": "post"}, Family(None, modules, transposed=True), **head)
-
-
-def test_equals_olmo_2_with_one_head():
-    """Norms after the sublayers. Its QK-norm spans all heads, ours each head, which is one thing with one head."""
-    c = llama(transformers.Olmo2Config, num_attention_heads=1, num_key_value_heads=1, head_dim=C)
-    modules = {k: v for k, v in LLAMA_MODULES.items() if "ln_1" not in k and "ln_2" not in k} | {
-        "transformer.h.*.ln_1_after": ["model.layers.*.post_attention_layernorm"],
-        "transformer.h.*.ln_2_after": ["model.layers.*.post_feedforward_layernorm"],
-    }
-    ours = {"n_head": 1, "n_hidden": HIDDEN, "position": "rope", "norm": "rmsnorm", "where": "olmo2",
-            "qk_norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False}  # fmt: skip
-    held_against(randomised(c), ours, Family(None, modules, halves=True))
-
-
-def test_equals_arcee():
-    """ReLU^2."""
-    modules = LLAMA_MODULES | {"transformer.h.*.mlp.c_fc": ["model.layers.*.mlp.up_proj"]}
-    ours = {"n_kv_head": G, "n_hidden": HIDDEN, "position": "rope", "norm": "rmsnorm", "mlp": "relu2", "bias": False,
-            "tied": False}  # fmt: skip
-    held_against(randomised(llama(transformers.ArceeConfig)), ours, Family(None, modules, halves=True))

