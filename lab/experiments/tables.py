@@ -170,8 +170,6 @@ ASPECT = {
 }
 TWO = {"softmax": {}, "LASER": LASER}
 
-W = {"window": 100}
-
 
 def steps_of(n: int, evaluations: int = 1) -> dict:
     """The flags of a run of n steps."""
@@ -200,10 +198,6 @@ TABLES = {
         tune=(3e-3, 6e-3, 1.2e-2),
         seeds=5,
         keep=("val_loss",),
-    ),
-    "8192": Table(  # the paper's longest text; its window is 100 there
-        {kind: {"heads": heads} | x for kind, heads, x in (("long", "L", {}), ("LS", "SSSSSL", W), ("short", "S", W))},
-        flags=steps_of(400) | {"block_size": 8192, "batch_size": 1, "eval_iters": 20, "log_logits": True},
     ),
     "aspect": Table(ASPECT, flags=steps_of(1000), tune=(3e-3, 6e-3, 1.2e-2)),  # as many weights
     "choices": Table(CHOICES, flags=steps_of(1000)),  # docs/choices.md
