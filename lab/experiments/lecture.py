@@ -32,7 +32,7 @@ POSITIONS = ("none", "sinusoidal", "rope", "alibi", "t5")  # learned positions e
 LENGTHS = (64, 256, 1024)  # tokens in a window of the evaluation
 DECAYS = (0.0, 0.1, 1.0)  # weight decays
 SCHEDULES = ("cosine", "constant")
-VOCABULARIES = (250, 1000, 4000)  # numbers of tokens
+VOCABULARIES = (500, 2000, 8000)  # numbers of tokens
 
 
 def run(name: str, flags: dict, seed: int, n: int) -> tuple[str, dict]:
