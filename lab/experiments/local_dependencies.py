@@ -146,13 +146,13 @@ def draw(found: dict) -> None:
         for kind, color in zip(KINDS, ("black", "C0"), strict=True):
             for ax, key in ((missed, "missed"), (largest, "largest")):
                 for i, r in enumerate(found[full, kind][1]):
-                    ax.plot(r["step"][1:], r[key][1:], color=color, label=None if i else kind)
+                    ax.plot([x / 1000 for x in r["step"][1:]], r[key][1:], color=color, label=None if i else kind)
             for ax, at, rows in ((of_d, 1, SWEEP[:4]), (of_n, 0, (SWEEP[4], SWEEP[2], SWEEP[5]))):
                 if all((row, kind) in found for row in rows):
                     x = [statistics.mean(r["missed"][-1] for r in found[row, kind][1]) for row in rows]
                     ax.plot([row[at] for row in rows], x, "o-", color=color, label=kind)
-        missed.set(title=f"share missed, n = {full[0]}, d = {full[1]} (figure 2c)", xlabel="step", yscale="log")
-        largest.set(title="largest score (figure 2d)", xlabel="step")
+        missed.set(title=f"share missed, n = {full[0]}, d = {full[1]} (figure 2c)", xlabel="thousand steps", yscale="log")
+        largest.set(title="largest score (figure 2d)", xlabel="thousand steps")
         of_d.set(title=f"share missed, n = 500, {sweep_steps:,} steps", xlabel="d", yscale="log")
         of_n.set(title=f"share missed, d = 25, {sweep_steps:,} steps", xlabel="n")
 
