@@ -26,6 +26,7 @@ import torch
 
 from attention.scores import visible
 from configurator import at_least_one, names
+from errors import refuse
 from lab.experiments.results import check_writable, difference, drawing, measured, show_table, start
 
 # What is measured?
@@ -167,6 +168,7 @@ def main() -> None:
     if "full" in parts:
         found |= fits([(n, 25, 0.1)], steps)
     if "show" in parts:
+        refuse([(not found, "--what=show needs the part that it shows beside it: sweep,show or full,show")])
         show(found)
         draw(found)
 
