@@ -152,7 +152,9 @@ def draw(found: dict) -> None:
                 if all((row, kind) in found for row in rows):
                     x = [statistics.mean(r["missed"][-1] for r in found[row, kind][1]) for row in rows]
                     ax.plot([row[at] for row in rows], x, "o-", color=color, label=kind)
-        missed.set(title=f"share missed, n = {full[0]}, d = {full[1]} (figure 2c)", xlabel="thousand steps", yscale="log")
+        missed.set(
+            title=f"share missed, n = {full[0]}, d = {full[1]} (figure 2c)", xlabel="thousand steps", yscale="log"
+        )
         largest.set(title="largest score (figure 2d)", xlabel="thousand steps")
         of_d.set(title=f"share missed, n = 500, {sweep_steps:,} steps", xlabel="d", yscale="log")
         of_n.set(title=f"share missed, d = 25, {sweep_steps:,} steps", xlabel="n")
