@@ -36,7 +36,7 @@ def test_help(run, script):
 TABLES = "64", "256", "speedrun", "speedrun_more", "warmup", "laser_settled", "differential", "bert"
 TABLES += "narang", "qkv", "maps", "aspect"
 SHOWN = [f"compare --table={name} --what=show" for name in TABLES]
-SHOWN += [f"{name} --what=show" for name in ("beta_post", "endless", "laser", "long_short")]
+SHOWN += [f"{name} --what=show" for name in ("beta_post", "endless", "laser", "lecture", "long_short")]
 SHOWN += ["jacobians", "recall", "local_dependencies --what=sweep,show"]
 SHOWN += ["local_dependencies --what=full,show --steps=20000"]
 
