@@ -199,6 +199,22 @@ def test_laser_is_as_accurate_as_softmax_in_half_precision(dtype, size):
     assert (y.double() - exact).norm() / exact.norm() < torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("value", [120.0, 1000.0, -1000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_laser_with_a_large_value_anywhere(value, dtype):
+    """Finite and right, forward and backward, also in the rows that see the large value."""
+    x = [t.detach() for t in qkv(dtype)]
+    x[2][0, 1, 11, 2] = value
+    x = [t.requires_grad_() for t in x]
+    exact = [t.detach().double().requires_grad_() for t in x]
+    y, y_exact = fast("laser")(*x), naive_attention("laser", *exact)
+    y.float().tanh().sum().backward()
+    y_exact.tanh().sum().backward()
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    assert close(y, y_exact, tolerance)
+    assert all(close(a.grad, b.grad, 2 * tolerance) for a, b in zip(x, exact, strict=True))
+
+
 @pytest.mark.parametrize("spread", [1.0, 0.99 * forms.LASER_RANGE, 1.01 * forms.LASER_RANGE, 500.0])
 def test_laser_on_both_sides_of_its_range(spread):
     """exp and log run where they are exact, the definition elsewhere; both agree with the definition."""
