@@ -34,7 +34,7 @@ def test_help(run, script):
 
 
 TABLES = "64", "256", "speedrun", "speedrun_more", "warmup", "laser_settled", "differential", "bert"
-TABLES += "narang", "qkv", "maps", "aspect"
+TABLES += "narang", "qkv", "maps", "aspect", "long_short"
 SHOWN = [f"compare --table={name} --what=show" for name in TABLES]
 SHOWN += [f"{name} --what=show" for name in ("beta_post", "endless", "laser", "lecture", "long_short")]
 SHOWN += ["jacobians", "recall", "local_dependencies --what=sweep,show"]
