@@ -9,6 +9,9 @@ from harness import ROOT
 from test_configurator import SCRIPTS, help_of
 from test_docs import check_commands, check_links, commands, read
 
+from lab.experiments import attention_probabilities
+from lab.experiments.results import saved
+
 PAGES = ["lab/README.md", "lab/RESULTS.md", *sorted(glob.glob("lab/*/README.md", root_dir=ROOT))]
 FILES = sorted(glob.glob("lab/*.py", root_dir=ROOT) + glob.glob("lab/[eh]*/*.py", root_dir=ROOT))
 SETS_FLAGS = re.compile(r"(?m)^ *(config, .*= configure\(|start\(globals)")
@@ -34,7 +37,7 @@ def test_help(run, script):
 
 
 TABLES = "64", "256", "speedrun", "speedrun_more", "warmup", "laser_settled", "differential", "bert"
-TABLES += "narang", "qkv", "maps", "aspect", "long_short"
+TABLES += "narang", "qkv", "maps", "aspect", "long_short", "novels_1024"
 SHOWN = [f"compare --table={name} --what=show" for name in TABLES]
 SHOWN += [f"{name} --what=show" for name in ("beta_post", "endless", "laser", "lecture", "long_short")]
 SHOWN += ["jacobians", "recall", "local_dependencies --what=sweep,show"]
@@ -51,6 +54,12 @@ def test_results_are_what_the_experiments_have(command, run, tmp_path):
     printed = [line for line in out.splitlines() if line.startswith("|")]
     assert code == 0 and printed, err
     assert not [line for line in printed if line not in page]
+
+
+def test_probabilities_are_what_the_models_had(capsys):
+    attention_probabilities.show(saved("lab/experiments/attention_probabilities.json", {})["models"])
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(printed) == 4 and not [line for line in printed if line not in read("lab/RESULTS.md")]
 
 
 def test_the_table_names_every_experiment():
