@@ -36,7 +36,7 @@ def test_help(run, script):
     assert flags and all(re.split(r"\s{2,}", flag, maxsplit=1)[1].strip() for flag in flags)
 
 
-TABLES = "cores", "64", "256", "speedrun", "speedrun_more", "warmup", "laser_settled", "differential", "bert"
+TABLES = "cores", "laser", "64", "256", "speedrun", "speedrun_more", "warmup", "laser_settled", "differential", "bert"
 TABLES += "narang", "qkv", "maps", "aspect", "long_short", "novels_1024"
 SHOWN = [f"compare --table={name} --what=show" for name in TABLES]
 SHOWN += [f"{name} --what=show" for name in ("beta_post", "endless", "laser", "lecture", "long_short")]
