@@ -212,9 +212,8 @@ TABLES = {
     ),  # the LASER paper's models
     "vit": Table(TWO | {"beta": {"attention": "beta"}}, "lab/examples/vit.py"),
     "conformer": Table(TWO, "lab/examples/conformer.py"),
-    "seq2seq": Table(TWO, "lab/examples/seq2seq.py", {"picture": ""}),
     "before_attention": Table(
-        {x: {"attention": x.lower()} for x in ("softmax", "LASER", "mean", "bahdanau", "lecture")},
+        {x: {"attention": x} for x in ("mean", "bahdanau", "lecture")},
         "lab/examples/before_attention.py",
         {"picture": ""},
     ),
