@@ -138,6 +138,7 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids is None:
             raise ValueError("this model needs input_ids")
         n = logits_to_keep or input_ids.shape[1]
+        past_key_values = kwargs.pop("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is None and use_cache and labels is None:
             past_key_values = NanoattnCache(self.gpt, input_ids, attention_mask)
         if past_key_values is None:
