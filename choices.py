@@ -1,6 +1,6 @@
-"""The tables of choices: norms, and where a block has them; norms of queries and keys; activations; a convolution.
+"""The tables of choices: norms, where a block has them, queries and keys, a convolution, what follows attention, MLPs.
 
-NORM, WHERE, QK_NORM and ACTIVATION are tables: a new choice is one function or class here, and one line in its table.
+NORM, WHERE, QK_NORM, AFTER and ACTIVATION are tables. A new choice is one function or class, and one line in its table.
 (positions.py has the positions; rules.py says which choices go together.) `c` is a model.GPTConfig with its defaults
 filled in (GPTConfig.resolved). Shapes: B batch, H heads, T time, D head width.
 """
@@ -94,6 +94,39 @@ class ShortConv(nn.Module):
             y = torch.addcmul(y, earlier, w)
         return y
 
+
+# -----------------------------------------------------------------------------
+# After attention
+
+
+class Gate(nn.Module):
+    """y sigmoid(x W) (Qiu et al., arXiv 2505.06708, section 2.2): a gate for each channel, or one for each head."""
+
+    def __init__(self, c, per_head: bool):
+        super().__init__()
+        heads = c.n_head // 2 if c.differential else c.n_head
+        self.c_gate = nn.Linear(c.n_embd, heads if per_head else c.n_head * c.head_dim, bias=False)
+
+    def forward(self, y, x, v):
+        return y * self.c_gate(x).sigmoid().unflatten(-1, (y.shape[1], -1)).transpose(1, 2)
+
+
+class Exclusive(nn.Module):
+    """XSA: y - (y . v^) v^, v^ = v / ||v||, takes the token's own value out of y (arXiv 2603.09078)."""
+
+    def forward(self, y, x, v):
+        v = F.normalize(at_least_float32(v), dim=-1).repeat_interleave(y.shape[1] // v.shape[1], dim=1)
+        return (y - (y * v).sum(-1, keepdim=True) * v).to(y.dtype)
+
+
+# f(c) -> the module of a layer, or None. It is called with y (B, H, T, D), the layer's input x (B, T, C) and the
+# tokens' own values v (B, G, T, D). A module with n_map = 2 gives back half of the heads.
+AFTER: dict[str, Callable] = {
+    "none": lambda c: None,
+    "gate": partial(Gate, per_head=False),
+    "gate_head": partial(Gate, per_head=True),
+    "xsa": lambda c: Exclusive(),
+}
 
 # -----------------------------------------------------------------------------
 # Activations of the MLP

@@ -8,6 +8,8 @@ A script's own top-level assignments are its flags, together with the fields of 
     config, given = configure(globals(), GPTConfig)
     globals().update(config)
 
+--import=my.ideas imports a module first, which may add to tables such as model.ATTENTION.
+
 A flag has the type of its annotation or, without one, of its default: bool, int, float, str or a Literal of strings,
 each of them `| None`. In a flag's help, "a name in TABLE" or "a name in module.TABLE" becomes the names in that table.
 A mistake of the user is answered with a sentence on stderr and exit code 2.
@@ -15,6 +17,7 @@ A mistake of the user is answered with a sentence on stderr and exit code 2.
 
 import contextlib
 import difflib
+import importlib
 import inspect
 import math
 import os
@@ -85,7 +88,13 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
     script: the calling script's globals(). dataclasses: classes whose fields are flags as well; where the script
     assigns the same name, the script's default wins. Exits with code 2 on a mistake and with 0 after --help.
     """
-    flags, args = _flags(script, dataclasses), sys.argv[1:]
+    imported = [arg for arg in sys.argv[1:] if arg.startswith("--import=")]
+    try:
+        for arg in imported:
+            importlib.import_module(arg.removeprefix("--import="))
+    except ModuleNotFoundError as error:
+        fail(f"{error} (--import needs a name as Python's import does: lab.ideas, not lab/ideas.py)")
+    flags, args = _flags(script, dataclasses), [arg for arg in sys.argv[1:] if arg not in imported]
     if "--help" in args or "-h" in args:
         _print_help(script, flags)
         sys.exit(0)
@@ -152,7 +161,8 @@ def _print_help(script: dict, flags: dict[str, Flag]) -> None:
 usage: python {command} [config/file.py] [--flag=value ...]
 
 Each flag stands here with its default value. A flag on the command line wins over a config file.
---flag is short for --flag=True, and --no-flag for --flag=False.""")
+--flag is short for --flag=True, and --no-flag for --flag=False. --import=my.ideas imports a module
+first, which may add to the model's tables.""")
     for group in dict.fromkeys(flag.group for flag in flags.values()):
         print(f"\n{group}")
         for name, flag in flags.items():

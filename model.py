@@ -20,9 +20,10 @@ from attention.cache import Cache, why_it_ends
 from attention.documents import Documents
 from attention.heads import HeadGroup, inverse_of
 from attention.probe import probed
-from choices import ACTIVATION, NORM, QK_NORM, WHERE, RMSNorm, ShortConv
+from attention.scores import learned_of
+from choices import ACTIVATION, AFTER, NORM, QK_NORM, WHERE, RMSNorm, ShortConv
 from errors import UserError
-from positions import DECAY, POSITION
+from positions import DECAY, POSITION, Numbers
 from rules import check, with_defaults
 from text.sampling import stream
 
@@ -30,6 +31,7 @@ from text.sampling import stream
 #   s (B, H, Tq, T): the scores, scaled, with a position's bias. seen broadcasts to s: True where query i sees key j.
 #   v (B, H, T, Dv): the values. By name it may also have drop(weights), which drops weights in training; fade(x), which
 #   multiplies by a decay's gamma^(i - j) (without it, a decay lowers s); q (B, H, Tq, D) and k (B, H, T, D).
+#   b=learned(0.0), with scores.learned, is a trained number for each head, (H, 1, 1), which begins as 0.
 # y_i may use row i of s and the keys and values that query i sees, but neither T nor a key's place; their number is
 # seen.sum(-1). Short heads are computed in blocks: then B counts sequences and heads, and H the blocks of queries.
 
@@ -102,6 +104,7 @@ class GPTConfig:
     temperature: float = 1.0  # the attention scores are divided by this number
     per_dim_temperature: bool = False  # each dimension of the queries, after RoPE, times a learned softplus(p)
     conv: int = 0  # width of a short convolution over time, added to q, k and v: 4 is usual; 0: none
+    after: str = "none"  # what happens to the output of attention, before c_proj: a name in choices.AFTER
     # How does the model know the order of the tokens?
     position: str = "learned"  # a name in positions.POSITION
     rope_base: float | None = None  # rope: the base of its wavelengths; None: 10000
@@ -162,7 +165,8 @@ class CausalSelfAttention(nn.Module):
         C, H, G, D = c.n_embd, c.n_head, c.n_kv_head, c.head_dim
         self.sizes = H, G, D
         self.c_attn = nn.Linear(C, (H + 2 * G) * D, bias=c.bias)
-        self.c_proj = nn.Linear(H * D, C, bias=c.bias)
+        self.after = AFTER[c.after](c)
+        self.c_proj = nn.Linear(H * D // getattr(self.after, "n_map", 1), C, bias=c.bias)
         self.resid_dropout = nn.Dropout(c.dropout)
         self.q_norm, self.k_norm = QK_NORM[c.qk_norm](c, D)
         p = torch.full((D,), math.log(math.e - 1))  # q softplus(p), which is q at the start (LASER, section 4)
@@ -179,13 +183,16 @@ class CausalSelfAttention(nn.Module):
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 setattr(self, name, nn.Parameter(0.1 * torch.randn(D)))
             self.ln_head = RMSNorm(2 * D, eps=1e-5)
+        definition = {"S": ATTENTION.get(c.short_attention), "L": ATTENTION[c.attention]}
+        self.numbers = Numbers([definition[letter] for letter in letters])
         self.groups = []  # the short heads, then the long ones; or one of the two
         for letter, name, window in (("S", c.short_attention, c.window), ("L", c.attention, None)):
             if heads := [h for h, kind in enumerate(letters) if kind == letter]:
                 used = (None if letter == "L" and c.nope_long else self.position), self.decay
+                used += (self.numbers if learned_of(definition[letter]) else None,)
                 schemes = [scheme for scheme in used if scheme is not None]
                 shape = {"n_query": H // G, "n_map": self.n_map, "width": D}
-                self.groups.append(HeadGroup(heads, window, name, ATTENTION[name], schemes, **shape))
+                self.groups.append(HeadGroup(heads, window, name, definition[letter], schemes, **shape))
         self.calls = self.groups  # kernels.use changes this: Triton's kernels take both groups in one call
         self.inverse = inverse_of(letters)  # puts the heads back into the layer's order; None if they are in it already
         self.probe = None  # a function that looks into the layer (attention/probe.py)
@@ -224,7 +231,9 @@ class CausalSelfAttention(nn.Module):
             y = y[:, self.inverse]
         if self.n_map == 2:  # of each pair of maps the first minus lambda times the second, (B, H / 2, T, 2 D)
             y = self.ln_head(y[:, ::2] - self.lambda_of_pairs() * y[:, 1::2]) * (1 - self.lambda_init)
-        y = self.c_proj(y.transpose(1, 2).reshape(B, T, H * D))
+        if self.after is not None:
+            y = self.after(y, x, v)
+        y = self.c_proj(y.transpose(1, 2).flatten(2))
         return self.resid_dropout(y) if self.training else y  # each module call costs time when decoding one token
 
     def lambda_of_pairs(self):

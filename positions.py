@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from attention.forms import linear_in_values
-from attention.scores import at_least_float32, distances, takes
+from attention.scores import at_least_float32, distances, learned_of, takes
 
 # -----------------------------------------------------------------------------
 # Added to the token embedding
@@ -238,6 +238,21 @@ def t5_bucket(distance: torch.Tensor, max_distance: int) -> torch.Tensor:
     exact = T5.buckets // 2
     far = torch.log(distance.clamp(min=exact) / exact) / math.log(max_distance / exact) * (T5.buckets - exact)
     return torch.where(distance < exact, distance, (exact + far.long()).clamp(max=T5.buckets - 1))
+
+
+class Numbers(Scheme):
+    """The learned numbers of a layer's definitions, which reach them as positions do."""
+
+    endless = True
+
+    def __init__(self, definitions: list[Callable]):  # of each head
+        super().__init__()
+        for name in dict.fromkeys(name for definition in definitions for name in learned_of(definition)):
+            start = [learned_of(definition).get(name, 0.0) for definition in definitions]
+            self.register_parameter(name, nn.Parameter(torch.tensor(start)))
+
+    def forward(self, q, k, group, past):
+        return q, k, {name: getattr(self, name)[group.q][:, None, None] for name in learned_of(group.definition)}
 
 
 # -----------------------------------------------------------------------------

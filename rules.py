@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from attention.scores import takes
-from choices import ACTIVATION, NORM, QK_NORM, WHERE
+from choices import ACTIVATION, AFTER, NORM, QK_NORM, WHERE
 from errors import refuse
 from positions import DECAY, POSITION
 
@@ -47,7 +47,7 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
     yield (c.head_dim is None and c.n_embd % c.n_head != 0,
            f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}: set n_head to one of {near}, or set head_dim")
     tables = {"attention": ATTENTION, "qk_norm": QK_NORM, "position": POSITION, "decay": DECAY, "norm": NORM}
-    tables |= {"where": WHERE, "block": ("serial", "parallel"), "mlp": ACTIVATION}
+    tables |= {"where": WHERE, "block": ("serial", "parallel"), "mlp": ACTIVATION, "after": AFTER}
     if c.short_attention is not None:
         tables["short_attention"] = ATTENTION
     for name, table in tables.items():

@@ -34,23 +34,23 @@ def in_blocks(attend: Callable) -> Callable:
     few queries after many keys (a cache).
     """
 
-    def blocks(q, k, v, *, window=None, bias=None, decay=None, **settings):
+    def blocks(q, k, v, *, window=None, bias=None, **settings):
         (B, H, Tq, D), T = q.shape, k.shape[-2]
         if window is not None and window >= T - 1:
             window = None
         c = CHUNK * max(1, math.ceil((window or 0) / (2 * CHUNK)))
         first = c * math.ceil((window or 0) / c)
         if window is None or min(T, 2 * Tq) <= first + c:
-            return attend(q, k, v, window=window, bias=bias, decay=decay, **settings)
+            return attend(q, k, v, window=window, bias=bias, **settings)
         settings["window"] = window
         bias = None if bias is None else bias.expand(torch.broadcast_shapes(bias.shape, (Tq, T)))
         if Tq < T:  # many new tokens after a cache
             q, bias = (None if x is None else F.pad(x, (0, 0, T - Tq, 0)) for x in (q, bias))
-            return blocks(q, k, v, bias=bias, decay=decay, **settings)[..., -Tq:, :]
+            return blocks(q, k, v, bias=bias, **settings)[..., -Tq:, :]
         y = []
         if first:
             few = None if bias is None else bias[..., :first, :first]
-            y.append(attend(*(x[..., :first, :] for x in (q, k, v)), bias=few, decay=decay, **settings))
+            y.append(attend(*(x[..., :first, :] for x in (q, k, v)), bias=few, **settings))
         pad = -T % c  # rows after the last token; they are cut off in the end
         q_blocks = pad_rows(q, pad)[..., first:, :].reshape(B * H, -1, c, D)
         k_blocks = Windows.apply(pad_rows(k, pad).flatten(0, 1), first, window, c)
@@ -59,8 +59,10 @@ def in_blocks(attend: Callable) -> Callable:
             bias = F.pad(bias, (0, pad, 0, pad))[..., first:, first - window :].unfold(-2, c, c)
             bias = bias.unfold(-2, window + c, c).diagonal(0, -4, -3).movedim(-1, -3)  # (..., blocks, c, window + c)
             bias = bias.expand(B, H, -1, -1, -1).flatten(0, 1)
-        decay = None if decay is None else decay.expand(B, H, 1, 1).reshape(B * H, 1, 1, 1)
-        rest = attend(q_blocks, k_blocks, v_blocks, bias=bias, decay=decay, **settings)
+        for name, x in settings.items():
+            if isinstance(x, Tensor) and name != "far":  # a decay or a learned number: one of each head
+                settings[name] = x.expand(B, H, 1, 1).reshape(B * H, 1, 1, 1)
+        rest = attend(q_blocks, k_blocks, v_blocks, bias=bias, **settings)
         y.append(rest.reshape(B, H, -1, v.shape[-1])[..., : T - first, :])
         return torch.cat(y, dim=-2)
 

@@ -43,6 +43,17 @@ def scores(q: Tensor, k: Tensor, scale: float | None = None, bias: Tensor | None
     return s if bias is None else s + bias
 
 
+class learned(float):
+    """b=learned(x) in a definition's arguments: a trained number for each head, (H, 1, 1), which begins as x."""
+
+
+@functools.cache
+def learned_of(definition: Callable) -> dict[str, float]:
+    """What each of a definition's learned numbers begins as, by name."""
+    arguments = inspect.signature(definition).parameters.values()
+    return {x.name: float(x.default) for x in arguments if isinstance(x.default, learned)}
+
+
 @functools.cache
 def takes(definition: Callable, argument: str) -> bool:
     """Whether a definition has this argument: `drop` if it can drop weights, `fade` if a decay multiplies them."""
@@ -61,14 +72,16 @@ def plain_form(definition: Callable) -> Callable:
       dropout: the probability that a weight is dropped, for a definition with `drop`
       far (n, Dv): is added to the values by distance, v_j + far[min(i - j, n - 1)] (Shaw et al. 2018, equation 3); the
         definition must be linear in its values
+      numbers: the definition's learned numbers, (H, 1, 1) each; one that is not given is what it begins as
     Only the plain form has `seen` (broadcasts to (B, H, Tq, T)): a mask of one's own, in the place of the window.
     Under autocast the scores are in float32, and so are softmax and norms; the products with v are in its precision.
     """
     drops, fades = takes(definition, "drop"), takes(definition, "fade")
     wants = [name for name in ("q", "k") if takes(definition, name)]
 
-    def plain(q, k, v, *, window=None, seen=None, scale=None, bias=None, decay=None, dropout=0.0, far=None):
-        s, more = scores(q, k, scale, bias), {}
+    def plain(q, k, v, *, window=None, seen=None, scale=None, bias=None, decay=None, dropout=0.0, far=None, **numbers):
+        s = scores(q, k, scale, bias)
+        more = {name: s.new_full((1, 1, 1), x) for name, x in learned_of(definition).items()} | numbers
         distance = None if decay is None and far is None else distances(q.shape[-2], k.shape[-2], q.device)
         if decay is not None and not fades:
             s = s - decay * distance.abs()

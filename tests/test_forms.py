@@ -12,7 +12,7 @@ from attention import fast, forms
 from attention.cache import KeyValues, RunningSums, new_part, run_definitions
 from attention.forms import FAST, fast_form
 from attention.heads import HeadGroup
-from attention.scores import plain_form, takes
+from attention.scores import learned, plain_form, takes
 from attention.sums import SUMS
 from model import ATTENTION, GPT, GPTConfig
 
@@ -156,6 +156,37 @@ def test_an_attention_that_needs_the_keys(monkeypatch, capfd):
     run_definitions(gpt)
     torch.testing.assert_close(gpt(idx[None], idx[None])[0], full, rtol=0, atol=1e-9)
     assert capfd.readouterr().err == ""
+
+
+def sink(s, seen, v, drop, b=learned(0.5)):
+    """A researcher's own, with a number for each head: y = e^s / (e^b + sum e^s) v."""
+    s = s.where(seen, -math.inf)
+    return drop((s - s.logsumexp(-1, keepdim=True).logaddexp(b)).exp()) @ v
+
+
+def test_an_attention_with_a_learned_number(monkeypatch):
+    """It begins as the definition says, is saved under its name, is trained without weight decay, and is each head's
+    own in short heads (blocks), long heads and decoding: for softmax with a key of score b and value 0."""
+    monkeypatch.setitem(ATTENTION, "sink", sink)
+    sizes = {"block_size": 300, "vocab_size": 11, "n_layer": 1, "n_head": 3, "n_embd": 24}
+    gpt = GPT(GPTConfig(attention="sink", short_attention="softmax", heads="LSL", window=20, **sizes)).double().eval()
+    number = gpt.state_dict(keep_vars=True)["transformer.h.0.attn.numbers.b"]
+    assert number.tolist() == [0.5, 0.0, 0.5] and number.dim() == 1
+    gpt = GPT(GPTConfig(attention="sink", heads="LSL", window=20, **sizes)).double().eval()
+    attn, x = gpt.transformer.h[0].attn, torch.randn(1, 300, 24, dtype=torch.float64)
+    attn.numbers.b.data = torch.tensor([-1.0, 2.0, 5.0], dtype=torch.float64)
+    q, k, v = (t.view(1, 300, 3, 8).transpose(1, 2) for t in attn.c_attn(x).split(24, dim=2))
+    distance = torch.arange(300)[:, None] - torch.arange(300)
+    s = torch.cat((q @ k.mT / 8**0.5, attn.numbers.b[:, None, None].expand(1, 3, 300, 1)), dim=-1)
+    for h, window in enumerate((300, 20, 300)):
+        s[:, h, :, :300].masked_fill_((distance < 0) | (distance > window), -math.inf)
+    expected = attn.c_proj((s.softmax(-1)[..., :300] @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attn(x), expected, rtol=0, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(y.sin().sum(), attn.numbers.b)[0] for y in (attn(x), expected))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    idx, cache = torch.arange(300)[None] % 11, gpt.new_cache()
+    parts = [gpt(part, part, cache=cache)[0] for part in idx.split([280, *20 * [1]], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), gpt(idx, idx)[0], rtol=0, atol=1e-9)
 
 
 def by_length(s, seen, v):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from attention.cache import run_definitions
 from attention.sums import LINEAR_FROM
-from model import ATTENTION, GPT, GPTConfig
+from model import ATTENTION, GPT, CausalSelfAttention, GPTConfig
 from positions import POSITION, alibi_slopes, t5_bucket
 from training.optimizers import Settings, by_decay
 
@@ -78,19 +78,36 @@ def by_hand(gpt: GPT, layer: int, x: torch.Tensor) -> torch.Tensor:
     if c.differential:
         y = y[:, ::2] - attn.lambda_of_pairs() * y[:, 1::2]
         y = F.rms_norm(y, (2 * D,), attn.ln_head.weight, 1e-5) * (1 - attn.lambda_init)
+    if c.after != "none":
+        y = y * gates(attn, x, y) if c.after != "xsa" else y - along(y, v.repeat_interleave(len(y[0]) // len(v[0]), 1))
     return attn.c_proj(y.transpose(1, 2).flatten(2))
 
 
+def gates(attn: CausalSelfAttention, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """sigmoid(W x) of each channel of y (B, H, T, D), or of each head."""
+    gate = (x @ attn.after.c_gate.weight.T).sigmoid()
+    return (
+        gate.mT[..., None] if gate.shape[-1] == y.shape[1] else gate.view(*x.shape[:2], y.shape[1], -1).transpose(1, 2)
+    )
+
+
+def along(y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The part of y that has the direction of v."""
+    return (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True) * v
+
+
 LAYERS = [
-    ("SLSL/SSSL", {"decay": "learned", "conv": 3}),
-    ("SSLL", {"decay": "learned", "differential": True, "n_kv_head": 2}),
+    ("SLSL/SSSL", {"decay": "learned", "conv": 3, "after": "xsa", "n_kv_head": 2}),
+    ("SSLL", {"decay": "learned", "differential": True, "n_kv_head": 2, "after": "gate"}),
     ("LSLS", {"decay": "alibi", "position": "rope", "rope_base": 50.0, "n_kv_head": 2, "per_dim_temperature": True}),
     ("SLLS", {"position": "rope", "nope_long": True, "per_dim_temperature": True}),
-    ("SLLS", {"position": "alibi", "nope_long": True, "conv": 2}),
+    ("SLLS", {"position": "alibi", "nope_long": True, "conv": 2, "after": "gate_head"}),
     ("LS/SL", {"position": "t5", "max_distance": 20, "n_kv_head": 2}),
     ("SLLS", {"position": "t5", "nope_long": True}),
     ("LSLS", {"position": "relative", "max_distance": 5, "n_kv_head": 1}),
     ("SSLL", {"position": "relative", "nope_long": True}),
+    ("SSLL", {"differential": True, "after": "xsa"}),
+    ("LSLS", {"after": "gate"}),
 ]
 
 
@@ -110,8 +127,8 @@ def test_each_head_is_its_attention_with_its_span(short, long, kind):
 
 
 MORE = {
-    "learned": {"decay": "learned", "conv": 4, "n_kv_head": 2},
-    "nope_long": {"position": "alibi", "nope_long": True, "differential": True, "conv": 6},
+    "learned": {"decay": "learned", "conv": 4, "n_kv_head": 2, "after": "xsa"},
+    "nope_long": {"position": "alibi", "nope_long": True, "differential": True, "conv": 6, "after": "gate"},
 }
 
 
