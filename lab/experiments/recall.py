@@ -52,6 +52,18 @@ MODELS = {  # flags; in the picture: colour, line (dashed: no convolution), mark
     "softmax short, beta long, conv": (MIXED | {"attention": "beta"}, "#0072B2", "-", "<"),
     "softmax short, beta_squared long, conv": (MIXED | {"attention": "beta_squared"}, "#E69F00", "-", "X"),
 }
+STICK, V2 = {"attention": "stick_breaking"}, {"after": "differential_v2", "n_head": 8, "head_dim": 16, "n_kv_head": 4}
+IDEAS = {  # flags of models that are not in the picture; they need --import=lab.ideas, and run if --only has them
+    "stick-breaking": STICK,
+    "stick-breaking, conv": STICK | {"conv": 4},
+    "stick-breaking, no positions, conv": STICK | {"conv": 4, "position": "none"},
+    "stick-breaking, differential V2, conv": STICK | V2 | {"conv": 4},
+    "differential V2, conv": V2 | {"conv": 4},
+    "delta rule": {"attention": "delta_rule"},
+    "delta rule, conv": {"attention": "delta_rule", "conv": 4},
+    "SSMax, conv": {"attention": "ssmax", "conv": 4},
+    "top 8, conv": {"attention": "top_k", "conv": 4},
+}
 VOCAB = 256
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": VOCAB, "position": "rope"}
 SCALES = {"small": {"steps": 1000, "tokens": 1024, "sequences": 256}}  # tokens of a batch, sequences of a test
@@ -106,7 +118,7 @@ def fit(task: str, flags: dict, rate: float, seed: int) -> dict:
     s, (_, per_unit, _, sizes, larger) = SCALES[scale], TASKS[task]
     torch.manual_seed(seed)
     g = torch.Generator().manual_seed(seed)
-    gpt = GPT(GPTConfig(**SIZES, **flags, block_size=per_unit * larger[-1] + 1)).train()
+    gpt = GPT(GPTConfig(**SIZES | flags, block_size=per_unit * larger[-1] + 1)).train()
     (adamw,) = OPTIMIZER["adamw"](gpt, Settings(rate, (0.9, 0.99), 0.1))
     last, found = collections.deque(maxlen=STREAK), {str(n): 0.0 for n in sizes + larger}
     for step in range(s["steps"]):
@@ -145,7 +157,8 @@ def results(task: str = "", model: str = "") -> list[dict]:
 def measure(task: str, model: str, rate: float, seed: int) -> None:
     """Makes a run and adds it to --out, unless it is there."""
     if all((run["rate"], run["seed"]) != (rate, seed) for run in results(task, model)):
-        run = {"task": task, "model": model, "rate": rate, "seed": seed, **fit(task, MODELS[model][0], rate, seed)}
+        flags = MODELS[model][0] if model in MODELS else IDEAS[model]
+        run = {"task": task, "model": model, "rate": rate, "seed": seed, **fit(task, flags, rate, seed)}
         save(out, {"settings": SIZES | SCALES[scale], "runs": [*results(), run]})
         print(f"{task}; {model}; {rate}; seed {seed}; {run['steps']} steps:", *run["accuracy"].values(), flush=True)
 
@@ -182,14 +195,16 @@ def show(task: str) -> None:
     """Prints a table of the mean accuracies, the best model first."""
     _, _, label, sizes, larger = TASKS[task]
     rows = []
-    for runs in sorted(filter(None, (best(task, model) for model in MODELS)), key=lambda runs: -sum(means(runs))):
+    for runs in sorted(
+        filter(None, (best(task, model) for model in [*MODELS, *IDEAS])), key=lambda runs: -sum(means(runs))
+    ):
         steps = ", ".join(str(run["steps"]) for run in runs)
         rows.append([runs[0]["model"], *(f"{mean:.2f}" for mean in means(runs)), runs[0]["rate"], steps])
     show_table([label, *sizes, *larger, "learning rate", "steps"], rows)
 
 
 def main() -> None:
-    models, chosen = names(only, MODELS, ";"), names(tasks, TASKS)
+    models, chosen = names(only, MODELS | IDEAS, ";") if only else [*MODELS], names(tasks, TASKS)
     check_writable(out, picture)
     torch.set_flush_denormal(True)
     for task in chosen:

@@ -161,6 +161,41 @@ def linear(steps: int, *positions: str, only: tuple = tuple(LINEAR), window: int
     )
 
 
+STICK, V2 = {"attention": "stick_breaking"}, {"after": "differential_v2", "n_head": 12, "head_dim": 16, "n_kv_head": 6}
+NOWHERE = {"position": "none"}
+IDEAS = {  # with RoPE, unless a row says something else; lab/ideas.py has the papers
+    "softmax": {},
+    "LS": SHORT,
+    "stick-breaking": STICK,
+    "stick-breaking, no positions": STICK | NOWHERE,
+    "stick-breaking, LASER's log": {"attention": "stick_laser"},
+    "differential V2": V2,
+    "stick-breaking, differential V2": STICK | V2,
+    "stick-breaking, differential V2, no positions": STICK | V2 | NOWHERE,
+    "stick-breaking, LASER's log, differential V2": {"attention": "stick_laser"} | V2,
+    "delta rule": {"attention": "delta_rule"},
+    "gate": {"after": "gate"},
+    "gate per head": {"after": "gate_head"},
+    "XSA": {"after": "xsa"},
+    "stick-breaking, gate": STICK | {"after": "gate"},
+    "sink": {"attention": "sink"},
+    "SSMax": {"attention": "ssmax"},
+    "softpick": {"attention": "softpick"},
+    "top 8": {"attention": "top_k"},
+    "LASER": LASER,
+    "LASER, learned temperature": {"attention": "laser_temperature"},
+    "beta": BETA,
+    "beta, learned number": {"attention": "beta_learned"},
+    "beta, gate": BETA | {"after": "gate"},
+    "beta_squared": SQUARED,
+    "beta_squared, learned number": {"attention": "beta_squared_learned"},
+    "beta_squared, gate": SQUARED | {"after": "gate"},
+    "softmax short, beta_squared long": MIXED | SQUARED,
+    "softmax short, beta_squared long, gate": MIXED | SQUARED | {"after": "gate"},
+    "softmax short, beta_squared long, differential V2": MIXED | SQUARED | V2,
+}
+ROPE = {"import": "lab.ideas", "position": "rope"}
+
 # LASER against softmax at two sizes: what is tuned is the learning rate of each row
 SIZES = {"3 x 96": {"n_layer": 3, "n_head": 6, "n_embd": 96}, "4 x 128": {"n_layer": 4, "n_head": 8, "n_embd": 128}}
 SETTLED = {f"{name}, {size}": flags | x for size, flags in SIZES.items() for name, x in list(CORES.items())[:2]}
@@ -224,6 +259,8 @@ TABLES = {
         only=("softmax", "softmax, conv", "softmax, learned decay, conv", "LS, conv", *FAST),
         flags={"block_size": 256, "batch_size": 3, "eval_iters": 145},
     ),
+    "ideas": Table(IDEAS, flags=ROPE, steps=1500),
+    "ideas_conv": Table(IDEAS, flags=ROPE | CONV, steps=1500),
     "novels": linear(  # n = 2048, after data/pg19/prepare.py
         400, "rope", only=("softmax", "softmax, conv", *FAST), window=50, file=NOVELS, flags=LONG, vocab_size=10000
     ),

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import importlib
 import multiprocessing
 import resource
 import sys
@@ -35,6 +36,8 @@ def model_of(config_file: str, flags: dict, vocab_size: int) -> tuple[GPT, dict]
 
     vocab_size: the data set's, for a config file that does not name it.
     """
+    if "import" in flags:
+        importlib.import_module(flags["import"])
     settings = constants("train.py") | {"vocab_size": vocab_size} | constants(config_file) | flags
     model_fields = {field.name for field in fields(GPTConfig)}
     gpt = GPT(GPTConfig(**{k: v for k, v in settings.items() if k in model_fields}))

@@ -1,0 +1,151 @@
+"""Ideas since the papers in this repository: each is a function of scores, or a module after attention.
+
+    python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas --attention=stick_breaking --position=none
+
+Importing this file adds them to model.ATTENTION and to choices.AFTER; a file of your own does the same. The arguments
+of a definition are explained in model.py, a module after attention in choices.py. RESULTS.md has their losses.
+
+No functions of scores, and so not here: value residuals (arXiv 2410.17897) and nGPT (2410.01131) change the residual
+stream, MLA (2405.04434) the projections; NSA (2502.11089) chooses keys by blocks; Kimi's delta attention (2510.26692)
+and the forgetting transformer (2503.02130) have a decay that depends on the token. flash-linear-attention has kernels.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attention.forms import FAST, WRITTEN_FOR
+from attention.scores import learned
+from choices import AFTER
+from errors import UserError
+from lab.stick_breaking import stick_breaking
+from model import ATTENTION
+
+
+def sink_attention(s, seen, v, drop, b=learned(0.0)):
+    """y = e^s / (e^b + sum e^s) v: a learned score b takes weight away, and gives no value (gpt-oss, 2508.10925)."""
+    s = s.where(seen, -math.inf)
+    return drop((s - s.logsumexp(-1, keepdim=True).logaddexp(b)).exp()) @ v
+
+
+def ssmax_attention(s, seen, v, drop, b=learned(0.43)):
+    """SSMax: y = softmax(b log(n) s) v, n the number of keys that the query sees (2501.19399, equation 3)."""
+    s = b * seen.sum(-1, keepdim=True).log() * s
+    return drop(s.where(seen, -math.inf).softmax(-1)) @ v
+
+
+def softpick_attention(s, seen, v, drop):
+    """y = relu(e^s - 1) / (sum |e^s - 1| + 1e-6) v, all times e^-m, m = max(0, s): no sink (2504.20966, equation 3)."""
+    s = s.where(seen, 0.0)  # e^0 - 1 = 0
+    m = s.amax(-1, keepdim=True).clamp(min=0)
+    x = (s - m).exp() - (-m).exp()
+    return drop(x.relu() / (x.abs().sum(-1, keepdim=True) + 1e-6)) @ v
+
+
+def sticks(s, seen):
+    """(log a_ij, log of what is left of the stick of query i, (..., Tq, 1), which of the keys is its own token).
+
+    a_ij = sigmoid(s_ij) times the product of 1 - sigmoid(s_il) over j < l < i; j < i, a token does not see itself.
+    """
+    after = seen.flip(-1).cumsum(-1).flip(-1)  # the number of keys that are seen from here on
+    own = seen & (after == 1)
+    not_taken = F.logsigmoid(-s).where(seen & ~own, 0.0)
+    from_here = not_taken.flip(-1).cumsum(-1).flip(-1)
+    return (s + from_here).where(seen & ~own, -math.inf), from_here[..., :1], own
+
+
+def stick_breaking_attention(s, seen, v, drop):
+    """y = a v, each key from the last one back takes a share sigmoid(s) of what is left (2410.17980, equation 2)."""
+    return drop(sticks(s, seen)[0].exp()) @ v
+
+
+def stick_laser_attention(s, seen, v):
+    """LASER's log(sum_j a_ij exp(v_j)) of stick-breaking; what is left of the stick goes to the own token (ours)."""
+    log_weights, left, own = sticks(s, seen)
+    log_weights = torch.where(own, left, log_weights)
+    return (log_weights[..., None] + v[..., None, :, :]).logsumexp(-2)
+
+
+def top_k_attention(s, seen, v, drop):
+    """y = softmax(s) v over the 8 largest scores of a query (Explicit Sparse Transformer, 1912.11637, section 3)."""
+    s = s.where(seen, -math.inf)
+    least = s.topk(min(8, s.shape[-1]), dim=-1).values[..., -1:]
+    return drop(s.where(s >= least, -math.inf).softmax(-1)) @ v
+
+
+def beta_learned_attention(s, seen, v, drop, fade, b=learned(0.0)):
+    """y = s / (e^b + ||s||) v: beta with a learned number in the place of its 1 (ours)."""
+    s = fade(s).where(seen, 0.0)
+    return drop(s / (b.exp() + s.norm(dim=-1, keepdim=True))) @ v
+
+
+def beta_squared_learned_attention(s, seen, v, drop, fade, b=learned(0.0)):
+    """y = s^2 / (e^b + sum s^2) v: beta squared with a learned number in the place of its 1 (ours)."""
+    s2 = fade(s.square()).where(seen, 0.0)
+    return drop(s2 / (b.exp() + s2.sum(-1, keepdim=True))) @ v
+
+
+def laser_temperature_attention(s, seen, v, t=learned(1.0)):
+    """y = log(softmax(s) exp(t v)) / t: LASER at t = 1, and softmax's mean in the limit t = 0 (ours)."""
+    log_weights = s.where(seen, -math.inf).log_softmax(-1)
+    t = t[..., None]
+    return (log_weights[..., None] + t * v[..., None, :, :]).logsumexp(-2) / t[..., 0]
+
+
+def delta_rule_attention(s, seen, v, k):
+    """y_i = S_i q_i, S_i = S_(i-1) (I - b_i k_i k_i^T) + b_i v_i k_i^T (DeltaNet, 2406.06484, equation 2).
+
+    Keys are divided by their length |k|; the rate b = |k|^2 / (1 + |k|^2) is ours, DeltaNet's is a function of x. All
+    steps at once: y = A (I + L)^-1 (b v), A = q k^T of seen keys, L_jl = b_j k_j k_l for l < j.
+    """
+    length = k.norm(dim=-1, keepdim=True)
+    b, unit = length.square() / (1 + length.square()), F.normalize(k, dim=-1)
+    system = (b * (unit @ unit.mT)).tril(-1) + torch.eye(k.shape[-2], dtype=s.dtype, device=s.device)
+    weights = (s / length.mT).where(seen, 0.0)
+    if seen[..., 0].all():  # every query sees all keys before its own, so the queries share a system
+        return weights @ torch.linalg.solve_triangular(system, b * v, upper=False)
+    both = seen[..., :, None] & seen[..., None, :]  # else a query's system has its own keys: slow
+    updates = torch.linalg.solve_triangular(
+        torch.where(both, system[..., None, :, :], torch.eye(k.shape[-2], dtype=s.dtype, device=s.device)),
+        (b * v)[..., None, :, :].expand(*weights.shape, -1), upper=False,
+    )  # fmt: skip
+    return (weights[..., None, :] @ updates)[..., 0, :]
+
+
+class DifferentialV2(nn.Module):
+    """y_2i - sigmoid(x w_i) y_2i+1 of the heads 2i and 2i + 1, which share keys and values (Ye et al. 2026).
+
+    The formula is that of microsoft/unilm, Diff-Transformer-V2, multihead_flashdiffv2.py. With --n_head twice as large,
+    --n_kv_head and --head_dim as before, keys, values and the output keep their sizes.
+    """
+
+    n_map = 2
+
+    def __init__(self, c):
+        super().__init__()
+        if c.n_head // c.n_kv_head % 2:
+            raise UserError("after='differential_v2': the heads of a pair share keys: n_kv_head must divide n_head / 2")
+        self.c_lambda = nn.Linear(c.n_embd, c.n_head // 2, bias=False)
+
+    def forward(self, y, x, v):
+        return y[:, ::2] - self.c_lambda(x).sigmoid().mT[..., None] * y[:, 1::2]
+
+
+ATTENTION |= {
+    "sink": sink_attention,
+    "ssmax": ssmax_attention,
+    "softpick": softpick_attention,
+    "stick_breaking": stick_breaking_attention,
+    "stick_laser": stick_laser_attention,
+    "top_k": top_k_attention,
+    "beta_learned": beta_learned_attention,
+    "beta_squared_learned": beta_squared_learned_attention,
+    "laser_temperature": laser_temperature_attention,
+    "delta_rule": delta_rule_attention,
+}
+AFTER["differential_v2"] = DifferentialV2
+
+FAST["stick_breaking"] = stick_breaking
+WRITTEN_FOR["stick_breaking"] = "aaf7ebae30022966"  # if the definition is edited, it runs in the place of the fast form
