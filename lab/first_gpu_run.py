@@ -6,7 +6,7 @@
 
 There are five parts, the most useful one first:
 
-    right       the tests of the Triton kernels on the GPU; every form of every attention
+    right       the tests of the Triton kernels on the GPU; bench.py compares each attention with its definition
     speed       bench.py, all of its tables
     training    steps of GPT-2 (124M) and of a small model, by lab/experiments/gpu_training.py
     learning    nanoGPT's Shakespeare model; the beta post's run; long texts, LS and long heads
@@ -32,7 +32,6 @@ import torch
 from configurator import names
 from errors import UserError
 from lab.experiments.results import check_writable, save, start
-from model import ATTENTION
 
 parts = ""  # the parts to run, separated by commas; empty: all
 texts = "shakespeare_char"  # the data of the runs on long texts: the name of a folder in data/, or the path of a folder
@@ -43,6 +42,7 @@ tiny = False  # the smallest sizes, on the CPU: a rehearsal of all commands
 PATIENCE = 20.0  # seconds between SIGTERM and SIGKILL
 SHAKESPEARE = "config/train_shakespeare_char.py"
 TINY_MODEL = "--n_layer=1 --n_head=6 --n_embd=24 --block_size=16".split()
+TINY_BENCH = "--only=sdpa,softmax --heads=SL --n_head=2 --head_dim=8 --lengths=16 --tokens=32 --device=cpu".split()
 TINY_RUN = "--batch_size=2 --max_iters=4 --eval_interval=2 --eval_iters=1 --sample_tokens=9 --device=cpu".split()
 
 
@@ -58,7 +58,7 @@ def run(name: str, command: Command, log: TextIO, running: list[subprocess.Popen
     """
     env = os.environ | {"PYTHONUNBUFFERED": "1", "WANDB_MODE": "disabled", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
     env |= {"TRITON_INTERPRET": str(int(tiny)), "TEST_DEVICE": "cpu" if tiny else "cuda"}
-    began, lines, losses = time.monotonic(), [], []
+    began, lines, losses, wrong = time.monotonic(), [], [], []
     argv = ["timeout", f"--kill-after={PATIENCE}", str(command.seconds), sys.executable, *command.argv]
     process = subprocess.Popen(
         argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -71,10 +71,11 @@ def run(name: str, command: Command, log: TextIO, running: list[subprocess.Popen
             file.write(f"{name} {at:6.1f}  {line}")
             file.flush()
         lines = [*lines, line.rstrip()][-5:]
+        wrong += re.findall(r".* is WRONG: .*", line)  # bench.py goes on without the row
         if found := re.match(r"step (\d+): train loss (\S+), val loss (\S+)", line):
             losses.append({"s": at, "iter": int(found[1]), "train": float(found[2]), "val": float(found[3])})
     code, seconds = process.wait(), round(time.monotonic() - began, 1)
-    known = {"command": " ".join(command.argv), "code": code, "seconds": seconds}
+    known = {"command": " ".join(command.argv), "code": code, "seconds": seconds, "wrong": wrong}
     return known | {"stopped": seconds >= command.seconds, "last lines": lines, "losses": losses}
 
 
@@ -94,21 +95,24 @@ def out_flag(name: str) -> str:
     return f"--out={os.path.join(out, name)}.json"
 
 
+def bench(name: str, *flags: str) -> Command:
+    """A run of bench.py, which first compares each attention with its definition."""
+    few = [*TINY_BENCH, "--repeats=1"] if tiny else ["--device=cuda"]
+    return Command(["bench.py", *flags, *few, out_flag(name)], 510)
+
+
 def right() -> Iterator[dict[str, Command]]:
-    few = ["--tiny", "--no-compile", "--device=cpu"] if tiny else ["--budget=450"]
-    commands = {"kernels": tests("tests/test_kernels.py", names="without_positions" if tiny else "")}
-    for core in ["softmax"] if tiny else ATTENTION:
-        commands[f"forms of {core}"] = ["-m", "lab.experiments.forms", f"--only={core}", out_flag(core), *few]
-    yield {name: Command(argv, 510) for name, argv in commands.items()}
+    commands = {"kernels": Command(tests("tests/test_kernels.py", names="without_positions" if tiny else ""), 510)}
+    for dtype in ("float32", "bfloat16"):
+        flags = ("--what=attention", "--quick", "--head_dim=64", "--lengths=512", f"--dtype={dtype}")
+        commands[dtype] = bench(f"right-{dtype}", *flags)
+    yield commands
 
 
 def speed() -> Iterator[dict[str, Command]]:
-    flags = "--what=model,step,decode,attention --device=cuda --dtype=bfloat16 --head_dim=64,128,32 --tokens=32768"
+    flags = "--what=model,step,decode,attention --dtype=bfloat16 --head_dim=64,128,32 --tokens=32768"
     flags += " --lengths=2048,8192,32768 --decode_length=512 --repeats=7"
-    if tiny:
-        flags = "--what=attention --only=sdpa,softmax --heads=SL --n_head=2 --head_dim=8 --lengths=16 --tokens=32"
-        flags += " --repeats=1 --device=cpu --dtype=float32"
-    yield {"bench": Command(["bench.py", *flags.split(), out_flag("bench-gpu")], 520)}
+    yield {"bench": bench("bench-gpu", *("--what=attention --dtype=float32" if tiny else flags).split())}
 
 
 def training() -> Iterator[dict[str, Command]]:
@@ -178,7 +182,7 @@ def in_words(result: dict) -> str:
     """How a command ended."""
     if result["stopped"]:
         return f"stopped at its limit, {result['seconds']:.0f} s"
-    return f"{'done' if result['code'] == 0 else 'FAILED'} after {result['seconds']:.0f} s"
+    return f"{'FAILED' if result['code'] or result['wrong'] else 'done'} after {result['seconds']:.0f} s"
 
 
 def main() -> None:
@@ -194,7 +198,8 @@ def main() -> None:
             least = min((row["val"] for row in result["losses"]), default=None)
             lowest = "" if least is None else f"; lowest validation loss {least:.4f}"
             print(f"  {name:24}{in_words(result)}{lowest}")
-            print("".join(f"      {line}\n" for line in result["last lines"] if "FAILED" in in_words(result)), end="")
+            said = [*result["wrong"], *result["last lines"]] if "FAILED" in in_words(result) else []
+            print("".join(f"      {line}\n" for line in said), end="")
     if any("FAILED" in in_words(result) for results in found.values() for result in results.values()):
         raise UserError(f"not everything worked: the logs are in {out}")
 

@@ -28,8 +28,8 @@ def test_a_rehearsal_of_the_first_half_hour(commands, run, data):
     """Its commands work in small; here in one process, one after another, on a text that is there."""
     small = commands(tiny=True)
     assert [name for _, name, _ in small] == [
-        "kernels", "forms of softmax", "bench", "gpt2", "shakespeare", "shakespeare", "softmax", "beta", "LS", "long",
-        "tests", "float16", "stopped", "resumed",
+        "kernels", "float32", "bfloat16", "bench", "gpt2", "shakespeare", "shakespeare", "softmax", "beta", "LS",
+        "long", "tests", "float16", "stopped", "resumed",
     ]  # fmt: skip
     for _, name, argv in small:
         script, *flags = argv[1:] if argv[0] == "-m" else argv
@@ -52,13 +52,17 @@ def test_the_commands_of_the_first_half_hour(commands, run):
         elif script == "train.py" and name in ("LS", "beta", "stopped"):  # those with flags of their own
             code, out, err = run(script, *flags, "--init_from=scratch", "--device=cpu", "--dry_run")
             assert code == 0 and "FLOPs: " in out, (name, err)
-        elif name.startswith("forms of ") and name != "forms of softmax":  # which has the same flags
-            assert flags[0] == f"--only={name.removeprefix('forms of ')}"
-        elif script == "lab.experiments.forms":
-            code, out, err = run(script, *flags, "--budget=0", "--device=cpu")
-            assert code == 0 and out.count("left out (--budget)") == 3, err
         elif script != "train.py":
             code, _, err = run(script, *flags)
             assert code == 2 and re.search("needs a CUDA GPU|sees 0 cuda devices", err), err
     for make in first.PARTS.values():
         assert sum(max(c.seconds for c in group.values()) + first.PATIENCE for group in make()) <= 540
+
+
+def test_an_attention_that_is_wrong_fails(tmp_path, monkeypatch):
+    """bench.py itself goes on without it."""
+    monkeypatch.setattr(first, "tiny", True)
+    for text, ending in (("beta is WRONG: its output differs", "FAILED"), ("beta", "done")):
+        with open(tmp_path / "log", "w") as log:
+            result = first.run("bench", first.Command(["-c", f"print({text!r})"], 60), log, [])
+        assert first.in_words(result).startswith(ending)
