@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 import positions
 from attention import fast as forms
-from attention.cache import RunningSums
 from attention.heads import HeadGroup
-from attention.sums import SUMS, Beta
+from attention.sums import SUMS
 from choices import ACTIVATION, WHERE
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION, alibi_slopes, t5_bucket
@@ -345,13 +344,6 @@ def test_shared_heads_are_repeated_heads(core, differential, heads):
         x = tokens()
         torch.testing.assert_close(shared(x, x)[0], plain(x, x)[0], rtol=0, atol=1e-5)
         assert estimate.num_params(shared) < estimate.num_params(plain)
-
-
-def test_running_sums_refuse_a_bias():
-    attn = shaken(config(attention="beta", position="relative")).transformer.h[0].attn
-    q = torch.randn(1, H, 1, D)
-    with pytest.raises(ValueError, match="biased = True"):
-        RunningSums(Beta).attend(attn.groups[0].core, attn.groups[0], q, q, q, bias=q)
 
 
 def test_a_head_dim_of_its_own():

@@ -82,15 +82,6 @@ def test_the_smallest_dtype_that_fits(tmp_path, n_vocab, dtype):
     assert tokenizers.tokenizer(dataset.read_meta(str(tmp_path))["tokenizer"]).decode([n_vocab - 1]) == tok.vocab[-1]
 
 
-def test_tokenizer(text, data):
-    tok = tokenizers.tokenizer(dataset.read_meta(data)["tokenizer"])
-    assert tok.decode(tok.encode(text)) == text
-    with pytest.raises(ValueError, match="'X', 'é'"):
-        tok.encode("aéX")
-    with pytest.raises(ValueError, match="known are char, bytes, gpt2, sentencepiece"):
-        tokenizers.tokenizer({"kind": "morse"})
-
-
 def test_gpt2_tokenizer(monkeypatch, bpe):
     """GPT-2's own ids, and those of a vocabulary of bytes; without a network a sentence says where its files go."""
     tiktoken = pytest.importorskip("tiktoken")

@@ -13,7 +13,8 @@ from attention.scores import scores, visible
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION
 from text import prepare
-from text.dataset import positions
+from text.dataset import Tokens, positions
+from training import checkpoint
 
 T, V = 48, 20
 KINDS = ({}, {"heads": "SL", "window": 5}, {"heads": "SSLL", "window": 5, "differential": True}, {"n_kv_head": 2})
@@ -71,8 +72,8 @@ def test_a_document_begins_with_the_boundary_before_it():
     assert positions(x, 9).tolist() == [[0, 0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 0]]
 
 
-def test_training_with_packed_documents(train, tmp_path, text):
-    """A packed run differs from an unpacked one, resumes bit for bit, and is refused where there are no documents."""
+def test_training_with_packed_documents(train, run, tmp_path, text):
+    """A packed run differs from an unpacked one, is evaluated as packed, resumes bit for bit, and needs documents."""
     os.makedirs(tmp_path / "texts")
     for i in range(0, len(text), 20):
         (tmp_path / "texts" / f"{i:05d}.txt").write_text(text[i : i + 20])
@@ -86,6 +87,11 @@ def test_training_with_packed_documents(train, tmp_path, text):
         code, out, _ = train(flags, f"--pack={pack}")
         assert code == 0 and ("long heads, within documents\n" in out) == (pack == "document")
         got[pack] = head()
+        total, gpt = 0.0, checkpoint.model_of(state_of(tmp_path)).eval()
+        for x, y in (tokens := Tokens(str(tmp_path / "docs"), "val", 32)).strided(16, 4):
+            total += gpt(x, y, pos=positions(x, 255) if pack == "document" else None)[1].item() * (y >= 0).sum().item()
+        _, out, err = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--which=latest", "--device=cpu")
+        assert f"{total / (len(tokens) - 1):.4f}" in out, err
     assert not torch.equal(got["document"], got["none"])
     assert train(flags, "--pack=document", "--max_iters=4")[0] == 0
     assert train(flags, "--init_from=resume")[0] == 0 and torch.equal(head(), got["document"])

@@ -171,12 +171,6 @@ def test_data_truncated_under_a_run(train, tmp_path, own, monkeypatch):
     assert train(*again)[0] == 0 and same(state_of(tmp_path)["model"], straight)
 
 
-def test_evaluation_data_truncated_under_a_run(train, tmp_path, own, monkeypatch):
-    meanwhile(monkeypatch, 7, lambda: os.truncate(own / "val.bin", 100))
-    code, _, err = train(f"--dataset={own}")
-    assert code == 2 and "val.bin has been changed" in err and state_of(tmp_path)["iter_num"] == 5
-
-
 def test_data_replaced_under_a_run(train, tmp_path, own, data, monkeypatch):
     """A new file under the old name: the run keeps the file that it has opened, a resumed run refuses the new one."""
     train(f"--dataset={own}")

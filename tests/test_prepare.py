@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -251,17 +250,6 @@ def test_the_tokenizers():
     assert tok.decode(tok.encode("漢 \u0416")) == "漢 \u0416"  # bytes, where SentencePiece has no piece
 
 
-def test_what_a_vocabulary_is_made_of_breaks_off():
-    """The error in reading the lines is raised, not one of SentencePiece."""
-
-    def lines():
-        yield "a line of text"
-        raise ConnectionError("the hub is away")
-
-    with pytest.raises(ConnectionError, match="the hub is away"):
-        tokenizers.train_sentencepiece(lines(), 300)
-
-
 def test_the_tokens_of_another_data_set(run, folder, tmp_path, monkeypatch):
     """A text in the tokens of another data set, one document or many; a missing character is named."""
     for kind in ("sentencepiece", "char"):
@@ -373,23 +361,15 @@ def test_mistakes(run, tmp_path, folder):
     rows = write_parquet(tmp_path / "a.parquet", TEXTS)
     bad = pyarrow.array([b"good", b"good", b"good", b"bad \xff"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": bad}), str(tmp_path / "bad.parquet"))
-    for name, content in (
-        ("blank.txt", b" \n" * 100),
-        ("tiny.txt", b"a"),
-        ("latin.txt", b"\xe9t\xe9"),
-        ("no.txt", b""),
-    ):
-        (tmp_path / name).write_bytes(content)
+    for name, content in (("blank.txt", " \n" * 100), ("no.txt", "")):
+        (tmp_path / name).write_text(content)
     for flags, says in (
         ((), "--source= says which text"),
         (("--source=nowhere",), "no file, no folder, and no owner/name"),
-        (("--source=nowhere/a.txt",), "no file, no folder, and no owner/name"),
         ((f"--source={rows}", "--column=story"), "no column 'story', but id, text: give one as --column="),
         ((f"--source={rows}", "--column=id"), "the column 'id' holds int64, not text"),
         ((f"--source={tmp_path / 'bad.parquet'}", "--val_share=0.3"), "a document that is not UTF-8 text"),
-        ((f"--source={tmp_path / 'latin.txt'}",), "latin.txt is not UTF-8 text"),
         ((f"--source={tmp_path / 'no.txt'}",), "too little text: train.bin would be empty"),
-        ((f"--source={tmp_path / 'tiny.txt'}",), "too little text: train.bin would be empty"),
         ((f"--source={tmp_path / 'blank.txt'}", "--tokenizer=sentencepiece"), "it holds no words"),
         ((f"--source={folder}", "--val_share=0.01"), "no document for train or for val: the number of documents is 12"),
         ((f"--source={folder}", "--val_share=0"), "between 0 and 1"),
@@ -421,11 +401,3 @@ def test_a_bug_keeps_its_traceback(run, monkeypatch, tmp_path, folder, where, na
     monkeypatch.setattr(where, name, bug)
     with pytest.raises(KeyError, match="a bug"):
         run(SCRIPT, f"--source={folder}", f"--out_dir={tmp_path / 'out'}", *flags)
-
-
-def test_a_missing_package_is_named(run, monkeypatch, tmp_path, folder):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    code, _, err = run(SCRIPT, f"--source={folder}", f"--out_dir={tmp_path / 'out'}")
-    assert code == 2 and "needs datasets: pip install datasets" in err, err
-    (tmp_path / "a.txt").write_text(TEXTS[0])
-    assert run(SCRIPT, f"--source={tmp_path / 'a.txt'}", f"--out_dir={tmp_path / 'out'}")[0] == 0  # read without it

@@ -75,38 +75,6 @@ def test_eval_on_longer_windows_than_in_training(train, run, data, tmp_path):
     assert code == 0 and measures(out)["loss"] == pytest.approx(total / (len(tokens) - 1), abs=1e-4), err
 
 
-def test_eval_of_packed_documents_sees_one_at_a_time(run, train, data, tmp_path, monkeypatch):
-    """eval.py uses the run's --pack=document."""
-    train("--max_iters=1")
-    seen = []
-    original = GPT.forward
-
-    def forward(self, *args, pos=None, **kwargs):
-        seen.append(pos)
-        return original(self, *args, pos=pos, **kwargs)
-
-    monkeypatch.setattr(GPT, "forward", forward)
-    tokenizer = tokenizers.tokenizer
-
-    def with_eot(meta):
-        tok = tokenizer(meta)
-        tok.eot = 1  # a space
-        return tok
-
-    monkeypatch.setattr(tokenizers, "tokenizer", with_eot)
-    state = state_of(tmp_path)
-    for pack in ("none", "document"):
-        state["config"]["pack"] = pack
-        checkpoint.save(str(tmp_path / "out" / "ckpt.pt"), state)
-        seen.clear()
-        run("eval.py", f"--out_dir={tmp_path / 'out'}", "--which=latest", "--device=cpu")
-        assert seen and all((pos is None) == (pack == "none") for pos in seen)
-    tokens = Tokens(data, "val", 32)
-    rows = torch.cat([x for x, _ in tokens.strided(16, 4)])
-    begins = torch.cat([pos for pos in seen]) == 0
-    assert torch.equal(begins[:, 1:], rows[:, 1:] == 1) and (rows == 1).any() and begins[:, 0].all()
-
-
 def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
     train("--max_iters=2")
     tok = tokenizers.CharTokenizer("".join(sorted(set(text + "XYZ"))))

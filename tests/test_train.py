@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import sys
 
 import pytest
 import torch
@@ -50,11 +49,8 @@ def test_log_lines(train):
     [
         ((), "unlike GPT-2: bias=False\nsoftmax attention in 8 long heads\nadamw: learning_rate=0.01, warmup_iters=2, "
          "schedule=cosine, lr_decay_iters=20, min_lr=6e-05\n"),
-        (("--heads=S", "--window=3"), "\nsoftmax attention in 8 short heads (window=3)\n"),
         (("--heads=S/L", "--window=0", "--short_attention=laser"),
          "\nlaser attention in 4 short heads (window=0) and softmax attention in 4 long heads\n"),
-        (("--dropout=0.1",), "dropout=0.1\nsoftmax attention in 8 long heads, dropout 0.1 on its weights\n"),
-        (("--attention=beta", "--dropout=0.1", "--attn_dropout=0"), "\nbeta attention in 8 long heads\n"),
         (("--attention=beta", "--block_size=256", "--dropout=0.1", "--batch_size=1"),
          "\nbeta attention in 8 long heads, dropout 0.1 on its weights, which makes it quadratic in time\n"),
         (("--differential", "--plain"),
@@ -64,7 +60,6 @@ def test_log_lines(train):
          "adamw: learning_rate=0.01, warmup_iters=2, schedule=constant\n"
          "a step: 8 sequences x 32 = 256 tokens, in micro-batches of 4; 1 process, cpu, float32\n"
          "look at: val loss every 5 steps (python scripts/plot.py"),
-        (("--block_size=1", "--batch_size=1", "--gradient_accumulation_steps=1"), "a step: 1 sequence x 1 = 1 token,"),
         (("--optimizer=muon", "--muon_lr=0.1", "--decay_lr=0"), "\nmuon: learning_rate=0.01, muon_lr=0.1\n"),
         (("--eval_only",), "look at: the losses below; nothing is trained or written\n"),
     ],
@@ -293,12 +288,6 @@ def test_a_bug_keeps_its_traceback(train, monkeypatch, owner, name, bug, error, 
         train("--max_iters=5")
 
 
-def test_missing_wandb_says_what_to_install(train, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    code, _, err = train("--wandb_log")
-    assert code == 2 and "pip install wandb" in err
-
-
 def test_compile_falls_back_and_says_why(train, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model: lambda *args, **kwargs: torch.rand(3).tolist() and 1 / 0)
     code, out, _ = train("--compile", "--max_iters=3", "--dropout=0.1")
@@ -330,12 +319,6 @@ def test_from_a_local_gpt2(train, tmp_path, data):
     (tmp_path / "config.py").write_text("mlp = 'relu'\n")  # what a file sets gives way, what a user types does not
     code, out, _ = train(str(tmp_path / "config.py"), *flags)
     assert code == 0 and "mlp is gelu, not relu as in" in out
-    for wrong, says in (
-        (["--n_layer=3"], "--n_layer=3 does not fit"),
-        (["--block_size=64"], "if positions are learned, above"),
-    ):
-        code, _, err = train(*flags, *wrong)
-        assert code == 2 and says in err
 
 
 def test_micro_batches_that_cannot_be_shared(train, monkeypatch):

@@ -105,19 +105,6 @@ def test_it_fills_in_the_validation_text(run, data):
     assert code == 0 and "nan" not in out, err
 
 
-@pytest.mark.parametrize("steps", [1, 9, 10, 25])
-def test_the_lines_of_a_training(steps, capsys):
-    """At each tenth of the steps, and at the last one; the learning rate ends far below its highest value."""
-    p = torch.nn.Parameter(torch.ones(3))
-    model = torch.nn.Module()
-    model.p, model.forward = p, lambda x: (None, (p * x).sum())
-    config = vars(common.Training()) | {"steps": steps, "learning_rate": 0.1}
-    common.fit(model, lambda step: (torch.ones(3),), config, "cpu")
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert len(lines) == min(10, steps) and lines[-1].startswith(f"step {steps}: loss ")
-    assert 3 - p.sum().item() > 0 and not model.training
-
-
 def test_the_flags_of_the_training():
     """Three steps by hand with PyTorch's NAdam, its learning rate at the top after the warm-up's share of the steps."""
     p = torch.nn.Parameter(torch.ones(2, 2))

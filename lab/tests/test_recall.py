@@ -74,7 +74,3 @@ def test_runs_are_made_once_and_drawn(run, tmp_path):
     assert "seed 1;" not in again and again.count("; seed 2; 3 steps:") == 2 * 3 and again.count("| 3, 3 |") == 2 * 3
     code, _, err = run("lab.experiments.recall", *files[:2], "--scale=small", only)
     assert code == 2 and "results of other settings" in err
-    code, _, err = run("lab.experiments.recall", *files, "--tasks=pears")
-    assert code == 2 and "'pears' is not one of pairs, copying" in err
-    code, _, err = run("lab.experiments.recall", *files, "--only=sofmax")
-    assert code == 2 and "'sofmax' is not one of softmax; softmax, conv;" in err
