@@ -172,8 +172,10 @@ def sdpa(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0
 # LASER
 
 
-def laser_by_exp(definition: Callable) -> Callable:
+def laser_by_exp(definition: Callable, mean: Callable | None = None) -> Callable:
     """y = log(softmax(s) exp(v)) with exp and log around fused softmax (Duvvuri and Dhillon, equation 6), for any v.
+
+    mean: a form in the place of softmax's, whose weights sum to 1 too.
 
     As in the paper, each channel of v is shifted by its largest value. That shift alone is not enough: it is taken
     over the whole sequence, so one large v at a later token lets every earlier output underflow to log(0). But the
@@ -184,7 +186,7 @@ def laser_by_exp(definition: Callable) -> Callable:
     and would depend on the shift, and so on later tokens. The test of the range makes a GPU wait, once per call, and
     interrupts torch.compile's graph.
     """
-    softmax, in_log_space = in_blocks(sdpa), general_form(definition, for_values)
+    mean, in_log_space = mean or in_blocks(sdpa), general_form(definition, for_values)
 
     def laser(q, k, v, *, decay=None, **settings):
         q, k, values = at_least_float32(q), at_least_float32(k), at_least_float32(v)
@@ -192,7 +194,7 @@ def laser_by_exp(definition: Callable) -> Callable:
             if decay is not None or wider_than(values, LASER_RANGE):
                 return in_log_space(q, k, values, decay=decay, **settings).to(v.dtype)
             shift = values.detach().amax(-2, keepdim=True)  # (B, H, 1, Dv)
-            y = softmax(q, k, (values - shift).exp(), **settings)
+            y = mean(q, k, (values - shift).exp(), **settings)
             return (y.log() + shift).to(v.dtype)
 
     return laser

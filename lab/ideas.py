@@ -11,12 +11,15 @@ and the forgetting transformer (2503.02130) have a decay that depends on the tok
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attention.forms import FAST, WRITTEN_FOR
+from attention.fast import general_form, laser_by_exp
+from attention.forms import FAST, WRITTEN_FOR, fast_form
 from attention.scores import learned
 from choices import AFTER
 from errors import UserError
@@ -44,28 +47,31 @@ def softpick_attention(s, seen, v, drop):
     return drop(x.relu() / (x.abs().sum(-1, keepdim=True) + 1e-6)) @ v
 
 
-def sticks(s, seen):
-    """(log a_ij, log of what is left of the stick of query i, (..., Tq, 1), which of the keys is its own token).
+def log_sticks(s, seen, own_weight):
+    """log a_ij: a_ij = sigmoid(s_ij) times the product of 1 - sigmoid(s_il) over j < l < i, for j < i.
 
-    a_ij = sigmoid(s_ij) times the product of 1 - sigmoid(s_il) over j < l < i; j < i, a token does not see itself.
+    own_weight: whether the token itself gets what is left of its stick; otherwise it has no weight.
     """
-    after = seen.flip(-1).cumsum(-1).flip(-1)  # the number of keys that are seen from here on
-    own = seen & (after == 1)
-    not_taken = F.logsigmoid(-s).where(seen & ~own, 0.0)
-    from_here = not_taken.flip(-1).cumsum(-1).flip(-1)
-    return (s + from_here).where(seen & ~own, -math.inf), from_here[..., :1], own
+    own = seen & (seen.flip(-1).cumsum(-1).flip(-1) == 1)  # the last key that is seen
+    before = seen & ~own
+    from_here = F.logsigmoid(-s).where(before, 0.0).flip(-1).cumsum(-1).flip(-1)
+    log_weights = (s + from_here).where(before, -math.inf)
+    return torch.where(own, from_here[..., :1], log_weights) if own_weight else log_weights
 
 
 def stick_breaking_attention(s, seen, v, drop):
     """y = a v, each key from the last one back takes a share sigmoid(s) of what is left (2410.17980, equation 2)."""
-    return drop(sticks(s, seen)[0].exp()) @ v
+    return drop(log_sticks(s, seen, own_weight=False).exp()) @ v
 
 
 def stick_laser_attention(s, seen, v):
     """LASER's log(sum_j a_ij exp(v_j)) of stick-breaking; what is left of the stick goes to the own token (ours)."""
-    log_weights, left, own = sticks(s, seen)
-    log_weights = torch.where(own, left, log_weights)
-    return (log_weights[..., None] + v[..., None, :, :]).logsumexp(-2)
+    return (log_sticks(s, seen, own_weight=True)[..., None] + v[..., None, :, :]).logsumexp(-2)
+
+
+def stick_mean(s, seen, v):
+    """What stick_laser_attention is the logarithm of."""
+    return log_sticks(s, seen, own_weight=True).exp() @ v
 
 
 def top_k_attention(s, seen, v, drop):
@@ -92,6 +98,12 @@ def laser_temperature_attention(s, seen, v, t=learned(1.0)):
     log_weights = s.where(seen, -math.inf).log_softmax(-1)
     t = t[..., None]
     return (log_weights[..., None] + t * v[..., None, :, :]).logsumexp(-2) / t[..., 0]
+
+
+def by_laser(definition: Callable) -> Callable:
+    """The fast form of LASER with a temperature: LASER's, of t v."""
+    laser = fast_form("laser", ATTENTION["laser"])
+    return lambda q, k, v, *, t=1.0, **settings: laser(q, k, t * v, **settings) / t
 
 
 def delta_rule_attention(s, seen, v, k):
@@ -148,4 +160,10 @@ ATTENTION |= {
 AFTER["differential_v2"] = DifferentialV2
 
 FAST["stick_breaking"] = stick_breaking
-WRITTEN_FOR["stick_breaking"] = "aaf7ebae30022966"  # if the definition is edited, it runs in the place of the fast form
+FAST["laser_temperature"] = by_laser
+FAST["stick_laser"] = partial(laser_by_exp, mean=general_form(stick_mean))
+WRITTEN_FOR |= {
+    "laser_temperature": "f42002fb965078f3",
+    "stick_breaking": "f4131eb1583d4372",
+    "stick_laser": "7d5d306e48476e0b",
+}  # an edited definition runs in the place of its fast form
