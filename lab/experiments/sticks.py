@@ -62,7 +62,7 @@ def timed(attend: object, parts: list) -> dict[str, float]:
 def main() -> None:
     gpt, _, run, about = open_model("resume", out_dir, "best")
     text = torch.from_numpy(
-        Tokens(folder_of(run["dataset"]), "val", 1).tokens[: max(positive("lengths", lengths))].astype(int)
+        Tokens(folder_of(run["dataset"]), "val", 1).ids[: max(positive("lengths", lengths))].astype(int)
     )
     print(about)
     fast, scale, rows = fast_form("stick_breaking", ATTENTION["stick_breaking"]), gpt.config.scale, []
