@@ -194,18 +194,10 @@ def layer(fields: dict, form: Callable = lambda gpt: None) -> Callable:
         return gpt.transformer.h[0].attn
 
     def run(q, k, v):
-        attn, y = attention_layer(max(CHECKED_AT, q.shape[-2]), q.shape[-1]).to(q.device), []
+        attn = attention_layer(max(CHECKED_AT, q.shape[-2]), q.shape[-1]).to(q.device)
         if attn.n_map == 2:  # pairs of heads share their values
             v = torch.cat((v[:, ::2], v[:, 1::2]), dim=-1)  # (B, H / 2, T, 2 D)
-        for group in attn.calls:
-            q_part, k_part, v_part = group.take(q, k, v)
-            settings = {**group.settings, "scale": attn.scale}
-            for scheme in group.schemes:
-                q_part, k_part, more = scheme(q_part, k_part, group, 0)
-                settings |= more
-            y.append(group.core(q_part.to(v.dtype), *group.share(k_part.to(v.dtype), v_part), **settings))
-        y = torch.cat(y, dim=1) if len(y) > 1 else y[0]
-        y = y if attn.inverse is None else y[:, attn.inverse]
+        y = attn.mix(q, k, v)
         if attn.n_map == 2:
             y = y[:, ::2] - 0.5 * y[:, 1::2]
         return y.reshape(q.shape)

@@ -10,6 +10,7 @@ Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head widt
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from attention.cache import Cache, why_it_ends
 from attention.documents import Documents
 from attention.heads import HeadGroup, inverse_of
-from attention.probe import probed
 from attention.scores import learned_of
 from choices import ACTIVATION, AFTER, NORM, QK_NORM, WHERE, RMSNorm, ShortConv
 from errors import UserError
@@ -176,6 +176,7 @@ class CausalSelfAttention(nn.Module):
         letters = c.layer_heads(layer)
         positioned = c.scheme is not None and ("S" in letters or not c.nope_long)
         self.position = (shared_position or c.scheme(c)) if positioned else None
+        self.rotates = getattr(self.position, "rotates", False)
         self.scale, self.attn_dropout = c.scale, c.attn_dropout
         self.n_map = 2 if c.differential else 1  # query heads that share one value
         if c.differential:
@@ -195,7 +196,6 @@ class CausalSelfAttention(nn.Module):
                 self.groups.append(HeadGroup(heads, window, name, definition[letter], schemes, **shape))
         self.calls = self.groups  # kernels.use changes this: Triton's kernels take both groups in one call
         self.inverse = inverse_of(letters)  # puts the heads back into the layer's order; None if they are in it already
-        self.probe = None  # a function that looks into the layer (attention/probe.py)
 
     def forward(self, x, context=None):
         """x (B, T, C) -> (B, T, C). context: None or what x sees besides itself, a Cache or Documents."""
@@ -207,34 +207,32 @@ class CausalSelfAttention(nn.Module):
         q = self.q_norm(q.view(B, T, H, D).transpose(1, 2))  # (B, H, T, D)
         k = self.k_norm(k.view(B, T, G, D).transpose(1, 2))  # (B, G, T, D)
         v = v.view(B, T, -1, self.n_map * D).transpose(1, 2)  # (B, G, T, D); differential: (B, G / 2, T, 2 D)
-        p, after_rope = self.per_dim_temperature, getattr(self.position, "rotates", False)
-        if p is not None and not after_rope:
+        if (p := self.per_dim_temperature) is not None and not self.rotates:
             q = q * F.softplus(p)
-        past = 0 if context is None else context.length
-        y = []
-        for group in self.calls if context is None and self.probe is None else self.groups:
-            q_part, k_part, v_part = group.take(q, k, v)
-            settings = {**group.settings, "scale": self.scale, "dropout": self.attn_dropout if self.training else 0.0}
-            for scheme in group.schemes:
-                q_part, k_part, more = scheme(q_part, k_part, group, past)
-                settings |= more
-            if p is not None and after_rope:  # the dimensions of a decay, before the D own ones, stay as they are
-                q_part = q_part * F.pad(F.softplus(p), (q_part.shape[-1] - D, 0), value=1.0)
-            q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)  # norms and rotations give float32
-            core = group.core if self.probe is None else probed(self, group)
-            if context is not None:
-                y.append(context.attend(core, group, q_part, k_part, v_part, **settings))
-            else:
-                y.append(core(q_part, *group.share(k_part, v_part), **settings))
-        y = torch.cat(y, dim=1) if len(y) > 1 else y[0]  # (B, H, T, n_map D)
-        if self.inverse is not None:
-            y = y[:, self.inverse]
+        y = self.mix(q, k, v, context)  # (B, H, T, n_map D)
         if self.n_map == 2:  # of each pair of maps the first minus lambda times the second, (B, H / 2, T, 2 D)
             y = self.ln_head(y[:, ::2] - self.lambda_of_pairs() * y[:, 1::2]) * (1 - self.lambda_init)
         if self.after is not None:
             y = self.after(y, x, v)
         y = self.c_proj(y.transpose(1, 2).flatten(2))
         return self.resid_dropout(y) if self.training else y  # each module call costs time when decoding one token
+
+    def mix(self, q, k, v, context=None):
+        """The positions and the attention: q, k and v of all heads -> y (B, H, T, n_map D). Shapes: see forward."""
+        y, p, past = [], self.per_dim_temperature, 0 if context is None else context.length
+        for group in self.calls if context is None else self.groups:
+            q_part, k_part, v_part = group.take(q, k, v)
+            settings = {**group.settings, "scale": self.scale, "dropout": self.attn_dropout if self.training else 0.0}
+            for scheme in group.schemes:
+                q_part, k_part, more = scheme(q_part, k_part, group, past)
+                settings |= more
+            if p is not None and self.rotates:  # the dimensions of a decay, before the D own ones, stay as they are
+                q_part = q_part * F.pad(F.softplus(p), (q_part.shape[-1] - len(p), 0), value=1.0)
+            q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)  # norms and rotations give float32
+            attend = group.attend if context is None else partial(context.attend, group)
+            y.append(attend(q_part, k_part, v_part, **settings))
+        y = torch.cat(y, dim=1) if len(y) > 1 else y[0]
+        return y if self.inverse is None else y[:, self.inverse]
 
     def lambda_of_pairs(self):
         """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, of all pairs of the layer."""
@@ -287,10 +285,8 @@ class Block(nn.Module):
             x = self.ln_1(x + self.attn(x, context))
             return self.ln_2(x + self.mlp(x))
         h = self.ln_1(x)
-        if self.parallel:
-            return x + self.ln_1_after(self.attn(h, context)) + self.ln_2_after(self.mlp(h))
         x = x + self.ln_1_after(self.attn(h, context))
-        return x + self.ln_2_after(self.mlp(self.ln_2(x)))
+        return x + self.ln_2_after(self.mlp(h if self.parallel else self.ln_2(x)))
 
 
 class GPT(nn.Module):

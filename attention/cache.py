@@ -5,7 +5,7 @@ running sums instead, if these are smaller. A short convolution keeps its last i
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -22,11 +22,11 @@ class KeyValues:
         self.window, self.capacity = window, capacity
         self.n, self.k, self.v = 0, None, None
 
-    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, bias=None, **settings) -> torch.Tensor:
+    def attend(self, group: HeadGroup, q, k, v, *, bias=None, **settings) -> torch.Tensor:
         """y (B, H, T, Dv) of the next T tokens, whose keys and values are kept."""
         k, v = self.with_all(k, v) if self.window is None else self.with_last(k, v)
         bias = None if bias is None else bias[..., -k.shape[-2] :]  # it has a number for every key so far
-        return core(q, *group.share(k.to(q.dtype), v.to(q.dtype)), bias=bias, **settings)
+        return group.attend(q, k.to(q.dtype), v.to(q.dtype), bias=bias, **settings)
 
     def with_all(self, k, v) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends the new k and v, in memory for `capacity` tokens; returns all keys and values so far."""
@@ -59,7 +59,7 @@ class RunningSums:
     def __init__(self, kind: type):
         self.kind, self.state = kind, None
 
-    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, scale=None, bias=None, decay=None, dropout=0.0, **_):
+    def attend(self, group: HeadGroup, q, k, v, *, scale=None, bias=None, decay=None, dropout=0.0, **_):
         """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
         if dropout:
             raise ValueError("running sums cannot drop attention weights: call eval() before decoding")
@@ -113,9 +113,9 @@ class Cache:
         self.parts = {group: new_part(group, capacity) for group in groups}
         self.last = {}  # {a short convolution: its inputs of the last tokens}
 
-    def attend(self, core: Callable, group: HeadGroup, q, k, v, **settings) -> torch.Tensor:
+    def attend(self, group: HeadGroup, q, k, v, **settings) -> torch.Tensor:
         """y (B, H, T, Dv) of a group's next T tokens, which its part of the cache keeps."""
-        return self.parts[group].attend(core, group, q, k, v, **settings)
+        return self.parts[group].attend(group, q, k, v, **settings)
 
     def before(self, conv: object, x: torch.Tensor, n: int) -> torch.Tensor:
         """The inputs (B, n, C) of a short convolution for the n tokens before x (B, T, C), whose last n are kept."""

@@ -1,7 +1,5 @@
 """Attention in windows of several documents: no token sees another document (train.py --pack=document)."""
 
-from collections.abc import Callable
-
 import torch
 
 from attention.heads import HeadGroup
@@ -23,7 +21,7 @@ class Documents:
         self.rows_at = rows_at(pos)
 
     @uncompiled
-    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, bias=None, **settings) -> torch.Tensor:
+    def attend(self, group: HeadGroup, q, k, v, *, bias=None, **settings) -> torch.Tensor:
         """y (B, H, T, Dv) of a group of heads."""
         k, v = group.share(k, v)
         if bias is not None:
@@ -33,7 +31,7 @@ class Documents:
             few = slice(None) if len(rows) == len(q) else rows
             own = slice(start, end)
             parts = (x[few, :, own] for x in (q, k, v))
-            y = core(*parts, bias=None if bias is None else bias[few, :, own, own], **settings)
+            y = group.core(*parts, bias=None if bias is None else bias[few, :, own, own], **settings)
             for row, part in zip(rows, y, strict=True):
                 found[row][start] = part
         return torch.stack([torch.cat([parts[start] for start in sorted(parts)], dim=-2) for parts in found])

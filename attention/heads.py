@@ -45,6 +45,10 @@ class HeadGroup:
         """Keys and values for each query head of the group, from those that `take` gave."""
         return per_head(k, self.k_of), per_head(v, self.v_of)
 
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings) -> torch.Tensor:
+        """y (B, H, T, Dv) of the group's heads, from what `take` gave."""
+        return self.core(q, *self.share(k, v), **settings)
+
 
 def inverse_of(letters: str) -> list[int] | None:
     """The place of each head after the short ones were put first; None if no head has moved."""

@@ -1,11 +1,8 @@
-"""Looking into a model's attention layers through their one hook, layer.probe, which is None by default.
-
-A layer calls probe(layer, group, q, k, v, window=, scale=, bias=, ...) before each call of its core, the attention
-function that it runs, with the core's arguments: q (B, H, Tq, D), k (B, H, T, D), v (B, H, T, Dv) of a group of heads.
-"""
+"""Looking into a model's attention layers: what each group of heads gives to its core, the attention that it runs."""
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -16,25 +13,28 @@ from attention.scores import scores, visible
 
 @contextlib.contextmanager
 def probing(model: torch.nn.Module, probe: Callable) -> Iterator[None]:
-    """A context in which every attention layer of a GPT calls probe."""
+    """A context in which probe(layer, group, q, k, v, window=, scale=, bias=, ...) is called before each group's core.
+
+    It gets the core's arguments: q (B, H, Tq, D), k (B, H, T, D), v (B, H, T, Dv) of a group of heads.
+    """
+
+    def probed(layer: torch.nn.Module, group: HeadGroup, core: Callable, q, k, v, **settings) -> torch.Tensor:
+        probe(layer, group, q, k, v, **settings)
+        return core(q, k, v, **settings)
+
     layers = [block.attn for block in model.transformer.h]
-    for layer in layers:
-        layer.probe = probe
+    before = [(layer, layer.calls, [group.core for group in layer.groups]) for layer in layers]
     try:
+        for layer, _, cores in before:
+            layer.calls = layer.groups  # of Triton's kernels one call may have joined the groups
+            for group, core in zip(layer.groups, cores, strict=True):
+                group.core = partial(probed, layer, group, core)
         yield
     finally:
-        for layer in layers:
-            layer.probe = None
-
-
-def probed(layer: torch.nn.Module, group: HeadGroup) -> Callable:
-    """A layer's core that calls its probe first. Packed documents and caches call the core themselves."""
-
-    def core(q, k, v, **settings):
-        layer.probe(layer, group, q, k, v, **settings)
-        return group.core(q, k, v, **settings)
-
-    return core
+        for layer, calls, cores in before:
+            layer.calls = calls
+            for group, core in zip(layer.groups, cores, strict=True):
+                group.core = core
 
 
 @torch.no_grad()

@@ -127,12 +127,13 @@ def test_the_largest_score_of_each_layer(core, position, kind, packed, monkeypat
         seen.append(0.0)
         for group in block.attn.groups:
             group.core = spy(layer, group.core)
+    cores = [group.core for block in gpt.transformer.h for group in block.attn.groups]
     gpt(idx, pos=pos)
     got = largest_logits(gpt, idx, pos)
     assert got == pytest.approx(seen, rel=1e-5) and min(got) > 0
     monkeypatch.setattr(forms, "NUMBERS", 1000)
     assert largest_logits(gpt, idx, pos) == pytest.approx(seen, rel=1e-5)
-    assert all(block.attn.probe is None for block in gpt.transformer.h)
+    assert [group.core for block in gpt.transformer.h for group in block.attn.groups] == cores
 
 
 def test_logits_in_the_log(train, tmp_path):

@@ -104,8 +104,10 @@ def test_the_weights_give_what_the_layer_computes(attention, case):
 def test_the_model_stays_as_it_was():
     model = gpt(dropout=0.5).train()
     idx = torch.randint(20, (1, T))
+    (group,) = model.transformer.h[0].attn.groups
+    core = group.core
     first, again = weights_of(model, idx), weights_of(model, idx)
-    assert model.training and model.transformer.h[0].attn.probe is None
+    assert model.training and group.core is core
     for a, b in zip(sum(first, []), sum(again, []), strict=True):
         assert torch.equal(a.weights, b.weights)  # without dropout
     assert weights_of(model, idx[:, :1])[0][0].weights.tolist() == [[1.0]]

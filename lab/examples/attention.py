@@ -6,7 +6,6 @@ An Encoder is a GPT whose positions know later tokens too; it is called with a B
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -97,8 +96,8 @@ class Bidirectional:
     def __init__(self, seen: Tensor | None = None, other: Tensor | None = None, found: list | None = None):
         self.seen, self.other, self.found = seen, other, found
 
-    def attend(self, core: Callable, group: HeadGroup, q, k, v, *, window: int | None, **settings) -> Tensor:
-        """y (B, H, T, Dv) of a group of heads. core, its causal form, is not used."""
+    def attend(self, group: HeadGroup, q, k, v, *, window: int | None, **settings) -> Tensor:
+        """y (B, H, T, Dv) of a group of heads. group.core, its causal form, is not used."""
         known = (RoPE, BothALiBi, BothRelative, BothT5)
         for name in (type(scheme).__name__ for scheme in group.schemes if not isinstance(scheme, known)):
             raise UserError(f"{name} counts how far a key lies behind a query, so it cannot be used in an encoder")

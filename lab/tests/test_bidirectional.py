@@ -27,7 +27,7 @@ def padding() -> Tensor:
 
 def attend(core: str, q, k, v, seen: Tensor | None, **settings) -> Tensor:
     group = HeadGroup([0, 1], settings["window"], core, ATTENTION[core])
-    return Bidirectional(seen).attend(None, group, q, k, v, **settings)
+    return Bidirectional(seen).attend(group, q, k, v, **settings)
 
 
 def naive(core: str, q, k, v, seen: Tensor | None, *, window, scale, decay=None) -> Tensor:
@@ -110,7 +110,7 @@ def test_positions_equal_naive_forward_and_backward(position, core, window):
     group = HeadGroup([0, 1], window, core, ATTENTION[core], [scheme], width=8)
     q, k, v = (torch.randn(6, 2, T, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     of_q, of_k, more = scheme(q, k, group, 0)
-    found = Bidirectional(padding()).attend(None, group, of_q, of_k, v, window=window, scale=8**-0.5, **more)
+    found = Bidirectional(padding()).attend(group, of_q, of_k, v, window=window, scale=8**-0.5, **more)
     rows = []
     for seen in padding():
         y = []
