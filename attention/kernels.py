@@ -27,7 +27,7 @@ from attention.fast import LASER_RANGE
 from attention.forms import unchanged
 from attention.heads import HeadGroup
 from attention.sums import LINEAR_FROM
-from errors import UserError
+from errors import refuse
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -674,44 +674,37 @@ def fits(core: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: i
     return here and alike and same and few and q.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
 
 
-def never(model: torch.nn.Module) -> str | None:
-    """Why the kernels could not train any layer of a GPT; None if they can train one."""
-    c, groups = model.config.resolved(), [group for block in model.transformer.h for group in block.attn.groups]
-    D = c.head_dim
-    E = 2 * D if c.differential else D
-    if c.attention not in KERNEL:
-        return f"attention={c.attention!r} has no Triton kernel, but {', '.join(KERNEL)} have"
-    if c.short_attention not in (None, c.attention):
-        return f"they take one attention, but short heads have {c.short_attention!r} and long ones {c.attention!r}"
-    if c.attn_dropout:
-        return f"they cannot drop attention weights, and attn_dropout is {c.attn_dropout}: set --attn_dropout=0"
-    if all(any(scheme.biased for scheme in group.schemes) for group in groups):
-        return f"they take no bias by distance, and position={c.position!r} has one"
-    if c.attention == "beta" and any(scheme.extra for group in groups for scheme in group.schemes):
-        return "beta's kernel knows no decay"
-    extra = min(sum(scheme.extra for scheme in group.schemes) for group in groups)
-    if not {D + extra, E} <= {*WIDTHS}:
-        why = f" ({extra} of these for {c.position if c.decay == 'none' else 'the decay'})" if extra else ""
-        return f"queries are {D + extra} wide{why} and values {E}; the kernels take the widths {WIDTHS}"
-    if c.attention == "beta" and ("L" not in c.heads or c.block_size < LINEAR_FROM):
-        return f"beta's kernel is for long heads and a block_size of {LINEAR_FROM} or more"
-    return None
-
-
 def use(model: torch.nn.Module, definition: Callable) -> None:
     """Makes a GPT's attention use these kernels for all inputs that they take. definition: its ATTENTION[name].
 
     Raises UserError if they would take none of the model's inputs, or if the definition was edited.
     """
-    name = model.config.attention
-    reason = never(model) if torch.cuda.is_available() or INTERPRETED.value else "they are for CUDA"
-    if reason is None and not unchanged(name, definition):
-        reason = f"they compute the original attention={name!r}, but its definition in model.py was edited"
-    if reason:
-        raise UserError(f"Triton's kernels would not be used: {reason}")
-    for layer in (block.attn for block in model.transformer.h):
-        for group in layer.groups:
-            group.core = KERNEL[name](group.core)
+    c, layers = model.config.resolved(), [block.attn for block in model.transformer.h]
+    name, D, E = c.attention, c.head_dim, (1 + c.differential) * c.head_dim
+    groups = [group for layer in layers for group in layer.groups]
+    extra = [sum(scheme.extra for scheme in group.schemes) for group in groups]
+    wide = D + min(extra)
+    whose = f" ({min(extra)} of these for {c.position if c.decay == 'none' else 'the decay'})" if min(extra) else ""
+    refuse((wrong, f"Triton's kernels would not be used: {why}") for wrong, why in (
+        (not torch.cuda.is_available() and not INTERPRETED.value, "they are for CUDA"),
+        (name not in KERNEL, f"attention={name!r} has no Triton kernel, but {', '.join(KERNEL)} have"),
+        (c.short_attention not in (None, name),
+         f"they take one attention, but short heads have {c.short_attention!r} and long ones {name!r}"),
+        (bool(c.attn_dropout),
+         f"they cannot drop attention weights, and attn_dropout is {c.attn_dropout}: set --attn_dropout=0"),
+        (all(any(scheme.biased for scheme in group.schemes) for group in groups),
+         f"they take no bias by distance, and position={c.position!r} has one"),
+        (name == "beta" and any(extra), "beta's kernel knows no decay"),
+        (not {wide, E} <= {*WIDTHS},
+         f"queries are {wide} wide{whose} and values {E}; the kernels take the widths {WIDTHS}"),
+        (name == "beta" and ("L" not in c.heads or c.block_size < LINEAR_FROM),
+         f"beta's kernel is for long heads and a block_size of {LINEAR_FROM} or more"),
+        (not unchanged(name, definition),
+         f"they compute the original attention={name!r}, but its definition in model.py was edited"),
+    ))  # fmt: skip
+    for group in groups:
+        group.core = KERNEL[name](group.core)
+    for layer in layers:
         (H, G, _), (first, *others) = layer.sizes, layer.groups
         if others and layer.inverse is None and first.schemes == others[0].schemes:  # short and long heads at once
             shape = {"n_query": H // G, "n_map": layer.n_map}
@@ -737,8 +730,7 @@ def by_kernel(core: str, run: Callable) -> Callable:
                     return run(q, k, v, min(window or 0, q.shape[-2]), n_short, scale)
             if n_short is None:
                 return fast(q, k, v, window=window, scale=scale, bias=bias, decay=decay, dropout=dropout, **far)
-            parts = (slice(0, n_short), window), (slice(n_short, q.shape[1]), None)
-            parts = ((h, w) for h, w in parts if h.start < h.stop)
+            parts = (slice(0, n_short), window), (slice(n_short, None), None)
             y = [kernels(q[:, h], k[:, h], v[:, h], window=w, scale=scale, dropout=dropout) for h, w in parts]
             return torch.cat(y, dim=1)
 
