@@ -207,8 +207,6 @@ class CausalSelfAttention(nn.Module):
         q = self.q_norm(q.view(B, T, H, D).transpose(1, 2))  # (B, H, T, D)
         k = self.k_norm(k.view(B, T, G, D).transpose(1, 2))  # (B, G, T, D)
         v = v.view(B, T, -1, self.n_map * D).transpose(1, 2)  # (B, G, T, D); differential: (B, G / 2, T, 2 D)
-        if (p := self.per_dim_temperature) is not None and not self.rotates:
-            q = q * F.softplus(p)
         y = self.mix(q, k, v, context)  # (B, H, T, n_map D)
         if self.n_map == 2:  # of each pair of maps the first minus lambda times the second, (B, H / 2, T, 2 D)
             y = self.ln_head(y[:, ::2] - self.lambda_of_pairs() * y[:, 1::2]) * (1 - self.lambda_init)
@@ -220,6 +218,8 @@ class CausalSelfAttention(nn.Module):
     def mix(self, q, k, v, context=None):
         """The positions and the attention: q, k and v of all heads -> y (B, H, T, n_map D). Shapes: see forward."""
         y, p, past = [], self.per_dim_temperature, 0 if context is None else context.length
+        if p is not None and not self.rotates:
+            q = q * F.softplus(p)
         for group in self.calls if context is None else self.groups:
             q_part, k_part, v_part = group.take(q, k, v)
             settings = {**group.settings, "scale": self.scale, "dropout": self.attn_dropout if self.training else 0.0}
@@ -269,14 +269,11 @@ class Block(nn.Module):
         super().__init__()
         before, after, self.added = WHERE[c.where]
         self.parallel = c.block == "parallel"
-
-        def norm(wanted: bool) -> nn.Module:
-            return NORM[c.norm](c, c.n_embd) if wanted else nn.Identity()
-
-        self.ln_1 = norm(before or self.added)
-        self.ln_2 = norm((before or self.added) and not self.parallel)
-        self.ln_1_after = norm(after)
-        self.ln_2_after = norm(after)
+        norm = partial(NORM[c.norm], c, c.n_embd)
+        self.ln_1 = norm() if before or self.added else nn.Identity()
+        self.ln_2 = norm() if (before or self.added) and not self.parallel else nn.Identity()
+        self.ln_1_after = norm() if after else nn.Identity()
+        self.ln_2_after = norm() if after else nn.Identity()
         self.attn = CausalSelfAttention(c, layer, shared_position)
         self.mlp = MLP(c)
 
@@ -326,9 +323,7 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(
-        self, idx: Tensor, targets: Tensor | None = None, cache: Cache | None = None, pos: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: Cache | None = None, pos=None) -> tuple:
         """(logits, loss) for token ids idx (B, T). Raises ValueError for more than block_size tokens without a cache.
 
         With targets (B, T): logits (B, T, V), and the mean cross-entropy in nats over the targets that are not -1; in
