@@ -38,12 +38,6 @@ COLUMN = 36  # where --help begins the text of a flag
 PLAIN = types.NoneType | bool | int | float | str  # what a flag may be
 
 
-def fail(message: object) -> typing.NoReturn:
-    """Prints a user's mistake on stderr and exits with code 2."""
-    note(f"{os.path.basename(sys.argv[0])}: {message}")
-    sys.exit(2)
-
-
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """A UserError or OSError becomes a sentence and exit code 2; any other error is a bug and keeps its traceback."""
@@ -52,7 +46,8 @@ def user_errors() -> Iterator[None]:
     except BrokenPipeError:  # an OSError, but not the user's: see _excepthook
         raise
     except (UserError, OSError) as error:
-        fail(error)
+        note(f"{os.path.basename(sys.argv[0])}: {error}")
+        sys.exit(2)
 
 
 def _interrupted(error: BaseException | None) -> bool:
@@ -82,6 +77,7 @@ class Flag(typing.NamedTuple):
     group: str  # the question that it answers
 
 
+@user_errors()
 def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
     """(config, given): every flag's value, and for each flag that was set where: a config file, or "command line".
 
@@ -178,22 +174,18 @@ def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
     """The assignments of a config file, run in a namespace of its own."""
     beside = pathlib.Path(script["__file__"]).resolve().parent / path
     found = next((str(p) for p in (pathlib.Path(path), beside) if p.is_file()), None)
-    if found is None:
-        near = difflib.get_close_matches(beside.name, sorted(p.name for p in beside.parent.glob("*.py")), 1)
-        hint = f"; did you mean {os.path.join(os.path.dirname(path), near[0])}?" if near else ""
-        fail(f"there is no config file {path}{hint} (A flag is written --key=value.)")
-    if not found.endswith(".py"):  # and it would be run
-        fail(f"{path} is not a config file: the name of a config file ends in .py. A flag is written --key=value")
+    if found is None or not found.endswith(".py"):  # another file may be the text that was meant with --source=
+        raise UserError(f"there is no config file {path} that ends in .py (A flag is written --key=value.)")
     try:
         namespace = runpy.run_path(found, run_name="config_file")
     except (Exception, SystemExit) as error:
-        fail(f"{path} could not be run: {type(error).__name__}: {error}")
+        raise UserError(f"{path} could not be run: {type(error).__name__}: {error}") from None
     values = {}
     for name, value in namespace.items():
         if name.startswith("_") or isinstance(value, types.ModuleType | types.FunctionType | type):
             continue
         if name not in flags:
-            fail(f"{path} sets `{name}`: {_unknown(name, flags)} (The name of a variable of your own begins with _.)")
+            raise UserError(f"{path} sets `{name}`: {_unknown(name, flags)} (Begin your own variables' names with _.)")
         values[name] = _checked(value, flags[name].legal, f"{path}: {name} = {value!r}")
     return values
 
@@ -201,16 +193,16 @@ def _read_config(path: str, flags: dict[str, Flag], script: dict) -> dict:
 def _read_flag(arg: str, flags: dict[str, Flag]) -> tuple[str, object]:
     """(name, value) of --name=value, --name or --no-name."""
     if not arg.startswith("--"):
-        fail(f"{arg}: flags begin with two dashes: -{arg}")
+        raise UserError(f"{arg}: flags begin with two dashes: -{arg}")
     name, equals, text = arg[2:].partition("=")
     off = re.sub("^no[-_]", "", name)
     if not equals and off != name and off in flags and bool in flags[off].legal:
         return off, False
     if name not in flags:
-        fail(f"--{name}: {_unknown(name, flags)} (--help lists all flags.)")
+        raise UserError(f"--{name}: {_unknown(name, flags)} (--help lists all flags.)")
     legal = flags[name].legal
     if not equals and bool not in legal:
-        fail(f"--{name} needs a value, {_words(legal)}: --{name}=...")
+        raise UserError(f"--{name} needs a value, {_words(legal)}: --{name}=...")
     word = WORDS.get(text.lower(), text) if equals else True
     value = word if type(word) in legal else text
     if value is text and (int in legal or float in legal):
@@ -233,7 +225,7 @@ def _checked(value: object, legal: list, given: str) -> object:
         return float(value)
     if finite and isinstance(value, float) and int in legal and value.is_integer():
         return int(value)
-    fail(f"{given}: the flag needs {_words(legal)}")
+    raise UserError(f"{given}: the flag needs {_words(legal)}")
 
 
 def names(given: str, known: Iterable[str], separator: str = ",") -> list[str]:
