@@ -43,9 +43,8 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
         value = getattr(c, name)
         yield value is not None and value < 1, f"{name}={value} must be at least 1"
         yield value is not None and value > (10**5 if name == "n_layer" else 2**31), f"{name}={value} is too large"
-    near = sorted(sorted(divisors(min(c.n_embd, 2**16)), key=lambda n: abs(n - c.n_head))[:3])
     yield (c.head_dim is None and c.n_embd % c.n_head != 0,
-           f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}: set n_head to one of {near}, or set head_dim")
+           f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}: set n_head to a divisor of it, or set head_dim")
     tables = {"attention": ATTENTION, "qk_norm": QK_NORM, "position": POSITION, "decay": DECAY, "norm": NORM}
     tables |= {"where": WHERE, "block": ("serial", "parallel"), "mlp": ACTIVATION, "after": AFTER}
     if c.short_attention is not None:
@@ -74,7 +73,7 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
 
 def rules_of_heads(c) -> Iterator[tuple[bool, str]]:
     G = c.n_kv_head or c.n_head
-    yield c.n_head % G != 0, f"n_head={c.n_head} is not a multiple of n_kv_head={G}; one of {divisors(c.n_head)} fits"
+    yield c.n_head % G != 0, f"n_head={c.n_head} is not a multiple of n_kv_head={G}: set n_kv_head to a divisor of it"
     layers = c.heads.split("/")
     yield (not all(layers) or bool(set(c.heads) - set("SL/")),
            f"heads={c.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, S/S/L")
@@ -122,7 +121,3 @@ def rules_of_position(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool,
 def attentions(c) -> list[str]:
     """The names of the attentions of a configuration: that of the long heads, then that of the short ones."""
     return [*dict.fromkeys((c.attention, c.short_attention or c.attention))]
-
-
-def divisors(n: int) -> list[int]:
-    return [m for m in range(1, n + 1) if n % m == 0]

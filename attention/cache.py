@@ -12,7 +12,6 @@ import torch
 from attention.heads import HeadGroup
 from attention.scores import at_least_float32, plain_form
 from attention.sums import linear_attention, scaled
-from errors import UserError
 
 
 class KeyValues:
@@ -59,12 +58,10 @@ class RunningSums:
     def __init__(self, kind: type):
         self.kind, self.state = kind, None
 
-    def attend(self, group: HeadGroup, q, k, v, *, scale=None, bias=None, decay=None, dropout=0.0, **_):
-        """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
+    def attend(self, group: HeadGroup, q, k, v, *, window=None, scale=None, decay=None, dropout=0.0):
+        """y (B, H, T, Dv) of the next T tokens, which are added to the sums. They hold no window and no bias."""
         if dropout:
             raise ValueError("running sums cannot drop attention weights: call eval() before decoding")
-        if bias is not None:
-            raise ValueError("running sums cannot hold a bias: a Scheme that gives one must have biased = True")
         k, v = group.share(k, v)
         if self.state is None or q.shape[-2] > 1:
             y, self.state = linear_attention(self.kind, q, k, v, scale=scale, decay=decay, state=self.state)
@@ -103,12 +100,10 @@ def run_definitions(model: torch.nn.Module) -> None:
 class Cache:
     """What a model keeps of the `length` tokens that it has seen, for up to `capacity` tokens in each of `rows` rows.
 
-    groups: the groups of heads of all layers. Raises UserError for a capacity below 1.
+    groups: the groups of heads of all layers.
     """
 
     def __init__(self, groups: list[HeadGroup], capacity: int):
-        if capacity < 1:
-            raise UserError(f"a cache of {capacity} tokens: it must have room for 1 or more")
         self.capacity, self.length, self.rows, self.broken = capacity, 0, 0, False
         self.parts = {group: new_part(group, capacity) for group in groups}
         self.last = {}  # {a short convolution: its inputs of the last tokens}

@@ -41,7 +41,7 @@ def fast_form(name: str, definition: Callable) -> Callable:
         return FAST[name](definition)
     try:
         return general_form(definition) if is_row_local(name, definition) else plain_form(definition)
-    except Exception as error:  # of float64, or of few queries alone: the model's call may not show it
+    except Exception as error:  # of float64, few queries or blocks alone: the model's call may not show it
         note(f"attention={name!r}: whether it sees later tokens could not be tried ({first_line(error)})")
         return plain_form(definition)
 
@@ -82,10 +82,7 @@ def is_row_local(name: str, definition: Callable) -> bool:
         what = "a query's output changes with later tokens, or with their number"
         note(f"attention={name!r}: {what}. If it sees later tokens, its losses mean nothing. {cost}")
         return False
-    try:
-        blocks_are_alike = alike(in_blocks(plain)(q, k, v, window=20), short)
-    except Exception:  # an error of the blocks alone: the definition has run on all tokens
-        blocks_are_alike = False
+    blocks_are_alike = alike(in_blocks(plain)(q, k, v, window=20), short)
     if not blocks_are_alike:
         note(f"attention={name!r}: outputs on blocks of a text differ from those on all of it. {cost}")
     return blocks_are_alike
@@ -108,10 +105,7 @@ def linear_in_values(definition: Callable) -> bool:
     """Whether y is linear in v, as an attention must be for values by distance (`far`)."""
     plain, (q, k, v) = plain_form(definition), fixed_inputs(9)
     other = v.flip(-2)
-    try:
-        return alike(plain(q, k, v + other), plain(q, k, v) + plain(q, k, other))
-    except Exception:  # a bug of the definition: the model's call will show it
-        return True
+    return alike(plain(q, k, v + other), plain(q, k, v) + plain(q, k, other))
 
 
 def linear(config: object) -> bool:

@@ -85,11 +85,9 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
         found[attn] |= {head: (w, group) for head, w in zip(group.heads, weights, strict=True)}
 
     training = model.training
-    try:
-        with probing(model.eval(), look):
-            model(idx)
-    finally:
-        model.train(training)
+    with probing(model.eval(), look):
+        model(idx)
+    model.train(training)
     below_0 = any(w.min() < -1e-6 for heads in found.values() for w, _ in heads.values())
     kind = "signed weights" if below_0 else "weights"
     layers = []
@@ -111,11 +109,7 @@ def check_linear(attention: str) -> None:
     """Raises UserError if what an attention computes is not W v with its weights W, nor as LINEAR_IN says."""
     f, _ = LINEAR_IN.get(attention, (torch.clone, None))
     q, k, v = fixed_inputs(9)
-    try:
-        fits = alike(weights_at_once(attention, q, k) @ f(v), f(plain_form(ATTENTION[attention])(q, k, v)))
-    except Exception:  # a bug of the definition: the model's call will show it
-        fits = True
-    if not fits:
+    if not alike(weights_at_once(attention, q, k) @ f(v), f(plain_form(ATTENTION[attention])(q, k, v))):
         of = "the f(v) that LINEAR_IN in scripts/maps.py has for it" if attention in LINEAR_IN else "its values"
         raise UserError(f"attention={attention!r} has no weights to draw: it is not linear in {of}")
 

@@ -141,8 +141,8 @@ def test_what_cannot_be_loaded(tmp_path, monkeypatch):
 
     refused("gtp2", "not one of gpt2, gpt2-medium")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused("no-such/model-at-all", "cannot load no-such/model-at-all", OSError)
-    refused(str(tmp_path), "cannot convert")  # an empty folder
+    refused("no-such/model-at-all", "cannot load no-such/model-at-all")
+    refused(str(tmp_path), "cannot load")  # an empty folder
     theirs, weights = randomised(llama()), tmp_path / "model.safetensors"
     for lost in ("lm_head.weight", "model.layers.1.mlp.down_proj.weight"):  # which transformers would make up
         theirs.save_pretrained(tmp_path)
@@ -151,9 +151,9 @@ def test_what_cannot_be_loaded(tmp_path, monkeypatch):
         safetensors.save_file(state, weights, metadata={"format": "pt"})
         refused(str(tmp_path), f"its file has no {lost}")
     weights.write_bytes(weights.read_bytes()[:5000])
-    refused(str(tmp_path), "cannot (convert|load)", (ValueError, OSError))
+    refused(str(tmp_path), "cannot load")
     weights.unlink()
-    refused(str(tmp_path), "cannot load", OSError)
+    refused(str(tmp_path), "cannot load")
     ours = GPT(GPTConfig(**SIZES))
     with pytest.raises(ValueError, match="its extra is no weight of our model"):
         copy_from(ours, randomised(gpt2()).state_dict() | {"extra": torch.zeros(1)}, FAMILIES["gpt2"])

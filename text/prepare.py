@@ -55,17 +55,14 @@ def run(
     refuse([("train" not in splits, f"{source} has no train split, but {', '.join(splits)}")])
     several = sum(map(len, splits.values())) > 1
     sampled = SAMPLE // max(1, min(len(splits["train"]), SAMPLE // PER_DOCUMENT))
-    try:
-        splits = splits if "val" in splits else _with_val(splits, val_share, gutenberg)
-        tok = _new_tokenizer(meta, splits, sampled, gutenberg, several)
-        if several and tok.eot is None:
-            print("this tokenizer has no token for the end of a document: nothing will separate the documents")
-        how = {"tok": tok, "end": several and tok.eot is not None, "gutenberg": gutenberg, "code": CODE}
-        made = {split: _tokenised_rows(rows, split, how, num_workers) for split, rows in splits.items()}
-        documents = ((split, document) for split, rows in made.items() for document in rows)
-        report(write(out_dir, tok, documents, {"from": source, "tokenizer": tokenizer}, id=digest))
-    except UnicodeDecodeError as error:  # the rows of a .parquet file are not checked before they are read
-        raise UserError(f"{source} holds a document that is not UTF-8 text ({error.reason})") from None
+    splits = splits if "val" in splits else _with_val(splits, val_share, gutenberg)
+    tok = _new_tokenizer(meta, splits, sampled, gutenberg, several)
+    if several and tok.eot is None:
+        print("this tokenizer has no token for the end of a document: nothing will separate the documents")
+    how = {"tok": tok, "end": several and tok.eot is not None, "gutenberg": gutenberg, "code": CODE}
+    made = {split: _tokenised_rows(rows, split, how, num_workers) for split, rows in splits.items()}
+    documents = ((split, document) for split, rows in made.items() for document in rows)
+    report(write(out_dir, tok, documents, {"from": source, "tokenizer": tokenizer}, id=digest))
 
 
 def _wanted(tokenizer: str, vocab_size: int) -> dict:

@@ -61,8 +61,6 @@ def stream(model, idx, n: int, *sampling, use_cache=True, endless=False, **more)
     slides: every token changes its position, so the cache is useless, and each step is a whole forward pass. endless:
     go on with the cache instead, as in a longer text. Raises UserError for a model whose cache cannot go on.
     """
-    if idx.shape[1] == 0:
-        raise UserError("the prompt is empty: at least one token is needed")
     if endless and not use_cache:
         raise UserError("endless decoding goes on with the cache: it needs use_cache")
     block_size = model.config.block_size

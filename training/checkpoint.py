@@ -63,13 +63,12 @@ def load(path: str, verify: bool = True, lazily: bool = False) -> dict:
         hint = f"there is {', '.join(others)}" if others else "train first, or name the folder of a run with --out_dir="
         raise UserError(f"there is no checkpoint {path}; {hint}")
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip() if verify else None  # torch.load does not compare checksums
-        state = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+        with zipfile.ZipFile(path) as archive:  # torch.load does not compare checksums
+            if verify and (damaged := archive.testzip()):
+                raise ValueError(f"its record {damaged} does not match its checksum")
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:  # unpickling a damaged file can raise any error
         raise UserError(f"{path} is damaged or no checkpoint: {first_line(error)}") from None
-    if damaged:
-        raise UserError(f"{path} is damaged: its record {damaged} does not match its checksum")
     if not isinstance(state, dict) or any(key not in state for key in KEYS) or not isinstance(state["iter_num"], int):
         raise UserError(f"{path} is not a checkpoint of train.py: it needs the entries {', '.join(KEYS)}")
     if (version := state.get("version", 1)) not in (1, VERSION):
@@ -111,10 +110,7 @@ def model_of(state: dict, **overrides: object) -> GPT:
     if unknown := set(state["model_args"]) - set(GPTConfig.__dataclass_fields__):
         raise UserError(f"the checkpoint's model has fields unknown here: {', '.join(sorted(unknown))}")
     model = GPT(GPTConfig(**state["model_args"] | overrides))
-    try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as error:  # PyTorch's, for other names or shapes
-        raise UserError(f"the checkpoint's weights do not fit its model: {str(error).splitlines()[-1]}") from None
+    model.load_state_dict(state["model"])
     return model
 
 

@@ -139,10 +139,8 @@ def loading(name: str) -> Iterator[None]:
     """Turns an error of transformers, or of what it calls, into a sentence that names what is loaded."""
     try:
         yield
-    except OSError as error:
-        raise OSError(f"cannot load {name} through transformers: {first_line(error)}") from None
     except Exception as error:  # of several libraries
-        raise UserError(f"cannot convert {name}: {first_line(error)}") from None
+        raise UserError(f"cannot load {name} through transformers: {first_line(error)}") from None
 
 
 def run_in(folder: str) -> dict:
