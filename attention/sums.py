@@ -135,9 +135,7 @@ class Fade:
         return torch.cat([self.decay.new_full((width,), power) for power, width in enumerate(widths, start=1)])
 
     def over(self, distance, x: torch.Tensor, power=1) -> torch.Tensor:
-        """x (., c, E), decayed over a distance: (c, 1), or (c, c) where E = c. Without a decay x itself."""
-        if self.decay is None:
-            return x
+        """x (., c, E), decayed over a distance: (c, 1), or (c, c) where E = c. There must be a decay."""
         factor = (-self.decay[:, None, None] * (power * distance)).exp()  # (H, c, E)
         return (self.per_head(x) * factor[:, None]).flatten(0, 2)
 

@@ -139,7 +139,7 @@ def flip(folder: str) -> None:
     [
         (lambda d: os.remove(d / "meta.json"), "Run: python"),
         (lambda d: os.remove(d / "train.bin"), "Run: python"),
-        (lambda d: (d / "meta.json").write_text("{"), "is damaged"),
+        (lambda d: (d / "meta.json").write_text("{"), "meta.json is missing or damaged. Run: python"),
         (lambda d: damage_meta(d, vocab_size=3), "the vocabulary ends at 2"),
     ],
 )

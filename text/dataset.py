@@ -57,13 +57,11 @@ def _again(folder: str) -> str:
 def read_meta(folder: str) -> dict:
     """The content of a prepared folder's meta.json. Raises UserError, naming the command that prepares the folder."""
     path = os.path.join(folder, "meta.json")
-    if not os.path.exists(path):
-        raise UserError(f"{folder} is not prepared: meta.json is missing. {_again(folder)}")
     try:
         with open(path, encoding="utf-8") as f:
             return json.load(f)
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}). {_again(folder)}") from None
+    except (FileNotFoundError, ValueError):
+        raise UserError(f"{folder} is not prepared: meta.json is missing or damaged. {_again(folder)}") from None
 
 
 class Tokens:
@@ -80,8 +78,6 @@ class Tokens:
         if entry is None:
             splits = ", ".join(name.removesuffix(".bin") for name in self.meta["files"])
             raise UserError(f"{folder} has no split {split!r}, but {splits}")
-        if not os.path.exists(path):
-            raise UserError(f"{path} is missing. {_again(folder)}")
         dtype, size, n = np.dtype(self.meta["dtype"]), os.path.getsize(path), entry["tokens"]
         if size != n * dtype.itemsize:
             sizes = f"has {size:,} bytes, but meta.json promises {n:,} tokens of {dtype}"

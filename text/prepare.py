@@ -47,7 +47,7 @@ def run(
     meta = _wanted(tokenizer, vocab_size)
     version, read = _opened(source, column)
     digest = hashlib.sha256(json.dumps([version, meta, val_share, gutenberg, CODE]).encode()).hexdigest()
-    with contextlib.suppress(UserError):  # nothing is prepared, or it is damaged
+    with contextlib.suppress(UserError, OSError):  # nothing is prepared, or it is damaged
         done = dataset.read_meta(out_dir)
         if done.get("id") == digest and all(dataset.Tokens(out_dir, name[:-4], 0) for name in done["files"]):
             return print(f"{out_dir} is already prepared and intact: nothing to do")

@@ -57,11 +57,8 @@ def load(path: str, verify: bool = True, lazily: bool = False) -> dict:
 
     verify: compare the checksums. lazily: read a tensor when it is used; until then the file must not change.
     """
-    folder = os.path.dirname(path) or "."
     if not os.path.exists(path):
-        others = [os.path.join(folder, name) for name in names(folder)]
-        hint = f"there is {', '.join(others)}" if others else "train first, or name the folder of a run with --out_dir="
-        raise UserError(f"there is no checkpoint {path}; {hint}")
+        raise UserError(f"there is no checkpoint {path}; train first, or name the folder of a run with --out_dir=")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not compare checksums
             if verify and (damaged := archive.testzip()):
