@@ -138,7 +138,6 @@ def flip(folder: str) -> None:
     ("damage", "says"),
     [
         (lambda d: os.remove(d / "meta.json"), "Run: python"),
-        (lambda d: os.remove(d / "train.bin"), "Run: python"),
         (lambda d: (d / "meta.json").write_text("{"), "meta.json is missing or damaged. Run: python"),
         (lambda d: damage_meta(d, vocab_size=3), "the vocabulary ends at 2"),
     ],

@@ -98,7 +98,7 @@ def test_equals_theirs(tmp_path, case):
     [
         (lambda: gpt2(activation_function="tanh"), "activation_function='tanh'"),
         (lambda: gpt2(scale_attn_by_inverse_layer_idx=True), "are not scaled by"),
-        (lambda: llama(attention_bias=True), "some have none"),
+        (lambda: llama(attention_bias=True), "it has no model.layers.0"),
         (lambda: llama(hidden_act="gelu"), "plain RoPE, not 'gelu'"),
         (lambda: llama(rope_parameters=LINEAR), "must have hidden_act='silu' and plain RoPE"),
         (lambda: llama(transformers.Gemma2Config, head_dim=D), "the family gemma2 is not one of gpt2, llama"),

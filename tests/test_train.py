@@ -362,7 +362,7 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
     with pytest.raises(ValueError, match="damaged or no checkpoint"):
         checkpoint.load(path)
     assert not (tmp_path / "executed").exists()
-    with pytest.raises(ValueError, match="there is .*ckpt.pt"):
+    with pytest.raises(ValueError, match="there is no checkpoint .*best.pt; train first"):
         checkpoint.load(str(tmp_path / "best.pt"))
 
 
