@@ -118,7 +118,7 @@ def test_flags_are_taken(script, flags, expected):
         ("--no-max_iters", "unknown flag"),
         ("config/your.py", "there is no config file config/your.py"),
         ("max_iters=3", "there is no config file max_iters=3"),
-        ("--import=my/ideas.py", "No module named 'my/ideas' (--import needs a name"),
+        ("--import=my/ideas.py", "No module named 'my/ideas' (--import needs a module's name"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_code_2(script, flag, says):

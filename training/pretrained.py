@@ -106,7 +106,7 @@ def converted(name: str, p: torch.Tensor, D: int, family: Family, back: bool = F
 
 
 def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> None:
-    """Copies their weights into our model. Raises UserError if either lacks a weight."""
+    """Copies their weights into our model. Raises UserError if either lacks a weight, or if a shape differs."""
     D = model.config.resolved().head_dim
     used = {"lm_head.weight"}  # a tied model has it twice
     for key, ours in model.state_dict().items():
@@ -115,6 +115,7 @@ def copy_from(model: GPT, state: dict[str, torch.Tensor], family: Family) -> Non
         names = sources(key, family.modules)
         refuse((name not in state, f"it has no {name}, for {key}") for name in names)
         theirs = torch.cat([converted(name, state[name], D, family) for name in names])
+        refuse([(theirs.shape != ours.shape, f"its {names[0]} is {tuple(theirs.shape)}, not {tuple(ours.shape)}")])
         ours.copy_(theirs)
         used |= set(names)
     if unused := sorted(set(state) - used):
