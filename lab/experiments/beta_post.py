@@ -15,11 +15,8 @@ numbers.
 """
 
 import functools
-import hashlib
-import json
 import os
 import re
-import shutil
 from typing import Literal
 
 import torch
@@ -31,14 +28,16 @@ from configurator import at_least_one, names, positive
 from lab.experiments.results import check_writable, difference, drawing, measured, saved, show_table, spread, start
 from lab.experiments.runs import as_flags, final, record
 from model import ATTENTION
-from text.dataset import Tokens, folder_of, read_meta
+from text.dataset import Tokens, folder_of
+from text.prepare import tokenised, write
+from text.tokenizers import tokenizer
 
 # What is measured?
 what = "train,backward,show"  # the parts to run, separated by commas; show: the picture and the tables
-scale: Literal["pocket", "paper", "tiny"] = "pocket"  # pocket: for two CPU cores; paper: the post's; tiny: a test
+scale: Literal["pocket", "paper"] = "pocket"  # pocket: for two CPU cores; paper: the post's
 lengths = "512,2048"  # backward: numbers of tokens
 repeats = 9  # backward: rounds, in each of which every row runs once
-dataset = "shakespeare_char"  # the data set, or (pocket, tiny) the one whose first part is taken
+dataset = "shakespeare_char"  # the data set, or (pocket) the one whose first part is taken
 seeds = 3  # runs of each row
 jobs = 1  # runs at the same time; they share the cores of the CPU
 out = "lab/experiments/beta_post.json"  # the results
@@ -48,11 +47,9 @@ out_dir = "out-beta-post"  # the folder for the runs, each in a folder of its ow
 POST = {"softmax": (0.7140, 1.6204), "beta": (1.0040, 1.5550)}  # its losses of training and validation
 CPU = "config/train_shakespeare_char_cpu.py"
 POCKET = {"max_iters": 2000, "lr_decay_iters": 2000, "eval_interval": 250, "eval_iters": 73}
-TINY = {"n_layer": 1, "n_embd": 24, "max_iters": 4, "eval_interval": 2, "eval_iters": 1, "block_size": 16}
 SCALES = {  # config file, flags, share of the training split
     "paper": ("config/train_shakespeare_char.py", {"max_iters": 10000}, 1.0),  # the learning rate decays in 5000
     "pocket": (CPU, POCKET, 0.02),
-    "tiny": (CPU, TINY, 0.1),
 }
 ROWS = {"softmax": {}, "beta": {"attention": "beta"}}
 DROPOUT = (0.2, 0.0)  # the post's, and none
@@ -67,16 +64,11 @@ def part_of_the_text(share: float, make: bool) -> str:
         return dataset
     folder = os.path.join(out_dir, re.sub("[^A-Za-z0-9]+", "-", f"{dataset}-{share:g}"))
     if make:
-        whole, train_bin = folder_of(dataset), os.path.join(folder, "train.bin")
-        meta, ids = read_meta(whole), Tokens(whole, "train", 1).ids
-        ids = ids[: int(share * len(ids))]
-        os.makedirs(folder, exist_ok=True)
-        ids.tofile(train_bin)
-        shutil.copyfile(os.path.join(whole, "val.bin"), os.path.join(folder, "val.bin"))
-        meta["source"] = {"from": f"{share:.1%} of {dataset}"}
-        meta["files"]["train.bin"] = {"tokens": len(ids), "sha256": hashlib.sha256(ids.tobytes()).hexdigest()}
-        with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as f:
-            json.dump(meta, f)
+        train, val = (Tokens(folder_of(dataset), split, 1) for split in ("train", "val"))
+        tok = tokenizer(train.meta["tokenizer"])
+        texts = {"train": tok.decode(train.ids[: int(share * len(train))]), "val": tok.decode(val.ids)}
+        documents = ((split, tokenised(text, tok)) for split, text in texts.items())
+        write(folder, tok, documents, {"from": f"{share:.1%} of {dataset}"})
     return folder
 
 

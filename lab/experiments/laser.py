@@ -23,7 +23,7 @@ from training.estimate import num_params
 
 # What is measured?
 what = "train,show"  # the parts to run, separated by commas; show: the picture and the tables
-scale: Literal["pocket", "paper", "tiny"] = "pocket"  # pocket: for two CPU cores; paper: the paper's; tiny: a test
+scale: Literal["pocket", "paper"] = "pocket"  # pocket: for two CPU cores; paper: the paper's
 seeds = 3  # runs of each attention and size at its best learning rate
 jobs = 1  # runs at the same time; they share the cores of the CPU
 extra = ""  # more flags of train.py for every run, separated by spaces
@@ -33,7 +33,6 @@ out_dir = "out-laser"  # the folder for the runs, each in a folder of its own
 
 CPU = "config/train_shakespeare_char_cpu.py"
 POCKET = {"block_size": 64, "batch_size": 12, "max_iters": 1000, "lr_decay_iters": 1000, "eval_interval": 250}
-TINY = {"block_size": 16, "batch_size": 2, "max_iters": 4, "lr_decay_iters": 4, "eval_interval": 4, "eval_iters": 1}
 SCALES = {  # sizes: {name: (flags, learning rates)}. more: {name: (a size, other flags, learning rates)}
     "pocket": {
         "file": CPU,
@@ -60,12 +59,6 @@ SCALES = {  # sizes: {name: (flags, learning rates)}. more: {name: (a size, othe
             "lamb": ("301M", {"optimizer": "lamb"}, [1e-4, 1e-3, 1e-2]),
             "bfloat16": ("2.2B", {"variant": "bfloat16"}, [1e-4, 1e-3, 1e-2]),  # weights and products (table 11)
         },
-    },
-    "tiny": {
-        "file": CPU,
-        "flags": TINY | {"log_interval": 1, "warmup_iters": 1, "n_layer": 1, "n_head": 2},
-        "sizes": {"1 x 8": ({"n_embd": 8}, [1e-3, 1e-2]), "1 x 16": ({"n_embd": 16}, [1e-3, 1e-2])},
-        "more": {"lamb": ("1 x 8", {"optimizer": "lamb"}, [1e-2])},
     },
 }
 ATTENTIONS = ("softmax", "laser")
@@ -106,9 +99,8 @@ def parameters(size: str) -> int:
 
 def power_law(n: list[int], losses: list[float]) -> tuple[float, float]:
     """a and b of L = a n^b, by least squares of log L against log n."""
-    x, y = (torch.tensor(numbers, dtype=torch.float64).log() for numbers in (n, losses))
-    b = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
-    return math.exp(y.mean() - b * x.mean()), b.item()
+    b, log_a = statistics.linear_regression(*(list(map(math.log, numbers)) for numbers in (n, losses)))
+    return math.exp(log_a), b
 
 
 def laws(found: dict) -> dict[str, list[tuple[float, float]]]:
@@ -128,8 +120,8 @@ def saved_share(loss: float, softmax: tuple[float, float], laser: tuple[float, f
 
 def shares(found: dict) -> list[float]:
     """What LASER saves at the loss of softmax's largest model, by each seed's power laws."""
-    losses, law = map(final, found[list(SCALES[scale]["sizes"])[-1], "adamw", "softmax"][1]), laws(found)
-    return [saved_share(*numbers) for numbers in zip(losses, law["softmax"], law["laser"], strict=True)]
+    losses = map(final, found[list(SCALES[scale]["sizes"])[-1], "adamw", "softmax"][1])
+    return list(map(saved_share, losses, *laws(found).values()))
 
 
 def norm_ratio(softmax: dict, laser: dict) -> list[float]:

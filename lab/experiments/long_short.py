@@ -24,7 +24,7 @@ from lab.experiments.times import step_times
 
 # What is measured?
 what = "lengths,border,bfloat16,show"  # the parts to run, separated by commas; show: the picture and the tables
-scale: Literal["pocket", "paper", "tiny"] = "pocket"  # pocket: for two CPU cores; paper: the paper's; tiny: a test
+scale: Literal["pocket", "paper"] = "pocket"  # pocket: for two CPU cores; paper: the paper's
 seeds = 3  # runs of each row, and of each learning rate of the border
 jobs = 1  # runs at the same time; they share the cores of the CPU
 extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
@@ -43,7 +43,6 @@ MIXED, PURE = {"dtype": "bfloat16"}, {"dtype": "float32", "variant": "bfloat16"}
 BFLOAT16 = {"": {}, ", bfloat16": MIXED, ", bfloat16 weights": PURE}
 CPU = "config/train_shakespeare_char_cpu.py"
 POCKET = {"eval_interval": 100, "max_iters": 400, "lr_decay_iters": 400, "log_logits": True, "eval_iters": 20}
-TINY = {"eval_interval": 2, "max_iters": 4, "lr_decay_iters": 4, "log_logits": True, "eval_iters": 1}
 SCALES = {  # lengths: {length: sequences in a batch}. border: its length and learning rates. bfloat16: its lengths,
     # with the usual learning rate, and its learning rates, at the border's length
     "pocket": {
@@ -63,15 +62,6 @@ SCALES = {  # lengths: {length: sequences in a batch}. border: its length and le
         "lengths": {128: 256, 512: 64, 2048: 16, 8192: 4},
         "border": (2048, [1.2e-3, 2.4e-3, 4.8e-3]),
         "bfloat16": ([], []),  # all rows but one are in bfloat16
-    },
-    "tiny": {
-        "file": CPU,
-        "flags": TINY | {"n_embd": 24, "n_layer": 1, "log_interval": 1, "warmup_iters": 1},
-        "two": {"n_head": 2, "head_dim": 4, "n_hidden": 128},
-        "kinds": ("long", "LS", "short", "QK-norm"),
-        "lengths": {16: 2, 32: 1},
-        "border": (32, [1e-2, 1e18]),
-        "bfloat16": ([32], [1e-2]),
     },
 }  # With 2 heads a layer has as many weights as with 6: the MLP gets what attention loses (section 5.1).
 
@@ -107,8 +97,7 @@ def times() -> dict[tuple, list[float]]:
     s, found = SCALES[scale], {}
     for n, heads in itertools.product(s["lengths"], (6, 2) if s["file"] == CPU else ()):
         rows = {kind: flags(n, heads, kind) for kind in s["kinds"]}
-        repeats, against = 1 if scale == "tiny" else 15, dict.fromkeys(rows, "long")
-        of = functools.partial(step_times, s["file"], rows, 65, repeats, against)
+        of = functools.partial(step_times, s["file"], rows, 65, 15, dict.fromkeys(rows, "long"))
         ms = measured(out, "times", f"{scale}, {heads} heads", n, of)
         found |= {(n, heads, kind): ms[kind] for kind in rows}
     return found

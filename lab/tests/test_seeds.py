@@ -21,27 +21,51 @@ def tables(out: str) -> list[list[list[str]]]:
     return [[row.strip("| ").split(" | ") for row in block if row.startswith("| ")][1:] for block in blocks]
 
 
-@pytest.fixture
-def tiny(run, data, tmp_path):
-    """f(script, *flags) runs an experiment at its tiny scale: (its output, its JSON file); the picture was written."""
-    here = [f"--{flag}={tmp_path / name}" for flag, name in (("out", "x.json"), ("out_dir", "r"), ("picture", "x.png"))]
+CPU, ONE = laser.CPU, {"max_iters": 4, "lr_decay_iters": 4, "eval_iters": 1, "n_layer": 1}
+LOGGED = ONE | {"log_interval": 1, "warmup_iters": 1}
+TINY = {  # {experiment: its smallest scale}
+    laser: {
+        "file": CPU,
+        "flags": LOGGED | {"block_size": 16, "batch_size": 2, "eval_interval": 4, "n_head": 2},
+        "sizes": {"1 x 8": ({"n_embd": 8}, [1e-3, 1e-2]), "1 x 16": ({"n_embd": 16}, [1e-3, 1e-2])},
+        "more": {"lamb": ("1 x 8", {"optimizer": "lamb"}, [1e-2])},
+    },
+    long_short: {
+        "file": CPU,
+        "flags": LOGGED | {"eval_interval": 2, "log_logits": True, "n_embd": 24},
+        "two": {"n_head": 2, "head_dim": 4, "n_hidden": 128},
+        "kinds": ("long", "LS", "short", "QK-norm"),
+        "lengths": {16: 2, 32: 1},
+        "border": (32, [1e-2, 1e18]),
+        "bfloat16": ([32], [1e-2]),
+    },
+    beta_post: (CPU, ONE | {"warmup_iters": 1, "n_embd": 24, "eval_interval": 2, "block_size": 16}, 0.1),
+}
 
-    def f(script: str, *flags: str) -> tuple[str, dict]:
-        code, out, err = run(f"lab.experiments.{script}", "--scale=tiny", "--seeds=2", "--jobs=2", *here, *flags)
-        assert code == 0, err
+
+@pytest.fixture
+def tiny(data, tmp_path, capsys, monkeypatch):
+    """f(experiment, flag=...) runs it at its TINY scale: (its output, its JSON file); the picture was written."""
+    here = {"out": str(tmp_path / "x.json"), "out_dir": str(tmp_path / "r"), "picture": str(tmp_path / "x.png")}
+
+    def f(script, **flags: object) -> tuple[str, dict]:
+        monkeypatch.setitem(script.SCALES, "tiny", TINY[script])
+        for name, value in (here | {"scale": "tiny", "seeds": 2, "jobs": 2} | flags).items():
+            monkeypatch.setattr(script, name, value)
+        script.main()
         picture = tmp_path / "x.png"
         assert picture.read_bytes()[1:4] == b"PNG"
         picture.unlink()
-        return out, json.loads((tmp_path / "x.json").read_text())
+        return capsys.readouterr().out, json.loads((tmp_path / "x.json").read_text())
 
     return f
 
 
 @pytest.mark.slow
-def test_laser(tiny, data, run, tmp_path):
+def test_laser(tiny, data, tmp_path):
     """Equal rates for both, more seeds at the best one, one power law for each seed; nothing is trained twice."""
-    small = f"--extra=--dataset={data} --device=cpu"
-    out, found = tiny("laser", small)
+    small = f"--dataset={data} --device=cpu"
+    out, found = tiny(laser, extra=small)
     for size in ("1 x 8", "1 x 16"):
         for attention in ("softmax", "laser"):
             mine = [name for name in found["runs"] if name.startswith(f"tiny, {size}, {attention}, adamw, ")]
@@ -58,17 +82,17 @@ def test_laser(tiny, data, run, tmp_path):
             assert row[at] == min(first, key=first.get)  # the best rate
     assert [row[:3:2] for row in rows] == [["1 x 8", "adamw"], ["1 x 16", "adamw"], ["1 x 8", "lamb"]]
     for row in rows:
-        softmax, laser = (
+        of_softmax, of_laser = (
             [r["val"] for name, r in found["runs"].items()
              if name.startswith(f"tiny, {row[0]}, {a}, {row[2]}, {float(rate):g},") and not name.endswith("seed 1")]
             for a, rate in (("softmax", row[4]), ("laser", row[6]))
         )  # fmt: skip
-        assert len(softmax) == 2 and row[7] == results.difference(laser, softmax)
+        assert len(of_softmax) == 2 and row[7] == results.difference(of_laser, of_softmax)
     assert out.count("b = ") == 2 and "fewer parameters with LASER" in out
-    again, same = tiny("laser", small)
+    again, same = tiny(laser, extra=small)
     assert same == found and "seed 1" not in again and tables(again) == tables(out)
-    code, _, err = run("lab.experiments.laser", "--scale=tiny", "--what=show", f"--out={tmp_path / 'no.json'}")
-    assert code == 2 and "has no results of 'tiny, 1 x 8, softmax, adamw, 0.001, seed 1'" in err
+    with pytest.raises(UserError, match="has no results of 'tiny, 1 x 8, softmax, adamw, 0.001, seed 1'"):
+        tiny(laser, what="show", out=str(tmp_path / "no.json"))
 
 
 def test_the_statistics_of_laser():
@@ -81,11 +105,10 @@ def test_the_statistics_of_laser():
 
 
 @pytest.mark.slow
-def test_long_short(tiny, data, monkeypatch):
+def test_long_short(tiny, data):
     """All kinds and lengths; scores and times are measured; at a senseless rate all runs break."""
-    small = f"--extra=--dataset={data} --device=cpu"
-    monkeypatch.setattr(long_short, "scale", "tiny")
-    out, found = tiny("long_short", small)
+    small = f"--dataset={data} --device=cpu"
+    out, found = tiny(long_short, extra=small)
     lengths, border, bfloat16 = tables(out)
     kinds = ["long", "LS", "short", "QK-norm"]
     assert [row[:3] for row in lengths] == [[n, h, kind] for h in "62" for n in ("16", "32") for kind in kinds]
@@ -110,7 +133,7 @@ def test_long_short(tiny, data, monkeypatch):
         found["runs"]["tiny, 32, 6, long, 1"]["val"]
     }
     assert len(losses) == 3  # neither bfloat16 computes what the other or float32 does
-    again, same = tiny("long_short", small)
+    again, same = tiny(long_short, extra=small)
     assert same == found and tables(again) == [lengths, border, bfloat16] and "seed" not in again
 
 
@@ -134,7 +157,7 @@ def test_two_heads_have_as_many_weights_as_six():
 @pytest.mark.slow
 def test_beta_post(tiny, data, tmp_path):
     """The models see the first tenth of the training split, and all of the validation split."""
-    out, found = tiny("beta_post", f"--dataset={data}", "--lengths=32", "--repeats=1")
+    out, found = tiny(beta_post, dataset=data, lengths="32", repeats=1)
     rows, passes = tables(out)
     assert [row[:2] for row in rows] == [[a, d] for d in ("0.2", "0") for a in ("softmax", "beta")]
     assert rows[0][7] == "1.6204, 0.7140" and len(found["runs"]) == 8
@@ -174,7 +197,6 @@ def test_jacobians(run, tmp_path):
     assert [row[3] for row in two if row[0] in ("0.001", "0.5", "0.999")] == ["25.69", "0.39", "0.20"]
     low, high = (float(x) for x in out.split("is between ")[1].split(";")[0].split(" and "))
     assert 0 <= low < high <= math.log(50)
-    assert run("lab.experiments.jacobians", "--apart=0")[0] == 2
 
 
 # -----------------------------------------------------------------------------
