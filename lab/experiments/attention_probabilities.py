@@ -27,9 +27,7 @@ from training.checkpoint import open_model
 
 # What is measured?
 out_dir = "out"  # the folder that train.py wrote
-block_size: int | None = None  # tokens per window, which may be more as in eval.py; None: the model's block_size
-batches = 10  # batches of validation windows
-batch_size = 1  # windows per batch
+batches = 10  # windows of the validation split
 out: str | None = None  # a file of results, to which these are added; None: they are only printed
 # What does it run on?
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
@@ -64,13 +62,11 @@ measures = few_rows_at_a_time(measures_at_once, numbers_needed)
 
 @torch.no_grad()
 def main() -> None:
-    at_least_one(batches=batches, batch_size=batch_size)
+    at_least_one(batches=batches)
     where, _, _ = pick_device(device, "float32")
     model, _, run, about = open_model("resume", out_dir, "best")
     if other := [name for name in attentions(model.config) if name not in ("softmax", "laser")]:
         raise UserError(f"{other[0]}'s weights are no probabilities: a model of softmax or LASER goes here")
-    if block_size is not None:
-        model.crop_block_size(block_size)
     model.eval().to(where)
     tokens = Tokens(folder_of(run["dataset"]), "val", model.config.block_size)
     layers = {block.attn: torch.zeros(2, 6, dtype=torch.float64) for block in model.transformer.h}
@@ -81,9 +77,9 @@ def main() -> None:
         layers[layer] += torch.stack([x.sum((0, 1, 2)).cpu() for x in (found, equal)])
 
     with probing(model, see):
-        for x, _ in tokens.eval_batches(batches, batch_size):
+        for x, _ in tokens.eval_batches(batches, 1):
             model(x.to(where))
-    print(f"{about}; {model.config.attention}, {batches * batch_size} windows of {model.config.block_size} tokens")
+    print(f"{about}; {model.config.attention}, {batches} windows of {model.config.block_size} tokens")
     rows, totals = [], dict(enumerate(layers.values())) | {"all": sum(layers.values())}
     for name, (found, equal) in totals.items():
         shares = [found[1] / found[0], equal[1] / equal[0], found[2] / found[0]]

@@ -9,8 +9,8 @@ A query with the scores s_j sees the values v_j; a = softmax(s), and r = ||s||. 
     beta      dy/ds_j = (v_j - (s_j / r) y) / (1 + r)
 
 The script compares them with autograd through the definitions in model.py, for many keys. Then it draws them for two
-keys, whose values are `apart` and 0, over all weights of the first key: softmax's a (1 - a) apart, and LASER's. Beta's
-weight is s / (1 + r); its second score is --other. Last it checks what lemma 3.2 says about LASER: its output is a
+keys, whose values are APART and 0, over all weights of the first key: softmax's a (1 - a) APART, and LASER's. Beta's
+weight is s / (1 + r); its second score is 1. Last it checks what lemma 3.2 says about LASER: its output is a
 log-sum-exp of v_j + log a_j, so it lies between their maximum and log n above it.
 """
 
@@ -19,13 +19,12 @@ import math
 import torch
 
 from attention.scores import plain_form
-from errors import UserError
 from lab.experiments.results import check_writable, drawing, show_table, start
 from model import beta_attention, laser_attention, softmax_attention
 
-apart = 5.0  # the value of the first key; that of the second is 0
-other = 1.0  # beta: the second key's score
 picture = "lab/pictures/jacobians.png"  # the picture
+
+APART = 5.0  # the value of the first key; that of the second is 0
 
 ATTENTION = {
     name: plain_form(definition)
@@ -48,16 +47,18 @@ def closed_form(name: str, s: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return s.softmax(1) * (v - y if name == "softmax" else (v - y).expm1())
 
 
-def two_values(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights of the first of two keys, dy/ds of its score). Softmax's weights go from 1e-6 to 1 - 1e-6."""
-    s = torch.linspace(-13.8, 13.8, 401, dtype=torch.float64)
+SCORES = torch.linspace(-13.8, 13.8, 401, dtype=torch.float64)  # softmax's weights go from 1e-6 to 1 - 1e-6
+
+
+def two_values(name: str, s: torch.Tensor = SCORES) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights of the first of two keys, dy/ds of its score s)."""
     if name == "beta":
-        s = torch.stack((s.div(2).sinh(), torch.full_like(s, other)), 1)
+        s = torch.stack((s.div(2).sinh(), torch.ones_like(s)), 1)
         weight = s[:, 0] / (1 + s.norm(dim=1))
     else:
         s = torch.stack((s, torch.zeros_like(s)), 1)
         weight = s.softmax(1)[:, 0]
-    v = torch.tensor((apart, 0.0), dtype=torch.float64).expand(len(s), 2)
+    v = torch.tensor((APART, 0.0), dtype=torch.float64).expand(len(s), 2)
     return weight, closed_form(name, s, v)[:, 0]
 
 
@@ -67,7 +68,7 @@ def draw() -> None:
         for name, color in zip(ATTENTION, ("black", "C1", "C0"), strict=True):
             plain.plot(*two_values(name), color=color, label=name)
         plain.plot(a, 1 - a, ":", color="C1", label="1 - a: LASER's limit, values far apart")
-        plain.set(xlabel="weight of the larger value", ylabel="dy / ds", title=f"two values, {apart:g} apart")
+        plain.set(xlabel="weight of the larger value", ylabel="dy / ds", title=f"two values, {APART:g} apart")
         plain.set_ylim(top=3.1)
         plain.legend(fontsize=8, loc="upper left", ncols=2)
         ratio.plot(a.logit(), laser / softmax, color="C1")
@@ -79,8 +80,6 @@ def draw() -> None:
 
 def main() -> None:
     check_writable(picture)
-    if not 0 < apart < 700 or other == 0:
-        raise UserError(f"--apart={apart} must be between 0 and 700, and --other={other} not 0")
     s, v = 5 * torch.randn(2, 1000, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rows = []
     for name in ATTENTION:
@@ -93,12 +92,10 @@ def main() -> None:
         rows.append([name, f"{error:.0e}", f"{slope.max():.3f}", f"{at:.3f}"])
     columns = "closed form against autograd: largest error", "two values: largest gradient", "at the weight"
     show_table(["", *columns], rows)
-    limit = 1 / apart - 1 / math.expm1(apart)
+    limit = 1 / APART - 1 / math.expm1(APART)
     print(f"\nLASER's gradient is larger than softmax's below a weight of {limit:.3f}, and smaller above it:")
     weights = torch.tensor([1e-5, 0.001, 0.01, 0.1, 0.5, 0.9, 0.999], dtype=torch.float64)
-    two = torch.stack((weights.logit(), torch.zeros_like(weights)), 1)
-    values = torch.tensor((apart, 0.0), dtype=torch.float64).expand(len(two), 2)
-    slopes = (closed_form(name, two, values)[:, 0] for name in ("softmax", "LASER"))
+    slopes = (two_values(name, weights.logit())[1] for name in ("softmax", "LASER"))
     rows = [[f"{weight:g}", f"{softmax:.4g}", f"{laser:.4g}", f"{laser / softmax:.2f}"]
             for weight, softmax, laser in zip(weights, *slopes, strict=True)]  # fmt: skip
     show_table(["weight of the larger value", "gradient, softmax", "LASER", "ratio"], rows)

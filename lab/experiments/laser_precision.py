@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 from attention.fast import for_values, general_form
 from attention.forms import fast_form
-from attention.probe import probing
 from configurator import at_least_one, pick_device
 from lab.experiments.results import show_table, start
 from lab.experiments.runs import finished
-from model import ATTENTION, GPT
+from lab.experiments.sticks import layers_of
+from model import ATTENTION
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
 
@@ -55,18 +55,6 @@ WAYS: dict[str, tuple[Callable, str]] = {
 }
 
 
-def recorded(model: GPT, batch: torch.Tensor) -> list[tuple]:
-    """(q, k, v) of each layer on a batch, in bfloat16."""
-    found = []
-
-    def record(layer, group, q, k, v, **_) -> None:
-        found.append((q.bfloat16(), k.bfloat16(), v.bfloat16()))
-
-    with probing(model, record):
-        model(batch)
-    return found
-
-
 def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list[float]:
     """The relative error on each of the inputs, whose values are multiplied by factor; infinity for NaN."""
     definition = general_form(ATTENTION[core], for_values)  # a few queries at a time: LASER's holds T x T x D numbers
@@ -86,9 +74,10 @@ def main() -> None:
     finished("LASER", flags, out_dir)
     model, _, settings, _ = open_model("resume", out_dir, "latest")
     where, _, _ = pick_device(device, "float32")
-    model.eval().to(where)
+    model.to(where)
     tokens = Tokens(folder_of(settings["dataset"]), "val", model.config.block_size)
-    inputs = [layer for x, _ in tokens.eval_batches(batches, batch_size) for layer in recorded(model, x.to(where))]
+    layers = (layer for x, _ in tokens.eval_batches(batches, batch_size) for layer in layers_of(model, x.to(where)))
+    inputs = [tuple(x.bfloat16() for x in layer) for layer in layers]
     ranges = torch.stack([(v.amax(-2) - v.amin(-2)).amax().float() for _, _, v in inputs])
     shape = tuple(inputs[0][0].shape)
     print(

@@ -80,18 +80,10 @@ def difference(x: list[float], y: list[float], digits: int = 3) -> str:
     changes = [a - b for a, b in zip(x, y, strict=False)]
     if len(changes) < 2 or not all(map(math.isfinite, changes)):
         return f"{changes[0]:+.{digits}f}, one seed" if len(changes) == 1 else ""
-    low, high = interval(changes)
+    stats = optional("scipy.stats", "an interval")
+    low, high = stats.ttest_1samp(changes, 0.0).confidence_interval()
     text = f"{statistics.mean(changes):+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
     return f"**{text}**" if low > 0 or high < 0 else text
-
-
-def interval(x: list[float]) -> tuple[float, float]:
-    """The 95% interval of the mean of x by Student's t, with n - 1 degrees of freedom."""
-    optional("scipy", "an interval")
-    from scipy.stats import t
-
-    mean, half = statistics.mean(x), t.ppf(0.975, len(x) - 1) * statistics.stdev(x) / len(x) ** 0.5
-    return mean - half, mean + half
 
 
 def spread(x: list[float]) -> str:

@@ -7,7 +7,6 @@ import multiprocessing
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 
 import torch
 
@@ -16,6 +15,7 @@ from lab.experiments.runs import constants
 from lab.experiments.variants import change
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
+from training.run import DEFAULTS, model_args
 
 
 def apart(f: Callable, *args: object) -> object:
@@ -39,9 +39,7 @@ def model_of(config_file: str, flags: dict, vocab_size: int) -> tuple[GPT, dict]
     if "import" in flags:
         importlib.import_module(flags["import"])
     settings = constants("train.py") | {"vocab_size": vocab_size} | constants(config_file) | flags
-    model_fields = {field.name for field in fields(GPTConfig)}
-    gpt = GPT(GPTConfig(**{k: v for k, v in settings.items() if k in model_fields}))
-    return change(gpt, settings.get("variant", "")), settings
+    return change(GPT(GPTConfig(**model_args(DEFAULTS | settings))), settings.get("variant", "")), settings
 
 
 def step_times(

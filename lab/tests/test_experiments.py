@@ -130,10 +130,6 @@ def test_lasers_precision(run, small, tmp_path):
     ]
     assert code == 0 and "laser, 10 windows of 32 tokens" in out, err
     assert [row[2] for row in rows(out) if row[0] in ("0", "1", "all")] == ["0.0%"] * 3
-    out = run("lab.experiments.attention_probabilities", *flags, "--block_size=16", "--batches=3")[1]
-    assert "laser, 3 windows of 16 tokens" in out
-    code, _, err = run("lab.experiments.attention_probabilities", *flags, "--block_size=33")
-    assert code == 2 and "block_size=33 is below 1 or, if positions are learned, above 32" in err
 
 
 def test_attention_probabilities_and_jacobians():
