@@ -12,8 +12,8 @@ import os
 import re
 from typing import Literal
 
-from configurator import configure, user_errors
 from errors import UserError, note, optional
+from lab.experiments.results import start
 from lab.hub.formats import export
 from lab.hub.tokenizer_json import fast
 from text.dataset import ROOT
@@ -30,7 +30,7 @@ CODE = "lab.hub.modeling_nanoattn"  # the module that transformers is told to lo
 
 
 def code_files() -> dict[str, str]:
-    """{name: code} of CODE and of every file of ours that it imports, for one folder: they import .name, not module.
+    """{name: code} of CODE and of every file of ours that it imports (`from x import y`): here they import .x, not x.
 
     A function that imports a file of ours (GPT.from_pretrained) needs this repository: there it raises an error.
     """
@@ -50,10 +50,6 @@ def code_files() -> dict[str, str]:
             continue
         with open(path_of(module), encoding="utf-8") as f:
             code = f.read()
-        for other in re.findall(r"^ *import (\S+)", code, re.M):
-            if os.path.exists(path_of(other)):
-                here = path_of(module)
-                raise UserError(f"{here}: for an export write `from {other} import ...`, not `import {other}`")
         files[flat(module)] = re.sub(r"^( *)from (\S+) import(.*)", rewritten, code, flags=re.M)
     return files
 
@@ -89,15 +85,11 @@ def main() -> None:
             c.bos_token_id = c.eos_token_id = c.pad_token_id = tok.eot
         their_tok.save_pretrained(to)
     theirs.save_pretrained(to)
-    code = {f"{name}.py": text for name, text in code_files().items()} if custom else {}
-    for name, text in code.items():
-        with open(os.path.join(to, name), "w", encoding="utf-8") as f:
+    for name, text in code_files().items() if custom else ():
+        with open(os.path.join(to, f"{name}.py"), "w", encoding="utf-8") as f:
             f.write(text)
     print(f"{path} is {to}: {type(theirs).__name__}, {theirs.num_parameters():,} parameters")
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    start(globals())

@@ -135,8 +135,6 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
         for name in REFUSED:
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise ValueError(f"this model does not take {name}")
-        if input_ids is None:
-            raise ValueError("this model needs input_ids")
         n = logits_to_keep or input_ids.shape[1]
         past_key_values = kwargs.pop("cache", past_key_values)  # its name since transformers 5.24
         if past_key_values is None and use_cache and labels is None:

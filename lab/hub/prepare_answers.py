@@ -3,13 +3,12 @@
     python -m lab.hub.prepare_answers --source=endings --init_from=out-books --out_dir=data/endings
     python -m lab.hub.finetune lab/hub/finetune_task.py --init_from=out-books --dataset=endings
 
-The source is a folder with train.jsonl, val.jsonl and maybe test.jsonl. Each line is an example:
+The source is a folder with train.jsonl and val.jsonl. Each line is an example:
 {"prompt": "The capital of France is", "answer": " Paris"}; other keys, such as the "choices" of lab/hub/lm_eval.py, are
 left alone. The model sees the prompt and, directly after it, the answer. In training only the answer's tokens are
 targets. The tokens are those of the model that will be fine-tuned.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -17,9 +16,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from configurator import configure, user_errors
 from errors import UserError
+from lab.experiments.results import start
 from text.dataset import Tokens, read_meta
+from text.prepare import read_text, write
 from text.tokenizers import Tokenizer, tokenizer
 from training.pretrained import GPT2, tokens_of
 
@@ -32,20 +32,19 @@ out_dir = "data/answers"  # the folder for train.bin, val.bin and meta.json
 
 def read_examples(path: str) -> Iterator[tuple[str, str]]:
     """Yields (prompt, answer) of each line of a JSONL file. Raises UserError, naming the line that is wrong."""
-    with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                prompt, answer = row["prompt"], row["answer"]
-                if not (isinstance(prompt, str) and isinstance(answer, str) and prompt and answer):
-                    raise TypeError("prompt and answer must be text, and not empty")
-                (prompt + answer).encode()  # half a character is an error
-            except (ValueError, KeyError, TypeError) as error:
-                need = 'a line must be {"prompt": "...", "answer": "..."}'
-                raise UserError(f"{path}, line {number}: {need} ({type(error).__name__}: {error})") from None
-            yield prompt, answer
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt, answer = row["prompt"], row["answer"]
+            if not (isinstance(prompt, str) and isinstance(answer, str) and prompt and answer):
+                raise TypeError("prompt and answer must be text, and not empty")
+            (prompt + answer).encode()  # half a character is an error
+        except (ValueError, KeyError, TypeError) as error:
+            need = 'a line must be {"prompt": "...", "answer": "..."}'
+            raise UserError(f"{path}, line {number}: {need} ({type(error).__name__}: {error})") from None
+        yield prompt, answer
 
 
 def encode(tok: Tokenizer, prompt: str, answer: str) -> tuple[np.ndarray, int]:
@@ -61,34 +60,22 @@ def encode(tok: Tokenizer, prompt: str, answer: str) -> tuple[np.ndarray, int]:
 
 
 def prepare(folder: str, source: str, tok: Tokenizer) -> dict:
-    """Writes <split>.bin and meta.json, whose entry "answers" says where answers are. Returns meta.json's content.
+    """Writes train.bin, val.bin and meta.json, whose entry "answers" says where answers are: {split: [[begin, end]]}.
 
-    source: a folder with train.jsonl, val.jsonl and maybe test.jsonl. Raises UserError, before anything is written.
+    source: a folder with train.jsonl and val.jsonl. Returns meta.json's content.
     """
-    paths = {split: os.path.join(source, f"{split}.jsonl") for split in ("train", "val", "test")}
-    if not all(os.path.isfile(paths[split]) for split in ("train", "val")):
-        raise UserError(f"--source={source} must be a folder with train.jsonl and val.jsonl")
-    dtype, written, files = np.min_scalar_type(tok.n_vocab - 1), {}, {}
-    for split, path in paths.items():
+    documents, answers, dtype = [], {}, np.min_scalar_type(tok.n_vocab - 1)
+    for split in ("train", "val"):
+        path = os.path.join(source, f"{split}.jsonl")
         if not os.path.isfile(path):
-            continue
+            raise UserError(f"--source={source} must be a folder with train.jsonl and val.jsonl")
         examples = [encode(tok, *example) for example in read_examples(path)]
         if not examples:
             raise UserError(f"{path} holds no examples")
         ends = np.cumsum([len(ids) for ids, _ in examples]).tolist()
-        answers = [[end - len(ids) + n, end] for end, (ids, n) in zip(ends, examples, strict=True)]
-        written[split] = np.concatenate([ids for ids, _ in examples]).astype(dtype).tobytes()
-        files[f"{split}.bin"] = {"tokens": ends[-1], "documents": len(examples), "answers": answers}
-        files[f"{split}.bin"]["sha256"] = hashlib.sha256(written[split]).hexdigest()
-    os.makedirs(folder, exist_ok=True)
-    for split, data in written.items():
-        with open(os.path.join(folder, f"{split}.bin"), "wb") as f:
-            f.write(data)
-    meta = {"tokenizer": tok.meta, "vocab_size": tok.n_vocab, "dtype": dtype.name}
-    meta |= {"source": {"from": source}, "files": files}
-    with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as f:
-        json.dump(meta, f, ensure_ascii=False)
-    return meta
+        answers[split] = [[end - len(ids) + n, end] for end, (ids, n) in zip(ends, examples, strict=True)]
+        documents += [(split, {"ids": ids.astype(dtype).tobytes(), "bytes": 0, "words": 0}) for ids, _ in examples]
+    return write(folder, tok, documents, {"from": source}, answers=answers)
 
 
 class Examples(Tokens):
@@ -99,7 +86,7 @@ class Examples(Tokens):
 
     def __init__(self, folder: str, split: str, block_size: int):
         super().__init__(folder, split, 1)
-        self.begin, self.end = np.array(self.meta["files"][f"{split}.bin"]["answers"]).T
+        self.begin, self.end = np.array(self.meta["answers"][split]).T
         self.start = np.concatenate(([0], self.end[:-1]))  # an example begins where the one before it ends
         longest = int((self.end - self.begin).max())
         if longest > block_size:
@@ -122,18 +109,18 @@ class Examples(Tokens):
 
 def open_split(folder: str, split: str, block_size: int) -> Tokens:
     """A split of a prepared data set: running text, or prompts and answers."""
-    tasks = any("answers" in entry for entry in read_meta(folder)["files"].values())
-    return (Examples if tasks else Tokens)(folder, split, block_size)
+    return (Examples if "answers" in read_meta(folder) else Tokens)(folder, split, block_size)
+
+
+def main() -> None:
+    if source is None:
+        raise UserError("--source= says which examples: a folder with train.jsonl and val.jsonl")
+    meta = tokens_of(init_from)
+    if meta is None:
+        raise UserError(f"--init_from={init_from} is no folder of a run, nor one of {', '.join(GPT2)}")
+    for name, entry in prepare(out_dir, source, tokenizer(meta))["files"].items():
+        print(f"{out_dir}/{name}: {entry['documents']:,} examples, {entry['tokens']:,} tokens")
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        if source is None:
-            raise UserError("--source= says which examples: a folder with train.jsonl and val.jsonl")
-        meta = tokens_of(init_from)
-        if meta is None:
-            raise UserError(f"--init_from={init_from} is no folder of a run, nor one of {', '.join(GPT2)}")
-        for name, entry in prepare(out_dir, source, tokenizer(meta))["files"].items():
-            print(f"{out_dir}/{name}: {entry['documents']:,} examples, {entry['tokens']:,} tokens")
+    start(globals())

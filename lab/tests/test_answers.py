@@ -128,7 +128,7 @@ MISTAKES = {
     '{"prompt": "the", "answer": ""}\n': "not empty",
     "[1]\n": "line 1",
     '{"prompt": "the", "answer": "\\ud800"}\n': "surrogates not allowed",
-    b'{"prompt": "the", "answer": "\xe4"}\n': "line 1",
+    b'{"prompt": "the", "answer": "\xe4"}\n': "is not UTF-8 text",
     '{"prompt": "the", "answer": " €"}\n': "'€', which the",
 }
 

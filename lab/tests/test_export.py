@@ -121,7 +121,6 @@ def test_what_the_model_cannot_honour_is_refused(tmp_path):
         ({"attention_mask": torch.tensor([[0, 0, 0]])}, "one run of ones in each row"),
         ({"attention_mask": torch.tensor([[1, 1, 0]]), "use_cache": True}, "padding_side = 'left'"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "does not take inputs_embeds"),
-        ({"input_ids": None}, "needs input_ids"),
         ({"output_attentions": True}, "does not take output_attentions"),
         ({"past_key_values": ()}, "must be what this model returned"),
         ({"past_key_values": padded}, "need their attention_mask with every new token"),
