@@ -19,8 +19,9 @@ from attention.forms import unchanged
 from attention.heads import HeadGroup
 from attention.scores import distances, plain_form, with_one_hot
 from errors import UserError
-from model import ATTENTION, GPT, CausalSelfAttention, GPTConfig, laser_attention
+from model import GPT, CausalSelfAttention, GPTConfig, laser_attention
 from positions import DECAY, POSITION, T5, ALiBi, Relative, RoPE
+from scripts.maps import weights_at_once
 
 
 class BothALiBi(ALiBi):
@@ -107,7 +108,7 @@ class Bidirectional:
         seen = near if self.seen is None else near & self.seen[:, None, None, :]
         seen = torch.where(seen.any(-1, keepdim=True), seen, near)  # where all is padding: any finite output
         if self.found is not None:
-            self.found.append(weights_of(group.name, q, k, seen, settings["scale"]))
+            self.found.append(weights_at_once(group.name, q, k, seen=seen, scale=settings["scale"]))
         fast = group.name == "laser" and unchanged("laser", group.definition)
         values = v if far is None else with_one_hot(v)
         y = plain_form(laser_by_exp if fast else group.definition)(q, k, values, seen=seen, **settings)
@@ -136,12 +137,3 @@ class CrossAttention(CausalSelfAttention):
         seen = F.pad(context.seen, (0, x.shape[1]), value=False)
         both = torch.cat((context.other, x), dim=1)
         return super().forward(both, Bidirectional(seen, found=context.found))[:, -x.shape[1] :]
-
-
-def weights_of(name: str, q: Tensor, k: Tensor, seen: Tensor, scale: float | None = None) -> Tensor:
-    """The weights (B, H, Tq, T) of ATTENTION[name]: what it makes of one-hot values, and LASER of their logarithms."""
-    one_hot = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device).expand(*k.shape[:-1], -1)
-    attend = plain_form(ATTENTION[name])
-    if name == "laser":  # y = log(W exp(v))
-        return attend(q, k, one_hot.log(), seen=seen, scale=scale).exp()
-    return attend(q, k, one_hot, seen=seen, scale=scale)

@@ -29,11 +29,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from attention.scores import plain_form
 from configurator import configure, names, pick_device, user_errors
 from lab.examples import spelling
-from lab.examples.attention import weights_of
 from lab.examples.common import Training, check_training, fit
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
 from lab.experiments.results import check_writable
 from model import ATTENTION
+from scripts.maps import weights_at_once
 
 # In which ways are the letters mixed?
 attention = "mean,bahdanau,lecture,softmax"  # separated by commas: mean, bahdanau, lecture, or a name in ATTENTION
@@ -99,7 +99,7 @@ class DotProduct(Mean):
 
     def weights(self, q: Tensor, h: Tensor, seen: Tensor) -> Tensor:
         q, k, seen = self.W(q)[:, None, None], self.U(h)[:, None], seen[:, None, None]  # (B, H, T, C), H = 1
-        return weights_of(self.attention, q, k, seen)[:, 0, 0]
+        return weights_at_once(self.attention, q, k, seen=seen)[:, 0, 0]
 
     def forward(self, q: Tensor, h: Tensor, seen: Tensor) -> Tensor:
         q, k, seen = self.W(q)[:, None, None], self.U(h)[:, None], seen[:, None, None]

@@ -85,13 +85,6 @@ def evaluate(bert: Bert, data: Tokens, mask: int) -> tuple[float, float]:
     return wrong / n, loss / n
 
 
-@torch.no_grad()
-def filled(bert: Bert, ids: Tensor, mask: int) -> Tensor:
-    """The ids (B, T), with the most likely token in the place of each mask."""
-    logits = bert.lm_head(bert.hidden(ids, Bidirectional()))[..., :mask]  # the mask itself is no answer
-    return torch.where(ids == mask, logits.argmax(-1), ids)
-
-
 if __name__ == "__main__":
     config, given = configure(globals(), GPTConfig, Training)
     globals().update(config)
@@ -114,4 +107,5 @@ if __name__ == "__main__":
         gaps = torch.from_numpy(val.ids[None, :block_size].astype(int)).to(device)
         gaps[:, 4::5] = mask
         text = "".join("_" if i == mask else tok.decode([i]) for i in gaps[0].tolist())
-        print(text, tok.decode(filled(bert, gaps, mask)[0].tolist()), sep="\n\n")
+        best = bert.lm_head(bert.hidden(gaps, Bidirectional()))[..., :mask].argmax(-1)  # the mask itself is no answer
+        print(text, tok.decode(torch.where(gaps == mask, best, gaps)[0].tolist()), sep="\n\n")

@@ -31,8 +31,7 @@ class Training:
 
 def gpt_config(config: dict, given: dict, unused: Iterable[str] = (), **sizes: int) -> GPTConfig:
     """The GPTConfig of an example's flags, with other `sizes`. Raises UserError for a given flag that has no effect."""
-    for name in (name for name in given if name in (*sizes, *unused)):
-        raise UserError(f"--{name} has no effect in this example: leave it out")
+    refuse((name in (*sizes, *unused), f"--{name} has no effect in this example: leave it out") for name in given)
     check_training(config, given)
     c = GPTConfig(**{field.name: config[field.name] for field in fields(GPTConfig)} | sizes)
     window = c.resolved().window

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from errors import UserError, optional
+from errors import optional, refuse
 from lab.examples.common import padded
 from lab.experiments.results import drawing
 
@@ -46,10 +46,8 @@ def dictionary(most: int | None = None) -> tuple[Words, Words]:
 def own_words(given: str) -> list[str]:
     """The words of a flag, separated by commas. Raises UserError for a word with another letter, or too many."""
     words = [word.strip().lower() for word in given.split(",")]
-    for word in words:
-        if not 1 <= len(word) <= LONGEST or set(word) - set(LETTERS):
-            need = f"a word is 1 to {LONGEST} letters from a to z or apostrophes"
-            raise UserError(f"--words={given}: {need}, not {word!r}")
+    need = f"--words={given}: a word is 1 to {LONGEST} letters from a to z or apostrophes"
+    refuse((not 1 <= len(word) <= LONGEST or set(word) - set(LETTERS), f"{need}, not {word!r}") for word in words)
     return words
 
 
