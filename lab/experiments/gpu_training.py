@@ -6,16 +6,14 @@
 The row `plain` trains as nanoGPT does: a micro-batch of 12, torch.compile, fused AdamW, the SDPA kernel that PyTorch
 chooses, the logits of all tokens at once, and a loss that is read after every step. Each other row changes what its
 name says. All rows start from the same weights and see the same few batches of random tokens. So the last column, the
-final loss, shows whether two rows compute the same (rows with another batch size or attention do not). Tokens/s are
-those of the median step. MFU compares with the speed of a large matrix product on this device. Each row is written to
---out as soon as it is measured.
+final loss, shows whether two rows compute the same (rows with another batch size or attention do not). MFU is in
+percent of the GPU's peak, as in train.py's log (0: the peak is not known). Each row is written to --out as soon as it
+is measured.
 """
 
 import contextlib
 import functools
 import gc
-import itertools
-import statistics
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -26,12 +24,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from bench import tried
-from configurator import names, pick_device
+from bench import clock, tried
+from configurator import at_least_one, names, pick_device
 from errors import UserError
 from lab.experiments.results import check_writable, save, start
 from model import ATTENTION, GPT, GPTConfig
-from training.estimate import flops
+from training.estimate import flops, peak_flops
 from training.optimizers import OPTIMIZER, Settings
 
 # What is measured?
@@ -43,9 +41,8 @@ budget = 500.0  # seconds; after this time no new row begins, and the skipped ro
 out = "gpu-training.json"  # the file of results
 # What does it run on?
 compile = True  # compile the model with torch.compile
-device = "cuda"  # cuda, cuda:0, or cpu (to try the script)
+device: Literal["cuda", "cpu"] = "cuda"  # cpu: to try the script
 dtype: Literal["bfloat16", "float32"] = "bfloat16"  # the precision of autocast
-seed = 1337  # decides the random numbers: weights and tokens
 
 SIZES = {  # of the model, and the sequences of a step
     "gpt2": ({"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304}, 12),
@@ -54,16 +51,6 @@ SIZES = {  # of the model, and the sequences of a step
 }
 BATCHES = 4  # batches of random tokens, which are used again and again
 CHUNKS = 8  # number of parts in which the row chunks computes the loss
-
-
-def matmul_rate(device: str, dtype: str) -> float:
-    """FLOP/s of a large matrix product of random numbers on this device, measured in a quarter of a second."""
-    from torch.utils.benchmark import Timer  # here, since its import takes a tenth of a second
-
-    size = 8192 if device.startswith("cuda") else 1024
-    x = torch.randn(size, size, device=device, dtype=getattr(torch, dtype))
-    timer = Timer("x @ x", globals={"x": x}, num_threads=torch.get_num_threads())
-    return 2 * size**3 / timer.blocked_autorange(min_run_time=0.25).median
 
 
 def in_chunks(model: GPT, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -82,11 +69,10 @@ LOSS: dict[str, Callable] = {
     "model": lambda model, x, y: model(x, y)[1],
     "bfloat16": lambda model, x, y: F.cross_entropy(model.lm_head(model.hidden(x)).flatten(0, 1), y.flatten()),
     "chunks": in_chunks,
-}
-if hasattr(F, "linear_cross_entropy"):
-    LOSS["linear"] = lambda model, x, y: F.linear_cross_entropy(
+    "linear": lambda model, x, y: F.linear_cross_entropy(
         model.hidden(x).flatten(0, 1), model.lm_head.weight, y.flatten()
-    )
+    ),
+}
 
 # What each row changes: backend, loss, mode (of torch.compile), batch (times batch_size), wait, triton; the rest are
 # fields of GPTConfig.
@@ -117,7 +103,7 @@ PLAIN = {"batch": 1, "wait": True, "loss": "model", "backend": None, "mode": Non
 
 def new_model(row: dict, dev: str) -> GPT:
     """The model of a row, with the same first weights wherever the sizes are the same."""
-    torch.manual_seed(seed)
+    torch.manual_seed(1337)
     fields = SIZES[size][0] | {k: v for k, v in row.items() if k not in PLAIN}
     model = GPT(GPTConfig(bias=False, **fields)).to(dev).train()
     if row["triton"]:
@@ -127,11 +113,9 @@ def new_model(row: dict, dev: str) -> GPT:
     return model
 
 
-def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, rate: float) -> dict:
+def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, peak: float | None) -> dict:
     """Trains a model for a few steps; tokens/s, memory, the last loss."""
     row, (fields, sequences) = PLAIN | changes, SIZES[size]
-    if row["loss"] not in LOSS:
-        raise UserError(f"this PyTorch has no F.{row['loss']}_cross_entropy")
     model, block_size = new_model(row, dev), fields["block_size"]
     adamw = OPTIMIZER["adamw"](model, Settings(6e-4, (0.9, 0.95), 0.1))[0]
     B = sequences * row["batch"]
@@ -155,37 +139,29 @@ def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, ra
             loss.item()
         return loss.detach()
 
-    cuda = dev.startswith("cuda")
+    cuda = dev == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    result = timed(step, cuda)
+    result = timed(step, dev)
     result["tokens_per_s"] = B * block_size / result["ms"] * 1e3
-    result["mfu"] = flops(model) * result["tokens_per_s"] / rate
+    result["mfu"] = flops(model) * result["tokens_per_s"] / peak if peak else 0.0
     result["peak_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
     if profile and changes == {}:
         result["kernels"] = longest(step)
     return result
 
 
-def timed(step: Callable, cuda: bool) -> dict[str, float]:
-    """Calls step(i) for each step. Its median milliseconds, the last loss, and the seconds of the first step."""
-    began = time.perf_counter()
-    ticks = []
-    for i in range(steps):
+def timed(step: Callable, dev: str) -> dict[str, float]:
+    """Calls step(i) for each step. The mean milliseconds of the last two thirds, the last loss, the first's seconds."""
+    began = clock(dev)
+    step(0)
+    first, warm = clock(dev) - began, steps // 3
+    for i in range(1, warm):
+        step(i)
+    began = clock(dev)
+    for i in range(warm, steps):
         loss = step(i)
-        if i == 0:
-            loss.item()  # waits for the device
-            first = time.perf_counter() - began
-        if i < steps // 3 - 1:
-            continue
-        if cuda:
-            ticks.append(torch.cuda.Event(enable_timing=True))
-            ticks[-1].record()
-        else:
-            ticks.append(time.perf_counter())
-    last = loss.item()
-    ms = statistics.median(a.elapsed_time(b) if cuda else (b - a) * 1e3 for a, b in itertools.pairwise(ticks))
-    return {"ms": ms, "loss": last, "first": first}
+    return {"ms": (clock(dev) - began) / (steps - warm) * 1e3, "loss": loss.item(), "first": first}
 
 
 def longest(step: Callable) -> list[dict]:
@@ -206,30 +182,27 @@ def longest(step: Callable) -> list[dict]:
 
 def main() -> None:
     wanted = names(only, ROWS)
-    if steps < 6 or budget < 0:
-        raise UserError("steps must be at least 6, and budget not negative")
+    at_least_one(steps=steps)
     check_writable(out)
     dev, name, amp = pick_device(device, dtype)
-    if profile and (not dev.startswith("cuda") or "plain" not in wanted):
+    if profile and (dev == "cpu" or "plain" not in wanted):
         raise UserError("--profile is of the row plain, on a GPU")
-    if ":" in dev:
-        torch.cuda.set_device(dev)
     torch._functorch.config.enable_autograd_cache = False  # it would not notice that another SDPA kernel is asked for
     torch.set_float32_matmul_precision("high")
     began = time.monotonic()
-    rate = matmul_rate(dev, name)
-    chip = torch.cuda.get_device_name() if dev.startswith("cuda") else "CPU"
-    print(f"{chip}, torch {torch.__version__}, {name}: a matrix product reaches {rate / 1e12:.3g} TFLOP/s")
+    peak = peak_flops(dev, name)
+    chip = torch.cuda.get_device_name() if dev == "cuda" else "CPU"
+    print(f"{chip}, torch {torch.__version__}, {name}")
     columns = "ms", "tokens/s", "x plain", "MFU", "GiB", "first step", "loss"
     print(f"{'':24}" + "".join(f"{c:>12}" for c in columns))
-    results = {"about": {"chip": chip, "torch": torch.__version__, "dtype": name, "flops": rate}, "rows": {}}
+    results = {"about": {"chip": chip, "torch": torch.__version__, "dtype": name, "flops": peak}, "rows": {}}
     for key in wanted:
         if time.monotonic() - began > budget:
             print(f"{key:24}left out (--budget)")
             continue
         torch._dynamo.reset()
         gc.collect()  # a model that a cycle keeps alive would count as the next one's memory
-        row = tried(key, functools.partial(measured, ROWS[key], dev, amp, rate), dev, foreign="backend" in ROWS[key])
+        row = tried(key, functools.partial(measured, ROWS[key], dev, amp, peak), dev, foreign="backend" in ROWS[key])
         if row is None:
             continue
         results["rows"][key] = row
