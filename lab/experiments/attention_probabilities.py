@@ -52,12 +52,7 @@ def measures_at_once(q, k, v, *, window=None, scale=None, bias=None):
     return torch.stack([n, *below, *norms, torch.ones_like(n)], dim=-1)
 
 
-def numbers_needed(q, k, v) -> int:
-    """By one query of all heads, in 32 bits, for few_rows_at_a_time."""
-    return 10 * q.shape[0] * q.shape[1] * k.shape[-2]
-
-
-measures = few_rows_at_a_time(measures_at_once, numbers_needed)
+measures = few_rows_at_a_time(measures_at_once, lambda q, k, v: 10 * q.shape[0] * q.shape[1] * k.shape[-2])
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ numbers.
 """
 
 import functools
+import itertools
 import os
 import re
 from typing import Literal
@@ -76,12 +77,12 @@ def train(make: bool) -> dict[tuple, list[dict]]:
     """{(attention, dropout): the results of the seeds}. make: see experiments.runs.record."""
     file, flags, share = SCALES[scale]
     data, commands = part_of_the_text(share, make), {}
-    keys = [(row, dropout, seed) for seed in range(1, seeds + 1) for dropout in DROPOUT for row in ROWS]
-    for row, dropout, seed in keys:
+    keys = [(row, dropout) for dropout in DROPOUT for row in ROWS]
+    for seed, (row, dropout) in itertools.product(range(1, seeds + 1), keys):
         run = flags | ROWS[row] | {"dataset": data, "dropout": dropout, "seed": seed}
         commands[f"{scale}, {row}, dropout {dropout:g}, seed {seed}"] = [file, *as_flags(run)]
-    made = dict(zip(keys, record(out, commands, out_dir, jobs, make, ("val_loss", "train_loss")).values(), strict=True))
-    return {key[:2]: [r for other, r in made.items() if other[:2] == key[:2]] for key in keys}
+    made = list(record(out, commands, out_dir, jobs, make, ("val_loss", "train_loss")).values())
+    return {key: made[i :: len(keys)] for i, key in enumerate(keys)}
 
 
 class ByHand(torch.autograd.Function):

@@ -66,13 +66,6 @@ def trained(name: str) -> str:
     return folder
 
 
-def opened(folder: str) -> tuple:
-    """(model, tokenizer) of a run."""
-    torch.set_flush_denormal(True)
-    gpt, tok, _, _ = open_model("resume", folder, "latest")
-    return gpt.eval(), tok
-
-
 def decode(folder: str, tokens: int, slide: int) -> dict:
     """Speed, and bytes of the cache, in the first and the last tenth of a text that a model writes.
 
@@ -80,9 +73,10 @@ def decode(folder: str, tokens: int, slide: int) -> dict:
     as_fast: the speed at the end of the endless text, compared with that of a new text: the median of rounds in which
     both take turns.
     """
-    gpt, tok = opened(folder)
+    torch.set_flush_denormal(True)
+    gpt, tok, _, _ = open_model("resume", folder, "latest")
     begin = torch.tensor([tok.start("\n")])
-    caches, new_cache = [], gpt.new_cache
+    caches, new_cache = [], gpt.eval().new_cache
     gpt.new_cache = lambda *args: caches.append(new_cache(*args)) or caches[-1]
 
     def text(n: int, seed: int, **settings: bool) -> Iterator[torch.Tensor]:
@@ -117,28 +111,21 @@ def through_a_cache(gpt: GPT, x: torch.Tensor, piece: int = 256) -> torch.Tensor
 
 
 @torch.no_grad()
-def in_windows(gpt: GPT, x: torch.Tensor) -> torch.Tensor:
-    """The same with a window of block_size tokens that slides by a 16th of it: each token's loss where it sees most."""
-    T, block = x.shape[1] - 1, gpt.config.block_size
-    hop = max(1, block // 16)
-    found = torch.empty(len(x), T)
-    starts = [*range(0, T - block, hop), T - block]
-    for some in (starts[i : i + 64] for i in range(0, len(starts), 64)):
-        for row, losses in zip(x, found, strict=True):
-            window = torch.stack([row[at : at + block + 1] for at in some])
-            new = window[:, 1:]
-            part = F.cross_entropy(gpt(window[:, :-1], new)[0].mT, new, reduction="none")
-            for at, loss in zip(some, part, strict=True):
-                first = 0 if at == 0 else min(at + block - hop, T - hop) - at
-                losses[at + first : at + block] = loss[first:]
-    return found
+def in_windows(gpt: GPT, text: Tokens) -> torch.Tensor:
+    """The same (T) with a window of block_size tokens that slides by a 16th of it: each loss where it is new."""
+    batches = text.strided(max(1, text.block_size // 16), 64)
+    return torch.cat(
+        [F.cross_entropy(gpt(x, y)[0].mT, y, reduction="none", ignore_index=-1)[y != -1] for x, y in batches]
+    )
 
 
 def read_far(folder: str, data: str) -> dict:
     """{"sums" or "slides": {a band of positions: the mean loss in it}}, of the validation split."""
-    gpt, _ = opened(folder)
-    x = torch.from_numpy(Tokens(data, "val", gpt.config.block_size).ids[:].astype("int64"))[None]
-    losses = {"sums": through_a_cache(gpt, x)[0], "slides": in_windows(gpt, x)[0]}
+    torch.set_flush_denormal(True)
+    gpt = open_model("resume", folder, "latest")[0].eval()
+    text = Tokens(data, "val", gpt.config.block_size)
+    x = torch.from_numpy(text.ids.astype("int64"))[None]
+    losses = {"sums": through_a_cache(gpt, x)[0], "slides": in_windows(gpt, text)}
     n = x.shape[1] - 1
     bands = [(a, min(b, n)) for a, b in itertools.pairwise(BANDS) if a < n]
     return {how: {f"{a}-{b}": loss[a:b].mean().item() for a, b in bands} for how, loss in losses.items()}

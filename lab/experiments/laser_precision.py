@@ -80,9 +80,7 @@ def main() -> None:
     inputs = [tuple(x.bfloat16() for x in layer) for layer in layers]
     ranges = torch.stack([(v.amax(-2) - v.amin(-2)).amax().float() for _, _, v in inputs])
     shape = tuple(inputs[0][0].shape)
-    print(
-        f"{len(inputs)} q, k and v of shape {shape} on {where}; the values of a channel span up to {ranges.max():.1f}"
-    )
+    print(f"{len(inputs)} q, k and v of shape {shape} on {where}; a channel's values span up to {ranges.max():.1f}")
     rows = []
     for name, (way, core) in WAYS.items():
         e = errors(way, core, inputs, 1.0)

@@ -64,12 +64,8 @@ def trainer(flags: dict, block_size: int) -> tuple[GPT, list]:
     torch.manual_seed(1)
     gpt = GPT(GPTConfig(**SIZES | flags, block_size=block_size)).train()
     adamw = OPTIMIZER["adamw"](gpt, Settings(1e-3, (0.9, 0.99), 0.1))
-    timed_step(gpt, adamw, random_tokens(64))
+    step_in(gpt, adamw, 64)
     return gpt, adamw
-
-
-def random_tokens(n: int) -> torch.Tensor:
-    return torch.randint(SIZES["vocab_size"], (1, n))
 
 
 def step_in(gpt: GPT, adamw: list, n: int) -> dict[str, float]:
@@ -77,7 +73,7 @@ def step_in(gpt: GPT, adamw: list, n: int) -> dict[str, float]:
 
     The rest is the operating system's, which hands out memory.
     """
-    x, began = random_tokens(n), resource.getrusage(resource.RUSAGE_SELF)
+    x, began = torch.randint(SIZES["vocab_size"], (1, n)), resource.getrusage(resource.RUSAGE_SELF)
     timed_step(gpt, adamw, x)
     ended = resource.getrusage(resource.RUSAGE_SELF)
     own = ended.ru_utime - began.ru_utime

@@ -74,22 +74,21 @@ def flags(n: int, heads: int, kind: str) -> dict:
     return s["flags"] | sizes | own | short
 
 
-def results(runs: dict[tuple, dict], make: bool) -> dict[tuple, dict]:
-    """The results of runs, {key: flags of train.py}. make: see experiments.runs.record."""
+def results(rows: dict[tuple, dict], make: bool) -> dict[tuple, list[dict]]:
+    """The results of the seeds of each row, {key: flags of train.py}. make: see experiments.runs.record."""
     commands = {}
-    for key, own in runs.items():
-        commands[", ".join(map(str, (scale, *key)))] = [SCALES[scale]["file"], *as_flags(own), *extra.split()]
-    made = record(out, commands, out_dir, jobs, make, keep=("val_loss", "loss", "max_logit"))
-    return dict(zip(runs, made.values(), strict=True))
+    for seed, (key, own) in itertools.product(range(1, seeds + 1), rows.items()):
+        run = [SCALES[scale]["file"], *as_flags(own | {"seed": seed}), *extra.split()]
+        commands[", ".join(map(str, (scale, *key, seed)))] = run
+    made = list(record(out, commands, out_dir, jobs, make, keep=("val_loss", "loss", "max_logit")).values())
+    return {key: made[i :: len(rows)] for i, key in enumerate(rows)}
 
 
 def lengths(make: bool) -> dict[tuple, list[dict]]:
     """{(n, heads, kind): results of the seeds}."""
     s = SCALES[scale]
     rows = [(n, heads, kind) for heads in (6, 2) for n in s["lengths"] for kind in s["kinds"]]
-    keys = [(*row, seed) for seed in range(1, seeds + 1) for row in rows]
-    made = results({key: flags(*key[:3]) | {"seed": key[3]} for key in keys}, make)
-    return {row: [made[key] for key in keys if key[:3] == row] for row in rows}
+    return results({row: flags(*row) for row in rows}, make)
 
 
 def times() -> dict[tuple, list[float]]:
@@ -109,11 +108,10 @@ def border(make: bool, by_length: dict[tuple, list[dict]]) -> dict[tuple, list[d
     usual = constants(SCALES[scale]["file"])["learning_rate"]
     found = {(usual, kind): by_length[n, 6, kind] for kind in ("long", "LS")}
     for rate in rates:
-        keys = [(rate, kind, seed) for seed in range(1, seeds + 1) for kind in ("long", "LS")]
-        runs = {("border", *key): flags(n, 6, key[1]) | {"learning_rate": rate, "seed": key[2]} for key in keys}
-        made = results(runs, make)
-        found |= {(rate, kind): [r for key, r in made.items() if key[2] == kind] for kind in ("long", "LS")}
-        if all(breaks(r, found[usual, "LS"]) for r in made.values()):
+        rows = {("border", rate, kind): flags(n, 6, kind) | {"learning_rate": rate} for kind in ("long", "LS")}
+        made = results(rows, make)
+        found |= {key[1:]: of for key, of in made.items()}
+        if all(breaks(r, found[usual, "LS"]) for of in made.values() for r in of):
             break
     return found
 
@@ -122,16 +120,13 @@ def bfloat16(make: bool, by_length: dict, by_rate: dict) -> dict[tuple, list[dic
     """{(n, learning rate, kind): results of the seeds}, of long heads and LS in float32 and in bfloat16."""
     (sizes, rates), usual = SCALES[scale]["bfloat16"], constants(SCALES[scale]["file"])["learning_rate"]
     rows = [(n, usual) for n in sizes] + [(SCALES[scale]["border"][0], rate) for rate in rates]
-    found, keys = {}, [(*row, kind, x) for row in rows for x in BFLOAT16 for kind in ("long", "LS")]
-    runs = {}
-    for n, rate, kind, x in (key for key in keys if key[3]):
-        own = flags(n, 6, kind) | BFLOAT16[x] | ({} if rate == usual else {"learning_rate": rate})
-        runs |= {(n, rate, kind + x, seed): own | {"seed": seed} for seed in range(1, seeds + 1)}
-    made = results(runs, make)
-    for n, rate, kind, x in keys:
-        same = by_length[n, 6, kind] if rate == usual else by_rate[rate, kind]
-        found[n, rate, kind + x] = [r for key, r in made.items() if key[:3] == (n, rate, kind + x)] if x else same
-    return found
+    found, runs = {}, {}
+    for (n, rate), x, kind in itertools.product(rows, BFLOAT16, ("long", "LS")):
+        found[n, rate, kind + x] = by_length[n, 6, kind] if rate == usual else by_rate[rate, kind]  # of float32
+        if x:
+            runs[n, rate, kind + x] = flags(n, 6, kind) | BFLOAT16[x]
+            runs[n, rate, kind + x] |= {} if rate == usual else {"learning_rate": rate}
+    return found | results(runs, make)
 
 
 def breaks(result: dict, usual: list[dict]) -> bool:
@@ -182,8 +177,7 @@ def show(by_length: dict, by_rate: dict, in_bfloat16: dict, ms: dict) -> None:
     for row, found in by_length.items():
         long, losses = by_length[*row[:2], "long"], [*map(final, found)]
         cells = [*row, spread(losses), "" if found is long else difference(losses, [*map(final, long)])]
-        cells += [sooner(found, long)]
-        cells += [f"{perplexity(found):.2f}", f"{largest(found):.1f}"]
+        cells += [sooner(found, long), f"{perplexity(found):.2f}", f"{largest(found):.1f}"]
         rows.append(cells + ([f"{ms[row][0]:.0f}", f"{ms[row][1]:.2f}x"] if row in ms else ["", ""]))
     columns = ["n", "heads", "", "val loss", "against long", "share of the steps to long's last loss"]
     show_table([*columns, "perplexity", "largest score", "ms per step", ""], rows)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.forms import fast_form
-from configurator import names, user_errors
+from configurator import names
 from errors import refuse
 from model import GPT
 
@@ -223,8 +223,6 @@ def main() -> None:
     given = [arg for arg in sys.argv if arg.startswith("--variant=")]
     sys.argv = [arg for arg in sys.argv if arg not in given]
     variants, init = ",".join(arg.partition("=")[2] for arg in given), GPT.__init__
-    with user_errors():
-        names(variants, VARIANT)
 
     def changed(self, config):
         init(self, config)

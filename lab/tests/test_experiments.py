@@ -7,13 +7,15 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import ROOT
+from harness import ROOT, write
 from reference import ONE_QUERY
 from torch.nn import functional as F
 
 from attention.scores import visible
 from lab.experiments import attention_probabilities, endless, lecture, local_dependencies, tables
 from model import GPT, GPTConfig
+from text.dataset import Tokens
+from text.tokenizers import ByteTokenizer
 
 
 @pytest.fixture
@@ -205,15 +207,18 @@ def test_endless(run, data, small, tmp_path):
     assert rows(out) == rows(again) and "far, " not in again
 
 
-def test_losses_by_position():
+def test_losses_by_position(tmp_path):
     """Through a cache as without one; and in windows each loss is that of a window that ends at most a hop later."""
     few = endless.MIXED | endless.ROPE | {"window": 4, "vocab_size": 29, "n_layer": 2, "n_head": 4, "n_embd": 32}
     gpt, whole = (GPT(GPTConfig(**few, block_size=n)).eval() for n in (16, 70))
     for p in gpt.parameters():
         p.data += 0.1 * torch.randn_like(p)
     whole.load_state_dict(gpt.state_dict())
-    x = torch.randint(29, (2, 71))
-    found = endless.in_windows(gpt, x)  # a hop of 1
+    write(tmp_path, ByteTokenizer(), {"val": "to be or not to be " * 4}, {})
+    text = Tokens(str(tmp_path), "val", 16)
+    text.ids = text.ids[:71] % 29
+    x = torch.from_numpy(text.ids.astype("int64"))[None]
+    found = endless.in_windows(gpt, text)[None]  # a hop of 1
     for t in range(70):
         at = max(0, t + 1 - 16)
         logits = gpt(x[:, at : t + 1])[0][:, 0]
