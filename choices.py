@@ -100,7 +100,7 @@ class ShortConv(nn.Module):
 
 
 class Gate(nn.Module):
-    """y sigmoid(x W) (Qiu et al., arXiv 2505.06708, section 2.2): a gate for each channel, or one for each head."""
+    """y sigmoid(x W) (Qiu et al., arXiv 2505.06708): a gate for each channel, or one for each head."""
 
     def __init__(self, c, per_head: bool):
         super().__init__()

@@ -28,19 +28,19 @@ from model import ATTENTION
 
 
 def sink_attention(s, seen, v, drop, b=learned(0.0)):
-    """y = e^s / (e^b + sum e^s) v: a learned score b takes weight away, and gives no value (gpt-oss, 2508.10925)."""
+    """y = e^s / (e^b + sum e^s) v: a learned score b takes weight away and has no value (gpt-oss, arXiv 2508.10925)."""
     s = s.where(seen, -math.inf)
     return drop((s - s.logsumexp(-1, keepdim=True).logaddexp(b)).exp()) @ v
 
 
 def ssmax_attention(s, seen, v, drop, b=learned(0.43)):
-    """SSMax: y = softmax(b log(n) s) v, n the number of keys that the query sees (2501.19399, equation 3)."""
+    """SSMax: y = softmax(b log(n) s) v, n the number of keys that the query sees (arXiv 2501.19399)."""
     s = b * seen.sum(-1, keepdim=True).log() * s
     return drop(s.where(seen, -math.inf).softmax(-1)) @ v
 
 
 def softpick_attention(s, seen, v, drop):
-    """y = relu(e^s - 1) / (sum |e^s - 1| + 1e-6) v, all times e^-m, m = max(0, s): no sink (2504.20966, equation 3)."""
+    """y = relu(e^s - 1) / (sum |e^s - 1| + 1e-6) v, all times e^-m, m = max(0, s): no sink (arXiv 2504.20966)."""
     s = s.where(seen, 0.0)  # e^0 - 1 = 0
     m = s.amax(-1, keepdim=True).clamp(min=0)
     x = (s - m).exp() - (-m).exp()
@@ -60,7 +60,7 @@ def log_sticks(s, seen, own_weight):
 
 
 def stick_breaking_attention(s, seen, v, drop):
-    """y = a v, each key from the last one back takes a share sigmoid(s) of what is left (2410.17980, equation 2)."""
+    """y = a v, each key from the last one back takes a share sigmoid(s) of what is left (arXiv 2410.17980)."""
     return drop(log_sticks(s, seen, own_weight=False).exp()) @ v
 
 
@@ -75,7 +75,7 @@ def stick_mean(s, seen, v):
 
 
 def top_k_attention(s, seen, v, drop):
-    """y = softmax(s) v over the 8 largest scores of a query (Explicit Sparse Transformer, 1912.11637, section 3)."""
+    """y = softmax(s) v over the 8 largest scores of a query (Explicit Sparse Transformer, arXiv 1912.11637)."""
     s = s.where(seen, -math.inf)
     least = s.topk(min(8, s.shape[-1]), dim=-1).values[..., -1:]
     return drop(s.where(s >= least, -math.inf).softmax(-1)) @ v
@@ -107,7 +107,7 @@ def by_laser(definition: Callable) -> Callable:
 
 
 def delta_rule_attention(s, seen, v, k):
-    """y_i = S_i q_i, S_i = S_(i-1) (I - b_i k_i k_i^T) + b_i v_i k_i^T (DeltaNet, 2406.06484, equation 2).
+    """y_i = S_i q_i, S_i = S_(i-1) (I - b_i k_i k_i^T) + b_i v_i k_i^T (DeltaNet, arXiv 2406.06484).
 
     Keys are divided by their length |k|; the rate b = |k|^2 / (1 + |k|^2) is ours, DeltaNet's is a function of x. All
     steps at once: y = A (I + L)^-1 (b v), A = q k^T of seen keys, L_jl = b_j k_j k_l for l < j.

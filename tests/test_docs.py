@@ -98,7 +98,7 @@ def check_commands(run, pages: dict[str, list[str]], scripts: list[str]) -> None
             return set(re.findall(r"--\w+", read(script)))
         code, out, err = run(script, "--help")
         assert code == 0, err
-        return {"--help", *re.findall(r"(?m)^ +(--\w+)", out)}
+        return {"--help", "--import", *re.findall(r"(?m)^ +(--\w+)", out)}
 
     loose = []  # (page, flag) without a script
     for path, line in ((path, line) for path, lines in pages.items() for line in lines):

@@ -31,7 +31,6 @@ from configurator import configure, names, pick_device, user_errors
 from lab.examples import spelling
 from lab.examples.common import Training, check_training, fit
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
-from lab.experiments.results import check_writable
 from model import ATTENTION
 from scripts.maps import weights_at_once
 
@@ -46,7 +45,7 @@ device = "auto"  # auto, cpu, cuda, cuda:0 or mps
 # What is measured, and drawn?
 test_words = 12000  # at most so many words of the test
 words = "through,knowledge"  # words that are pronounced at the end, separated by commas
-picture = "before_attention.png"  # the picture of the weights
+picture = "before_attention.png"  # the picture of the weights; empty: none
 
 WIDTH = 128  # C, of both networks
 
@@ -171,7 +170,7 @@ if __name__ == "__main__":
         known |= {name: partial(DotProduct, name) for name in ATTENTION}
         mixtures = {name: known[name] for name in names(attention, known)}
         device, shown = pick_device(device, "float32")[0], spelling.own_words(words)
-        check_writable(picture)
+        spelling.check_picture(picture)
         (train, test), maps = spelling.dictionary(test_words), []
         for name, mixture in mixtures.items():
             torch.manual_seed(seed)

@@ -22,7 +22,6 @@ from lab.examples import spelling
 from lab.examples.attention import Bidirectional, CrossAttention, Encoder
 from lab.examples.common import Training, fit, gpt_config, result
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
-from lab.experiments.results import check_writable
 from model import GPT, Block, GPTConfig
 
 # How long is the training?
@@ -35,7 +34,7 @@ device = "auto"  # auto, cpu, cuda, cuda:0 or mps
 beam = 4  # beam search keeps so many beginnings of a pronunciation; 1: only greedy search
 test_words = 12000  # at most so many words of the test
 words = "through,knowledge,attention"  # words that it pronounces at the end, separated by commas
-picture = "alignment.png"  # the picture of the cross-attention
+picture = "alignment.png"  # the picture of the cross-attention; empty: none
 # What is the model? (fields of GPTConfig that have another default here)
 n_layer = 2  # number of blocks of the encoder, and of the decoder
 n_head = 4  # attention heads per layer
@@ -127,7 +126,7 @@ if __name__ == "__main__":
         device = pick_device(device, "float32")[0]
         at_least_one(beam=beam, test_words=test_words)
         shown = spelling.own_words(words)
-        check_writable(picture)
+        spelling.check_picture(picture)
         c = gpt_config(config, given, ["block"], vocab_size=len(SOUNDS), block_size=LONGEST)
         train, test = spelling.dictionary(test_words)
         torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from errors import optional, refuse
 from lab.examples.common import padded
-from lab.experiments.results import drawing
+from lab.experiments.results import check_writable, drawing
 
 LETTERS = "'abcdefghijklmnopqrstuvwxyz"
 SOUNDS = (
@@ -45,10 +45,17 @@ def dictionary(most: int | None = None) -> tuple[Words, Words]:
 
 def own_words(given: str) -> list[str]:
     """The words of a flag, separated by commas. Raises UserError for a word with another letter, or too many."""
-    words = [word.strip().lower() for word in given.split(",")]
+    words = [word.strip().lower() for word in given.split(",")] if given else []
     need = f"--words={given}: a word is 1 to {LONGEST} letters from a to z or apostrophes"
     refuse((not 1 <= len(word) <= LONGEST or set(word) - set(LETTERS), f"{need}, not {word!r}") for word in words)
     return words
+
+
+def check_picture(path: str) -> None:
+    """Raises UserError, before the training, for a picture that could not be drawn. Nothing for an empty path."""
+    if path:
+        optional("matplotlib", "--picture")
+        check_writable(path)
 
 
 def spelled(words: list[str], device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -107,7 +114,9 @@ def distance(a: list[str], b: list[str]) -> int:
 
 
 def draw(path: str, maps: list[tuple[str, str, list[str], Tensor]], columns: int) -> None:
-    """Draws alignments: (title, word, sounds, weights (sounds, letters)) of each."""
+    """Draws alignments: (title, word, sounds, weights (sounds, letters)) of each. No path or no maps: no picture."""
+    if not path or not maps:
+        return
     rows = len(maps) // columns
     with drawing(path, rows, columns, 0.5 + 3.7 * columns, 0.4 + 3.6 * rows) as axes:
         for ax, (title, word, sounds, weights) in zip(axes, maps, strict=True):

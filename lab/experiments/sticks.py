@@ -2,15 +2,15 @@
 
     python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas --attention=stick_breaking --position=none \
         --block_size=512 --batch_size=2 --eval_iters=108 --max_iters=1500 --lr_decay_iters=1500 --out_dir=out-sticks
-    python -m lab.experiments.sticks --import=lab.ideas --out_dir=out-sticks
+    OMP_NUM_THREADS=1 python -m lab.experiments.sticks --import=lab.ideas --out_dir=out-sticks
 
-The first table has, for each layer of the trained model, of each head: the median number of keys back until 99% of a
-query's stick is used up. The second has, for texts of --lengths tokens and the queries, keys and values of the trained
-model and of a new one: the share of the pairs of blocks that are computed, and the time of attention, forward and
-backward, as a ratio to SDPA's in the same round.
+Of a model that was trained, and of a new one: the median number of keys back until 99% of a query's stick is used up,
+of each head; and for texts of --lengths tokens the share of the pairs of blocks that are computed, and the time of
+attention, forward and backward, as a ratio to SDPA's in the same round.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from attention.scores import scores, visible
 from bench import interleaved, ratios, stopwatch
 from configurator import positive
 from lab.experiments.results import show_table, start
-from lab.stick_breaking import cut, walk
+from lab.stick_breaking import BLOCK, cut, walk
 from model import ATTENTION, GPT
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
@@ -32,12 +32,12 @@ lengths = "512,2048,8192"  # tokens of a text, separated by commas: whole blocks
 repeats = 5  # rounds of the times
 
 
-def reach(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """The number of keys back until 1% of a stick is left, or all keys: (B, H, T)."""
+def reach(q: torch.Tensor, k: torch.Tensor, scale: float) -> str:
+    """The median number of keys back until 1% of a stick is left, or all keys, for the last half of the queries."""
     before = visible(q, k, None).tril(-1)
-    not_taken = F.logsigmoid(-scores(q, k, scale)).where(before, 0.0)
-    left = not_taken.flip(-1).cumsum(-1).flip(-1)  # after this key
-    return ((left > math.log(0.01)) & before).sum(-1) + 1
+    left = F.logsigmoid(-scores(q, k, scale)).where(before, 0.0).flip(-1).cumsum(-1).flip(-1)  # after this key
+    keys = ((left > math.log(0.01)) & before).sum(-1)[0, :, q.shape[-2] // 2 :] + 1
+    return ", ".join(str(n) for n in keys.median(-1).values.tolist())
 
 
 def layers_of(gpt: GPT, idx: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
@@ -48,11 +48,11 @@ def layers_of(gpt: GPT, idx: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     return found
 
 
-def timed(attend: object, parts: list) -> dict[str, float]:
-    """Milliseconds of a forward and a backward pass, of all layers."""
+def timed(attend: Callable, layers: list) -> dict[str, float]:
+    """Milliseconds of a forward and a backward pass of all layers."""
 
     def step() -> None:
-        for x in parts:
+        for x in layers:
             y = attend(*(t.detach().requires_grad_() for t in x))
             y.backward(y.detach())
 
@@ -60,28 +60,22 @@ def timed(attend: object, parts: list) -> dict[str, float]:
 
 
 def main() -> None:
-    gpt, _, run, about = open_model("resume", out_dir, "best")
-    text = torch.from_numpy(
-        Tokens(folder_of(run["dataset"]), "val", 1).ids[: max(positive("lengths", lengths))].astype(int)
-    )
+    trained, _, run, about = open_model("resume", out_dir, "best")
+    sizes, rows = positive("lengths", lengths), []
+    text = torch.from_numpy(Tokens(folder_of(run["dataset"]), "val", 1).ids[: max(sizes)].astype("int64"))
+    forms = {"sdpa": partial(F.scaled_dot_product_attention, is_causal=True)}
+    forms["sticks"] = fast_form("stick_breaking", ATTENTION["stick_breaking"])
     print(about)
-    fast, scale, rows = fast_form("stick_breaking", ATTENTION["stick_breaking"]), gpt.config.scale, []
-    size = gpt.config.block_size
-    far = [
-        reach(q, k, scale)[0, :, size // 2 :].float().median(-1).values for q, k, _ in layers_of(gpt, text[None, :size])
-    ]
-    show_table(["layer", *range(gpt.config.n_head)], [[i, *(f"{x:.0f}" for x in row)] for i, row in enumerate(far)])
-    for name, model in (("trained", gpt), ("new", GPT(gpt.config))):
-        for n in positive("lengths", lengths):
-            model.crop_block_size(n)
-            parts = layers_of(model, text[None, :n])
-            heads, blocks = gpt.config.n_head, n // 64
-            done = sum(len(at) for q, k, _ in parts for at, *_ in walk(cut(q * scale), cut(k), heads, 0))
-            share = done / (len(parts) * heads * blocks * (blocks + 1) / 2)
-            tasks = {"sdpa": partial(F.scaled_dot_product_attention, is_causal=True), "sticks": fast}
-            rounds = interleaved({key: partial(timed, f, parts) for key, f in tasks.items()}, "cpu", repeats)
-            rows.append([name, n, f"{share:.0%}", f"{ratios(rounds, 'sticks', 'sdpa')['ms']:.2f}x"])
-    show_table(["model", "tokens", "pairs of blocks computed", "time against SDPA"], rows)
+    for name, gpt in (("trained", trained), ("new", GPT(trained.config))):
+        for n in sizes:
+            gpt.crop_block_size(n)  # it has no positions, so it can be longer
+            layers, H, blocks = layers_of(gpt, text[None, :n]), gpt.config.n_head, n // BLOCK
+            far = [reach(q, k, gpt.config.scale) for q, k, _ in layers] if n <= 2048 else [""]
+            done = sum(len(at) for q, k, _ in layers for at, *_ in walk(cut(q * gpt.config.scale), cut(k), H, 0))
+            rounds = interleaved({key: partial(timed, f, layers) for key, f in forms.items()}, "cpu", repeats)
+            share = done / (len(layers) * H * blocks * (blocks + 1) / 2)
+            rows.append([name, n, "; ".join(far), f"{share:.0%}", f"{ratios(rounds, 'sticks', 'sdpa')['ms']:.2f}x"])
+    show_table(["model", "tokens", "keys back, of each head; layer", "pairs of blocks", "time against SDPA"], rows)
 
 
 if __name__ == "__main__":

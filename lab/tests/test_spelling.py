@@ -254,6 +254,8 @@ def test_runs(run, tmp_path):
     ]
     assert picture.stat().st_size > 1000 and "\ncab: " in out and "\nthough: " in out
     picture.unlink()
+    code, out, err = run("lab/examples/seq2seq.py", *TINY, *SMALLEST, "--beam=1", "--picture=", "--words=")
+    assert code == 0 and out.splitlines()[-1].startswith("result: ") and "wrote" not in out, err
     flags = [*TINY, f"--picture={picture}", "--attention=mean,bahdanau,lecture,beta,laser"]
     code, out, err = run("lab/examples/before_attention.py", *flags)
     assert code == 0, err
