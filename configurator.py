@@ -89,7 +89,7 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
         for arg in imported:
             importlib.import_module(arg.removeprefix("--import="))
     except ModuleNotFoundError as error:
-        raise UserError(f"{error} (--import needs a module's name, such as lab.ideas)") from None
+        raise UserError(f"{error} (--import needs a module's name, such as my.ideas)") from None
     flags, args = _flags(script, dataclasses), [arg for arg in sys.argv[1:] if arg not in imported]
     if "--help" in args or "-h" in args:
         _print_help(script, flags)
