@@ -1,12 +1,11 @@
 """How far back does stick-breaking look, and what does it cost beside PyTorch's softmax (SDPA)?
 
-    python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas --attention=stick_breaking --position=none \
-        --block_size=512 --batch_size=2 --eval_iters=108 --max_iters=1500 --lr_decay_iters=1500 --out_dir=out-sticks
-    OMP_NUM_THREADS=1 python -m lab.experiments.sticks --import=lab.ideas --out_dir=out-sticks
+    OMP_NUM_THREADS=1 python -m lab.experiments.sticks --import=lab.ideas
 
-Of a model that was trained, and of a new one: the median number of keys back until 99% of a query's stick is used up,
-of each head; and for texts of --lengths tokens the share of the pairs of blocks that are computed, and the time of
-attention, forward and backward, as a ratio to SDPA's in the same round.
+It trains the CPU config with a context of 512 characters and no positions, unless it has done so before. It prints of
+this model and of a new one, for each head, the median number of keys back until 99% of a query's stick is used up. For
+texts of --lengths tokens it prints the share of the pairs of blocks that are computed, and the time of attention,
+forward and backward, as a ratio to SDPA's in the same round.
 """
 
 import math
@@ -22,14 +21,19 @@ from attention.scores import scores, visible
 from bench import interleaved, ratios, stopwatch
 from configurator import positive
 from lab.experiments.results import show_table, start
+from lab.experiments.runs import finished
 from lab.stick_breaking import BLOCK, cut, walk
 from model import ATTENTION, GPT
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
 
-out_dir = "out-sticks"  # the folder that train.py wrote: a model with --attention=stick_breaking --position=none
+# What is measured?
+out_dir = "out-sticks"  # the folder of the run
 lengths = "512,2048,8192"  # tokens of a text, separated by commas: whole blocks
 repeats = 5  # rounds of the times
+
+RUN = "config/train_shakespeare_char_cpu.py --import=lab.ideas --attention=stick_breaking --position=none"
+RUN += " --block_size=512 --batch_size=2 --eval_iters=108 --max_iters=1500 --lr_decay_iters=1500 --eval_interval=1500"
 
 
 def reach(q: torch.Tensor, k: torch.Tensor, scale: float) -> str:
@@ -60,6 +64,7 @@ def timed(attend: Callable, layers: list) -> dict[str, float]:
 
 
 def main() -> None:
+    finished("stick-breaking", RUN.split(), out_dir)
     trained, _, run, about = open_model("resume", out_dir, "best")
     sizes, rows = positive("lengths", lengths), []
     text = torch.from_numpy(Tokens(folder_of(run["dataset"]), "val", 1).ids[: max(sizes)].astype("int64"))

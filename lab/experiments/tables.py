@@ -163,7 +163,6 @@ def linear(steps: int, *positions: str, only: tuple = tuple(LINEAR), window: int
 
 STICK, V2 = {"attention": "stick_breaking"}, {"after": "differential_v2", "n_head": 12, "head_dim": 16, "n_kv_head": 6}
 NOWHERE = {"position": "none"}
-STICKS = {"import": "lab.ideas"} | STICK | NOWHERE
 IDEAS = {  # with RoPE, unless a row says something else; lab/ideas.py has the papers
     "softmax": {},
     "LS": SHORT,
@@ -195,8 +194,9 @@ IDEAS = {  # with RoPE, unless a row says something else; lab/ideas.py has the p
     "softmax short, beta_squared long, gate": MIXED | SQUARED | {"after": "gate"},
     "softmax short, beta_squared long, differential V2": MIXED | SQUARED | V2,
 }
-BEST = ("softmax", "stick-breaking, no positions", "stick-breaking", "stick-breaking, gate", "differential V2")
-BEST += ("stick-breaking, differential V2", "stick-breaking, LASER's log, differential V2")
+BEST = ["softmax", "stick-breaking", "stick-breaking, no positions", "differential V2"]
+BEST += ["stick-breaking, differential V2", "stick-breaking, LASER's log, differential V2"]
+WITH_CONV = [*BEST, "LS", "beta", "beta_squared", "softmax short, beta_squared long"]
 ROPE = {"import": "lab.ideas", "position": "rope"}
 
 # LASER against softmax at two sizes: what is tuned is the learning rate of each row
@@ -263,9 +263,9 @@ TABLES = {
         flags={"block_size": 256, "batch_size": 3, "eval_iters": 145},
     ),
     "ideas": Table(IDEAS, flags=ROPE, steps=1500),
-    "ideas_conv": Table(IDEAS, flags=ROPE | CONV, steps=1500),
+    "ideas_conv": Table({row: IDEAS[row] for row in WITH_CONV}, flags=ROPE | CONV, steps=1500),
     "ideas_256": Table(
-        {row: IDEAS[row] for row in BEST},
+        {row: IDEAS[row] for row in BEST[:4]},
         flags=ROPE | {"block_size": 256, "batch_size": 3, "eval_iters": 145},
         steps=1500,
     ),
@@ -273,7 +273,7 @@ TABLES = {
         400, "rope", only=("softmax", "softmax, conv", *FAST), window=50, file=NOVELS, flags=LONG, vocab_size=10000
     ),
     "novels_1024": Table(
-        {"softmax": {}, "LASER": LASER, "LS": {"heads": "SSSL", "window": 50}, "stick-breaking, no positions": STICKS},
+        {"softmax": {}, "LASER": LASER, "LS": {"heads": "SSSL", "window": 50}},
         NOVELS,
         LONG | steps_of(400) | {"block_size": 1024, "batch_size": 2, "position": "rope"},
         vocab_size=10000,
