@@ -265,7 +265,7 @@ TABLES = {
     "ideas": Table(IDEAS, flags=ROPE, steps=1500),
     "ideas_conv": Table({row: IDEAS[row] for row in WITH_CONV}, flags=ROPE | CONV, steps=1500),
     "ideas_256": Table(
-        {row: IDEAS[row] for row in BEST[:4]},
+        {row: IDEAS[row] for row in BEST[:3]},
         flags=ROPE | {"block_size": 256, "batch_size": 3, "eval_iters": 145},
         steps=1500,
     ),
