@@ -54,15 +54,10 @@ MODELS = {  # flags; in the picture: colour, line (dashed: no convolution), mark
 }
 STICK, V2 = {"attention": "stick_breaking"}, {"after": "differential_v2", "n_head": 8, "head_dim": 16, "n_kv_head": 4}
 IDEAS = {  # flags of models that are not in the picture; they need --import=lab.ideas, and run if --only has them
-    "stick-breaking": STICK,
     "stick-breaking, conv": STICK | {"conv": 4},
-    "stick-breaking, no positions, conv": STICK | {"conv": 4, "position": "none"},
     "stick-breaking, differential V2, conv": STICK | V2 | {"conv": 4},
     "differential V2, conv": V2 | {"conv": 4},
-    "delta rule": {"attention": "delta_rule"},
     "delta rule, conv": {"attention": "delta_rule", "conv": 4},
-    "SSMax, conv": {"attention": "ssmax", "conv": 4},
-    "top 8, conv": {"attention": "top_k", "conv": 4},
 }
 VOCAB = 256
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": VOCAB, "position": "rope"}

@@ -147,6 +147,7 @@ LINEAR = {
     "softmax short, beta_squared long": MIXED | SQUARED,
     "softmax short, beta_squared long, conv": MIXED | SQUARED | CONV,
 }
+AT_256 = {"block_size": 256, "batch_size": 3, "eval_iters": 145}
 FAST = ("beta, learned decay, conv", "softmax short, beta long, conv", "softmax short, beta_squared long, conv")
 LONG = {"n_layer": 4, "n_head": 8, "n_embd": 128, "heads": "L", "batch_size": 1, "gradient_accumulation_steps": 1}
 LONG |= {"learning_rate": 3e-3, "min_lr": 3e-4, "warmup_iters": 50, "eval_iters": 40, "log_logits": False}
@@ -260,15 +261,11 @@ TABLES = {
         1500,
         "rope",
         only=("softmax", "softmax, conv", "softmax, learned decay, conv", "LS, conv", *FAST),
-        flags={"block_size": 256, "batch_size": 3, "eval_iters": 145},
+        flags=AT_256,
     ),
     "ideas": Table(IDEAS, flags=ROPE, steps=1500),
     "ideas_conv": Table({row: IDEAS[row] for row in WITH_CONV}, flags=ROPE | CONV, steps=1500),
-    "ideas_256": Table(
-        {row: IDEAS[row] for row in BEST[:3]},
-        flags=ROPE | {"block_size": 256, "batch_size": 3, "eval_iters": 145},
-        steps=1500,
-    ),
+    "ideas_256": Table({row: IDEAS[row] for row in BEST[:3]}, flags=ROPE | AT_256, steps=1500),
     "novels": linear(  # n = 2048, after data/pg19/prepare.py
         400, "rope", only=("softmax", "softmax, conv", *FAST), window=50, file=NOVELS, flags=LONG, vocab_size=10000
     ),
