@@ -37,7 +37,7 @@ def test_help(run, script):
 
 
 TABLES = "cores laser choices 64 256 speedrun speedrun_more warmup laser_settled differential bert narang qkv maps"
-TABLES += " aspect long_short novels_1024 vit conformer before_attention"
+TABLES += " aspect long_short novels_1024 vit conformer before_attention ideas ideas_conv ideas_256"
 SHOWN = [f"compare --table={name} --what=show" for name in TABLES.split()]
 SHOWN += [f"{name} --what=show" for name in ("beta_post", "endless", "laser", "lecture", "long_short")]
 SHOWN += ["jacobians", "recall", "local_dependencies --what=sweep,show"]
