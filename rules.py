@@ -49,7 +49,8 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
     if c.short_attention is not None:
         tables["short_attention"] = ATTENTION
     for name, table in tables.items():
-        yield getattr(c, name) not in table, f"{name}={getattr(c, name)!r} is not one of {', '.join(table)}"
+        yield (getattr(c, name) not in table,
+               f"{name}={getattr(c, name)!r} is not one of {', '.join(table)} (--import= adds your own)")
     for name in ("dropout", "attn_dropout"):
         yield not 0 <= (getattr(c, name) or 0.0) < 1, f"{name}={getattr(c, name)} must be in [0, 1)"
     for name in attentions(c):
