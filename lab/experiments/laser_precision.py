@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 from attention.fast import for_values, general_form
 from attention.forms import fast_form
+from attention.probe import probing
 from configurator import at_least_one, pick_device
 from lab.experiments.results import show_table, start
 from lab.experiments.runs import finished
-from lab.experiments.sticks import layers_of
-from model import ATTENTION
+from model import ATTENTION, GPT
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
 
@@ -53,6 +53,14 @@ WAYS: dict[str, tuple[Callable, str]] = {
     "LASER, ours": (fast_form("laser", ATTENTION["laser"]), "laser"),
     "softmax": (fast_form("softmax", ATTENTION["softmax"]), "softmax"),
 }
+
+
+def layers_of(gpt: GPT, idx: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """q, k and v of each layer, (1, H, T, D)."""
+    found = []
+    with torch.no_grad(), probing(gpt.eval(), lambda layer, group, q, k, v, **_: found.append((q, k, v))):
+        gpt(idx)
+    return found
 
 
 def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list[float]:

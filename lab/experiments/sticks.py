@@ -1,6 +1,6 @@
 """How far back does stick-breaking look, and what does it cost beside PyTorch's softmax (SDPA)?
 
-    OMP_NUM_THREADS=1 python -m lab.experiments.sticks --import=lab.ideas
+    OMP_NUM_THREADS=1 python -m lab.experiments.sticks
 
 It trains the CPU config with a context of 512 characters and no positions, unless it has done so before. It prints of
 this model and of a new one, for each head, the median number of keys back until 99% of a query's stick is used up. For
@@ -8,7 +8,6 @@ texts of --lengths tokens it prints the share of the pairs of blocks that are co
 forward and backward, as a ratio to SDPA's in the same round.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -16,12 +15,13 @@ import torch
 from torch.nn import functional as F
 
 from attention.forms import fast_form
-from attention.probe import probing
 from attention.scores import scores, visible
 from bench import interleaved, ratios, stopwatch
 from configurator import positive
+from lab.experiments.laser_precision import layers_of
 from lab.experiments.results import show_table, start
 from lab.experiments.runs import finished
+from lab.ideas import log_sticks
 from lab.stick_breaking import BLOCK, cut, walk
 from model import ATTENTION, GPT
 from text.dataset import Tokens, folder_of
@@ -37,19 +37,12 @@ RUN += " --block_size=512 --batch_size=2 --eval_iters=108 --max_iters=1500 --lr_
 
 
 def reach(q: torch.Tensor, k: torch.Tensor, scale: float) -> str:
-    """The median number of keys back until 1% of a stick is left, or all keys, for the last half of the queries."""
-    before = visible(q, k, None).tril(-1)
-    left = F.logsigmoid(-scores(q, k, scale)).where(before, 0.0).flip(-1).cumsum(-1).flip(-1)  # after this key
-    keys = ((left > math.log(0.01)) & before).sum(-1)[0, :, q.shape[-2] // 2 :] + 1
+    """The median number of keys back until 99% of a stick is used up, or all keys, for the last half of the queries."""
+    seen = visible(q, k, None)
+    weights = log_sticks(scores(q, k, scale), seen, own_weight=False).exp()
+    used = weights.flip(-1).cumsum(-1).flip(-1)  # by a key and those after it
+    keys = (seen & (used < 0.99)).sum(-1)[0, :, q.shape[-2] // 2 :]  # the own token counts, the last key does not
     return ", ".join(str(n) for n in keys.median(-1).values.tolist())
-
-
-def layers_of(gpt: GPT, idx: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    """q, k and v of each layer, (1, H, T, D)."""
-    found = []
-    with torch.no_grad(), probing(gpt.eval(), lambda layer, group, q, k, v, **_: found.append((q, k, v))):
-        gpt(idx)
-    return found
 
 
 def timed(attend: Callable, layers: list) -> dict[str, float]:
