@@ -120,7 +120,7 @@ class Exclusive(nn.Module):
 
 
 # f(c) -> the module of a layer, or None. It is called with y (B, H, T, D), the layer's input x (B, T, C) and the
-# tokens' own values v (B, G, T, D). A module with n_map = 2 gives back half of the heads.
+# tokens' own values v (B, G, T, D). If it has n_map = 2, it returns half of the heads.
 AFTER: dict[str, Callable] = {
     "none": lambda c: None,
     "gate": partial(Gate, per_head=False),

@@ -241,7 +241,7 @@ def t5_bucket(distance: torch.Tensor, max_distance: int) -> torch.Tensor:
 
 
 class Numbers(Scheme):
-    """The learned numbers of a layer's definitions, which reach them as positions do."""
+    """The learned numbers of a layer's definitions. A definition gets its numbers as it gets a position's decay."""
 
     endless = True
 

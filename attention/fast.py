@@ -175,7 +175,7 @@ def sdpa(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0
 def laser_by_exp(definition: Callable, mean: Callable | None = None) -> Callable:
     """y = log(softmax(s) exp(v)) with exp and log around fused softmax (Duvvuri and Dhillon, equation 6), for any v.
 
-    mean: a form in the place of softmax's, whose weights sum to 1 too.
+    mean: the form of an attention in the place of softmax. Its weights must sum to 1, as softmax's do.
 
     As in the paper, each channel of v is shifted by its largest value. That shift alone is not enough: it is taken
     over the whole sequence, so one large v at a later token lets every earlier output underflow to log(0). But the
