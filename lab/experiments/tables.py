@@ -265,7 +265,7 @@ TABLES = {
     ),
     "ideas": Table(IDEAS, flags=ROPE, steps=1500),
     "ideas_conv": Table({row: IDEAS[row] for row in WITH_CONV}, flags=ROPE | CONV, steps=1500),
-    "ideas_256": Table({row: IDEAS[row] for row in BEST[:3]}, flags=ROPE | AT_256, steps=1500),
+    "ideas_256": Table({row: IDEAS[row] for row in BEST[:4]}, flags=ROPE | AT_256, steps=1500),
     "novels": linear(  # n = 2048, after data/pg19/prepare.py
         400, "rope", only=("softmax", "softmax, conv", *FAST), window=50, file=NOVELS, flags=LONG, vocab_size=10000
     ),
