@@ -40,7 +40,7 @@ from training.optimizers import OPTIMIZER, Settings
 
 # What is measured?
 quick = False  # short lengths and few repeats: under a minute on two cores
-what = "attention,model,step,decode"  # the parts to run, separated by commas
+what = ""  # the parts to run, separated by commas: attention, model, step, decode; empty: all, with --only attention
 only = ""  # attention: the rows to measure, separated by commas; empty: all
 # How large are the inputs?
 lengths = "512,2048,8192"  # attention: sequence lengths in tokens
@@ -345,7 +345,7 @@ def main() -> None:
         "step": lambda: [forward_or_step(dev, amp, step_length, train=True)],
         "decode": lambda: [decoding(dev, amp, decode_length)],
     }
-    parts = names(what, run)
+    parts = names(what or ("attention" if only else ""), run)
     at_least_one(repeats=repeats, batch_size=batch_size, step_length=step_length, decode_length=decode_length)
     refuse([
         ("/" in heads or "S" not in heads, f"--heads={heads} must be the letters of one layer, with an S"),

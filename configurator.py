@@ -50,14 +50,9 @@ def user_errors() -> Iterator[None]:
         sys.exit(2)
 
 
-def _interrupted(error: BaseException | None) -> bool:
-    """Whether an error is Ctrl-C, or came up while Ctrl-C was handled, as in a library with processes of its own."""
-    return error is not None and (isinstance(error, KeyboardInterrupt) or _interrupted(error.__context__))
-
-
 def _excepthook(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
     """No traceback for what is nobody's bug: Ctrl-C, a closed pipe (`| head`), too little memory."""
-    if _interrupted(error):
+    if issubclass(kind, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit

@@ -11,10 +11,6 @@ class UserError(ValueError):
     """A mistake of the user's, raised on purpose: the scripts print its sentence and exit with code 2."""
 
 
-class NotInstalled(UserError, ImportError):
-    """An optional package is missing; the sentence says how to install it."""
-
-
 class NotFinite(UserError):
     """A NaN or an infinity where a model or its loss should have numbers: the training has diverged."""
 
@@ -41,10 +37,10 @@ PIP = {"PIL": "pillow", "google": "protobuf", "sklearn": "scikit-learn"}  # pack
 
 
 def optional(module: str, what: str) -> types.ModuleType:
-    """An optional module, imported. Raises NotInstalled where its package is missing: `what` needs it."""
+    """An optional module, imported. Raises UserError where its package is missing: `what` needs it."""
     try:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
         name = PIP.get(package, package)
-        raise NotInstalled(f"{what} needs {name}: pip install {name}") from None
+        raise UserError(f"{what} needs {name}: pip install {name}") from None

@@ -194,7 +194,6 @@ class CausalSelfAttention(nn.Module):
                 schemes = [scheme for scheme in used if scheme is not None]
                 shape = {"n_query": H // G, "n_map": self.n_map, "width": D}
                 self.groups.append(HeadGroup(heads, window, name, definition[letter], schemes, **shape))
-        self.calls = self.groups  # kernels.use changes this: Triton's kernels take both groups in one call
         self.inverse = inverse_of(letters)  # puts the heads back into the layer's order; None if they are in it already
 
     def forward(self, x, context=None):
@@ -220,9 +219,13 @@ class CausalSelfAttention(nn.Module):
         y, p, past = [], self.per_dim_temperature, 0 if context is None else context.length
         if p is not None and not self.rotates:
             q = q * F.softplus(p)
-        for group in self.calls if context is None else self.groups:
+        for group in self.groups:
             q_part, k_part, v_part = group.take(q, k, v)
-            settings = {**group.settings, "scale": self.scale, "dropout": self.attn_dropout if self.training else 0.0}
+            settings = {
+                "window": group.window,
+                "scale": self.scale,
+                "dropout": self.attn_dropout if self.training else 0.0,
+            }
             for scheme in group.schemes:
                 q_part, k_part, more = scheme(q_part, k_part, group, past)
                 settings |= more

@@ -62,16 +62,20 @@ class Scheme(nn.Module):
     """
 
     biased = False  # whether it gives a bias: n^2 numbers, and a cache keeps all keys and values
+    lowers = True  # whether its bias, if it gives one, is to make far keys weigh less
     shared = False  # whether all layers share one module
     endless = False  # whether a text may go on without end, at a constant cost for each token
     rotates = False  # whether it turns q and k: then a temperature per dimension comes after it, else before it
     extra = 0  # dimensions that it adds to q and k
     defaults: dict = {}  # the fields of GPTConfig that it alone uses, and what None stands for in them
 
-    @staticmethod
-    def refuses(c, definitions: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
+    @classmethod
+    def refuses(cls, c, definitions: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
         """Yields (whether a GPTConfig breaks a rule, the message). definitions: of its attentions, by name."""
-        yield from ()
+        for name, definition in definitions.items():
+            yield (cls.biased and cls.lowers and takes(definition, "fade"),
+                   f"position={c.position!r} adds a number to scores, so that far keys can weigh less. In {name} a low "
+                   f"score is no small weight, but a negative or a large one: use alibi, rope or relative")  # fmt: skip
 
 
 class RoPE(Scheme):
@@ -182,7 +186,7 @@ class Relative(Scheme):
     al. 2018, equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), where q_i a_k is computed apart, as a bias, and
     y_i = sum_j w_ij (v_j + a_v[i - j]). It is for short texts: memory grows with T^2, long heads' time with T^3."""
 
-    biased, defaults = True, {"max_distance": 16}  # the paper's
+    biased, lowers, defaults = True, False, {"max_distance": 16}  # the paper's
 
     def __init__(self, c):
         super().__init__()
@@ -216,15 +220,12 @@ class T5(Scheme):
         self.table = nn.Embedding(self.buckets, c.n_head)
         self.register_buffer("bucket", t5_bucket(torch.arange(c.max_distance + 1), c.max_distance), persistent=False)
 
-    @staticmethod
-    def refuses(c, definitions):
-        least = T5.buckets // 2 + 1
+    @classmethod
+    def refuses(cls, c, definitions):
+        least = cls.buckets // 2 + 1
         yield (c.max_distance is not None and c.max_distance < least,
                f"max_distance={c.max_distance} must be at least {least} for position='t5'")  # fmt: skip
-        for name, definition in definitions.items():
-            yield (takes(definition, "fade"),
-                   f"position='t5' adds a number to scores, so that far keys can weigh less. In {name} a low score is "
-                   f"no small weight, but a negative or a large one: use alibi, rope or relative")  # fmt: skip
+        yield from super().refuses(c, definitions)
 
     def forward(self, q, k, group, past):
         end = past + q.shape[-2]

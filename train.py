@@ -14,6 +14,7 @@ needs around its loop: resuming, checks of flags, the first lines, signals.
 
 import math
 import sys
+from functools import partial
 from typing import Literal
 
 from configurator import configure, pick_device, user_errors  # first: from here on Ctrl-C prints a sentence
@@ -66,6 +67,7 @@ min_lr = 6e-5  # the lowest learning rate; a tenth of learning_rate is usual; Mu
 eval_interval = 2000  # steps between two evaluations
 eval_iters = 200  # batches of each split in an evaluation; every evaluation uses the same batches
 eval_only = False  # evaluate once, write nothing, and exit
+gpus: str | None = None  # dry_run for these GPUs, such as "8 x H100"; None: for A100 and H100
 dry_run = False  # print the number of parameters, FLOPs, and estimates of memory and time; do nothing else
 log_interval = 1  # steps between two lines of the log
 log_logits = False  # also log the largest absolute attention score of each layer; costs one more forward pass
@@ -222,8 +224,8 @@ def save(it: int, latest: bool, best: bool) -> OSError | None:
 start = it = saved["iter_num"] if saved else 0  # steps that are done
 batch = get_batch(it)
 raw_model = model if sharded else model.to(device)  # without compilation and DDP around it
-if compile or (compile is None and device_type == "cuda"):  # it is tried on the first micro-batch
-    model = run.compiled(model, lambda fast: loss_of(fast, *(t[:batch_size] for t in batch)).backward(), sharded)
+if compile or (compile is None and device_type == "cuda"):
+    model = run.compiled(model, sharded)
 eval_model = model  # without DDP, whose processes would need equal numbers of batches; FSDP2 shards it in place
 if world > 1:
     model = data_parallel(model, parallel, device, getattr(torch, dtype))
@@ -232,7 +234,8 @@ optimizers = OPTIMIZER[optimizer](raw_model, Settings(*adam, muon_lr, muon_beta)
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
 with user_errors():
     best_val_loss = run.restored(config, saved, meta, optimizers, scaler) if saved else math.inf
-    log = Log(config, start, saved and saved.get("wandb_id"), flops(raw_model), peak_flops(device, dtype))
+    where = partial(run.first_not_finite, raw_model, lambda: loss_of(raw_model, *(t[:batch_size] for t in batch)))
+    log = Log(config, start, saved and saved.get("wandb_id"), flops(raw_model), peak_flops(device, dtype), where)
 saved = None  # closes its file
 groups = [group for o in optimizers for group in o.param_groups]
 for group in groups:
@@ -278,14 +281,15 @@ while True:
         scaler.unscale_(o)
     norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
     norm = norm.full_tensor() if sharded else norm
+    next_batch = get_batch(it + 1)  # while a GPU still computes
+    if it % log_interval == 0:  # here the host waits for a GPU, and a loss that is not finite ends the run
+        log.step(it, summed(loss / world).item(), lr, norm.item(), largest, scaler.is_enabled())
     if not scaler.is_enabled() or norm.isfinite():  # float16's gradients may overflow: then no optimizer makes a step
         for o in optimizers:
             scaler.step(o)
     scaler.update()
     model.zero_grad(set_to_none=True)
-    batch = get_batch(it + 1)  # while a GPU still computes
-    if it % log_interval == 0:  # here the host waits for a GPU, and a loss that is not finite ends the run
-        log.step(it, summed(loss / world).item(), lr, norm.item(), largest)
+    batch = next_batch
     it += 1
     stop = signals.received()
 

@@ -98,13 +98,13 @@ def run_definitions(model: torch.nn.Module) -> None:
 
 
 class Cache:
-    """What a model keeps of the `length` tokens that it has seen, for up to `capacity` tokens in each of `rows` rows.
+    """What a model keeps of the `length` tokens that it has seen, for up to `capacity` tokens in each row of a batch.
 
     groups: the groups of heads of all layers.
     """
 
     def __init__(self, groups: list[HeadGroup], capacity: int):
-        self.capacity, self.length, self.rows, self.broken = capacity, 0, 0, False
+        self.capacity, self.length, self.rows = capacity, 0, None
         self.parts = {group: new_part(group, capacity) for group in groups}
         self.last = {}  # {a short convolution: its inputs of the last tokens}
 
@@ -120,20 +120,14 @@ class Cache:
 
     @contextlib.contextmanager
     def extended(self, B: int, T: int) -> Iterator[None]:
-        """A context in which a forward pass adds T tokens to each of B rows, without gradients.
-
-        Raises ValueError if they do not fit.
-        """
-        if self.broken:
-            raise ValueError("the last forward pass with this cache did not finish: make another one with new_cache()")
+        """A context in which a forward pass adds T tokens to B rows, without gradients. ValueError for misuse."""
         if self.length + T > self.capacity:
             raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}")
-        if self.length and B != self.rows:
+        if self.rows not in (None, B):
             raise ValueError(f"the cache is for a batch of {self.rows}, but the new tokens are a batch of {B}")
-        self.broken = True
         with torch.no_grad():
             yield
-        self.broken, self.rows, self.length = False, B, self.length + T
+        self.rows, self.length = B, self.length + T
 
     @property
     def nbytes(self) -> int:

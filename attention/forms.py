@@ -32,6 +32,7 @@ WRITTEN_FOR = {
     "beta": "080655bbb0644642",
     "beta_squared": "6eb552cbdb090e17",
 }
+SUSPECTS: list[str] = []  # names of attentions that may see later tokens
 
 
 @functools.cache
@@ -79,7 +80,8 @@ def is_row_local(name: str, definition: Callable) -> bool:
     first, last = plain(q[..., :n, :], k[..., :n, :], v[..., :n, :]), plain(q[..., n:, :], k, v)
     cost = "Short heads cost T^2, and text needs use_cache=False"
     if not alike(first, y[..., :n, :]) or not alike(last, y[..., n:, :]):
-        what = "a query's output changes with later tokens, or with their number"
+        what = "a query's output changes with later tokens, or with their number, or is not finite"
+        SUSPECTS.append(name)
         note(f"attention={name!r}: {what}. If it sees later tokens, its losses mean nothing. {cost}")
         return False
     blocks_are_alike = alike(in_blocks(plain)(q, k, v, window=20), short)

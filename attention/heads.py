@@ -30,7 +30,6 @@ class HeadGroup:
         self.q, self.k, self.v = index(heads), index(sorted(set(keys))), index(sorted(set(values)))
         self.k_of = [sorted(set(keys)).index(key) for key in keys]  # for each query head: which of the keys
         self.v_of = [sorted(set(values)).index(value) for value in values]
-        self.settings = {"window": window}  # arguments of the core for these heads
         self.core = fast_form(name, definition)
         self.fades = any(takes(definition, name) for name in ("fade", "q", "k"))  # whether ALiBi gives it a decay
         self.widths = width, n_map * width  # of a key and of a value

@@ -5,8 +5,7 @@ kernel cannot take (a bias, dropped weights, fewer queries than keys, other widt
 With TRITON_INTERPRET=1 the kernels run on a CPU, slowly, for their tests.
 
 Flash, for softmax and LASER, is FlashAttention-2 (Dao 2023): scores are never written, but computed again in the
-backward pass from the logarithm of a row's sum. The first heads may be short and the others long in one launch;
-blocks of keys that a head does not see are skipped.
+backward pass from the logarithm of a row's sum. Blocks of keys that a short head does not see are skipped.
 
 LASER, y = log(softmax(s) exp(v)) (Duvvuri and Dhillon, equation 6), is the same with exp(v - max v) in the place of v,
 as the sum of two numbers of v's precision: one bfloat16 would cause an error of 2^-9 in y, however small y is. For the
@@ -25,7 +24,6 @@ import triton.language as tl
 
 from attention.fast import LASER_RANGE
 from attention.forms import unchanged
-from attention.heads import HeadGroup
 from attention.sums import LINEAR_FROM
 from errors import refuse
 
@@ -33,7 +31,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(math.log2(math.e))
 EXACT = tl.constexpr(16)  # tokens, and channels, of a block in log space
 WIDTHS = (16, 32, 64, 128)  # head widths that the kernels take
-VARYING = ("T", "n", "window", "n_short")  # a kernel is not compiled again when these change
+VARYING = ("T", "n", "span")  # a kernel is not compiled again when these change
 
 # -----------------------------------------------------------------------------
 # What the kernels are made of. A head of a tensor is (T, width): `x` points to its first number, `step` is the distance
@@ -92,15 +90,11 @@ def head_of(bh, H):
 
 
 @triton.jit
-def begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T):
-    """(span, q, k, v) of a program: how far back its head sees (the first n_short heads see `window` tokens back, the
-    others all), and where its queries, keys and values begin.
-
-    Not (b, h) as well: where a result is stored must not come from here, or torch.compile takes it for a part of q, k
-    or v, which it then copies before each call."""
+def begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h):
+    """Where the queries, keys and values of a program's head begin. (Where a result is stored must not come from here:
+    torch.compile would take it for a part of q, k or v, which it then copies before each call.)"""
     b, h = head_of(bh, H)
-    span = tl.where(h < n_short, window, T)
-    return span, q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
+    return q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h
 
 
 @triton.jit
@@ -130,7 +124,7 @@ def queries_of(start, span, T, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q, k, v, lo, shift, y, x, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, window, n_short, c, H, T,
+    q, k, v, lo, shift, y, x, lse, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, span, c, H, T,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SHORT: tl.constexpr, LASER: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +134,7 @@ def forward_kernel(
     """
     start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)  # the longest rows first
     b, h = head_of(bh, H)
-    span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h)
     lo += b * v_b + h * v_h
     mine = (b * T * H + h) * E
     rows = start + tl.arange(0, M)
@@ -208,13 +202,13 @@ def delta_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def dk_dv_kernel(
     q, k, v, lo, g, lse, delta, dk, dv, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
-    window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    span, c, scale, H, T, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SHORT: tl.constexpr, LASER: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of N keys and values of a head."""
     start, bh = tl.program_id(0) * N, tl.program_id(1)
     b, h = head_of(bh, H)
-    span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h)
     lo, g = lo + b * v_b + h * v_h, g + b * g_b + h * g_h
     cols = start + tl.arange(0, N)
     K, V = tile(k, k_t, cols, T, D), tile(v, v_t, cols, T, E)
@@ -243,13 +237,13 @@ def dk_dv_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
     q, k, v, lo, g, lse, delta, dq, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
-    window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    span, c, scale, H, T, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     SHORT: tl.constexpr, LASER: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of M queries of a head."""
     start, bh = (tl.num_programs(0) - 1 - tl.program_id(0)) * M, tl.program_id(1)
     b, h = head_of(bh, H)
-    span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h)
     lo, g = lo + b * v_b + h * v_h, g + b * g_b + h * g_h
     rows = start + tl.arange(0, M)
     Q, G = tile(q, q_t, rows, T, D), tile(g, g_t, rows, T, E)
@@ -293,7 +287,7 @@ def exponents(Q, k, k_t, v, v_t, LSE, EXTRA, rows, cols, span, c, T, D: tl.const
 
 @triton.jit(do_not_specialize=VARYING)
 def exact_forward_kernel(
-    q, k, v, lse, extra, y, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, window, n_short, c, H, T,
+    q, k, v, lse, extra, y, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, span, c, H, T,
     D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """y = log sum_j exp(log w_ij + v_j), for EXACT queries of a head, EXACT channels at a time; and extra."""
@@ -301,7 +295,7 @@ def exact_forward_kernel(
     if tl.load(wide + bh) == 0:
         return
     b, h = head_of(bh, H)
-    span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h)
     rows = start + tl.arange(0, EXACT)
     Q = tile(q, q_t, rows, T, D)
     LSE, all_weights = of_rows(lse, bh, rows, T), tl.zeros((EXACT,), tl.float32)
@@ -345,14 +339,14 @@ def dscores(
 @triton.jit(do_not_specialize=VARYING)
 def exact_backward_kernel(
     q, k, v, lse, extra, y, dy, dq, dk, dv, wide, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, dy_b, dy_h, dy_t,
-    window, n_short, c, scale, H, T, D: tl.constexpr, E: tl.constexpr,
+    span, c, scale, H, T, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """The gradients of EXACT queries of a head, of the keys there and of their values."""
     start, bh = tl.program_id(0) * EXACT, tl.program_id(1)
     if tl.load(wide + bh) == 0:
         return
     b, h = head_of(bh, H)
-    span, q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h, window, n_short, T)
+    q, k, v = begin(bh, H, q, k, v, q_b, q_h, k_b, k_h, v_b, v_h)
     y, dy = y + (b * T * H + h) * E, dy + b * dy_b + h * dy_h
     mine = start + tl.arange(0, EXACT)
     Q = tile(q, q_t, mine, T, D)
@@ -432,10 +426,10 @@ def as_planned(dy: torch.Tensor) -> torch.Tensor:
 
 
 class Flash(torch.autograd.Function):
-    """(q, k, v, window, n_short, scale, laser) -> y; the first n_short heads see `window` tokens back, others all."""
+    """(q, k, v, span, scale, laser) -> y: each query sees its own key and `span` keys before it."""
 
     @staticmethod
-    def forward(ctx, q, k, v, window, n_short, scale, laser):
+    def forward(ctx, q, k, v, span, scale, laser):
         (B, H, T, D), E = q.shape, v.shape[-1]
         split = laser and v.dtype == torch.bfloat16
         y, lse = by_time(q, E, v.dtype), q.new_empty(B * H, T, dtype=torch.float32)
@@ -449,25 +443,25 @@ class Flash(torch.autograd.Function):
             lo = by_time(q, E, v.dtype) if split else values
             exp_kernel[triton.cdiv(T, 64), B * H](v, shift, values, lo, *v.stride()[:3], H, T, E, 64, split)
         strides = (*q.stride()[:3], *k.stride()[:3])
-        heads = window, n_short, scale * math.log2(math.e), H, T, D, E
+        heads = span, scale * math.log2(math.e), H, T, D, E
         sizes, _ = blocks(D, E, laser, v.dtype)
         forward_kernel[triton.cdiv(T, sizes["M"]), B * H](
             q, k, values, lo, shift, y, x, lse, *strides, *values.stride()[:3], *heads,
-            **sizes, SHORT=n_short > 0, LASER=laser, SPLIT=split,
+            **sizes, SHORT=span < T, LASER=laser, SPLIT=split,
         )  # fmt: skip
         if laser:
             exact_forward_kernel[triton.cdiv(T, EXACT.value), B * H](
                 q, k, v, lse, torch.empty_like(lse), y, wide, *strides, *v.stride()[:3], *heads
             )
         ctx.save_for_backward(q, k, v, x, lse, shift, wide)
-        ctx.choices = window, n_short, scale, laser, split
+        ctx.choices = span, scale, laser, split
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         q, k, v, x, lse, shift, wide = ctx.saved_tensors
-        window, n_short, scale, laser, split = ctx.choices
+        span, scale, laser, split = ctx.choices
         (B, H, T, D), E = q.shape, v.shape[-1]
         dy, x = as_planned(dy), in_time(x)
         dq, dk, dv = (by_time(q, t.shape[-1], t.dtype) for t in (q, k, v))
@@ -480,19 +474,19 @@ class Flash(torch.autograd.Function):
             exp_kernel[rows](v, shift, values, lo, *v.stride()[:3], H, T, E, 64, split)
         delta_kernel[rows](dy, x, g, delta, *dy.stride()[:3], H, T, E, 64, laser)
         strides = (*q.stride()[:3], *k.stride()[:3])
-        heads = window, n_short, scale * math.log2(math.e), scale, H, T, D, E
+        heads = span, scale * math.log2(math.e), scale, H, T, D, E
         main = (*strides, *values.stride()[:3], *g.stride()[:3], *heads)
-        kind = sizes | {"SHORT": n_short > 0, "LASER": laser, "SPLIT": split}
+        kind = sizes | {"SHORT": span < T, "LASER": laser, "SPLIT": split}
         dk_dv_kernel[triton.cdiv(T, sizes["N"]), B * H](q, k, values, lo, g, lse, delta, dk, dv, *main, **kind)
         dq_kernel[triton.cdiv(T, sizes["M"]), B * H](q, k, values, lo, g, lse, delta, dq, *main, **kind)
         if laser:
             grid = triton.cdiv(T, EXACT.value), B * H
             exact, logs = by_time(q, E, torch.float32), (lse, torch.empty_like(lse))
             mine = (*strides, *v.stride()[:3])
-            exact_forward_kernel[grid](q, k, v, *logs, exact, wide, *mine, *heads[:3], *heads[4:])
+            exact_forward_kernel[grid](q, k, v, *logs, exact, wide, *mine, *heads[:2], *heads[3:])
             mine = (*mine, *dy.stride()[:3], *heads)
             exact_backward_kernel[grid](q, k, v, *logs, exact, dy, dq, dk, dv, wide, *mine)
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None
 
 
 # -----------------------------------------------------------------------------
@@ -704,35 +698,19 @@ def use(model: torch.nn.Module, definition: Callable) -> None:
     ))  # fmt: skip
     for group in groups:
         group.core = KERNEL[name](group.core)
-    for layer in layers:
-        (H, G, _), (first, *others) = layer.sizes, layer.groups
-        if others and layer.inverse is None and first.schemes == others[0].schemes:  # short and long heads at once
-            shape = {"n_query": H // G, "n_map": layer.n_map}
-            together = HeadGroup([*range(H)], first.window, name, definition, first.schemes, **shape)
-            together.settings["n_short"], together.core = len(first.heads), first.core
-            layer.calls = [together]
 
 
 def by_kernel(core: str, run: Callable) -> Callable:
-    """KERNEL[core]: fast -> the same attention by run(q, k, v, window, n_short, scale) where `fits` says so, else fast.
-
-    n_short: the window is for the first n_short heads, and the others see all keys. Both kinds of heads share one
-    launch where that is possible; there is no bias then.
-    """
+    """KERNEL[core]: fast -> the same attention, by run(q, k, v, span, scale) where `fits` says so, else by fast."""
 
     def kernel(fast: Callable) -> Callable:
-        def kernels(q, k, v, *, window=None, n_short=None, scale=None, bias=None, decay=None, dropout=0.0, **far):
+        def kernels(q, k, v, *, window=None, scale=None, bias=None, decay=None, dropout=0.0, **far):
             if bias is None and decay is None and not dropout and fits(core, q, k, v, window):
                 q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-                n_short = 0 if window is None else q.shape[1] if n_short is None else n_short
-                scale = q.shape[-1] ** -0.5 if scale is None else scale
+                scale, T = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[-2]
                 with torch.autocast(q.device.type, enabled=False):
-                    return run(q, k, v, min(window or 0, q.shape[-2]), n_short, scale)
-            if n_short is None:
-                return fast(q, k, v, window=window, scale=scale, bias=bias, decay=decay, dropout=dropout, **far)
-            parts = (slice(0, n_short), window), (slice(n_short, None), None)
-            y = [kernels(q[:, h], k[:, h], v[:, h], window=w, scale=scale, dropout=dropout) for h, w in parts]
-            return torch.cat(y, dim=1)
+                    return run(q, k, v, T if window is None else min(window, T), scale)
+            return fast(q, k, v, window=window, scale=scale, bias=bias, decay=decay, dropout=dropout, **far)
 
         return kernels
 
@@ -742,5 +720,5 @@ def by_kernel(core: str, run: Callable) -> Callable:
 KERNEL: dict[str, Callable] = {
     "softmax": by_kernel("softmax", lambda *x: Flash.apply(*x, False)),
     "laser": by_kernel("laser", lambda *x: Flash.apply(*x, True)),
-    "beta": by_kernel("beta", lambda q, k, v, window, n_short, scale: Beta.apply(q, k, v, scale)),
+    "beta": by_kernel("beta", lambda q, k, v, span, scale: Beta.apply(q, k, v, scale)),
 }

@@ -23,18 +23,15 @@ def probing(model: torch.nn.Module, probe: Callable) -> Iterator[None]:
         return core(q, k, v, **settings)
 
     layers = [block.attn for block in model.transformer.h]
-    before = [(layer, layer.calls, [group.core for group in layer.groups]) for layer in layers]
+    before = [(group, group.core) for layer in layers for group in layer.groups]
     try:
-        for layer, _, cores in before:
-            layer.calls = layer.groups  # of Triton's kernels one call may have joined the groups
-            for group, core in zip(layer.groups, cores, strict=True):
-                group.core = partial(probed, layer, group, core)
+        for layer in layers:
+            for group in layer.groups:
+                group.core = partial(probed, layer, group, group.core)
         yield
     finally:
-        for layer, calls, cores in before:
-            layer.calls = calls
-            for group, core in zip(layer.groups, cores, strict=True):
-                group.core = core
+        for group, core in before:
+            group.core = core
 
 
 @torch.no_grad()

@@ -133,7 +133,7 @@ def labels(tok: Tokenizer, ids: Iterable[int]) -> list[str]:
 def draw(rows: list[list[Map]], tokens: list[str], title: str = ""):
     """A matplotlib Figure of a grid of maps, with the tokens on its outer axes where they fit.
 
-    All maps without weights below 0 have one scale of colours, and all others another. Raises NotInstalled without
+    All maps without weights below 0 have one scale of colours, and all others another. Raises UserError without
     matplotlib.
     """
     optional("matplotlib", "a map")
@@ -146,8 +146,8 @@ def draw(rows: list[list[Map]], tokens: list[str], title: str = ""):
         size = max(size, min(20.0, T * 7 / 72))
     norms = colour_scales(maps)
     titles = [m.title.split("\n") for m in maps]
-    width = columns * size + 0.7 + 0.9 * len({m.signed for m in maps})
-    height = len(rows) * (size + 0.05 + 0.2 * max(map(len, titles))) + (0.8 if title else 0.5)
+    width = columns * size + 0.7
+    height = len(rows) * (size + 0.05 + 0.2 * max(map(len, titles))) + (1.6 if title else 1.3)
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(len(rows), columns, squeeze=False)
     font = min(11.0, 115 * size / max(len(line) for lines in titles for line in [*lines, " "]))  # all titles fit
@@ -166,15 +166,13 @@ def draw(rows: list[list[Map]], tokens: list[str], title: str = ""):
             ax.spines[:].set_color("0.6")
             ax.set_title(m.title, fontsize=font, parse_math=False)
             lowest = r + 1 == len(rows) or column >= len(rows[r + 1])
-            label(ax.xaxis, tokens if lowest else [], point)
-            label(ax.yaxis, tokens if column == 0 else [], point)
+            label(ax.xaxis, tokens if lowest else [], point, "key" if lowest else "")
+            label(ax.yaxis, tokens if column == 0 else [], point, "query" if column == 0 else "")
     kinds = [m.signed for m in maps]
     apart = sum(a != b for a, b in pairwise(kinds)) == 1  # all maps of one kind before all of the other
-    for signed in sorted(set(kinds), reverse=True):
+    for signed in sorted(set(kinds)):
         some = [image for image in images if image.norm is norms[signed]]
-        colour_bar(figure, some[0], [image.axes for image in some] if apart else [*axes.flat], size)
-    figure.supxlabel("key: the token that is looked at", fontsize=10)
-    figure.supylabel("query: the token that looks", fontsize=10)
+        colour_bar(figure, some[0], [image.axes for image in some] if apart else [*axes.flat])
     if title:
         figure.suptitle(title, fontsize=12, parse_math=False)
     return figure
@@ -192,26 +190,24 @@ def colour_scales(maps: list[Map]) -> dict:
     return norms
 
 
-def colour_bar(figure, image, axes: list, size: float) -> None:
-    """Draws the colour bar of an image to the right of axes, as high as they are and 0.2 inches wide."""
+def colour_bar(figure, image, axes: list) -> None:
+    """Draws the colour bar of an image below axes."""
     least, most = image.norm.vmin, image.norm.vmax
-    ticks = [n * 10**k for k in range(-8, 8) for n in (1, 2, 5) if 0.04 <= n * 10**k / most <= 1.001]
+    ticks = [n * 10**k for k in range(-8, 8) for n in (1, 3) if 0.1 <= n * 10**k / most <= 1.001]
     ticks = [-x for x in ticks if least < 0] + [0] + ticks
-    columns = len({ax.get_subplotspec().colspan.start for ax in axes})
-    rows = len({ax.get_subplotspec().rowspan.start for ax in axes})
-    inches = {"fraction": 0.25 / (columns * size), "aspect": rows * size / 0.2, "shrink": 0.9 if rows == 1 else 1.0}
     name = "weight (asinh scale)" + (", red below 0" if least < 0 else "")
-    bar = figure.colorbar(image, ax=axes, label=name, pad=0.01, **inches)
+    bar = figure.colorbar(image, ax=axes, label=name, location="bottom", shrink=0.7, aspect=30)
     bar.set_ticks(ticks, labels=[f"{x:g}" for x in ticks])
     bar.minorticks_off()
 
 
-def label(axis, tokens: list[str], point: float) -> None:
-    """Writes the tokens along an axis, if each has 5 points of room."""
+def label(axis, tokens: list[str], point: float, name: str) -> None:
+    """Writes the tokens along an axis, if each has 5 points of room, and its name."""
+    axis.set_label_text(name)
     tokens = tokens if point >= 5 else []
     across = axis.axis_name == "x"
     upright = not across or max(map(len, tokens), default=1) == 1
-    font = min(10.0, (1.1 if across and upright else 0.9) * point)  # letters are higher than wide
+    font = min(10.0, (1.1 if upright else 0.9) * point)
     axis.set_ticks(range(len(tokens)), tokens, fontsize=font, family="monospace", parse_math=False)
     axis.set_tick_params(length=0, rotation=0 if upright else 90)
 

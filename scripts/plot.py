@@ -45,38 +45,35 @@ def read(folder: str) -> list[dict]:
                 rows.append(row | {"steps": row["iter"] + ("ms" in row)})  # an evaluation comes before its step
     if not rows:
         raise UserError(f"{path} is empty: the run has logged nothing yet")
-    timed = [{"steps": 0, "ms": 0.0, "tokens_per_s": 0.0}, *(row for row in rows if "ms" in row)]
-    timed.append(timed[-1] | {"steps": max(row["steps"] for row in rows)})  # steps after the last timed one are as fast
-    steps = np.array([row["steps"] for row in timed])
-    seconds = np.diff(steps, prepend=0) * [row["ms"] / 1000 for row in timed]
-    hours = np.cumsum(seconds) / 3600
-    tokens = np.cumsum(seconds * [row["tokens_per_s"] for row in timed])
+    steps = hours = tokens = ms = speed = 0  # until the last row that has a time, and its speed
     for row in rows:
-        row |= {"time": np.interp(row["steps"], steps, hours), "tokens": np.interp(row["steps"], steps, tokens)}
+        ms, speed, more = row.get("ms", ms), row.get("tokens_per_s", speed), row["steps"] - steps
+        row |= {"time": hours + more * ms / 3.6e6, "tokens": tokens + more * ms / 1e3 * speed}
+        if "ms" in row:
+            steps, hours, tokens = row["steps"], row["time"], row["tokens"]
     return rows
 
 
-def running_mean(values: list[float]) -> list[float]:
-    """The exponentially weighted mean of the values up to each, over about a 50th of them."""
-    means = []
-    total = weight = 0.0
-    keep = max(0.0, 1 - 50 / max(1, len(values)))
-    for value in values:
+def running_mean(values: list[float], steps: list[int], width: float) -> list[float]:
+    """The mean of the values up to each, with weights that fall by a factor e every `width` steps."""
+    means, total, weight, before = [], 0.0, 0.0, 0
+    for value, step in zip(values, steps, strict=True):
+        keep, before = math.exp((before - step) / width), step
         if math.isfinite(value):  # in float16 the first norms are infinite
-            total = keep * total + (1 - keep) * value
-            weight = keep * weight + (1 - keep)
-        means.append(total / weight if weight else math.nan)  # division by the sum of weights: no bias at the start
+            total, weight = keep * total + value, keep * weight + 1.0
+        means.append(total / weight if weight else math.nan)
     return means
 
 
 def draw(ax, name: str, logs: dict[str, list[dict]]) -> None:
-    """Draws the curves of one quantity, a colour for each run."""
+    """Draws the curves of one quantity, a colour for each run. All are smoothed over a 50th of the longest run."""
+    width = max(rows[-1]["steps"] for rows in logs.values()) / 50
     for i, (run, rows) in enumerate(logs.items()):
         at = [row[x] for row in rows if KEYS[name] in row]
         values = [np.max(row[KEYS[name]]) for row in rows if KEYS[name] in row]  # of all layers' scores the largest
         if name in ("loss", "norm", "speed"):
             ax.plot(at, values, color=f"C{i}", alpha=0.25, linewidth=0.8)
-            values = running_mean(values)
+            values = running_mean(values, [row["steps"] for row in rows if KEYS[name] in row], width)
         ax.plot(at, values, color=f"C{i}", label=run)
         if name == "loss":
             at = [row[x] for row in rows if "val_loss" in row]

@@ -40,7 +40,7 @@ def resources(kernel: object, constants: dict, options: dict, float32: tuple = (
     names = [p.name for p in kernel.params]
     constants = {name: value for name, value in constants.items() if name in names}
     for i, name in enumerate(names):
-        scalar = name in ("window", "n_short", "H", "T", "n") or name.endswith(("_b", "_h", "_t"))
+        scalar = name in ("span", "H", "T", "n") or name.endswith(("_b", "_h", "_t"))
         kind = "i32" if scalar else "*fp32" if name in (*FLOAT32, *float32) else "*i32" if name == "wide" else mine
         signature[name] = "constexpr" if name in constants else NUMBER.get(name, kind)
         if signature[name][0] == "*" or name.endswith(("_b", "_h", "_t")):  # as Triton finds them

@@ -81,7 +81,7 @@ def test_the_graph_with_kernels_is_one_and_copies_no_input():
     assert got.returncode == 0, got.stderr
     rows = [line.split() for line in got.stdout.splitlines()]
     count = {core: sum(row[0] == core for row in rows) for core in ATTENTION}
-    assert (count["softmax"], count["laser"], count["beta"]) == (4, 9, 7)
+    assert (count["softmax"], count["laser"], count["beta"]) == (8, 18, 7)
     inputs = {"softmax": set("qkvg"), "laser": {*"qkv", "wide", "shift"}, "beta": {*"qkvy"}}
     for core, kernel, written in rows:
         read = inputs[core] - ({"y"} if kernel == "beta_forward_kernel" else set())

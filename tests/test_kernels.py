@@ -135,7 +135,8 @@ def test_a_model_with_the_kernels_is_the_same(core, choices, monkeypatch):
     expected = torch.autograd.grad(plain[1], gpt.parameters())
     kernels.use(gpt, ATTENTION[gpt.config.attention])
     ours = gpt(idx, idx)
-    assert len(used) == 1 and (ours[0] - plain[0]).abs().max() <= 1e-5
+    assert len(used) == (2 if "heads" in choices and core != "beta" else 1)  # beta's short heads have none
+    assert (ours[0] - plain[0]).abs().max() <= 1e-5
     for a, b in zip(torch.autograd.grad(ours[1], gpt.parameters()), expected, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
     cache = gpt.new_cache()

@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 from harness import legal, pairwise
-from reference import naive_attention, plain
+from reference import ONE_QUERY, naive_attention, plain
 from torch.nn import functional as F
 
 from attention.cache import run_definitions
@@ -147,7 +147,8 @@ def test_cached_packed_and_plain_are_the_same(short, long, more):
     with torch.no_grad():
         packed = gpt(x, y, pos=pos)[0]
         for a, b in itertools.pairwise(cuts):
-            torch.testing.assert_close(packed[:, a:b], gpt(x[:, a:b], y[:, a:b])[0], rtol=0, atol=1e-6)
+            alone = gpt(x[:, a:b], y[:, a:b])[0]
+            torch.testing.assert_close(packed[:, a:b], alone, rtol=0, atol=2e-6)  # ALiBi's table is in float32
         for pieces in ([1, 1, 1, 2, 1, 7, 1], [267, 1, 3, 1, 18]):  # shorter and longer than the convolution
             cache, parts = gpt.new_cache(), []
             for part in x[:, : sum(pieces)].split(pieces, dim=1):
@@ -231,7 +232,8 @@ def test_bfloat16_autocast_stays_near_float32(core):
             loss = gpt(x, x)[1]
         loss.backward()
         grads.append({name: p.grad for name, p in gpt.named_parameters()})
-    for part in ("log_slopes", "conv.weight", "c_attn.weight"):
+    slopes = ["log_slopes"] * (core in ONE_QUERY)  # their gradient may be nearly 0 in a sparse attention of your own
+    for part in (*slopes, "conv.weight", "c_attn.weight"):
         exact, ours = (torch.cat([g.flatten() for name, g in found.items() if name.endswith(part)]) for found in grads)
         assert 0 < (ours - exact).norm() < 4 * 2**-8 * exact.norm(), part
 

@@ -1,6 +1,7 @@
 """The tools around a run: eval.py, --dry_run, the configs, scripts/plot.py, wandb and TensorBoard."""
 
 import glob
+import itertools
 import json
 import math
 import os
@@ -182,11 +183,40 @@ def test_the_numbers_of_a_dry_run(monkeypatch):
         ({"optimizer": "muon"}, "float32", 20, 16 * n - 4 * matrices),
     ):
         run = {"optimizer": "adamw"} | settings | change
-        out = estimate.report(config, run, None, "cpu", dtype, world)
+        out = estimate.report(config, run | {"gpus": None}, None, "cpu", dtype, world)
         gib = float(re.search(r"memory of a process: (\S+) GiB for weights", out)[1])
         assert gib == pytest.approx(held / 2**30, abs=0.006)
         seconds = estimate.flops(gpt) * 40 * 1024 * 1000 / 0.4 / world
-        assert f"{seconds / 989e12 / 3600:,.2f} hours on {world} x H100" in out
+        assert f"{estimate.duration(max(seconds / 989e12, 10))} on {world} x H100" in out  # 10 ms a step, or more
+    times = {0.4: "0 s", 119: "119 s", 150: "2.5 min", 9000: "2.5 hours", 950400: "11.0 days"}
+    assert [estimate.duration(x) for x in times] == [*times.values()]
+
+
+def test_a_dry_run_for_gpus(run):
+    """Their number divides the batch; what does not fit is said; activations are what autograd keeps, roughly."""
+    flags = ("config/train_gpt2.py", "--gpus=8 x A100")
+    out = dry(run, *flags)
+    assert "2.08 GiB for weights" in out and " of 40 GiB\n" in out and out.rstrip().endswith("days on 8 x A100")
+    assert ": too much. A smaller --batch_size" in dry(
+        run, *flags, "--batch_size=60", "--gradient_accumulation_steps=8"
+    )
+    for more, says in ((["--gpus=8 A100"], "known GPUs are A100"), (["--gpus=7xA100"], "among 7 processes"),
+                       (["--dry_run=0"], "--gpus has no effect")):  # fmt: skip
+        code, _, err = run("train.py", *flags, "--dry_run", *more)
+        assert code == 2 and says in err
+    kept = {}
+    for dtype, n_layer in itertools.product(("float32", "bfloat16"), (1, 3)):
+        gpt, x = GPT(GPTConfig(32, 16, n_layer, 4, 128)), torch.zeros(64, 32, dtype=torch.long)
+        found = {}
+        keep = lambda t, found=found: found.setdefault(t.untyped_storage().data_ptr(), t)  # noqa: E731
+        amp = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16")
+        with amp, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            gpt(x, x)
+        weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
+        kept[dtype, n_layer] = sum(t.untyped_storage().nbytes() for at, t in found.items() if at not in weights)
+    for dtype in ("float32", "bfloat16"):
+        of_layer = (kept[dtype, 3] - kept[dtype, 1]) / 2 / (64 * 32 * 128)
+        assert of_layer == pytest.approx(estimate.ACTIVATIONS[dtype], rel=0.2)
 
 
 CONFIGS = sorted(os.path.basename(path) for path in glob.glob(os.path.join(ROOT, "config", "*.py")))
@@ -260,15 +290,19 @@ def test_the_axes_of_a_plot(tmp_path):
     """Tokens and hours are sums over the steps, which need not be logged each."""
     module = runpy.run_path(os.path.join(ROOT, "scripts", "plot.py"))
     rows = [{"iter": i, "loss": 1.0, "ms": 1000.0 * (i + 1), "tokens_per_s": 100.0 / (i + 1)} for i in (0, 10, 20)]
-    rows += [{"iter": i, "val_loss": 2.0} for i in (0, 6, 20, 31)]  # before their steps
+    rows.insert(0, {"iter": 0, "val_loss": 2.0})  # before its step
+    rows.insert(3, {"iter": 16, "val_loss": 2.0})  # after step 10 was logged
+    rows.append({"iter": 31, "val_loss": 2.0})
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     got = module["read"](str(tmp_path))
-    assert [row["steps"] for row in got] == [1, 11, 21, 0, 6, 20, 31]
-    assert [row["tokens"] for row in got] == pytest.approx([100, 1100, 2100, 0, 600, 2000, 3100])
-    assert [row["time"] * 3600 for row in got] == pytest.approx([1, 111, 321, 0, 1 + 5 * 11, 321 - 21, 321 + 10 * 21])
-    assert module["running_mean"]([math.inf, 4.0, 2.0]) == pytest.approx([math.nan, 4, 2], nan_ok=True)  # few: no mean
-    means = module["running_mean"]([4.0, 2.0] * 50)  # of 100 values: the past weighs a half
-    assert means[:2] == pytest.approx([4, (0.5 * 4 + 2) / 1.5]) and means[-1] == pytest.approx(8 / 3)
+    assert [row["steps"] for row in got] == [0, 1, 11, 16, 21, 31]
+    assert [row["tokens"] for row in got] == pytest.approx([0, 100, 1100, 1600, 2100, 3100])
+    assert [row["time"] * 3600 for row in got] == pytest.approx([0, 1, 111, 111 + 5 * 11, 321, 321 + 10 * 21])
+    mean = module["running_mean"]
+    assert mean([math.inf, 4.0, 2.0], [1, 2, 3], 1e9) == pytest.approx([math.nan, 4, 3], nan_ok=True)
+    half = 10 / math.log(2)  # ten steps later a value weighs a half, however often a run was logged
+    assert mean([4.0, 2.0], [1, 11], half) == pytest.approx([4, (0.5 * 4 + 2) / 1.5])
+    assert mean([4.0, 2.0] * 50, range(0, 1000, 10), half)[-1] == pytest.approx(8 / 3)
 
 
 def test_plots_of_runs_that_have_little_or_go_on(run, tmp_path):

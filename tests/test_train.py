@@ -48,7 +48,7 @@ def test_log_lines(train):
     ("flags", "says"),
     [
         ((), "unlike GPT-2: bias=False\nsoftmax attention in 8 long heads\nadamw: learning_rate=0.01, warmup_iters=2, "
-         "schedule=cosine, lr_decay_iters=20, min_lr=6e-05\n"),
+         "schedule=cosine, lr_decay_iters=20, min_lr=6e-05; the run ends before that, at max_iters=0\n"),
         (("--heads=S/L", "--window=0", "--short_attention=laser"),
          "\nlaser attention in 4 short heads (window=0) and softmax attention in 4 long heads\n"),
         (("--attention=beta", "--block_size=256", "--dropout=0.1", "--batch_size=1"),
@@ -58,7 +58,7 @@ def test_log_lines(train):
         (("--position=rope", "--schedule=constant"),
          "position=rope, bias=False\nsoftmax attention in 8 long heads\n"
          "adamw: learning_rate=0.01, warmup_iters=2, schedule=constant\n"
-         "a step: 8 sequences x 32 = 256 tokens, in micro-batches of 4; 1 process, cpu, float32\n"
+         "0 steps, each of 8 sequences x 32 = 256 tokens, in micro-batches of 4; 1 process, cpu, float32\n"
          "look at: val loss every 5 steps (python scripts/plot.py"),
         (("--optimizer=muon", "--muon_lr=0.1", "--decay_lr=0"), "\nmuon: learning_rate=0.01, muon_lr=0.1\n"),
         (("--eval_only",), "look at: the losses below; nothing is trained or written\n"),
@@ -243,6 +243,26 @@ def test_a_loss_that_is_not_finite_ends_the_run(train, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("definition", "says"),
+    [
+        (lambda s, seen, v: (s * math.nan).where(seen, 0.0) @ v, "the losses of the evaluation are {'train': nan"),
+        (lambda s, seen, v: (s * 0).sqrt().where(seen, 0.0) @ v, "step 0: the loss is 3."),
+        (lambda s, seen, v: s.softmax(-1) @ v, "if it sees later tokens, the losses above mean nothing"),
+    ],
+)
+def test_a_wrong_attention_is_found(train, tmp_path, monkeypatch, definition, says):
+    """It gives a NaN, or its gradient is one: a line says where. It sees later tokens: the last line says it again."""
+    monkeypatch.setitem(ATTENTION, "mine", definition)
+    code, out, err = train("--attention=mine", "--max_iters=22", "--eval_interval=22", "--sample_tokens=0")
+    assert says in (err if code else out)
+    if code:
+        where = "in what the attention of layer 0 gives" if "{" in says else "in the gradient of transformer.h.1.attn"
+        assert f"It begins {where}" in err and rows(tmp_path) == []
+    else:
+        assert ", 0 s left" in out.splitlines()[-4], out
+
+
+@pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--attention=lazer"], "'lazer' is not one of softmax, laser, beta"),
@@ -286,15 +306,6 @@ def test_a_bug_keeps_its_traceback(train, monkeypatch, owner, name, bug, error, 
     monkeypatch.setattr(owner, name, bug)
     with pytest.raises(error, match=says):
         train("--max_iters=5")
-
-
-def test_compile_falls_back_and_says_why(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda model: lambda *args, **kwargs: torch.rand(3).tolist() and 1 / 0)
-    code, out, _ = train("--compile", "--max_iters=3", "--dropout=0.1")
-    assert code == 0 and "going on without it (ZeroDivisionError: division by zero)" in out
-    compiled = state_of(tmp_path)["model"]
-    train("--max_iters=3", "--dropout=0.1")
-    assert same(compiled, state_of(tmp_path)["model"])  # the attempt drew no random number
 
 
 def test_a_damaged_log_does_not_stop_a_resume(train, tmp_path):

@@ -8,34 +8,25 @@ from errors import NotFinite, UserError
 
 
 class Sampler:
-    """Draws one token per row: sampler(logits (B, V)) -> (B, 1). Each row may end at a token of its own.
+    """Draws one token per row: sampler(logits (B, V)) -> (B, 1).
 
     temperature: 0 is greedy. top_k: sample from the k most likely tokens. top_p: from the fewest that together have
-    this probability. stop: a token that ends its row; it is repeated until every row has ended. vocab_size: the
-    tokenizer's; ids past it (padding) are never sampled. seed: of a generator of its own; None draws from torch's.
-    Raises UserError for an impossible argument, NotFinite for logits that are not finite.
+    this probability. vocab_size: the tokenizer's; ids past it (padding) are never sampled. seed: of a generator of its
+    own; None draws from torch's. Raises UserError for an impossible argument, NotFinite for logits that are not finite.
     """
 
-    def __init__(self, rows, device, temperature=1.0, top_k=None, top_p=None, *, stop=None, vocab_size=None, seed=None):
+    def __init__(self, device, temperature=1.0, top_k=None, top_p=None, *, vocab_size=None, seed=None):
         if not temperature >= 0 or not (top_k is None or top_k >= 1) or not (top_p is None or 0 < top_p <= 1):
             got = f"{temperature}, {top_k}, {top_p}"
             raise UserError(f"sampling needs temperature >= 0, top_k >= 1 and 0 < top_p <= 1; got {got}")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self.stop, self.vocab_size = stop, vocab_size
+        self.vocab_size = vocab_size
         self.generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-        self.ended = torch.zeros(rows, 1, dtype=torch.bool, device=device)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits.float()[:, : self.vocab_size]
         if not logits.isfinite().all():
             raise NotFinite("the model's logits are not finite; has its training diverged?")
-        token = self.draw(logits)
-        if self.stop is not None:
-            token = torch.where(self.ended, self.stop, token)
-            self.ended = self.ended | (token == self.stop)
-        return token
-
-    def draw(self, logits: torch.Tensor) -> torch.Tensor:
         if self.temperature == 0:
             return logits.argmax(-1, keepdim=True)
         # A smaller temperature would be 0 where denormal numbers are flushed. After the shift logits are at most 0.
@@ -56,7 +47,7 @@ class Sampler:
 def stream(model, idx, n: int, *sampling, use_cache=True, endless=False, **more) -> Iterator[torch.Tensor]:
     """Yields the next token of each of the prompts idx (B, T), as (B, 1), up to n times.
 
-    model: a GPT. sampling and more: temperature, top_k, top_p, stop, vocab_size, seed (Sampler). use_cache: reuse what
+    model: a GPT. sampling and more: temperature, top_k, top_p, vocab_size, seed (Sampler). use_cache: reuse what
     was computed for earlier tokens; without it the text is the same, but slower. After block_size tokens the window
     slides: every token changes its position, so the cache is useless, and each step is a whole forward pass. endless:
     go on with the cache instead, as in a longer text. Raises UserError for a model whose cache cannot go on.
@@ -64,7 +55,7 @@ def stream(model, idx, n: int, *sampling, use_cache=True, endless=False, **more)
     if endless and not use_cache:
         raise UserError("endless decoding goes on with the cache: it needs use_cache")
     block_size = model.config.block_size
-    sampler = Sampler(len(idx), idx.device, *sampling, **more)
+    sampler = Sampler(idx.device, *sampling, **more)
     length = idx.shape[1] + n
     cache = model.new_cache(length if endless else min(block_size, length)) if use_cache else None
     new = idx
@@ -77,5 +68,3 @@ def stream(model, idx, n: int, *sampling, use_cache=True, endless=False, **more)
         if not endless:
             idx = torch.cat((idx, new), dim=1)
         yield new
-        if sampler.stop is not None and sampler.ended.all():
-            return

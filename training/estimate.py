@@ -1,17 +1,40 @@
 """What a run will need, for train.py --dry_run: parameters, FLOPs, memory of the weights, time."""
 
+import math
+import re
+
 import torch
 
 from attention.forms import linear
 from attention.sums import SUMS
+from errors import UserError
 from model import GPT, GPTConfig
 
 VOCAB_SIZE = {"shakespeare_char": 65, "pg19": 10000}  # of data sets that are not prepared; all others have GPT-2's
+ACTIVATIONS = {"float32": 64, "bfloat16": 44, "float16": 44}  # bytes per token, layer and channel that softmax keeps
+LAUNCH = 0.01  # seconds that a GPU needs for the launches of a step, roughly
 MFU = 0.4  # the share of the peak that is reached; about what nanoGPT reaches on an A100
-PEAK_FLOPS = {  # of the tensor cores in bfloat16 or float16, dense, from the data sheets
-    "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
-    "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12,
+GPUS = {  # name: FLOP/s of the tensor cores in bfloat16 or float16, dense, from the data sheets; the smaller GiB
+    "A100": (312e12, 40), "H100 PCIe": (756e12, 80), "H100 NVL": (835e12, 94), "H100": (989e12, 80),
+    "H200": (989e12, 141), "B200": (2250e12, 180), "L40S": (362e12, 48), "L4": (121e12, 24), "A10": (125e12, 24),
+    "V100": (125e12, 16), "T4": (65e12, 16),
 }  # fmt: skip
+
+
+def gpus_of(flag: str) -> tuple[int, str]:
+    """(number, name) of a flag such as "8 x H100". Raises UserError for a GPU that is not in GPUS."""
+    found = re.fullmatch(r"([1-9]\d*) *x *(.+)", flag)
+    if not found or found[2] not in GPUS:
+        raise UserError(f'--gpus={flag!r} must be such as "8 x H100"; known GPUs are {", ".join(GPUS)}')
+    return int(found[1]), found[2]
+
+
+def duration(seconds: float) -> str:
+    """A time in a unit that fits: 90 s, 2.5 min, 12.0 hours, 11.0 days."""
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def num_params(model: GPT, non_embedding: bool = True) -> int:
@@ -40,15 +63,18 @@ def flops(model: GPT) -> int:
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """The peak rate of a GPU in PEAK_FLOPS, in FLOP/s; None for others and in float32."""
+    """The peak rate of a GPU in GPUS, in FLOP/s; None for others and in float32."""
     if not device.startswith("cuda") or dtype == "float32":
         return None
     name = f" {torch.cuda.get_device_name().replace('-', ' ')} "
-    return next((rate for known, rate in PEAK_FLOPS.items() if f" {known} " in name), None)
+    return next((rate for known, (rate, _) in GPUS.items() if f" {known} " in name), None)
 
 
 def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtype: str, world: int) -> str:
     """The lines of a dry run. run: train.py's settings; n_tokens: of the train split, if it is there."""
+    gpu = None
+    if run["gpus"]:
+        (world, gpu), dtype = gpus_of(run["gpus"]), "bfloat16" if run["dtype"] == "auto" else dtype
     with torch.device("meta"):
         model = GPT(config)
     n, per_token = num_params(model, non_embedding=False), flops(model)
@@ -60,17 +86,29 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
     per_weight = 16 if dtype == "float32" else 18  # bytes: itself, its gradient, two of AdamW's; autocast's copy
     saved = 4 * matrices if run["optimizer"] == "muon" else 0  # Muon has one number per weight, the others two
     held = (per_weight * n - saved) / (world if run["parallel"] == "fsdp" else 1) / 2**30  # GiB
-    rates = {gpu: PEAK_FLOPS[gpu] for gpu in ("A100", "H100")}
+    full = 1 if config.activation_checkpointing else config.n_layer  # layers whose activations are kept at a time
+    kept = config.n_embd * (4 * config.n_layer + ACTIVATIONS[dtype] * full)  # bytes per token
+    of_row = config.block_size * (kept + 12 * config.vocab_size) / 2**30  # with the logits and their gradient
+    batch_size = min(run["batch_size"], math.ceil(rows / world))
+    micro = f"{batch_size * of_row:.2f} for a micro-batch of {batch_size}"
+    if gpu:
+        micro += f", of {GPUS[gpu][1]} GiB"
+        if held + batch_size * of_row > 0.9 * GPUS[gpu][1]:
+            micro += (
+                ": too much. A smaller --batch_size with a larger --gradient_accumulation_steps makes the same steps; "
+            )
+            micro += "or --parallel=fsdp, --activation_checkpointing"
+    rates = {name: GPUS[name][0] for name in ([gpu] if gpu else ["A100", "H100"])}
     if peak := peak_flops(device, dtype):
         rates = {torch.cuda.get_device_name(): peak} | rates
     work = per_token * total / (MFU * world)  # seconds at a rate of one FLOP/s
+    times = {name: max(work / rate, LAUNCH * run["max_iters"]) for name, rate in rates.items()}
     return "\n".join([
         f"parameters: {n:,}, {num_params(model):,} without position (and untied token) embeddings",
         f"FLOPs: {per_token:,} per token, forward and backward; {per_token * step:.3g} per step; "
         f"{per_token * total:.3g} in all",
         f"tokens: {step:,} per step ({rows} x {config.block_size}), {total:,} in {run['max_iters']:,} steps{epochs}",
-        f"memory of a process: {held:.2f} GiB for weights, gradients and {run['optimizer']}; what a micro-batch needs "
-        "comes on top",
-        f"time, at {MFU:.0%} of the rate of matrix products: "
-        + ", ".join(f"{work / rate / 3600:,.2f} hours on {world} x {gpu}" for gpu, rate in rates.items()),
+        f"memory of a process: {held:.2f} GiB for weights, gradients and {run['optimizer']}, roughly {micro}",
+        f"time, at {MFU:.0%} of the rate of matrix products and at least {LAUNCH:g} s a step: "
+        + ", ".join(f"{duration(seconds)} on {world} x {name}" for name, seconds in times.items()),
     ])  # fmt: skip

@@ -7,19 +7,20 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import NoReturn
 
 from errors import UserError, optional
 from training import checkpoint, distributed
 from training.distributed import by_master, say
+from training.estimate import duration
 
 
-def diverged(step: int, what: object) -> NoReturn:
-    """Ends the run with exit code 1, because its numbers are not finite any more."""
+def diverged(step: int, what: object, where: str = "") -> NoReturn:
+    """Ends the run with exit code 1, because its numbers are not finite any more; where: in the model, a sentence."""
     advice = "No checkpoint has such numbers; a smaller --learning_rate, --grad_clip or --dtype=float32 may help"
-    say(f"\nstep {step}: {what}: the training has diverged. {advice}", file=sys.stderr)
+    say(f"\nstep {step}: {what}: the training has diverged. {where}{advice}", file=sys.stderr)
     sys.exit(1)
 
 
@@ -27,10 +28,12 @@ class Log:
     """log.jsonl, the terminal, wandb and TensorBoard. An older run in out_dir is moved to out_dir/previous.
 
     config: train.py's settings. start: the first step. wandb_id: of a resumed run. flops: per token. peak: FLOP/s.
+    where: run.first_not_finite, for a run whose loss or gradient is not finite: it ends here.
     """
 
-    def __init__(self, config: dict, start: int, wandb_id: str | None, flops: int, peak: float | None):
-        self.c = c = SimpleNamespace(**config)
+    def __init__(self, config: dict, start: int, wandb_id: str | None, flops: int, peak: float | None, where: Callable):
+        self.c, self.where = SimpleNamespace(**config), where
+        c = self.c
         self.start, self.wandb_id, self.flops, self.peak = start, wandb_id, flops, peak
         self.tokens_per_step = c.batch_size * c.gradient_accumulation_steps * c.block_size
         self.path = os.path.join(c.out_dir, checkpoint.LOG)
@@ -86,16 +89,18 @@ class Log:
         say(line)
 
     def evaluation(self, step: int, losses: dict[str, float]) -> None:
-        """The losses after so many steps. Here and in `step` a loss that is not finite ends the run."""
+        """The losses after so many steps."""
         if not all(map(math.isfinite, losses.values())):
-            diverged(step, f"the losses of the evaluation are {losses}")
+            diverged(step, f"the losses of the evaluation are {losses}", self.where())
         row = {"iter": step, "train_loss": losses["train"], "val_loss": losses["val"]}
         self.write(row, f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
 
-    def step(self, step: int, loss: float, lr: float, norm: float, largest: list[float] | None) -> None:
-        """A training step: its loss in nats, learning rate, gradient norm, and each layer's largest attention score."""
-        if not math.isfinite(loss):
-            diverged(step, f"the loss is {loss} and the gradient norm {norm}")
+    def step(self, step: int, loss: float, lr: float, norm: float, largest: list[float] | None, scaled: bool) -> None:
+        """A training step: its loss in nats, rate, gradient norm, and each layer's largest attention score.
+
+        scaled: float16's loss is, so its gradients may overflow."""
+        if not math.isfinite(loss) or not (math.isfinite(norm) or scaled):
+            diverged(step, f"the loss is {loss} and the gradient norm {norm}", self.where())
         seconds = (time.perf_counter() - self.since) / (step + 1 - self.since_step)
         speed = self.tokens_per_step / seconds
         row = {"iter": step, "loss": loss, "lr": lr, "norm": norm, "ms": seconds * 1e3, "tokens_per_s": speed}
@@ -103,6 +108,8 @@ class Log:
         if largest:
             row["max_logit"] = largest
             line += f", largest logit {max(largest):.2f}"
+        if step >= self.start + 20:
+            line += f", {duration(seconds * (self.c.max_iters - step - 1))} left"
         if self.peak:
             row["mfu"] = self.flops * speed / (self.peak * distributed.world)
             line += f", mfu {row['mfu'] * 100:.2f}%"

@@ -7,19 +7,20 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import NoReturn
 
 import torch
 
-from attention.forms import linear
-from errors import UserError, first_line, optional, refuse
+from attention.forms import SUSPECTS, linear
+from errors import UserError, optional, refuse
 from model import ATTENTION, GPT, GPTConfig
 from text.dataset import Tokens, folder_of, read_meta
 from text.tokenizers import GPT2_VOCAB_SIZE, tokenizer
 from training import checkpoint, distributed
 from training.distributed import count, say, summed
-from training.estimate import VOCAB_SIZE, num_params, report
+from training.estimate import VOCAB_SIZE, gpus_of, num_params, report
 from training.pretrained import FREE, TRAINING, config_of, tokens_of
 
 DEFAULTS = {field.name: field.default for field in fields(GPTConfig)}
@@ -49,7 +50,9 @@ def resumed(config: dict, given: dict) -> tuple[dict, dict | None]:
     mine = {k: config[k] for k in theirs if given.get(k) == "command line"}
     for name, value in theirs.items():
         if mine.get(name, value) != value and name in fixed:
-            raise UserError(f"--{name}={mine[name]} does not fit the saved model, which has {name}={value}")
+            new = f"new --out_dir= and {f'--init_from={out_dir}' if name in FREE else '--init_from=scratch'}"
+            raise UserError(f"--{name}={mine[name]} does not fit the saved model, which has {name}={value}: leave it "
+                            f"out to go on, or start a new run with it ({new})")  # fmt: skip
         if mine.get(name, value) != value:
             say(f"resume: {name} was {value}, now {mine[name]}")
         elif name in given and config[name] != value:
@@ -87,7 +90,8 @@ def restored(config: dict, saved: dict, meta: dict, optimizers: list, scaler: to
 
 def check_flags(config: dict, given: dict) -> None:
     """Raises UserError for train.py's flags that are wrong, or have no effect, with these settings."""
-    c, world = SimpleNamespace(**config), distributed.world
+    c = SimpleNamespace(**config)
+    world = gpus_of(c.gpus)[0] if c.gpus else distributed.world
     decays, muon = c.decay_lr and c.schedule != "constant", c.optimizer == "muon"
     counts = "batch_size gradient_accumulation_steps eval_interval log_interval eval_iters keep_checkpoints"
     others = "seed max_iters save_interval sample_tokens warmup_iters min_lr weight_decay adam_eps grad_clip muon_lr"
@@ -96,8 +100,8 @@ def check_flags(config: dict, given: dict) -> None:
     betas = ("beta1", "beta2", "muon_beta")
     refuse((not 0 <= config[name] < 1, f"--{name}={config[name]} must be in [0, 1)") for name in betas)
     used = {"muon_lr": muon, "muon_beta": muon, "schedule": c.decay_lr, "min_lr": decays}
-    used["decay_share"] = decays and c.schedule == "wsd"
-    having = f"optimizer={c.optimizer}, decay_lr={c.decay_lr}, schedule={c.schedule}"
+    used |= {"decay_share": decays and c.schedule == "wsd", "gpus": c.dry_run}
+    having = f"optimizer={c.optimizer}, decay_lr={c.decay_lr}, schedule={c.schedule}, dry_run={c.dry_run}"
     typed = [name for name, source in given.items() if source == "command line"]
     refuse((not used.get(name, True), f"--{name} has no effect with {having}") for name in typed)
     steps, rows = c.gradient_accumulation_steps, c.gradient_accumulation_steps * c.batch_size
@@ -131,6 +135,8 @@ def print_estimates(config: dict, given: dict, device: str, dtype: str) -> None:
     else:
         shape = GPTConfig(**config_of(config["init_from"], {k: config[k] for k in FREE if k in given})[1])
         check_weights(shape, config, given)
+    if n_tokens:
+        refuse([too_few(shape, config, vocab_size)])
     say(report(shape, config, n_tokens, device, dtype, distributed.world))
 
 
@@ -150,20 +156,21 @@ def pretrained_model(config: dict, given: dict, meta: dict) -> GPT:
     theirs = tokens_of(name) or ({"kind": "gpt2"} if model.config.vocab_size == GPT2_VOCAB_SIZE else None)
     if meta["tokenizer"] != theirs:
         say(f"{name} {'has' if theirs else 'may have'} other tokens than {config['dataset']}")
-    say(f"{name}: all of its weights carry over, the optimizer starts anew")
-    was = DEFAULTS | config_of(name, {})[1]
-    changed = [f"{k}={v}" for k, v in changes.items() if k not in (*TRAINING, "block_size") and v != was[k]]
-    if changed:
-        say(f"{name} was trained without {', '.join(changed)}, so the loss begins higher")
+    say(
+        f"{name}: all of its weights carry over, the optimizer starts anew; another attention begins with a higher loss"
+    )
     check_weights(model.config, config, given)
     return model
 
 
+def too_few(model: GPTConfig, config: dict, n: int) -> tuple[bool, str]:
+    """For `refuse`: whether a model's vocabulary is smaller than its data set's n tokens, and the sentence."""
+    return model.vocab_size < n, f"vocab_size={model.vocab_size} is less than the {n} tokens of {config['dataset']}"
+
+
 def check_data(config: dict, model: GPT, meta: dict) -> int | None:
     """The token between documents, with --pack=document, else None. Raises UserError where the data do not fit."""
-    n, data_has = model.config.vocab_size, meta["vocab_size"]
-    if n < data_has:
-        raise UserError(f"vocab_size={n} is less than the {data_has} tokens of {config['dataset']}")
+    refuse([too_few(model.config, config, meta["vocab_size"])])
     if config["pack"] == "none":
         return None
     eot = tokenizer(meta["tokenizer"]).eot
@@ -209,36 +216,52 @@ def describe(config: dict, model: GPT, data: dict[str, Tokens], device: str, dty
     rate += ["warmup_iters", "schedule"] if c.decay_lr else []
     rate += ["lr_decay_iters", "min_lr"] if c.decay_lr and c.schedule != "constant" else []
     shown = lambda names: ", ".join(f"{name}={config[name]}" for name in names)  # noqa: E731
+    early = f"; the run ends before that, at max_iters={c.max_iters}" if c.max_iters < c.lr_decay_iters else ""
     look = f"val loss every {count(c.eval_interval, 'step')} (python scripts/plot.py --runs={c.out_dir} draws it)"
     say(
         f"{c.dataset}: {len(data['train']):,} tokens to train on, {len(data['val']):,} to validate\n"
         f"{num_params(model) / 1e6:.2f}M parameters: {shown(sizes)}; unlike GPT-2: {shown(choices) or 'nothing'}\n"
         f"{attention_in_words(model.config, c)}\n"
-        f"{c.optimizer}: {shown(rate)}\n"
-        f"a step: {count(rows, 'sequence')} x {c.block_size} = {count(rows * c.block_size, 'token')}, in micro-batches "
-        f"of {c.batch_size}; {count(world, 'process')}{f' ({c.parallel})' if world > 1 else ''}, {device}, {dtype}\n"
+        f"{c.optimizer}: {shown(rate)}{early if 'lr_decay_iters' in rate else ''}\n"
+        f"{count(c.max_iters, 'step')}, each of {count(rows, 'sequence')} x {c.block_size} = "
+        f"{count(rows * c.block_size, 'token')}, in micro-batches of {c.batch_size}; "
+        f"{count(world, 'process')}{f' ({c.parallel})' if world > 1 else ''}, {device}, {dtype}\n"
         f"look at: {'the losses below; nothing is trained or written' if c.eval_only else look}"
     )
 
 
-def compiled(model: torch.nn.Module, try_it: Callable, sharded: bool) -> torch.nn.Module:
-    """torch.compile(model), if try_it (a forward and backward pass) works with it; else the model itself."""
-    say("compiling the model (a minute or so)...")
-    torch._dynamo.config.suppress_errors = distributed.world > 1
-    if sharded:  # FSDP2 wraps blocks, DDP the compiled model
-        for block in model.transformer.h:
-            block.compile()
-        return model
-    fast = torch.compile(model)
-    if distributed.world > 1:  # not tried: what does not compile runs uncompiled, with a warning
-        return fast
-    try:
-        try_it(fast)
-    except Exception as error:  # if it is a bug of the model, the model itself will show it
-        say(f"torch.compile does not work here, going on without it ({type(error).__name__}: {first_line(error)})")
-        fast = model
-    model.zero_grad(set_to_none=True)
-    return fast
+def compiled(model: torch.nn.Module, sharded: bool) -> torch.nn.Module:
+    """The model for torch.compile. What it cannot trace runs uncompiled, with a warning."""
+    say("compiling the model in its first steps (a minute or so; --no-compile trains without it)...")
+    torch._dynamo.config.suppress_errors = True
+    if not sharded:
+        return torch.compile(model)
+    for block in model.transformer.h:  # FSDP2 wraps blocks, DDP the compiled model
+        block.compile()
+    return model
+
+
+def first_not_finite(model: GPT, loss_of: Callable) -> str:
+    """A sentence on where a NaN or an infinity first appears in a model; empty if all is finite on this batch.
+
+    loss_of(): the loss of a batch. Its forward and backward pass are made once more.
+    """
+    found = []
+
+    def look(name: str, module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
+        if ".attn." in name and not args[0].isfinite().all():  # its projections are modules, the attention is none
+            found.append(f"in what the attention of layer {name.split('.')[2]} gives")
+        elif torch.is_tensor(output) and not output.isfinite().all():
+            found.append(f"in the output of {name}")
+
+    hooks = [m.register_forward_hook(partial(look, name)) for name, m in model.named_modules() if name]
+    model.zero_grad()
+    loss_of().backward()
+    for hook in hooks:
+        hook.remove()
+    grads = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    found += [f"in the gradient of {name}" for name in grads[:-2:-1]]  # the backward pass comes to the last one first
+    return f"It begins {found[0]}. " if found else ""
 
 
 class Signals:
@@ -266,10 +289,10 @@ class Signals:
 
 
 def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str) -> None:
-    """Prints text from the trained model, after a line end or, without one, after val's first token."""
+    """Prints text from the trained model, after a line end or, if the tokenizer has none, after val's first token."""
     try:
         tok = tokenizer(val.meta["tokenizer"])
-        prompt = tok.start("\n") if "\n" in tok.meta.get("vocab", "\n") else val.ids[:1].tolist()
+        prompt = (tok.encode("\n") if "\n" in tok.meta.get("vocab", "\n") else []) or val.ids[:1].tolist()
     except (UserError, OSError) as error:  # the run itself is done and saved
         say(f"\nno sample can be made: {error}")
         return
@@ -281,6 +304,10 @@ def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str
 
 def exit_with_code(it: int, stop: int, unsaved: OSError | None) -> NoReturn:
     """Ends the process: exit code 2 if the last save failed, 128 + the signal that stopped the run, or 0."""
+    if SUSPECTS:
+        say(
+            f"\nattention={SUSPECTS[0]!r}: if it sees later tokens, the losses above mean nothing (see the first lines)"
+        )
     if stop and not unsaved:
         say(f"\nstopped by signal after {count(it, 'step')} and saved: --init_from=resume goes on")
     code = 2 if unsaved else 128 + stop if stop else 0

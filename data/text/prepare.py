@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from configurator import configure, user_errors  # first: from here on Ctrl-C prints a sentence
 from errors import UserError
-from text import prepare
+from text import dataset, prepare
 
 # Which text?
 source: str | None = None  # a file, a folder of files, or owner/name on the Hugging Face hub
@@ -39,5 +39,8 @@ with user_errors():
     if config["source"] is None:
         raise UserError("--source= says which text: a file, a folder of files, or owner/name of the hub")
     prepare.run(**config)
-    flags = f"--dataset={config['out_dir']} --out_dir=out-mine"
+    name = os.path.basename(os.path.abspath(config["out_dir"]))
+    flags = f"--dataset={config['out_dir']} --out_dir=out-{name}"
     print(f"to train on it: python train.py config/train_shakespeare_char_cpu.py {flags}")
+    if dataset.read_meta(config["out_dir"])["vocab_size"] > 10000:
+        print("(--tokenizer=char, or sentencepiece with --vocab_size=1000, makes this small model many times as fast)")

