@@ -46,7 +46,7 @@ def user_errors() -> Iterator[None]:
     except BrokenPipeError:  # an OSError, but not the user's: see _excepthook
         raise
     except (UserError, OSError) as error:
-        note(f"{os.path.basename(sys.argv[0])}: {error}")
+        note(f"{os.path.basename(sys.argv[0].removesuffix('/__main__.py'))}: {error}")
         sys.exit(2)
 
 
@@ -146,7 +146,7 @@ def _words(legal: list) -> str:
 
 
 def _print_help(script: dict, flags: dict[str, Flag]) -> None:
-    command = f"-m {script['__spec__'].name}" if script.get("__spec__") else sys.argv[0]
+    command = f"-m {script['__spec__'].name.removesuffix('.__main__')}" if script.get("__spec__") else sys.argv[0]
     print(f"""{(script.get("__doc__") or "").strip()}
 
 usage: python {command} [config/file.py] [--flag=value ...]

@@ -98,10 +98,7 @@ def run_definitions(model: torch.nn.Module) -> None:
 
 
 class Cache:
-    """What a model keeps of the `length` tokens that it has seen, for up to `capacity` tokens in each row of a batch.
-
-    groups: the groups of heads of all layers.
-    """
+    """What all groups of heads of a model keep of the `length` tokens that it has seen; at most `capacity`, per row."""
 
     def __init__(self, groups: list[HeadGroup], capacity: int):
         self.capacity, self.length, self.rows = capacity, 0, None

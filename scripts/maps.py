@@ -205,8 +205,7 @@ def label(axis, tokens: list[str], point: float, name: str) -> None:
     """Writes the tokens along an axis, if each has 5 points of room, and its name."""
     axis.set_label_text(name)
     tokens = tokens if point >= 5 else []
-    across = axis.axis_name == "x"
-    upright = not across or max(map(len, tokens), default=1) == 1
+    upright = axis.axis_name == "y" or max(map(len, tokens), default=1) == 1
     font = min(10.0, (1.1 if upright else 0.9) * point)
     axis.set_ticks(range(len(tokens)), tokens, fontsize=font, family="monospace", parse_math=False)
     axis.set_tick_params(length=0, rotation=0 if upright else 90)

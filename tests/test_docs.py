@@ -14,14 +14,14 @@ import pytest
 from harness import ROOT, Workers
 from test_configurator import SCRIPTS
 
-PAGES = ["README.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
 NOTEBOOK = json.load(open(os.path.join(ROOT, "notebooks", "attention.ipynb"), encoding="utf-8"))
 LINK = re.compile(r"""\[([^\]]*)\]\(<?([^)>\s]+)>?(?:\s+["'][^)]*)?\)""")  # [words](target "title")
 OTHER_LINK = re.compile(r"(?m)^ *\[[^\]]+\]:|<[^>]*\b(?:src|href) *=")  # [words]: target, and HTML
-OTHERS = {  # flags of torchrun, pytest, lm_eval and tensorboard, and words for a flag
+OTHERS = {  # flags of torchrun, pytest, ruff, lm_eval and tensorboard, and words for a flag
     "--model", "--model_args", "--include_path", "--logdir",
     "--standalone", "--nproc_per_node", "--nnodes", "--max-restarts", "--rdzv_backend", "--rdzv_id", "--rdzv_endpoint",
-    "--flag", "--key",
+    "--flag", "--key", "--check",
 }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def check_links(path: str) -> None:
     for words, target in LINK.findall(page):
         file, _, anchor = target.partition("#")
         assert not re.match(r"L\d", anchor), f"{path}: {target} has a line number"
-        if file.startswith(("http:", "https:")):
+        if file.startswith(("http:", "https:", "../../actions/")):  # the last: GitHub's page of the tests
             continue
         at = os.path.normpath(os.path.join(os.path.dirname(path), file)) if file else path
         assert os.path.exists(os.path.join(ROOT, at)), f"{path}: {target} leads nowhere"
@@ -114,7 +114,8 @@ def check_commands(run, pages: dict[str, list[str]], scripts: list[str]) -> None
                 assert os.path.exists(os.path.join(ROOT, script)), f"{path}: {line}"
             elif script is None and runs and words[i - 1] == "-m" and re.fullmatch(r"\w+(\.\w+)+", word):
                 script = word
-                assert os.path.exists(os.path.join(ROOT, *word.split(".")) + ".py"), f"{path}: {line}"
+                at = os.path.join(ROOT, *word.split("."))
+                assert os.path.exists(f"{at}.py") or os.path.exists(f"{at}/__main__.py"), f"{path}: {line}"
             elif re.fullmatch(r"config/\w+\.py", word):
                 assert os.path.exists(os.path.join(ROOT, word)), f"{path}: {line}"
             elif found := re.match(r"--(?:no-)?([\w-]+)", word):

@@ -238,4 +238,4 @@ def set_aside(out_dir: str) -> None:
     os.makedirs(previous)
     for name in files:
         os.replace(os.path.join(out_dir, name), os.path.join(previous, name))
-    print(f"{out_dir} held a run: moved {', '.join(files)} to {previous}")
+    print(f"{out_dir} held a run: moved {', '.join(files)} to {previous} (--init_from=resume would go on with a run)")

@@ -13,10 +13,11 @@ from lab.experiments import attention_probabilities
 from lab.experiments.results import saved
 
 PAGES = ["lab/README.md", "lab/RESULTS.md", *sorted(glob.glob("lab/*/README.md", root_dir=ROOT))]
-FILES = sorted(glob.glob("lab/*.py", root_dir=ROOT) + glob.glob("lab/[eh]*/*.py", root_dir=ROOT))
-SETS_FLAGS = re.compile(r"(?m)^ *(config, .*= configure\(|start\(globals)")
+FILES = sorted(glob.glob("lab/*.py", root_dir=ROOT) + glob.glob("lab/[ehl]*/*.py", root_dir=ROOT))
+SETS_FLAGS = re.compile(r"(?m)^ *(config, .*= configure\(|(results\.)?start\(globals)")
 DRAW = {path[:-3].replace("/", ".") for path in FILES if "\npicture = " in read(path)}
 LAB_SCRIPTS = [path[:-3].replace("/", ".") for path in FILES if SETS_FLAGS.search(read(path))]
+LAB_SCRIPTS = [name.removesuffix(".__main__") for name in LAB_SCRIPTS]
 
 
 @pytest.mark.parametrize("path", PAGES)
