@@ -14,6 +14,9 @@ import pytest
 from harness import ROOT, Workers
 from test_configurator import SCRIPTS
 
+from choices import NORM
+from positions import POSITION
+
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
 NOTEBOOK = json.load(open(os.path.join(ROOT, "notebooks", "attention.ipynb"), encoding="utf-8"))
 LINK = re.compile(r"""\[([^\]]*)\]\(<?([^)>\s]+)>?(?:\s+["'][^)]*)?\)""")  # [words](target "title")
@@ -173,3 +176,27 @@ def test_add_your_own(data, tmp_path):
         [sys.executable, "-m", "pytest", "-n", "0", "-k", "sigmoid"], cwd=here, capture_output=True, text=True
     )
     assert done.returncode == 0 and int(re.search(r"(\d+) passed", done.stdout)[1]) > 100, done.stdout
+
+
+def test_add_a_norm_and_a_position(run, train, tmp_path, monkeypatch):
+    """Those of docs/choices.md, as printed: they train, a cache changes no text, and beta refuses the position."""
+    (block,) = re.findall(r"(?ms)^```python\n(.*?)^```$", read("docs/choices.md"))
+    (tmp_path / "my_choices.py").write_text(block, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(NORM, "scalenorm", None)  # so that both leave their tables after the test
+    monkeypatch.setitem(POSITION, "kerple", None)
+    flags = (
+        "--import=my_choices",
+        "--norm=scalenorm",
+        "--position=kerple",
+        "--heads=SL",
+        "--window=3",
+        "--max_iters=5",
+    )
+    code, out, err = train(*flags)
+    assert code == 0 and "position=kerple, norm=scalenorm" in out, err
+    sample = ("sample.py", "--import=my_choices", f"--out_dir={tmp_path / 'out'}", "--num_samples=1", "--start=the")
+    texts = {run(*sample, "--max_new_tokens=60", f"--use_cache={cached}")[1] for cached in (True, False)}
+    assert len(texts) == 1 and "-----" in texts.pop()
+    code, _, err = train(*flags, "--attention=beta")
+    assert code == 2 and "position='kerple' adds a number to scores" in err
