@@ -107,7 +107,7 @@ def test_a_disk_that_is_full(train, tmp_path):
         code, out, err = train("--init_from=resume", "--max_iters=20")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert code == 2 and "iter 19" in out and f"cannot write {tmp_path / 'out'}" in err and "MiB are free" in err
+    assert code == 2 and "iter 19" in out and f"cannot write {tmp_path / 'out'}" in err
     assert err.count("Is the disk full?") == 4 and "An older file of this name is unchanged" in err
     assert before == {name: (tmp_path / "out" / name).read_bytes() for name in files(tmp_path) if "log" not in name}
     assert train("--init_from=resume", "--max_iters=10")[0] == 0 and state_of(tmp_path)["iter_num"] == 10
@@ -172,24 +172,6 @@ def test_data_replaced_under_a_run(train, tmp_path, own, data, monkeypatch):
     code, out, _ = train(*again, "--allow_other_data")
     assert code == 0 and state_of(tmp_path)["iter_num"] == 12 and "the best validation loss starts anew" in out
     assert train(*again, "--max_iters=13")[0] == 0  # of which the run now is
-
-
-# -----------------------------------------------------------------------------
-# losses
-
-
-def test_an_evaluation_that_is_not_finite_stops_the_run(train, tmp_path, monkeypatch):
-    train("--max_iters=5")
-    before = files(tmp_path)
-    forward = GPT.forward
-
-    def infinite(self, *args, **kwargs):
-        logits, loss = forward(self, *args, **kwargs)
-        return logits, loss if self.training else loss * math.inf
-
-    monkeypatch.setattr(GPT, "forward", infinite)
-    code, _, err = train("--init_from=resume", "--max_iters=20", "--eval_interval=7")
-    assert code == 1 and "step 7: the losses of the evaluation are" in err and files(tmp_path) == before
 
 
 # -----------------------------------------------------------------------------

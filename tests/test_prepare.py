@@ -178,22 +178,6 @@ def test_the_sources_own_splits(tmp_path):
     assert written(tmp_path / "out", "val") == TEXTS[3].encode() + b"\xff"
 
 
-def test_the_split_of_a_name(tmp_path):
-    """Hidden files and links to folders do not count, and names may hold what a pattern of names could."""
-    split_of = {
-        "train": ["12.txt", "testament-1.txt", "train-0000[0].txt", "trains/a.txt", "valley.txt"],
-        "val": ["a/valid_x.txt", "dev.txt", "val2.txt", "validation set*.txt"],
-        "test": ["Test1.txt", "test/12.txt"],
-    }
-    for path in [*sum(split_of.values(), []), ".ipynb_checkpoints/a.txt", ".hidden.txt", "notes.md"]:
-        (tmp_path / "in" / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "in" / path).write_text(path)
-    os.symlink("..", tmp_path / "in" / "a" / "self")
-    prepared(tmp_path / "out", str(tmp_path / "in"))
-    for split, paths in split_of.items():
-        assert written(tmp_path / "out", split).decode("latin-1").split("\xff")[:-1] == sorted(paths)
-
-
 def test_rows_without_text_are_empty_documents(tmp_path):
     source = write_parquet(tmp_path / "a.parquet", [TEXTS[0], None, "", "\ufeffa\rb\r\nc"])
     prepared(tmp_path / "out", source, val_share=0.5)
@@ -318,19 +302,6 @@ def test_again_there_is_nothing_to_do(tmp_path, capsys):
     assert not again(lines) and b"elahw" in written(out, "train")
     file = write_files(tmp_path / "books", TEXTS[:1]) + "/00.txt"
     assert [again(file), again(file)] == [False, True]
-
-
-def test_an_edit_of_the_code_is_not_answered_from_the_cache(folder, tmp_path):
-    """As `datasets` would, which knows our function by its name."""
-    hashed = datasets.fingerprint.Hasher.hash
-    tok = tokenizers.tokenizer({"kind": "bytes"})
-    assert hashed([prepare.tokenised, tok]) == hashed([prepare.tokenised, tokenizers.tokenizer({"kind": "bytes"})])
-    before = prepared(tmp_path / "out", folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "CODE", "of another version")
-        patch.setattr(tokenizers.ByteTokenizer, "ids", lambda self, text: np.zeros(1, np.uint8))
-        assert prepared(tmp_path / "out", folder) != before
-    assert prepared(tmp_path / "out", folder) == before
 
 
 # -----------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from scipy import stats
 
 from errors import UserError
 from lab.experiments import beta_post, laser, long_short, results, runs
-from lab.experiments.times import model_of
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -137,23 +136,6 @@ def test_long_short(tiny, data):
     assert same == found and tables(again) == [lengths, border, bfloat16] and "seed" not in again
 
 
-def test_a_run_breaks_half_a_nat_above_the_usual():
-    usual = [{"val": 2.0}, {"val": 2.2}]
-    assert not long_short.breaks({"val": 2.4}, usual)
-    for result in ({"val": 2.6}, {"val": 1.9, "diverged": 7}, {"val": math.nan}):
-        assert long_short.breaks(result, usual)
-
-
-def test_two_heads_have_as_many_weights_as_six():
-    """Section 5.1: what attention loses, the MLP gets."""
-    for scale, s in long_short.SCALES.items():
-        n = {}
-        for heads in (6, 2):
-            flags = s["flags"] | (s["two"] if heads == 2 else {}) | {"heads": "L"}
-            n[heads] = sum(p.numel() for p in model_of(s["file"], flags, 65)[0].parameters())
-        assert n[2] == n[6], scale
-
-
 @pytest.mark.slow
 def test_beta_post(tiny, data, tmp_path):
     """The models see the first tenth of the training split, and all of the validation split."""
@@ -214,14 +196,6 @@ def test_a_diverged_run_is_a_result_only_where_that_is_asked(data, tmp_path, cap
     assert result["diverged"] == log[-1]["iter"] and result["val"] == result["best"] == results.short(
         log[0]["val_loss"]
     )
-
-
-def test_spikes_are_counted_once():
-    flat = [3.0 + 0.01 * (i % 7) for i in range(200)]
-    assert runs.spikes(flat) == runs.spikes([5.0 - 0.02 * i for i in range(200)]) == 0
-    flat[3] = flat[15] = flat[30] = flat[180] = 3.3
-    flat[100:104] = [9.0, 9.1, 9.0, 9.1]
-    assert runs.spikes(flat) == 5
 
 
 def test_a_changed_command_or_config_is_run_again_and_shown_as_it_is(data, tmp_path):

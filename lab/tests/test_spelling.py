@@ -20,16 +20,6 @@ SMALLEST = ["--n_layer=1", "--n_head=2", "--n_embd=16"]
 # the words
 
 
-def test_the_words_are_real_and_apart():
-    train, test = spelling.dictionary()
-    assert len(train) > 110_000 and len(test) == (len(train) + len(test)) // 10 and not train.keys() & test.keys()
-    both = train | test
-    assert both["attention"] == [["AH", "T", "EH", "N", "SH", "AH", "N"]]
-    assert both["read"] == [["R", "EH", "D"], ["R", "IY", "D"]]
-    assert {sound for known in both.values() for sounds in known for sound in sounds} == {*spelling.SOUNDS} - {"END"}
-    assert max(max(len(word), *map(len, known)) for word, known in both.items()) < spelling.LONGEST
-
-
 def test_a_batch():
     words = {"ab": [["AE", "B"]], "though": [["DH", "OW"]], "a": [["AH"], ["EY"]]}
     letters, seen, sounds, targets = spelling.batches(words, 200, 1)(0)
@@ -166,15 +156,6 @@ def test_beam_search_against_all_pronunciations(monkeypatch):
                 break
             ids += (token,)
         assert tuple(greedy[: len(ids)]) == ids and not any(greedy[len(ids) :])
-
-
-@pytest.mark.parametrize("core", ATTENTION)
-def test_the_picture_shows_the_weights(core, monkeypatch):
-    monkeypatch.setattr(seq2seq, "device", "cpu")
-    sounds, weights = seq2seq.cross_attention(model(attention=core).float(), "though")
-    assert weights.shape == (len(sounds), 6)
-    if core in ("softmax", "laser", "softcap"):
-        torch.testing.assert_close(weights.sum(-1), torch.ones(len(sounds)))
 
 
 # -----------------------------------------------------------------------------
