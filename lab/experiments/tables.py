@@ -196,8 +196,7 @@ IDEAS = {  # with RoPE, unless a row says something else; lab/ideas.py has the p
     "softmax short, beta_squared long, differential V2": MIXED | SQUARED | V2,
 }
 BEST = ["softmax", "stick-breaking", "stick-breaking, no positions", "differential V2"]
-BEST += ["stick-breaking, differential V2", "stick-breaking, LASER's log, differential V2"]
-WITH_CONV = [*BEST, "LS", "beta", "beta_squared", "softmax short, beta_squared long"]
+BEST += ["stick-breaking, differential V2"]
 ROPE = {"import": "lab.ideas", "position": "rope"}
 
 # LASER against softmax at two sizes: what is tuned is the learning rate of each row
@@ -264,13 +263,19 @@ TABLES = {
         flags=AT_256,
     ),
     "ideas": Table(IDEAS, flags=ROPE, steps=1500),
-    "ideas_conv": Table({row: IDEAS[row] for row in WITH_CONV}, flags=ROPE | CONV, steps=1500),
-    "ideas_256": Table({row: IDEAS[row] for row in BEST[:4]}, flags=ROPE | AT_256, steps=1500),
+    "ideas_conv": Table(IDEAS, flags=ROPE | CONV, steps=1500),
+    "ideas_256": Table({row: IDEAS[row] for row in BEST}, flags=ROPE | AT_256, steps=1500),
     "novels": linear(  # n = 2048, after data/pg19/prepare.py
         400, "rope", only=("softmax", "softmax, conv", *FAST), window=50, file=NOVELS, flags=LONG, vocab_size=10000
     ),
     "novels_1024": Table(
-        {"softmax": {}, "LASER": LASER, "LS": {"heads": "SSSL", "window": 50}},
+        {
+            "softmax": {},
+            "LASER": LASER,
+            "LS": {"heads": "SSSL", "window": 50},
+            "stick-breaking, no positions": STICK | NOWHERE | {"import": "lab.ideas"},
+            "differential V2": V2 | {"n_head": 16, "n_kv_head": 8, "import": "lab.ideas"},
+        },
         NOVELS,
         LONG | steps_of(400) | {"block_size": 1024, "batch_size": 2, "position": "rope"},
         vocab_size=10000,
