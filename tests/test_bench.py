@@ -25,11 +25,11 @@ def test_attention(run, tmp_path):
 
 
 def test_positions_head_dims_and_tokens_at_once(run, tmp_path):
-    flags = ["--what=attention", "--only=softmax,rope,alibi,t5,relative", "--lengths=16,64", "--head_dim=16,8"]
+    flags = ["--only=softmax,rope,alibi,t5,relative", "--lengths=16,64", "--head_dim=16,8"]  # so of attention alone
     flags += ["--tokens=128", "--repeats=1", "--n_head=2", "--heads=SL", f"--out={tmp_path / 'b.json'}"]
     code, out, _ = run("bench.py", *flags)
     assert code == 0 and "WRONG" not in out
-    rows = json.loads((tmp_path / "b.json").read_text())["attention"]
+    _, rows = json.loads((tmp_path / "b.json").read_text()).values()
     names = ["softmax", "rope", "alibi", "relative", "t5"]
     expected = [(name, d, n, 128 // n) for d in (16, 8) for n in (16, 64) for name in names]
     assert [(row["subject"], row["d"], row["n"], row["batch"]) for row in rows] == expected

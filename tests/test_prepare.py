@@ -241,7 +241,7 @@ def test_the_tokens_of_another_data_set(run, folder, tmp_path, monkeypatch):
     (tmp_path / "other.txt").write_text(TEXTS[0])
     monkeypatch.chdir(tmp_path)
     code, out, err = run(SCRIPT, "--source=other.txt", f"--out_dir={tmp_path / 'b'}", "--tokenizer=sentencepiece/")
-    next_line = f"train.py config/train_shakespeare_char_cpu.py --dataset={tmp_path / 'b'} --out_dir=out-mine\n"
+    next_line = f"train.py config/train_shakespeare_char_cpu.py --dataset={tmp_path / 'b'} --out_dir=out-b\n"
     assert code == 0 and next_line in out, err
     a, b = (dataset.read_meta(str(tmp_path / name)) for name in ("sentencepiece", "b"))
     assert a["tokenizer"] == b["tokenizer"]
