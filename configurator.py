@@ -52,7 +52,9 @@ def user_errors() -> Iterator[None]:
 
 def _excepthook(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
     """No traceback for what is nobody's bug: Ctrl-C, a closed pipe (`| head`), too little memory."""
-    if issubclass(kind, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt) or isinstance(
+        error.__context__, KeyboardInterrupt
+    ):  # a library's own error
         print("\ninterrupted", file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
