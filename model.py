@@ -217,15 +217,12 @@ class CausalSelfAttention(nn.Module):
     def mix(self, q, k, v, context=None):
         """The positions and the attention: q, k and v of all heads -> y (B, H, T, n_map D). Shapes: see forward."""
         y, p, past = [], self.per_dim_temperature, 0 if context is None else context.length
+        dropout = self.attn_dropout if self.training else 0.0
         if p is not None and not self.rotates:
             q = q * F.softplus(p)
         for group in self.groups:
             q_part, k_part, v_part = group.take(q, k, v)
-            settings = {
-                "window": group.window,
-                "scale": self.scale,
-                "dropout": self.attn_dropout if self.training else 0.0,
-            }
+            settings = {"window": group.window, "scale": self.scale, "dropout": dropout}
             for scheme in group.schemes:
                 q_part, k_part, more = scheme(q_part, k_part, group, past)
                 settings |= more
