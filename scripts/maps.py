@@ -206,7 +206,7 @@ def label(axis, tokens: list[str], point: float, name: str) -> None:
     axis.set_label_text(name)
     tokens = tokens if point >= 5 else []
     upright = axis.axis_name == "y" or max(map(len, tokens), default=1) == 1
-    font = min(10.0, (1.1 if upright else 0.9) * point)
+    font = min(10.0, (1.05 if upright and axis.axis_name == "x" else 0.92) * point)
     axis.set_ticks(range(len(tokens)), tokens, fontsize=font, family="monospace", parse_math=False)
     axis.set_tick_params(length=0, rotation=0 if upright else 90)
 
