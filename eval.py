@@ -38,7 +38,7 @@ stride: int | None = None  # tokens from the start of a window to the start of t
 batch_size = 4  # windows that are computed together
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 or float16 on CUDA, else float32
-backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # how processes communicate; auto: nccl on CUDA, else gloo
+backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # of communication; auto, nccl: nccl on CUDA, else gloo
 
 
 @torch.no_grad()

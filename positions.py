@@ -62,7 +62,6 @@ class Scheme(nn.Module):
     """
 
     biased = False  # whether it gives a bias: n^2 numbers, and a cache keeps all keys and values
-    lowers = True  # whether its bias, if it gives one, is to make far keys weigh less
     shared = False  # whether all layers share one module
     endless = False  # whether a text may go on without end, at a constant cost for each token
     rotates = False  # whether it turns q and k: then a temperature per dimension comes after it, else before it
@@ -73,7 +72,7 @@ class Scheme(nn.Module):
     def refuses(cls, c, definitions: dict[str, Callable]) -> Iterator[tuple[bool, str]]:
         """Yields (whether a GPTConfig breaks a rule, the message). definitions: of its attentions, by name."""
         for name, definition in definitions.items():
-            yield (cls.biased and cls.lowers and takes(definition, "fade"),
+            yield (cls.biased and takes(definition, "fade"),
                    f"position={c.position!r} adds a number to scores, so that far keys can weigh less. In {name} a low "
                    f"score is no small weight, but a negative or a large one: use alibi, rope or relative")  # fmt: skip
 
@@ -186,7 +185,7 @@ class Relative(Scheme):
     al. 2018, equations 3 to 5): s_ij = q_i (k_j + a_k[i - j]), where q_i a_k is computed apart, as a bias, and
     y_i = sum_j w_ij (v_j + a_v[i - j]). It is for short texts: memory grows with T^2, long heads' time with T^3."""
 
-    biased, lowers, defaults = True, False, {"max_distance": 16}  # the paper's
+    biased, defaults = True, {"max_distance": 16}  # the paper's
 
     def __init__(self, c):
         super().__init__()

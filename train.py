@@ -89,7 +89,7 @@ compile: bool | None = None  # compile the model with torch.compile; None: only 
 triton = False  # compute attention with the Triton kernels of attention/kernels.py, on CUDA
 plain = False  # compute attention with the definitions in model.py themselves: slow, to study and to compare
 parallel: Literal["ddp", "fsdp"] = "ddp"  # with several processes each holds the whole model (ddp) or a part (fsdp)
-backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # how processes communicate; auto: nccl on CUDA, else gloo
+backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # of communication; auto, nccl: nccl on CUDA, else gloo
 # fields of GPTConfig that have another default here
 vocab_size: int | None = None  # number of different tokens; None: as many as the data set has
 bias = False  # biases in Linears and LayerNorms; False is a bit better and faster
@@ -123,7 +123,7 @@ with user_errors():
         model = checkpoint.model_of(saved, **run.model_args(config))
     else:
         model = run.pretrained_model(config, given, meta)
-    eot = run.check_data(config, model, meta)  # the token between documents, with --pack=document
+    eot = run.check_data(config, model.config, meta)  # the token between documents, with --pack=document
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
     if triton:
         run.use_triton(model, device, dtype)
@@ -282,7 +282,7 @@ while True:
     norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
     norm = norm.full_tensor() if sharded else norm
     next_batch = get_batch(it + 1)  # while a GPU still computes
-    if it % log_interval == 0:  # here the host waits for a GPU, and a loss that is not finite ends the run
+    if it % log_interval == 0:  # here the host waits for a GPU, and a loss or gradient that is not finite ends it
         log.step(it, summed(loss / world).item(), lr, norm.item(), largest, scaler.is_enabled())
     if not scaler.is_enabled() or norm.isfinite():  # float16's gradients may overflow: then no optimizer makes a step
         for o in optimizers:

@@ -122,9 +122,10 @@ class Cache:
             raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}")
         if self.rows not in (None, B):
             raise ValueError(f"the cache is for a batch of {self.rows}, but the new tokens are a batch of {B}")
+        capacity, self.capacity = self.capacity, -1  # which it stays after a pass that failed: some layers have T more
         with torch.no_grad():
             yield
-        self.rows, self.length = B, self.length + T
+        self.capacity, self.rows, self.length = capacity, B, self.length + T
 
     @property
     def nbytes(self) -> int:

@@ -93,6 +93,7 @@ def main() -> None:
     shown = [name for name in what if KEYS[name] in logged or (name == "loss" and "val_loss" in logged)]
     if not shown:
         raise UserError(f"none of these runs has logged {' or '.join(what)} (logit needs train.py --log_logits)")
+    print(*(f"no run has logged {name}: left out\n" for name in what if name not in shown), sep="", end="")
     figure = Figure(figsize=(5 * len(shown), 4), layout="constrained")
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
     for ax, name in zip(axes, shown, strict=True):

@@ -7,14 +7,15 @@ import torch
 
 from attention.forms import linear
 from attention.sums import SUMS
+from choices import ACTIVATION
 from errors import UserError
 from model import GPT, GPTConfig
 
 VOCAB_SIZE = {"shakespeare_char": 65, "pg19": 10000}  # of data sets that are not prepared; all others have GPT-2's
-ACTIVATIONS = {"float32": 64, "bfloat16": 44, "float16": 44}  # bytes per token, layer and channel that softmax keeps
+ACTIVATIONS = {"float32": (32, 8), "bfloat16": (28, 4), "float16": (28, 4)}  # bytes per token and layer: see report
 LAUNCH = 0.01  # seconds that a GPU needs for the launches of a step, roughly
 MFU = 0.4  # the share of the peak that is reached; about what nanoGPT reaches on an A100
-GPUS = {  # name: FLOP/s of the tensor cores in bfloat16 or float16, dense, from the data sheets; the smaller GiB
+GPUS = {  # name: FLOP/s of the tensor cores in bfloat16 or float16, dense, from the data sheets; GiB (A100: of 40)
     "A100": (312e12, 40), "H100 PCIe": (756e12, 80), "H100 NVL": (835e12, 94), "H100": (989e12, 80),
     "H200": (989e12, 141), "B200": (2250e12, 180), "L40S": (362e12, 48), "L4": (121e12, 24), "A10": (125e12, 24),
     "V100": (125e12, 16), "T4": (65e12, 16),
@@ -72,9 +73,7 @@ def peak_flops(device: str, dtype: str) -> float | None:
 
 def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtype: str, world: int) -> str:
     """The lines of a dry run. run: train.py's settings; n_tokens: of the train split, if it is there."""
-    gpu = None
-    if run["gpus"]:
-        (world, gpu), dtype = gpus_of(run["gpus"]), "bfloat16" if run["dtype"] == "auto" else dtype
+    world, gpu = gpus_of(run["gpus"]) if run["gpus"] else (world, None)
     with torch.device("meta"):
         model = GPT(config)
     n, per_token = num_params(model, non_embedding=False), flops(model)
@@ -86,22 +85,22 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
     per_weight = 16 if dtype == "float32" else 18  # bytes: itself, its gradient, two of AdamW's; autocast's copy
     saved = 4 * matrices if run["optimizer"] == "muon" else 0  # Muon has one number per weight, the others two
     held = (per_weight * n - saved) / (world if run["parallel"] == "fsdp" else 1) / 2**30  # GiB
-    full = 1 if config.activation_checkpointing else config.n_layer  # layers whose activations are kept at a time
-    kept = config.n_embd * (4 * config.n_layer + ACTIVATIONS[dtype] * full)  # bytes per token
-    of_row = config.block_size * (kept + 12 * config.vocab_size) / 2**30  # with the logits and their gradient
+    c, (of_channel, of_hidden) = config.resolved(), ACTIVATIONS[dtype]  # what softmax keeps of a channel, of an MLP's
+    layer = of_channel * c.n_embd + of_hidden * c.n_hidden * (1 + ACTIVATION[c.mlp][1])
+    kept = 4 * c.n_embd * c.n_layer + layer if c.activation_checkpointing else layer * c.n_layer  # bytes per token
+    of_row = config.block_size * (kept + 12 * c.vocab_size) / 2**30  # with the logits and their gradient
     batch_size = min(run["batch_size"], math.ceil(rows / world))
     micro = f"{batch_size * of_row:.2f} for a micro-batch of {batch_size}"
     if gpu:
         micro += f", of {GPUS[gpu][1]} GiB"
         if held + batch_size * of_row > 0.9 * GPUS[gpu][1]:
             micro += (
-                ": too much. A smaller --batch_size with a larger --gradient_accumulation_steps makes the same steps; "
+                ": too much. Try a smaller --batch_size with a larger --gradient_accumulation_steps, --parallel=fsdp"
             )
-            micro += "or --parallel=fsdp, --activation_checkpointing"
     rates = {name: GPUS[name][0] for name in ([gpu] if gpu else ["A100", "H100"])}
-    if peak := peak_flops(device, dtype):
+    if not gpu and (peak := peak_flops(device, dtype)):
         rates = {torch.cuda.get_device_name(): peak} | rates
-    work = per_token * total / (MFU * world)  # seconds at a rate of one FLOP/s
+    work = per_token * total / (MFU * world) * (4 / 3 if c.activation_checkpointing else 1)  # seconds at one FLOP/s
     times = {name: max(work / rate, LAUNCH * run["max_iters"]) for name, rate in rates.items()}
     return "\n".join([
         f"parameters: {n:,}, {num_params(model):,} without position (and untied token) embeddings",
@@ -109,6 +108,6 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, device: str, dtyp
         f"{per_token * total:.3g} in all",
         f"tokens: {step:,} per step ({rows} x {config.block_size}), {total:,} in {run['max_iters']:,} steps{epochs}",
         f"memory of a process: {held:.2f} GiB for weights, gradients and {run['optimizer']}, roughly {micro}",
-        f"time, at {MFU:.0%} of the rate of matrix products and at least {LAUNCH:g} s a step: "
+        f"time in half precision, at {MFU:.0%} of the rate of matrix products and at least {LAUNCH:g} s a step: "
         + ", ".join(f"{duration(seconds)} on {world} x {name}" for name, seconds in times.items()),
     ])  # fmt: skip

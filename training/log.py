@@ -17,10 +17,11 @@ from training.distributed import by_master, say
 from training.estimate import duration
 
 
-def diverged(step: int, what: object, where: str = "") -> NoReturn:
-    """Ends the run with exit code 1, because its numbers are not finite any more; where: in the model, a sentence."""
+def diverged(step: int, what: object, where: Callable = str) -> NoReturn:
+    """Ends the run with exit code 1, because its numbers are not finite any more; where(): in the model, a sentence."""
     advice = "No checkpoint has such numbers; a smaller --learning_rate, --grad_clip or --dtype=float32 may help"
-    say(f"\nstep {step}: {what}: the training has diverged. {where}{advice}", file=sys.stderr)
+    say(f"\nstep {step}: {what}: the training has diverged. {advice}", file=sys.stderr)
+    say(where(), file=sys.stderr)
     sys.exit(1)
 
 
@@ -91,16 +92,14 @@ class Log:
     def evaluation(self, step: int, losses: dict[str, float]) -> None:
         """The losses after so many steps."""
         if not all(map(math.isfinite, losses.values())):
-            diverged(step, f"the losses of the evaluation are {losses}", self.where())
+            diverged(step, f"the losses of the evaluation are {losses}", self.where)
         row = {"iter": step, "train_loss": losses["train"], "val_loss": losses["val"]}
         self.write(row, f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
 
     def step(self, step: int, loss: float, lr: float, norm: float, largest: list[float] | None, scaled: bool) -> None:
-        """A training step: its loss in nats, rate, gradient norm, and each layer's largest attention score.
-
-        scaled: float16's loss is, so its gradients may overflow."""
+        """A training step: loss (nats), rate, gradient norm, each layer's largest score; scaled: loss, in float16."""
         if not math.isfinite(loss) or not (math.isfinite(norm) or scaled):
-            diverged(step, f"the loss is {loss} and the gradient norm {norm}", self.where())
+            diverged(step, f"the loss is {loss} and the gradient norm {norm}", self.where)
         seconds = (time.perf_counter() - self.since) / (step + 1 - self.since_step)
         speed = self.tokens_per_step / seconds
         row = {"iter": step, "loss": loss, "lr": lr, "norm": norm, "ms": seconds * 1e3, "tokens_per_s": speed}

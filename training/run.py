@@ -24,7 +24,7 @@ from training.estimate import VOCAB_SIZE, gpus_of, num_params, report
 from training.pretrained import FREE, TRAINING, config_of, tokens_of
 
 DEFAULTS = {field.name: field.default for field in fields(GPTConfig)}
-NOT_RESUMED = ("init_from", "out_dir", "eval_only", "dry_run", "allow_other_data", "plain")  # flags of one call only
+NOT_RESUMED = ("init_from", "out_dir", "eval_only", "dry_run", "gpus", "allow_other_data", "plain")  # of one call only
 
 
 def model_args(config: dict) -> dict:
@@ -50,9 +50,9 @@ def resumed(config: dict, given: dict) -> tuple[dict, dict | None]:
     mine = {k: config[k] for k in theirs if given.get(k) == "command line"}
     for name, value in theirs.items():
         if mine.get(name, value) != value and name in fixed:
-            new = f"new --out_dir= and {f'--init_from={out_dir}' if name in FREE else '--init_from=scratch'}"
-            raise UserError(f"--{name}={mine[name]} does not fit the saved model, which has {name}={value}: leave it "
-                            f"out to go on, or start a new run with it ({new})")  # fmt: skip
+            new = f"--init_from={out_dir if name in FREE and name != 'block_size' else 'scratch'}, another --out_dir="
+            no = f"--{name}={mine[name]} does not fit the saved model, which has {name}={value}"
+            raise UserError(f"{no}: leave it out to go on, or start a new run with it ({new})")
         if mine.get(name, value) != value:
             say(f"resume: {name} was {value}, now {mine[name]}")
         elif name in given and config[name] != value:
@@ -91,7 +91,7 @@ def restored(config: dict, saved: dict, meta: dict, optimizers: list, scaler: to
 def check_flags(config: dict, given: dict) -> None:
     """Raises UserError for train.py's flags that are wrong, or have no effect, with these settings."""
     c = SimpleNamespace(**config)
-    world = gpus_of(c.gpus)[0] if c.gpus else distributed.world
+    world = gpus_of(c.gpus)[0] if c.gpus and c.dry_run else distributed.world
     decays, muon = c.decay_lr and c.schedule != "constant", c.optimizer == "muon"
     counts = "batch_size gradient_accumulation_steps eval_interval log_interval eval_iters keep_checkpoints"
     others = "seed max_iters save_interval sample_tokens warmup_iters min_lr weight_decay adam_eps grad_clip muon_lr"
@@ -136,7 +136,9 @@ def print_estimates(config: dict, given: dict, device: str, dtype: str) -> None:
         shape = GPTConfig(**config_of(config["init_from"], {k: config[k] for k in FREE if k in given})[1])
         check_weights(shape, config, given)
     if n_tokens:
-        refuse([too_few(shape, config, vocab_size)])
+        check_data(config, shape, meta)
+    if config["dtype"] == "auto" and (config["gpus"] or device == "cpu"):  # a CPU is not what the run is for
+        dtype = "bfloat16"
     say(report(shape, config, n_tokens, device, dtype, distributed.world))
 
 
@@ -163,14 +165,10 @@ def pretrained_model(config: dict, given: dict, meta: dict) -> GPT:
     return model
 
 
-def too_few(model: GPTConfig, config: dict, n: int) -> tuple[bool, str]:
-    """For `refuse`: whether a model's vocabulary is smaller than its data set's n tokens, and the sentence."""
-    return model.vocab_size < n, f"vocab_size={model.vocab_size} is less than the {n} tokens of {config['dataset']}"
-
-
-def check_data(config: dict, model: GPT, meta: dict) -> int | None:
+def check_data(config: dict, model: GPTConfig, meta: dict) -> int | None:
     """The token between documents, with --pack=document, else None. Raises UserError where the data do not fit."""
-    refuse([too_few(model.config, config, meta["vocab_size"])])
+    n, data_has = model.vocab_size, meta["vocab_size"]
+    refuse([(n < data_has, f"vocab_size={n} is less than the {data_has} tokens of {config['dataset']}")])
     if config["pack"] == "none":
         return None
     eot = tokenizer(meta["tokenizer"]).eot
@@ -246,6 +244,8 @@ def first_not_finite(model: GPT, loss_of: Callable) -> str:
 
     loss_of(): the loss of a batch. Its forward and backward pass are made once more.
     """
+    if not all(p.isfinite().all() for p in model.parameters()):  # the optimizer's steps since then have spread it
+        return "Its weights are not finite any more: --log_interval=1 finds where it begins"
     found = []
 
     def look(name: str, module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
@@ -261,7 +261,7 @@ def first_not_finite(model: GPT, loss_of: Callable) -> str:
         hook.remove()
     grads = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     found += [f"in the gradient of {name}" for name in grads[:-2:-1]]  # the backward pass comes to the last one first
-    return f"It begins {found[0]}. " if found else ""
+    return f"It begins {found[0]}" if found else ""
 
 
 class Signals:

@@ -1,7 +1,7 @@
 """Prepares your own text: a file, a folder or a data set of the hub. Writes train.bin, val.bin and meta.json.
 
     python data/text/prepare.py --source=my.txt --out_dir=data/mytext
-    python train.py config/train_shakespeare_char_cpu.py --dataset=mytext
+    python train.py config/train_shakespeare_char_cpu.py --dataset=mytext --out_dir=out-mytext
     python data/text/prepare.py --source=books --tokenizer=sentencepiece --out_dir=data/books
     python data/text/prepare.py --source=my.txt --tokenizer=pg19 --out_dir=data/my
 
