@@ -274,6 +274,7 @@ TABLES = {
             "LASER": LASER,
             "LS": {"heads": "SSSL", "window": 50},
             "stick-breaking, no positions": STICK | NOWHERE | {"import": "lab.ideas"},
+            "the same in softmax's time": STICK | NOWHERE | {"import": "lab.ideas"} | steps_of(373),
             "differential V2": V2 | {"n_head": 16, "n_kv_head": 8, "import": "lab.ideas"},
         },
         NOVELS,
