@@ -146,8 +146,10 @@ def draw(rows: list[list[Map]], tokens: list[str], title: str = ""):
         size = max(size, min(20.0, T * 7 / 72))
     norms = colour_scales(maps)
     titles = [m.title.split("\n") for m in maps]
-    width = columns * size + 0.7
-    height = len(rows) * (size + 0.05 + 0.2 * max(map(len, titles))) + (1.6 if title else 1.3)
+    kinds = [m.signed for m in maps]
+    apart = sum(a != b for a, b in pairwise(kinds)) == 1  # all maps of one kind before all of the other
+    width, bars = columns * size + 0.7, 0.9 * (1 if apart else len(set(kinds)))
+    height = len(rows) * (size + 0.05 + 0.2 * max(map(len, titles))) + bars + (0.7 if title else 0.4)
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(len(rows), columns, squeeze=False)
     font = min(11.0, 115 * size / max(len(line) for lines in titles for line in [*lines, " "]))  # all titles fit
@@ -168,8 +170,6 @@ def draw(rows: list[list[Map]], tokens: list[str], title: str = ""):
             lowest = r + 1 == len(rows) or column >= len(rows[r + 1])
             label(ax.xaxis, tokens if lowest else [], point, "key" if lowest else "")
             label(ax.yaxis, tokens if column == 0 else [], point, "query" if column == 0 else "")
-    kinds = [m.signed for m in maps]
-    apart = sum(a != b for a, b in pairwise(kinds)) == 1  # all maps of one kind before all of the other
     for signed in sorted(set(kinds)):
         some = [image for image in images if image.norm is norms[signed]]
         colour_bar(figure, some[0], [image.axes for image in some] if apart else [*axes.flat])
