@@ -283,7 +283,7 @@ while True:
     norm = norm.full_tensor() if sharded else norm
     next_batch = get_batch(it + 1)  # while a GPU still computes
     if it % log_interval == 0:  # here the host waits for a GPU, and a loss or gradient that is not finite ends it
-        log.step(it, summed(loss / world).item(), lr, norm.item(), largest, scaler.is_enabled())
+        log.step(it, *summed(torch.stack((loss, norm)) / world).tolist(), lr, largest, scaler.is_enabled())
     if not scaler.is_enabled() or norm.isfinite():  # float16's gradients may overflow: then no optimizer makes a step
         for o in optimizers:
             scaler.step(o)

@@ -96,8 +96,8 @@ class Log:
         row = {"iter": step, "train_loss": losses["train"], "val_loss": losses["val"]}
         self.write(row, f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
 
-    def step(self, step: int, loss: float, lr: float, norm: float, largest: list[float] | None, scaled: bool) -> None:
-        """A training step: loss (nats), rate, gradient norm, each layer's largest score; scaled: loss, in float16."""
+    def step(self, step: int, loss: float, norm: float, lr: float, largest: list[float] | None, scaled: bool) -> None:
+        """A training step: loss (nats), gradient norm, rate, each layer's largest score; scaled: loss, in float16."""
         if not math.isfinite(loss) or not (math.isfinite(norm) or scaled):
             diverged(step, f"the loss is {loss} and the gradient norm {norm}", self.where)
         seconds = (time.perf_counter() - self.since) / (step + 1 - self.since_step)

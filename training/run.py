@@ -244,8 +244,8 @@ def first_not_finite(model: GPT, loss_of: Callable) -> str:
 
     loss_of(): the loss of a batch. Its forward and backward pass are made once more.
     """
-    if not all(p.isfinite().all() for p in model.parameters()):  # the optimizer's steps since then have spread it
-        return "Its weights are not finite any more: --log_interval=1 finds where it begins"
+    if distributed.world > 1 or not all(p.isfinite().all() for p in model.parameters()):  # a step has spread it
+        return "(One process with --log_interval=1 finds where it begins)"
     found = []
 
     def look(name: str, module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
