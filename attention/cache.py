@@ -101,7 +101,7 @@ class Cache:
     """What all groups of heads of a model keep of the `length` tokens that it has seen; at most `capacity`, per row."""
 
     def __init__(self, groups: list[HeadGroup], capacity: int):
-        self.capacity, self.length, self.rows = capacity, 0, None
+        self.capacity, self.length, self.rows, self.broken = capacity, 0, 0, False
         self.parts = {group: new_part(group, capacity) for group in groups}
         self.last = {}  # {a short convolution: its inputs of the last tokens}
 
@@ -117,15 +117,17 @@ class Cache:
 
     @contextlib.contextmanager
     def extended(self, B: int, T: int) -> Iterator[None]:
-        """A context in which a forward pass adds T tokens to B rows, without gradients. ValueError for misuse."""
+        """In this context a forward pass adds T tokens to B rows, without gradients. ValueError if they do not fit."""
+        if self.broken:
+            raise ValueError("the last forward pass with this cache did not finish: make another one with new_cache()")
         if self.length + T > self.capacity:
             raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}")
-        if self.rows not in (None, B):
+        if self.length and B != self.rows:
             raise ValueError(f"the cache is for a batch of {self.rows}, but the new tokens are a batch of {B}")
-        capacity, self.capacity = self.capacity, -1  # which it stays after a pass that failed: some layers have T more
+        self.broken = True
         with torch.no_grad():
             yield
-        self.capacity, self.rows, self.length = capacity, B, self.length + T
+        self.broken, self.rows, self.length = False, B, self.length + T
 
     @property
     def nbytes(self) -> int:

@@ -45,12 +45,14 @@ def read(folder: str) -> list[dict]:
                 rows.append(row | {"steps": row["iter"] + ("ms" in row)})  # an evaluation comes before its step
     if not rows:
         raise UserError(f"{path} is empty: the run has logged nothing yet")
-    steps = hours = tokens = ms = speed = 0  # until the last row that has a time, and its speed
+    timed = [{"steps": 0, "ms": 0.0, "tokens_per_s": 0.0}, *(row for row in rows if "ms" in row)]
+    timed.append(timed[-1] | {"steps": max(row["steps"] for row in rows)})  # steps after the last timed one are as fast
+    steps = np.array([row["steps"] for row in timed])
+    seconds = np.diff(steps, prepend=0) * [row["ms"] / 1000 for row in timed]
+    hours = np.cumsum(seconds) / 3600
+    tokens = np.cumsum(seconds * [row["tokens_per_s"] for row in timed])
     for row in rows:
-        ms, speed, more = row.get("ms", ms), row.get("tokens_per_s", speed), row["steps"] - steps
-        row |= {"time": hours + more * ms / 3.6e6, "tokens": tokens + more * ms / 1e3 * speed}
-        if "ms" in row:
-            steps, hours, tokens = row["steps"], row["time"], row["tokens"]
+        row |= {"time": np.interp(row["steps"], steps, hours), "tokens": np.interp(row["steps"], steps, tokens)}
     return rows
 
 

@@ -148,7 +148,8 @@ def test_cached_packed_and_plain_are_the_same(short, long, more):
         packed = gpt(x, y, pos=pos)[0]
         for a, b in itertools.pairwise(cuts):
             alone = gpt(x[:, a:b], y[:, a:b])[0]
-            torch.testing.assert_close(packed[:, a:b], alone, rtol=0, atol=2e-6)  # ALiBi's table is in float32
+            atol = 1e-6 if {short, long} <= {*ONE_QUERY} else 2e-6  # ALiBi's table is in float32
+            torch.testing.assert_close(packed[:, a:b], alone, rtol=0, atol=atol)
         for pieces in ([1, 1, 1, 2, 1, 7, 1], [267, 1, 3, 1, 18]):  # shorter and longer than the convolution
             cache, parts = gpt.new_cache(), []
             for part in x[:, : sum(pieces)].split(pieces, dim=1):

@@ -360,6 +360,8 @@ def test_a_cache_past_its_end_and_other_misuse():
     cache = beta.new_cache()
     with pytest.raises(ValueError, match=r"eval\(\)"):
         beta(x, cache=cache)
+    with pytest.raises(ValueError, match="did not finish"):  # some layers may have it, others not
+        beta.eval()(x, cache=cache)
 
 
 @cores

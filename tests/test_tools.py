@@ -291,14 +291,12 @@ def test_the_axes_of_a_plot(tmp_path):
     """Tokens and hours are sums over the steps, which need not be logged each."""
     module = runpy.run_path(os.path.join(ROOT, "scripts", "plot.py"))
     rows = [{"iter": i, "loss": 1.0, "ms": 1000.0 * (i + 1), "tokens_per_s": 100.0 / (i + 1)} for i in (0, 10, 20)]
-    rows.insert(0, {"iter": 0, "val_loss": 2.0})  # before its step
-    rows.insert(3, {"iter": 16, "val_loss": 2.0})  # after step 10 was logged
-    rows.append({"iter": 31, "val_loss": 2.0})
+    rows += [{"iter": i, "val_loss": 2.0} for i in (0, 6, 20, 31)]  # before their steps
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     got = module["read"](str(tmp_path))
-    assert [row["steps"] for row in got] == [0, 1, 11, 16, 21, 31]
-    assert [row["tokens"] for row in got] == pytest.approx([0, 100, 1100, 1600, 2100, 3100])
-    assert [row["time"] * 3600 for row in got] == pytest.approx([0, 1, 111, 111 + 5 * 11, 321, 321 + 10 * 21])
+    assert [row["steps"] for row in got] == [1, 11, 21, 0, 6, 20, 31]
+    assert [row["tokens"] for row in got] == pytest.approx([100, 1100, 2100, 0, 600, 2000, 3100])
+    assert [row["time"] * 3600 for row in got] == pytest.approx([1, 111, 321, 0, 1 + 5 * 11, 321 - 21, 321 + 10 * 21])
     mean = module["running_mean"]
     assert mean([math.inf, 4.0, 2.0], [1, 2, 3], 1e9) == pytest.approx([math.nan, 4, 3], nan_ok=True)
     half = 10 / math.log(2)  # ten steps later a value weighs a half, however often a run was logged

@@ -33,9 +33,8 @@ class Log:
     """
 
     def __init__(self, config: dict, start: int, wandb_id: str | None, flops: int, peak: float | None, where: Callable):
-        self.c, self.where = SimpleNamespace(**config), where
-        c = self.c
-        self.start, self.wandb_id, self.flops, self.peak = start, wandb_id, flops, peak
+        self.c = c = SimpleNamespace(**config)
+        self.start, self.wandb_id, self.flops, self.peak, self.where = start, wandb_id, flops, peak, where
         self.tokens_per_step = c.batch_size * c.gradient_accumulation_steps * c.block_size
         self.path = os.path.join(c.out_dir, checkpoint.LOG)
         self.file, self.wandb, self.board = None, None, None

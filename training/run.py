@@ -158,9 +158,7 @@ def pretrained_model(config: dict, given: dict, meta: dict) -> GPT:
     theirs = tokens_of(name) or ({"kind": "gpt2"} if model.config.vocab_size == GPT2_VOCAB_SIZE else None)
     if meta["tokenizer"] != theirs:
         say(f"{name} {'has' if theirs else 'may have'} other tokens than {config['dataset']}")
-    say(
-        f"{name}: all of its weights carry over, the optimizer starts anew; another attention begins with a higher loss"
-    )
+    say(f"{name}: all of its weights carry over, the optimizer starts anew; with another attention the loss is higher")
     check_weights(model.config, config, given)
     return model
 
@@ -305,9 +303,7 @@ def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str
 def exit_with_code(it: int, stop: int, unsaved: OSError | None) -> NoReturn:
     """Ends the process: exit code 2 if the last save failed, 128 + the signal that stopped the run, or 0."""
     if SUSPECTS:
-        say(
-            f"\nattention={SUSPECTS[0]!r}: if it sees later tokens, the losses above mean nothing (see the first lines)"
-        )
+        say(f"\nattention={SUSPECTS[0]!r}: if it sees later tokens, the losses above mean nothing")
     if stop and not unsaved:
         say(f"\nstopped by signal after {count(it, 'step')} and saved: --init_from=resume goes on")
     code = 2 if unsaved else 128 + stop if stop else 0
