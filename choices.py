@@ -1,8 +1,8 @@
-"""The tables of choices: norms, where a block has them, queries and keys, a convolution, what follows attention, MLPs.
+"""The tables of choices: NORM, WHERE, QK_NORM, AFTER and ACTIVATION; and the short convolution.
 
-NORM, WHERE, QK_NORM, AFTER and ACTIVATION are tables. A new choice is one function or class, and one line in its table.
-(positions.py has the positions; rules.py says which choices go together.) `c` is a model.GPTConfig with its defaults
-filled in (GPTConfig.resolved). Shapes: B batch, H heads, T time, D head width.
+A new choice is one function or class, and one line in its table. positions.py has the positions;
+rules.py says which choices go together. `c` is a model.GPTConfig with its defaults filled in
+(GPTConfig.resolved). Shapes: B batch, H heads, T time, D head width.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn as nn
+from torch import nn
 from torch.nn import functional as F
 
 from attention.cache import Cache
@@ -31,11 +31,13 @@ class RMSNorm(nn.RMSNorm):
 
 # f(c, width) -> the module
 NORM: dict[str, Callable] = {
-    "layernorm": lambda c, width: nn.LayerNorm(width, eps=c.norm_eps, bias=c.bias),  # Ba et al. 2016
+    "layernorm": lambda c, width: nn.LayerNorm(
+        width, eps=c.norm_eps, bias=c.bias
+    ),  # Ba et al. 2016
     "rmsnorm": lambda c, width: RMSNorm(width, eps=c.norm_eps),
 }
 
-# Where a block has norms: (before a sublayer, after it, after its output is added to the residual stream).
+# Where a block has norms: (before a sublayer, after it, after its output is added to x)
 WHERE: dict[str, tuple[bool, bool, bool]] = {
     "pre": (True, False, False),  # x + f(norm(x)): GPT-2, Llama
     "post": (False, False, True),  # norm(x + f(x)): Vaswani et al. 2017, GPT-1
@@ -48,24 +50,40 @@ WHERE: dict[str, tuple[bool, bool, bool]] = {
 
 
 class L2Norm(nn.Module):
-    """x / ||x||_2 or, if a scale is given, g sqrt(D) x / ||x||_2 with a learned g that starts at this scale."""
+    """x / ||x||_2; with a scale g sqrt(D) x / ||x||_2, a learned g that starts at the scale."""
 
     def __init__(self, scale: float | None = None):
         super().__init__()
-        self.scale = None if scale is None else nn.Parameter(torch.tensor([scale]))  # FSDP2 cannot shard a scalar
+        self.scale = None
+        if scale is not None:  # of one dimension: FSDP2 cannot shard a scalar
+            self.scale = nn.Parameter(torch.tensor([scale]))
 
     def forward(self, x):
         x = F.normalize(at_least_float32(x), dim=-1)
-        return x if self.scale is None else self.scale * x.shape[-1] ** 0.5 * x
+        if self.scale is None:
+            return x
+        return self.scale * x.shape[-1] ** 0.5 * x
+
+
+def l2_norms(c, D: int) -> tuple[nn.Module, nn.Module]:
+    """s = g q k: the factor sqrt(D) of L2Norm cancels the scale 1 / sqrt(D).
+
+    g starts at log2(T^2 - T) (Henry et al. 2020, section 3.1).
+    """
+    pairs = max(2, c.block_size**2 - c.block_size)
+    return L2Norm(math.log2(pairs)), L2Norm()
+
+
+def two_of(name: str) -> Callable:
+    return lambda c, D: (NORM[name](c, D), NORM[name](c, D))
 
 
 # f(c, D) -> (the module for a layer's queries, the module for its keys)
 QK_NORM: dict[str, Callable] = {
     "none": lambda c, D: (nn.Identity(), nn.Identity()),
-    "layernorm": lambda c, D: (NORM["layernorm"](c, D), NORM["layernorm"](c, D)),  # LASER, section 4
-    "rmsnorm": lambda c, D: (NORM["rmsnorm"](c, D), NORM["rmsnorm"](c, D)),
-    # s = g q k: sqrt(D) cancels the factor 1 / sqrt(D). g starts at log2(T^2 - T) (Henry et al. 2020, section 3.1)
-    "l2": lambda c, D: (L2Norm(math.log2(max(2, c.block_size**2 - c.block_size))), L2Norm()),
+    "layernorm": two_of("layernorm"),  # LASER, section 4
+    "rmsnorm": two_of("rmsnorm"),
+    "l2": l2_norms,
 }
 
 # -----------------------------------------------------------------------------
@@ -73,7 +91,7 @@ QK_NORM: dict[str, Callable] = {
 
 
 class ShortConv(nn.Module):
-    """x_t + sum_o w_o x_(t - o), o = 0 to width - 1: a causal convolution over time of each channel alone.
+    """x_t + sum_o w_o x_(t - o), o = 0 to width - 1: a causal convolution of each channel alone.
 
     It begins as the identity. x (B, T, C); w (C, width). context: as in model.CausalSelfAttention.
     """
@@ -83,14 +101,18 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.zeros(channels, width))
 
     def forward(self, x, context=None):
-        n, T = self.weight.shape[1] - 1, x.shape[1]
-        before = context.before(self, x, n) if isinstance(context, Cache) else x.new_zeros(len(x), n, x.shape[-1])
-        padded = torch.cat((before, x), dim=1)
+        B, T, C = x.shape
+        n = self.weight.shape[1] - 1
+        if isinstance(context, Cache):
+            before = context.inputs_before(self, x, n)
+        else:
+            before = x.new_zeros(B, n, C)
+        padded = torch.cat((before, x), dim=1)  # (B, n + T, C)
         y = x
-        for o, w in enumerate(self.weight.to(x.dtype).unbind(1)):
-            earlier = padded[:, n - o : n - o + T]
-            if isinstance(context, Documents):  # not those of another document
-                earlier = earlier * (context.pos >= o)[..., None]
+        for offset, w in enumerate(self.weight.to(x.dtype).unbind(1)):
+            earlier = padded[:, n - offset : n - offset + T]
+            if isinstance(context, Documents):  # no token of another document
+                earlier = earlier * (context.pos >= offset)[..., None]
             y = torch.addcmul(y, earlier, w)
         return y
 
@@ -100,7 +122,7 @@ class ShortConv(nn.Module):
 
 
 class Gate(nn.Module):
-    """y sigmoid(x W) (Qiu et al., arXiv 2505.06708): a gate for each channel, or one for each head."""
+    """y sigmoid(x W) (Qiu et al., arXiv 2505.06708): a gate for each channel, or for each head."""
 
     def __init__(self, c, per_head: bool):
         super().__init__()
@@ -108,19 +130,23 @@ class Gate(nn.Module):
         self.c_gate = nn.Linear(c.n_embd, heads if per_head else c.n_head * c.head_dim, bias=False)
 
     def forward(self, y, x, v):
-        return y * self.c_gate(x).sigmoid().unflatten(-1, (y.shape[1], -1)).transpose(1, 2)
+        gate = self.c_gate(x).sigmoid()  # (B, T, H D), or (B, T, H) per head
+        gate = gate.unflatten(-1, (y.shape[1], -1)).transpose(1, 2)  # (B, H, T, D or 1)
+        return y * gate
 
 
 class Exclusive(nn.Module):
-    """XSA: y - (y . v^) v^, v^ = v / ||v||, takes the token's own value out of y (arXiv 2603.09078)."""
+    """XSA: y - (y . v^) v^, v^ = v / ||v||, takes out the token's own value (arXiv 2603.09078)."""
 
     def forward(self, y, x, v):
-        v = F.normalize(at_least_float32(v), dim=-1).repeat_interleave(y.shape[1] // v.shape[1], dim=1)
+        queries_per_value = y.shape[1] // v.shape[1]
+        v = F.normalize(at_least_float32(v), dim=-1)
+        v = v.repeat_interleave(queries_per_value, dim=1)  # (B, H, T, D)
         return (y - (y * v).sum(-1, keepdim=True) * v).to(y.dtype)
 
 
-# f(c) -> the module of a layer, or None. It is called with y (B, H, T, D), the layer's input x (B, T, C) and the
-# tokens' own values v (B, G, T, D). If it has n_map = 2, it returns half of the heads.
+# f(c) -> the module of a layer, or None. It is called with y (B, H, T, D), the layer's input x (B,
+# T, C) and the tokens' own values v (B, G, T, D). With n_map = 2 it returns half of the heads.
 AFTER: dict[str, Callable] = {
     "none": lambda c: None,
     "gate": partial(Gate, per_head=False),

@@ -1,46 +1,53 @@
-"""What every file may raise or say. A user's mistake is a sentence; any other error is a bug, with its traceback."""
+"""What every file may raise or say.
+
+A user's mistake is a sentence. Any other error is a bug and keeps its traceback.
+"""
 
 import importlib
 import os
 import sys
-import types
 from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A mistake of the user's, raised on purpose: the scripts print its sentence and exit with code 2."""
+    """A mistake of the user: the scripts print its sentence and exit with code 2."""
 
 
 class NotFinite(UserError):
-    """A NaN or an infinity where a model or its loss should have numbers: the training has diverged."""
+    """A NaN or an infinity in a model or its loss: the training has diverged."""
 
 
-def refuse(rules: Iterable[tuple[bool, str]]) -> None:
-    """Raises UserError with the sentence of the first of (what is wrong, the sentence) that is wrong."""
+def refuse(rules: Iterable[tuple]) -> None:
+    """Raise UserError for the first rule (wrong, sentence) that is wrong, with its sentence."""
     for wrong, sentence in rules:
         if wrong:
             raise UserError(sentence)
 
 
 def note(message: str) -> None:
-    """Prints a line on stderr; of the processes that torchrun starts on a machine, the first one speaks for all."""
+    """Print a line on stderr; on each machine only the first of torchrun's processes prints it."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr)
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error's message, or its kind where it has none."""
+    """The first line of an error's message, or its class name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-PIP = {"PIL": "pillow", "google": "protobuf", "sklearn": "scikit-learn"}  # packages with another name in pip
+PIP = {"google": "protobuf", "sklearn": "scikit-learn"}  # packages that have another name in pip
 
 
-def optional(module: str, what: str) -> types.ModuleType:
-    """An optional module, imported. Raises UserError where its package is missing: `what` needs it."""
+def optional(module: str, what: str) -> object:
+    """Import and return an optional module, which `what` needs. Raises UserError without it.
+
+    A package that is installed but broken raises its own error.
+    """
     try:
         return importlib.import_module(module)
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # the package is there, and needs another
+            raise
         package = module.partition(".")[0]
         name = PIP.get(package, package)
         raise UserError(f"{what} needs {name}: pip install {name}") from None

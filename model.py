@@ -1,8 +1,9 @@
 """A GPT whose causal self-attention is pluggable: the whole model, to be read from top to bottom.
 
-First the attentions: each is a function of scores, a few lines. Then GPTConfig, with every choice, and GPT-2, built
-from these choices: CausalSelfAttention, MLP, Block, GPT. A new attention is one function and one line in ATTENTION.
-A GPT runs faster forms of these functions (attention/forms.py). If you edit a function here, your own code runs.
+First the attentions: each is a function of scores, a few lines. Then GPTConfig, with every choice,
+and GPT-2, built from these choices: CausalSelfAttention, MLP, Block, GPT. A new attention is one
+function and one line in ATTENTION. A GPT runs faster forms of these functions (attention/forms.py).
+If you edit a function here, your own code runs.
 
 Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary.
 """
@@ -10,30 +11,35 @@ Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head widt
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention.cache import Cache, why_it_ends
+from attention.cache import Cache, groups_of, why_it_ends
 from attention.documents import Documents
-from attention.heads import HeadGroup, inverse_of
+from attention.heads import HeadGroup
 from attention.scores import learned_of
 from choices import ACTIVATION, AFTER, NORM, QK_NORM, WHERE, RMSNorm, ShortConv
 from errors import UserError
-from positions import DECAY, POSITION, Numbers
+from positions import DECAY, POSITION, LearnedScalars
 from rules import check, with_defaults
 from text.sampling import stream
 
-# Attention: f(s, seen, v) -> y (B, H, Tq, Dv) for Tq queries and T keys, in float32 or wider; in training Tq = T.
-#   s (B, H, Tq, T): the scores, scaled, with a position's bias. seen broadcasts to s: True where query i sees key j.
-#   v (B, H, T, Dv): the values. By name it may also have drop(weights), which drops weights in training; fade(x), which
-#   multiplies by a decay's gamma^(i - j) (without it, a decay lowers s); q (B, H, Tq, D) and k (B, H, T, D).
-#   b=learned(0.0), with scores.learned, is a trained number for each head, (H, 1, 1), which begins as 0.
-# y_i may use row i of s and the keys and values that query i sees, but neither T nor a key's place; their number is
-# seen.sum(-1). Short heads are computed in blocks: then B counts sequences and heads, and H the blocks of queries.
+# An attention is a function f(s, seen, v) -> y (B, H, Tq, Dv) of Tq queries and T keys, in float32
+# or wider. In training Tq = T.
+#   s (B, H, Tq, T): the scores, scaled, with the bias of a position.
+#   seen: broadcasts to s; True where query i sees key j.
+#   v (B, H, T, Dv): the values.
+# By name it may also have
+#   drop(weights), which drops weights in training;
+#   fade(x), which multiplies by a decay's gamma^(i - j); without it, a decay lowers s;
+#   q (B, H, Tq, D) and k (B, H, T, D), the queries and keys;
+#   b=learned(0.0), with scores.learned: a trained scalar for each head, (H, 1, 1), from 0 on.
+# y_i may use row i of s, and the keys and values that query i sees, but neither T nor the place of
+# a key; the number of keys that a query sees is seen.sum(-1). Short heads are computed in blocks:
+# then B counts sequences and heads, and H counts blocks of queries.
 
 
 def softmax_attention(s, seen, v, drop):
@@ -42,17 +48,17 @@ def softmax_attention(s, seen, v, drop):
 
 
 def laser_attention(s, seen, v):
-    """y = log(softmax(s) exp(v)) ("LASER: Attention with Exponential Transformation", Duvvuri and Dhillon, equation 6).
+    """y = log(softmax(s) exp(v)) (LASER, Duvvuri and Dhillon, arXiv 2411.03493, equation 6).
 
-    The sum is taken in log space, where exp cannot overflow: T x T x Dv numbers for each head. It has no drop: the
-    first query has a single weight, and without it y would be log(0).
+    The sum is taken in log space, where exp cannot overflow: T x T x Dv numbers for each head.
+    It has no drop: the first query has a single weight, and without it y would be log(0).
     """
     log_weights = s.where(seen, -math.inf).log_softmax(-1)
     return (log_weights[..., None] + v[..., None, :, :]).logsumexp(-2)
 
 
 def beta_attention(s, seen, v, drop, fade):
-    """y = s / (1 + ||s||) v, ||s|| the L2 norm of a query's scores (the blog post on beta attention in nanoGPT).
+    """y = s / (1 + ||s||) v, ||s|| the L2 norm of a query's scores (the post on beta in nanoGPT).
 
     Weights may be negative, and need not sum to 1.
     """
@@ -61,14 +67,15 @@ def beta_attention(s, seen, v, drop, fade):
 
 
 def beta_squared_attention(s, seen, v, drop, fade):
-    """y = s^2 / (1 + sum s^2) v: beta's square, which gives large scores more weight, and no weight below 0 (ours)."""
+    """y = s^2 / (1 + sum s^2) v: beta's square, in which large scores weigh more (ours)."""
     s2 = fade(s.square()).where(seen, 0.0)
     return drop(s2 / (1 + s2.sum(-1, keepdim=True))) @ v
 
 
 def softcap_attention(s, seen, v, drop):
-    """y = softmax(c tanh(s / c)) v: no score is larger than c = 50 (Gemma 2, Riviere et al. 2024, section 2)."""
-    return drop((50.0 * torch.tanh(s / 50.0)).where(seen, -math.inf).softmax(-1)) @ v
+    """y = softmax(c tanh(s / c)) v: no score is above c = 50 (Gemma 2, Riviere et al. 2024)."""
+    s = 50.0 * torch.tanh(s / 50.0)
+    return drop(s.where(seen, -math.inf).softmax(-1)) @ v
 
 
 ATTENTION: dict[str, Callable] = {
@@ -86,52 +93,52 @@ class GPTConfig:
 
     # How large is the model?
     block_size: int = 1024  # tokens that the model sees at once
-    vocab_size: int = 50304  # number of different tokens: GPT-2's 50257, rounded up to a multiple of 64
+    vocab_size: int = 50304  # number of different tokens: GPT-2's 50257, up to a multiple of 64
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # attention heads per layer
     n_embd: int = 768  # width of the residual stream
-    n_kv_head: int | None = None  # heads of keys and values, shared by the query heads (GQA); None: n_head; 1: MQA
+    n_kv_head: int | None = None  # heads of keys and values (GQA); None: n_head; 1: MQA
     head_dim: int | None = None  # width of a head; None: n_embd / n_head
-    n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, or 8/3 n_embd if it is gated (as many weights)
+    n_hidden: int | None = None  # width of the MLP; None: 4 n_embd, or 8/3 n_embd if it is gated
     tied: bool = True  # the output head and the token embedding are one matrix
     # Which attention?
     attention: str = "softmax"  # a name in ATTENTION
-    heads: str = "L"  # one letter per head: L long, S short; / goes to the next layer; patterns repeat: SSSSSL, S/S/L
-    short_attention: str | None = None  # another attention for short heads: a name in ATTENTION; None: the same
-    window: int | None = None  # tokens that a short head sees before its own; None: 50, or 100 if block_size > 2048
-    differential: bool = False  # heads work in pairs: the first one's weights minus lambda times the second one's
-    qk_norm: str = "none"  # the norm of queries and keys, before their product: a name in choices.QK_NORM
+    heads: str = "L"  # a letter per head: L long, S short; / begins the next layer: SSSL, S/S/L
+    short_attention: str | None = None  # that of short heads: a name in ATTENTION; None: the same
+    window: int | None = None  # tokens a short head sees before its own; None: 50, 100 above 2048
+    differential: bool = False  # pairs of heads: the weights of one minus lambda times the other's
+    qk_norm: str = "none"  # the norm of queries and keys: a name in choices.QK_NORM
     temperature: float = 1.0  # the attention scores are divided by this number
-    per_dim_temperature: bool = False  # each dimension of the queries, after RoPE, times a learned softplus(p)
-    conv: int = 0  # width of a short convolution over time, added to q, k and v: 4 is usual; 0: none
-    after: str = "none"  # what happens to the output of attention, before c_proj: a name in choices.AFTER
+    per_dim_temperature: bool = False  # each dimension of q times a learned softplus(p)
+    conv: int = 0  # width of a convolution over time, added to q, k and v: 4 is usual; 0: none
+    after: str = "none"  # what follows attention, before c_proj: a name in choices.AFTER
     # How does the model know the order of the tokens?
     position: str = "learned"  # a name in positions.POSITION
     rope_base: float | None = None  # rope: the base of its wavelengths; None: 10000
-    max_distance: int | None = None  # relative, t5: larger distances count as this one; None: 16 (relative), 128 (t5)
-    decay: str = "none"  # beside any position, far keys weigh less, by exp(-slope (i - j)): a name in positions.DECAY
-    nope_long: bool = False  # only short heads know positions, and long heads do not (Command A: --heads=S/S/S/L)
+    max_distance: int | None = None  # relative (None: 16), t5 (128): larger distances count as this
+    decay: str = "none"  # far keys weigh less, by exp(-slope (i - j)): a name in positions.DECAY
+    nope_long: bool = False  # only short heads know positions (Command A: --heads=S/S/S/L)
     # What are the blocks made of?
     norm: str = "layernorm"  # the kind of norm: a name in choices.NORM
     norm_eps: float = 1e-5  # a small number that is added to the variance in a norm
     where: str = "pre"  # where a block has its norms: a name in choices.WHERE
-    block: str = "serial"  # serial: the MLP gets the output of attention; parallel: both get the same input (PaLM)
-    mlp: str = "gelu"  # activation of the MLP (gated: the names that end in glu): a name in choices.ACTIVATION
+    block: str = "serial"  # serial: the MLP follows attention; parallel: both get one input (PaLM)
+    mlp: str = "gelu"  # activation of the MLP (gated: those in glu): a name in choices.ACTIVATION
     bias: bool = True  # biases in Linears and LayerNorms, as in GPT-2
     # What helps against overfitting, unstable training or too little memory?
-    dropout: float = 0.0  # dropout on embeddings and on the outputs of attention and MLP: the probability
-    attn_dropout: float | None = None  # dropout on attention weights; None: as dropout, or 0 if the attention has none
-    zero_init: bool = False  # the last matrix of each attention and MLP (or the norm after it) starts at zero
-    logit_softcap: float | None = None  # c: a logit x becomes c tanh(x / c) (Gemma 2: c = 30); None: it stays x
-    label_smoothing: float = 0.0  # p: the training loss has the target with 1 - p + p / V, other tokens with p / V
-    z_loss: float = 0.0  # this number times the mean of (log Z)^2 is added to the training loss (PaLM: 1e-4)
-    activation_checkpointing: bool = False  # compute blocks again in the backward pass: slower, needs far less memory
+    dropout: float = 0.0  # probability, on embeddings and on the outputs of attention and MLP
+    attn_dropout: float | None = None  # on attention weights; None: as dropout, if it can drop any
+    zero_init: bool = False  # the last matrix of attention and MLP, or the norm after it, is 0
+    logit_softcap: float | None = None  # c: a logit x becomes c tanh(x / c) (Gemma 2: c = 30)
+    label_smoothing: float = 0.0  # p: training targets have 1 - p + p / V, other tokens p / V
+    z_loss: float = 0.0  # times the mean of (log Z)^2, added to the training loss (PaLM: 1e-4)
+    activation_checkpointing: bool = False  # compute blocks again in the backward pass: less memory
 
     def __post_init__(self):
         check(self, ATTENTION)
 
     def resolved(self) -> "GPTConfig":
-        """The same choices with every default filled in: modules read this copy. What is not used stays None."""
+        """A copy with every default filled in, which modules read. What is not used stays None."""
         return with_defaults(self, ATTENTION)
 
     @property
@@ -141,7 +148,7 @@ class GPTConfig:
 
     @property
     def scheme(self) -> type | None:
-        """The class of the position, a positions.Scheme; None for a position that is added to the embedding."""
+        """The positions.Scheme of the position; None if it is added to the embedding."""
         return POSITION[self.position][1]
 
     def layer_heads(self, layer: int) -> str:
@@ -152,90 +159,113 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Makes queries, keys and values of all heads; calls the attention once for short heads and once for long ones.
+    """Makes queries, keys and values of all heads; runs attention for short and for long heads.
 
-    A short head sees its own token and the `window` tokens before it (LS-attention: "Short-Range Dependency Effects
-    on Transformer Instability and a Decomposed Attention Solution").
-    Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value V twice as wide, a layer has one lambda,
-    and y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), an RMSNorm per pair. LASER takes the log of each A V.
+    A short head sees its own token and the `window` tokens before it (LS-attention: "Short-Range
+    Dependency Effects on Transformer Instability and a Decomposed Attention Solution").
+    Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value V twice as wide, and
+    y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with an RMSNorm per pair and one lambda
+    per layer. LASER takes the logarithm of each A V.
     """
 
     def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
         super().__init__()
-        C, H, G, D = c.n_embd, c.n_head, c.n_kv_head, c.head_dim
+        H, G, D = c.n_head, c.n_kv_head, c.head_dim
         self.sizes = H, G, D
-        self.c_attn = nn.Linear(C, (H + 2 * G) * D, bias=c.bias)
+        self.scale = c.scale
+        self.attn_dropout = c.attn_dropout
+        self.n_map = 2 if c.differential else 1  # query heads that share one value
+        self.c_attn = nn.Linear(c.n_embd, (H + 2 * G) * D, bias=c.bias)
         self.after = AFTER[c.after](c)
-        self.c_proj = nn.Linear(H * D // getattr(self.after, "n_map", 1), C, bias=c.bias)
+        self.c_proj = nn.Linear(H * D // getattr(self.after, "n_map", 1), c.n_embd, bias=c.bias)
         self.resid_dropout = nn.Dropout(c.dropout)
         self.q_norm, self.k_norm = QK_NORM[c.qk_norm](c, D)
-        p = torch.full((D,), math.log(math.e - 1))  # q softplus(p), which is q at the start (LASER, section 4)
-        self.per_dim_temperature = nn.Parameter(p) if c.per_dim_temperature else None
+        self.per_dim_temperature = None
+        if c.per_dim_temperature:  # q softplus(p), which is q at the start (LASER, section 4)
+            self.per_dim_temperature = nn.Parameter(torch.full((D,), math.log(math.e - 1)))
         self.conv = ShortConv((H + 2 * G) * D, c.conv) if c.conv else None
-        self.decay = DECAY[c.decay](c)
+        self.decay = DECAY[c.decay](c) if DECAY[c.decay] is not None else None
         letters = c.layer_heads(layer)
-        positioned = c.scheme is not None and ("S" in letters or not c.nope_long)
-        self.position = (shared_position or c.scheme(c)) if positioned else None
+        self.position = None
+        if c.scheme is not None and ("S" in letters or not c.nope_long):
+            self.position = shared_position or c.scheme(c)
         self.rotates = getattr(self.position, "rotates", False)
-        self.scale, self.attn_dropout = c.scale, c.attn_dropout
-        self.n_map = 2 if c.differential else 1  # query heads that share one value
         if c.differential:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 setattr(self, name, nn.Parameter(0.1 * torch.randn(D)))
             self.ln_head = RMSNorm(2 * D, eps=1e-5)
-        definition = {"S": ATTENTION.get(c.short_attention), "L": ATTENTION[c.attention]}
-        self.numbers = Numbers([definition[letter] for letter in letters])
+        names = {"S": c.short_attention, "L": c.attention}
+        self.numbers = LearnedScalars([ATTENTION[names[letter]] for letter in letters])
         self.groups = []  # the short heads, then the long ones; or one of the two
-        for letter, name, window in (("S", c.short_attention, c.window), ("L", c.attention, None)):
-            if heads := [h for h, kind in enumerate(letters) if kind == letter]:
-                used = (None if letter == "L" and c.nope_long else self.position), self.decay
-                used += (self.numbers if learned_of(definition[letter]) else None,)
-                schemes = [scheme for scheme in used if scheme is not None]
-                shape = {"n_query": H // G, "n_map": self.n_map, "width": D}
-                self.groups.append(HeadGroup(heads, window, name, definition[letter], schemes, **shape))
-        self.inverse = inverse_of(letters)  # puts the heads back into the layer's order; None if they are in it already
+        for letter in "SL":
+            heads = [h for h in range(H) if letters[h] == letter]
+            if heads:
+                is_short = letter == "S"
+                definition = ATTENTION[names[letter]]
+                schemes = [] if c.nope_long and not is_short else [self.position]
+                schemes += [self.decay, self.numbers if learned_of(definition) else None]
+                schemes = [scheme for scheme in schemes if scheme is not None]
+                self.groups.append(HeadGroup(c, heads, is_short, definition, schemes))
+        order = [h for group in self.groups for h in group.heads]
+        # where each head of the layer is in this order; None: in its own place
+        self.inverse = None if order == sorted(order) else [order.index(h) for h in range(H)]
 
     def forward(self, x, context=None):
-        """x (B, T, C) -> (B, T, C). context: None or what x sees besides itself, a Cache or Documents."""
-        (B, T, _), (H, G, D) = x.shape, self.sizes
+        """x (B, T, C) -> (B, T, C). context: what x sees besides itself, a Cache or Documents."""
+        B, T, _ = x.shape
+        H, G, D = self.sizes
         qkv = self.c_attn(x)
         if self.conv is not None:
             qkv = self.conv(qkv, context)
         q, k, v = qkv.split((H * D, G * D, G * D), dim=-1)
         q = self.q_norm(q.view(B, T, H, D).transpose(1, 2))  # (B, H, T, D)
         k = self.k_norm(k.view(B, T, G, D).transpose(1, 2))  # (B, G, T, D)
-        v = v.view(B, T, -1, self.n_map * D).transpose(1, 2)  # (B, G, T, D); differential: (B, G / 2, T, 2 D)
+        v = v.view(B, T, -1, self.n_map * D).transpose(1, 2)  # (B, G / n_map, T, n_map D)
         y = self.mix(q, k, v, context)  # (B, H, T, n_map D)
-        if self.n_map == 2:  # of each pair of maps the first minus lambda times the second, (B, H / 2, T, 2 D)
-            y = self.ln_head(y[:, ::2] - self.lambda_of_pairs() * y[:, 1::2]) * (1 - self.lambda_init)
+        if self.n_map == 2:  # of each pair the first map minus lambda times the second
+            y = y[:, ::2] - self.lambda_of_pairs() * y[:, 1::2]  # (B, H / 2, T, 2 D)
+            y = self.ln_head(y) * (1 - self.lambda_init)
         if self.after is not None:
             y = self.after(y, x, v)
-        y = self.c_proj(y.transpose(1, 2).flatten(2))
-        return self.resid_dropout(y) if self.training else y  # each module call costs time when decoding one token
+        y = self.c_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
+        # Dropout is skipped in eval mode: in decoding each module call is a measurable cost.
+        return self.resid_dropout(y) if self.training else y
 
     def mix(self, q, k, v, context=None):
-        """The positions and the attention: q, k and v of all heads -> y (B, H, T, n_map D). Shapes: see forward."""
-        y, p, past = [], self.per_dim_temperature, 0 if context is None else context.length
-        dropout = self.attn_dropout if self.training else 0.0
-        if p is not None and not self.rotates:
-            q = q * F.softplus(p)
+        """Positions and attention: q, k and v as in forward -> y (B, H, T, n_map D)."""
+        past = 0 if context is None else context.length
+        temperature = None
+        if self.per_dim_temperature is not None:
+            temperature = F.softplus(self.per_dim_temperature)
+        if temperature is not None and not self.rotates:
+            q = q * temperature
+        outputs = []
         for group in self.groups:
             q_part, k_part, v_part = group.take(q, k, v)
-            settings = {"window": group.window, "scale": self.scale, "dropout": dropout}
+            settings = {"scale": self.scale}
+            if group.window is not None:
+                settings["window"] = group.window
+            if self.training and self.attn_dropout:
+                settings["dropout"] = self.attn_dropout
             for scheme in group.schemes:
-                q_part, k_part, more = scheme(q_part, k_part, group, past)
-                settings |= more
-            if p is not None and self.rotates:  # the dimensions of a decay, before the D own ones, stay as they are
-                q_part = q_part * F.pad(F.softplus(p), (q_part.shape[-1] - len(p), 0), value=1.0)
-            q_part, k_part = q_part.to(v.dtype), k_part.to(v.dtype)  # norms and rotations give float32
-            attend = group.attend if context is None else partial(context.attend, group)
-            y.append(attend(q_part, k_part, v_part, **settings))
-        y = torch.cat(y, dim=1) if len(y) > 1 else y[0]
+                q_part, k_part, arguments = scheme(q_part, k_part, group, past)
+                settings |= arguments
+            if temperature is not None and self.rotates:  # a decay's dimensions stand before q's D
+                extra = q_part.shape[-1] - len(temperature)
+                q_part = q_part * F.pad(temperature, (extra, 0), value=1.0)
+            q_part = q_part.to(v.dtype)  # norms and rotations give float32
+            k_part = k_part.to(v.dtype)
+            if context is None:
+                y = group.form(q_part, *group.share(k_part, v_part), **settings)
+            else:
+                y = context.attend(group, q_part, k_part, v_part, **settings)
+            outputs.append(y)
+        y = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         return y if self.inverse is None else y[:, self.inverse]
 
     def lambda_of_pairs(self):
-        """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, of all pairs of the layer."""
+        """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init."""
         first = (self.lambda_q1 * self.lambda_k1).sum().exp()  # no @: autocast would round it
         second = (self.lambda_q2 * self.lambda_k2).sum().exp()
         return first - second + self.lambda_init
@@ -263,17 +293,23 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, with norms where choices.WHERE says; in parallel both see the same x (PaLM, section 2)."""
+    """Attention and an MLP, with norms where choices.WHERE says.
+
+    In a parallel block both get the same input (PaLM, section 2).
+    """
 
     def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
         super().__init__()
         before, after, self.added = WHERE[c.where]
         self.parallel = c.block == "parallel"
-        norm = partial(NORM[c.norm], c, c.n_embd)
-        self.ln_1 = norm() if before or self.added else nn.Identity()
-        self.ln_2 = norm() if (before or self.added) and not self.parallel else nn.Identity()
-        self.ln_1_after = norm() if after else nn.Identity()
-        self.ln_2_after = norm() if after else nn.Identity()
+
+        def norm(wanted: bool) -> nn.Module:
+            return NORM[c.norm](c, c.n_embd) if wanted else nn.Identity()
+
+        self.ln_1 = norm(before or self.added)
+        self.ln_2 = norm((before or self.added) and not self.parallel)
+        self.ln_1_after = norm(after)
+        self.ln_2_after = norm(after)
         self.attn = CausalSelfAttention(c, layer, shared_position)
         self.mlp = MLP(c)
 
@@ -283,7 +319,8 @@ class Block(nn.Module):
             return self.ln_2(x + self.mlp(x))
         h = self.ln_1(x)
         x = x + self.ln_1_after(self.attn(h, context))
-        return x + self.ln_2_after(self.mlp(h if self.parallel else self.ln_2(x)))
+        h = h if self.parallel else self.ln_2(x)
+        return x + self.ln_2_after(self.mlp(h))
 
 
 class GPT(nn.Module):
@@ -293,28 +330,33 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         c = config.resolved()
+        shared_position = None
+        if c.scheme is not None and c.scheme.shared:
+            shared_position = c.scheme(c)
+        self.transformer = nn.ModuleDict()
+        self.transformer.wte = nn.Embedding(c.vocab_size, c.n_embd)
+        self.embedding_scale = 1.0
         embedded = POSITION[c.position][0]
-        shared_position = c.scheme(c) if c.scheme is not None and c.scheme.shared else None
-        modules = {
-            "wte": nn.Embedding(c.vocab_size, c.n_embd),
-            "wpe": embedded and embedded(c),
-            "drop": nn.Dropout(c.dropout),
-            "h": nn.ModuleList([Block(c, layer, shared_position) for layer in range(c.n_layer)]),
-            "ln_f": nn.Identity() if c.where == "post" else NORM[c.norm](c, c.n_embd),
-        }
-        self.transformer = nn.ModuleDict({name: module for name, module in modules.items() if module is not None})
-        self.embedding_scale = getattr(modules["wpe"], "embedding_scale", 1.0)
+        if embedded is not None:
+            self.transformer.wpe = embedded(c)
+            self.embedding_scale = getattr(self.transformer.wpe, "embedding_scale", 1.0)
+        self.transformer.drop = nn.Dropout(c.dropout)
+        blocks = [Block(c, layer, shared_position) for layer in range(c.n_layer)]
+        self.transformer.h = nn.ModuleList(blocks)
+        self.transformer.ln_f = nn.Identity() if c.where == "post" else NORM[c.norm](c, c.n_embd)
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         if c.tied:
             self.transformer.wte.weight = self.lm_head.weight
         self.apply(self._init_weights)
-        # The last matrix of each attention and MLP: GPT-2's std. With zero_init it is 0 or, if a norm follows, the norm
+        # The last matrix of each attention and MLP begins with GPT-2's std, or with zero_init at 0.
+        # If a norm follows the matrix (--where=sandwich), the norm begins at 0 instead.
         std = 0.02 / math.sqrt(2 * c.n_layer)
-        by_norm = c.zero_init and WHERE[c.where][1]
+        norm_follows = WHERE[c.where][1]
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):
-                nn.init.normal_(p, mean=0.0, std=0.0 if c.zero_init and not by_norm else std)
-            elif name.endswith("_after.weight") and by_norm:
+                zero = c.zero_init and not norm_follows
+                nn.init.normal_(p, mean=0.0, std=0.0 if zero else std)
+            elif name.endswith("_after.weight") and c.zero_init:
                 nn.init.zeros_(p)
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -323,20 +365,30 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: Cache | None = None, pos=None) -> tuple:
-        """(logits, loss) for token ids idx (B, T). Raises ValueError for more than block_size tokens without a cache.
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        cache: Cache | None = None,
+        pos: Tensor | None = None,
+    ) -> tuple:
+        """(logits, loss) for token ids idx (B, T).
 
-        With targets (B, T): logits (B, T, V), and the mean cross-entropy in nats over the targets that are not -1; in
-        training with label_smoothing (Szegedy et al. 2016, section 7) and plus z_loss mean(log^2 Z), Z the sum of a
-        token's exp(logits) (PaLM, section 5). Without targets: the logits of the last position, (B, 1, V), and None.
-        cache: from new_cache; it holds the tokens before idx, and idx is added to it. pos (B, T): positions in
-        documents (text.dataset.positions). A document begins where pos is 0; no token sees another document.
+        With targets (B, T): logits (B, T, V), and the mean cross-entropy in nats over the targets
+        that are not -1; in training with label_smoothing (Szegedy et al. 2016, section 7) and
+        z_loss (PaLM, section 5). Without targets: the logits of the last position, (B, 1, V), and
+        None. cache: from new_cache; it holds the tokens before idx, and idx is added to it. pos (B,
+        T): positions in documents (text.dataset.positions). A document begins where pos is 0; no
+        token sees another document. Raises ValueError for more than block_size tokens without a
+        cache.
         """
         T = idx.shape[1]
         if T < 1 or (cache is None and T > self.config.block_size):
-            raise ValueError(f"{T} tokens do not fit: this model takes 1 to block_size={self.config.block_size}")
+            most = self.config.block_size
+            raise ValueError(f"{T} tokens do not fit: this model takes 1 to block_size={most}")
         if cache is None:
-            return self.predict(self.hidden(idx, None if pos is None else Documents(pos), pos), targets)
+            documents = None if pos is None else Documents(pos)
+            return self.predict(self.hidden(idx, documents, pos), targets)
         if pos is not None:
             raise ValueError("a cache holds one document: give pos or cache, not both")
         with cache.extended(*idx.shape):
@@ -345,44 +397,65 @@ class GPT(nn.Module):
     def hidden(self, idx: Tensor, context=None, pos: Tensor | None = None) -> Tensor:
         """The input of the output head, (B, T, C). context: see CausalSelfAttention.forward."""
         x = self.transformer.wte(idx)  # (B, T, C)
-        x = x if self.embedding_scale == 1.0 else x * self.embedding_scale
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
         if "wpe" in self.transformer:
-            past = 0 if context is None else context.length
-            at = torch.arange(past, past + idx.shape[1], device=idx.device) if pos is None else pos
-            x = x + self.transformer.wpe(at).to(x.dtype)
+            if pos is None:
+                past = 0 if context is None else context.length
+                pos = torch.arange(past, past + idx.shape[1], device=idx.device)
+            x = x + self.transformer.wpe(pos).to(x.dtype)
         x = self.transformer.drop(x)
-        recompute = self.config.activation_checkpointing and self.training and not isinstance(context, Cache)
+        recompute = self.config.activation_checkpointing and self.training
         for block in self.transformer.h:
-            x = checkpoint(block, x, context, use_reentrant=False) if recompute else block(x, context)
+            if recompute and not isinstance(context, Cache):
+                x = checkpoint(block, x, context, use_reentrant=False)
+            else:
+                x = block(x, context)
         return self.transformer.ln_f(x)
 
     def predict(self, x: Tensor, targets: Tensor | None) -> tuple:
         """The (logits, loss) of `forward`, from the output of `hidden`, x (B, T, C)."""
         logits = self.lm_head(x[:, [-1]] if targets is None else x)  # (B, 1, V) or (B, T, V)
-        if (cap := self.config.logit_softcap) is not None:
+        cap = self.config.logit_softcap
+        if cap is not None:
             logits = cap * torch.tanh(logits / cap)
         if targets is None:
             return logits, None
-        flat, targets = logits.flatten(0, 1).float(), targets.flatten()
+        flat = logits.flatten(0, 1).float()  # (B T, V)
+        targets = targets.flatten()
         smoothing = self.config.label_smoothing if self.training else 0.0
         loss = F.cross_entropy(flat, targets, ignore_index=-1, label_smoothing=smoothing)
-        if self.training and self.config.z_loss:
-            log_z, counted = flat.logsumexp(-1), targets != -1
-            loss = loss + self.config.z_loss * (log_z.square() * counted).sum() / counted.sum()
+        if self.training and self.config.z_loss:  # Z: the sum of a token's exp(logits)
+            log_z = flat.logsumexp(-1)
+            counted = targets != -1
+            mean = (log_z.square() * counted).sum() / counted.sum()
+            loss = loss + self.config.z_loss * mean
         return logits, loss
 
     def new_cache(self, capacity: int | None = None) -> Cache:
-        """An empty cache for up to `capacity` tokens, block_size by default; UserError for more than it can hold."""
+        """An empty cache for up to `capacity` tokens, block_size by default.
+
+        Raises UserError for more than block_size if the model's cache cannot go on past it.
+        """
         most = self.config.block_size
         capacity = most if capacity is None else capacity
-        if capacity > most and (why := why_it_ends(self)):
-            raise UserError(f"a cache of {capacity} tokens: this model ends at block_size={most}, because {why}")
-        return Cache([group for block in self.transformer.h for group in block.attn.groups], capacity)
+        if capacity > most:
+            why = why_it_ends(self)
+            if why is not None:
+                ends = f"this model ends at block_size={most}, because {why}"
+                raise UserError(f"a cache of {capacity} tokens: {ends}")
+        return Cache(groups_of(self), capacity)
 
     def crop_block_size(self, block_size: int) -> None:
-        """Shortens the context or, if the positions are not learned, lengthens it. Raises UserError where it cannot."""
-        if (block_size > (most := self.config.block_size) and self.config.position == "learned") or block_size < 1:
-            raise UserError(f"block_size={block_size} is below 1 or, if positions are learned, above {most}")
+        """Shortens the context; lengthens it, if the positions are not learned.
+
+        Raises UserError where it cannot.
+        """
+        most = self.config.block_size
+        too_long = block_size > most and self.config.position == "learned"
+        if block_size < 1 or too_long:
+            limits = f"below 1 or, if positions are learned, above {most}"
+            raise UserError(f"block_size={block_size} is {limits}")
         self.config.window = self.config.resolved().window  # its default depends on block_size
         self.config.block_size = block_size
         if "wpe" in self.transformer:
@@ -390,11 +463,14 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str, override_args: dict | None = None) -> "GPT":
-        """A GPT with the weights of a model on the hub, such as gpt2, or in a folder (training/pretrained.py, load)."""
+        """A GPT with the weights of a model on the hub, such as gpt2, or of a folder.
+
+        See training/pretrained.py, load.
+        """
         from training.pretrained import load  # here, since that file imports this one
 
         return load(name, override_args or {})
 
     def generate(self, idx: Tensor, max_new_tokens: int, *args, **kwargs) -> Tensor:
-        """The prompts idx (B, T), each followed by its new tokens. The arguments are those of text.sampling.stream."""
+        """The prompts idx (B, T), each followed by new tokens; arguments: text.sampling.stream."""
         return torch.cat((idx, *stream(self, idx, max_new_tokens, *args, **kwargs)), dim=1)

@@ -4,31 +4,39 @@
     python train.py config/train_shakespeare_char_cpu.py --attention=laser
     torchrun --standalone --nproc_per_node=4 train.py config/train_shakespeare_char.py
 
-Writes to out_dir: ckpt.pt (the latest state), best.pt (the state with the lowest validation loss) and log.jsonl.
-Ctrl-C and SIGTERM end a run after the current step, with a checkpoint. A loss that is NaN or infinite ends it where it
-next logs, evaluates or saves, with exit code 1; no checkpoint has such numbers.
+Writes to out_dir: ckpt.pt (the latest state), best.pt (the state with the lowest validation loss)
+and log.jsonl. Ctrl-C and SIGTERM end a run after the current step, with a checkpoint. A loss that
+is NaN or infinite ends the run where it next logs, evaluates or saves, with exit code 1; no
+checkpoint has such numbers.
 
-Read it from top to bottom: flags, set-up, one batch, one loss, one evaluation, the loop. training/run.py has what a run
-needs around its loop: resuming, checks of flags, the first lines, signals.
+Read it from top to bottom: flags, set-up, one batch, one loss, one evaluation, the loop.
+training/run.py has what a run needs around its loop: resuming, checks of flags, the first lines,
+signals.
 """
 
 import math
 import sys
-from functools import partial
 from typing import Literal
 
-from configurator import configure, pick_device, user_errors  # first: from here on Ctrl-C prints a sentence
-from errors import NotFinite
-
-# isort: split
 import torch
 
 from attention.cache import run_definitions
 from attention.probe import largest_logits
+from configurator import configure, pick_device, user_errors
+from errors import NotFinite
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of, positions, prepare_shakespeare, read_meta
 from training import checkpoint, run
-from training.distributed import by_master, connect, data_parallel, local_rank, rank, say, summed, world
+from training.distributed import (
+    by_master,
+    connect,
+    data_parallel,
+    local_rank,
+    rank,
+    say,
+    summed,
+    world,
+)
 from training.estimate import flops, peak_flops
 from training.log import Log, diverged
 from training.optimizers import OPTIMIZER, Settings
@@ -37,40 +45,40 @@ from training.optimizers import OPTIMIZER, Settings
 # flags; GPT-2 (124M) on OpenWebText by default. The fields of GPTConfig are flags too.
 # What is the model trained on?
 dataset = "openwebtext"  # the data set: the name of a folder in data/, or the path of a folder
-pack: Literal["none", "document"] = "none"  # document: a token sees only its own document, where positions begin at 0
-allow_other_data = False  # let a run resume even if the data set has changed since the run was saved
+pack: Literal["none", "document"] = "none"  # document: a token sees only its own document
+allow_other_data = False  # resume even if the data set has changed since the run was saved
 # Which weights does it start from?
-init_from = "scratch"  # scratch, resume, or the weights of gpt2, gpt2-medium, ..., a model of the hub, a local folder
+init_from = "scratch"  # scratch, resume, gpt2, gpt2-medium, ..., a model of the hub, a local folder
 seed = 1337  # decides all random numbers: new weights, which batches are drawn, dropout
 # How long is the training, and how large is a step?
 max_iters = 600000  # steps in total
 gradient_accumulation_steps = 5 * 8  # micro-batches per step, of all processes together
-batch_size = 12  # sequences per micro-batch; a step has batch_size * gradient_accumulation_steps sequences
+batch_size = 12  # sequences per micro-batch; a step has batch_size * gradient_accumulation_steps
 # Which optimizer?
-optimizer: Literal[*OPTIMIZER] = "adamw"  # muon trains the matrices of the blocks, and AdamW the other weights
+optimizer: "Literal[*OPTIMIZER]" = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
 weight_decay = 1e-1  # weight decay of matrices and embeddings; biases and norms have none
-beta1 = 0.9  # AdamW, NAdamW and LAMB: decay rate of the mean of the gradients
-beta2 = 0.95  # AdamW, NAdamW and LAMB: decay rate of the mean of the squared gradients
-adam_eps: float | None = None  # AdamW, NAdamW, LAMB: is added to that mean's root, a divisor; None: 1e-8, LAMB 1e-6
+beta1 = 0.9  # AdamW and NAdamW: decay rate of the mean of the gradients
+beta2 = 0.95  # AdamW and NAdamW: decay rate of the mean of the squared gradients
+adam_eps: float | None = None  # they divide by that mean's root plus this number; None: 1e-8
 muon_beta = 0.95  # Muon: its momentum
 grad_clip = 1.0  # a gradient with a larger norm is scaled down to this norm; 0.0: never
 # How does the learning rate change?
-learning_rate = 6e-4  # the highest learning rate, of AdamW, NAdamW and LAMB
+learning_rate = 6e-4  # the highest learning rate, but for Muon
 muon_lr = 0.02  # the highest learning rate, of Muon
-schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # the curve after warm-up; wsd: constant, then linear decay
-decay_share = 0.2  # wsd: the decay is this share of lr_decay_iters; 1.0: it begins right after the warm-up
+schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: constant, then linear decay
+decay_share = 0.2  # wsd: decay in this share of lr_decay_iters; 1.0: right after the warm-up
 decay_lr = True  # False: the learning rate is constant and has no warm-up
 warmup_iters = 2000  # steps in which the learning rate grows from almost 0 to its highest value
-lr_decay_iters = 600000  # the step at which the learning rate reaches min_lr; often the same as max_iters
-min_lr = 6e-5  # the lowest learning rate; a tenth of learning_rate is usual; Muon's falls by the same factor
+lr_decay_iters = 600000  # step at which the learning rate reaches min_lr; often max_iters
+min_lr = 6e-5  # the lowest learning rate, often learning_rate / 10; Muon's is in proportion
 # What is measured and printed?
 eval_interval = 2000  # steps between two evaluations
 eval_iters = 200  # batches of each split in an evaluation; every evaluation uses the same batches
 eval_only = False  # evaluate once, write nothing, and exit
 gpus: str | None = None  # dry_run for these GPUs, such as "8 x H100"; None: for A100 and H100
-dry_run = False  # print the number of parameters, FLOPs, and estimates of memory and time; do nothing else
+dry_run = False  # only print the number of parameters, FLOPs, and estimates of memory and time
 log_interval = 1  # steps between two lines of the log
-log_logits = False  # also log the largest absolute attention score of each layer; costs one more forward pass
+log_logits = False  # also log each layer's largest attention score; costs one more forward pass
 sample_tokens = 300  # length of the text that the model writes at the end, in tokens; 0: no text
 wandb_log = False  # also log to Weights & Biases
 wandb_project = "owt"  # name of the project in Weights & Biases
@@ -78,18 +86,17 @@ wandb_run_name = "gpt2"  # name of the run in Weights & Biases
 tensorboard = False  # also log to TensorBoard: tensorboard --logdir=.
 # What is saved, and where?
 out_dir = "out"  # the folder for checkpoints and log.jsonl
-always_save_checkpoint = True  # save ckpt.pt at every evaluation; False: only at the end and after an interruption
+always_save_checkpoint = True  # at every evaluation; False: at the end and if interrupted
 save_interval = 0  # steps between two saves of ckpt.pt; 0: at every evaluation
-keep_checkpoints = 2  # number of latest checkpoints that are kept: ckpt.pt, and before it ckpt-00000500.pt and so on
+keep_checkpoints = 2  # the latest to keep: ckpt.pt, before it ckpt-00000500.pt and so on
 # What does it run on, and how?
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 or float16 on CUDA, else float32
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: 16 bits on CUDA, else 32
 tf32 = True  # compute matrix products of float32 in TF32, on GPUs that can
 compile: bool | None = None  # compile the model with torch.compile; None: only on CUDA
-triton = False  # compute attention with the Triton kernels of attention/kernels.py, on CUDA
-plain = False  # compute attention with the definitions in model.py themselves: slow, to study and to compare
-parallel: Literal["ddp", "fsdp"] = "ddp"  # with several processes each holds the whole model (ddp) or a part (fsdp)
-backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # of communication; auto, nccl: nccl on CUDA, else gloo
+plain = False  # run the definitions of the attentions themselves: slow, to study and to compare
+parallel: Literal["ddp", "fsdp"] = "ddp"  # each process has the whole model (ddp) or a part (fsdp)
+backend: Literal["auto", "nccl", "gloo", "mpi"] = "auto"  # auto, nccl: nccl on CUDA, else gloo
 # fields of GPTConfig that have another default here
 vocab_size: int | None = None  # number of different tokens; None: as many as the data set has
 bias = False  # biases in Linears and LayerNorms; False is a bit better and faster
@@ -101,7 +108,8 @@ with user_errors():
     globals().update(config)
     run.check_flags(config, given)
     device, dtype, amp = pick_device(device, dtype)  # amp: the context of mixed precision
-    device = f"cuda:{local_rank}" if device == "cuda" else device
+    if device == "cuda":
+        device = f"cuda:{local_rank}"
     device_type = device.split(":")[0]
     if device_type == "cuda":
         torch.cuda.set_device(device)
@@ -110,8 +118,10 @@ with user_errors():
         run.print_estimates(config, given, device, dtype)
         sys.exit()
     connect(backend)
+    start = saved["iter_num"] if saved else 0  # steps that are done
+    launches = run.launches(start)
     torch.manual_seed(seed)  # the same weights everywhere
-    torch.set_flush_denormal(True)  # on a CPU tiny attention weights, as ALiBi's, would cost several times a zero's
+    torch.set_flush_denormal(True)  # tiny attention weights would cost a CPU several times a zero's
     by_master(lambda: prepare_shakespeare(dataset))
     data_dir = folder_of(dataset)
     meta = read_meta(data_dir)
@@ -123,14 +133,16 @@ with user_errors():
         model = checkpoint.model_of(saved, **run.model_args(config))
     else:
         model = run.pretrained_model(config, given, meta)
-    eot = run.check_data(config, model.config, meta)  # the token between documents, with --pack=document
-    data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
-    if triton:
-        run.use_triton(model, device, dtype)
     if plain:
         run_definitions(model)
-config |= vars(model.config) | {"window": model.config.resolved().window}  # a new block_size will not change it
-run.describe(config, model, data, device, dtype)
+    fields = vars(model.config) | {"window": model.config.resolved().window}
+    config |= fields  # a new block_size will not change the window
+    globals().update(fields)  # from here on block_size, n_embd, vocab_size ... are the model's
+    eot = run.check_data(config, model.config, meta)  # of --pack=document: between two documents
+    data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
+run.describe(config, model, data["train"], device, dtype)
+if compile is None:
+    compile = device_type == "cuda"
 rows = batch_size * gradient_accumulation_steps  # sequences of a step, of all processes together
 micro_steps = math.ceil(rows / world / batch_size)  # micro-batches of this process, per step
 sharded = parallel == "fsdp" and world > 1  # each process has a part of every weight
@@ -138,55 +150,66 @@ sharded = parallel == "fsdp" and world > 1  # each process has a part of every w
 
 # -----------------------------------------------------------------------------
 # one batch, one loss, one learning rate, one evaluation, one checkpoint
-def get_batch(step: int) -> tuple[torch.Tensor, ...]:
-    """This process's rows of a step's global batch, on the device."""
-    return to_device(*data["train"].batch(step, rows, seed=seed, rank=rank, world=world))
+def get_batch(step):
+    """This process's rows of a step's global batch, on the device: x and y, (rows / world, T)."""
+    x, y = data["train"].batch(step, rows, seed=seed, rank=rank, world=world)
+    return to_device(x, y)
 
 
-def to_device(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def to_device(x, y):
     """(x, y) on the device; with --pack=document (x, y, positions in the documents)."""
-    batch = (x, y) if eot is None else (x, y, positions(x, eot))
-    if device_type == "cuda":
-        batch = [t.contiguous().pin_memory() for t in batch]  # only pinned memory is copied while the GPU computes
+    batch = [x, y]
+    if eot is not None:
+        batch.append(positions(x, eot))
+    if device_type == "cuda":  # only pinned memory is copied while the GPU computes
+        batch = [t.contiguous().pin_memory() for t in batch]
     return tuple(t.to(device, non_blocking=device_type == "cuda") for t in batch)
 
 
-def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None) -> torch.Tensor:
+def loss_of(model, x, y, pos=None):
     """The mean loss of a micro-batch."""
     with amp:
         return model(x, y, pos=pos)[1]
 
 
-def get_lr(it: int) -> float:
-    """Linear warm-up; then down to min_lr, as a cosine or (wsd) stable and then linear; or constant."""
-    if decay_lr and it < warmup_iters:
-        return learning_rate * (it + 1) / (warmup_iters + 1)
-    if not decay_lr or schedule == "constant":
+def get_lr(it):
+    """Linear warm-up; then constant, or down to min_lr, as a cosine or (wsd) late and linear."""
+    if not decay_lr:
         return learning_rate
-    decay_start = max(warmup_iters, lr_decay_iters * (1 - decay_share)) if schedule == "wsd" else warmup_iters
+    if it < warmup_iters:
+        return learning_rate * (it + 1) / (warmup_iters + 1)
+    if schedule == "constant":
+        return learning_rate
+    decay_start = warmup_iters
+    if schedule == "wsd":
+        decay_start = max(warmup_iters, lr_decay_iters * (1 - decay_share))
     progress = min(1.0, max(0.0, it - decay_start) / max(1, lr_decay_iters - decay_start))
-    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
-    return min_lr + left * (learning_rate - min_lr)
+    coeff = 1.0 - progress
+    if schedule == "cosine":
+        coeff = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return min_lr + coeff * (learning_rate - min_lr)
 
 
 @torch.no_grad()
-def estimate_loss() -> dict[str, float]:
-    """Mean loss over fixed windows of each split, divided among the processes; draws no random number."""
+def estimate_loss():
+    """{split: mean loss} over fixed windows, which the processes share. No random numbers."""
     raw_model.eval()
-    losses = {}
+    means = {}
     for split, tokens in data.items():
-        found, sizes = [], []  # losses, still on the device; windows
+        losses = []  # of this process's batches, still on the device
+        sizes = []  # windows; of a process that has a window less one batch is without targets
         for x, y in tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world):
-            found.append(loss_of(eval_model, *to_device(x, y)))
-            sizes.append((y >= 0).sum().item() / y.shape[1])  # a process with a window less gets one without targets
-        total = sum(loss * n for loss, n in zip(torch.stack(found).tolist(), sizes, strict=True) if n)
-        total = summed(torch.tensor([total, sum(sizes)], dtype=torch.float64))
-        losses[split] = (total[0] / total[1]).item()
+            losses.append(loss_of(eval_model, *to_device(x, y)))
+            sizes.append((y >= 0).sum().item() / y.shape[1])
+        losses = torch.stack(losses).tolist()
+        total = sum(loss * n for loss, n in zip(losses, sizes, strict=True) if n)
+        total, size = summed(torch.tensor([total, sum(sizes)], dtype=torch.float64))
+        means[split] = (total / size).item()
     raw_model.train()
-    return losses
+    return means
 
 
-def largest_scores(x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None) -> list[float]:
+def largest_scores(x, y, pos=None):
     """The largest absolute attention score of each layer, on a micro-batch."""
     raw_model.eval()
     with amp, torch.compiler.set_stance("force_eager"):
@@ -195,8 +218,11 @@ def largest_scores(x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = 
     return largest
 
 
-def save(it: int, latest: bool, best: bool) -> OSError | None:
-    """Writes the run's state after `it` steps as the latest checkpoint, the best, or both. Returns a disk's error."""
+def save(it, latest, best):
+    """Saves the state after `it` steps as the latest checkpoint, the best, or both.
+
+    Returns the error if the disk is full; the training goes on, and the next save tries again.
+    """
     state = {
         "version": checkpoint.VERSION,
         "model": checkpoint.gathered(raw_model.state_dict()),
@@ -209,54 +235,80 @@ def save(it: int, latest: bool, best: bool) -> OSError | None:
         "tokenizer": meta["tokenizer"],
         "data": {name: entry["sha256"] for name, entry in meta["files"].items()},
         "wandb_id": log.wandb_id,
+        "launch": launches,
     }
     try:
-        by_master(lambda: checkpoint.save_run(out_dir, state, latest, best, keep_checkpoints))
+        by_master(lambda: saver.save(state, latest, best))
     except NotFinite as error:
         diverged(it, error)
-    except OSError as error:  # training goes on, and the next save tries again
+    except OSError as error:
         say(f"\n{error}", file=sys.stderr)
         return error
 
 
 # -----------------------------------------------------------------------------
 # the model as it is trained, the optimizers and the log
-start = it = saved["iter_num"] if saved else 0  # steps that are done
+it = start
 batch = get_batch(it)
 raw_model = model if sharded else model.to(device)  # without compilation and DDP around it
-if compile or (compile is None and device_type == "cuda"):
+if compile:
     model = run.compiled(model, sharded)
-eval_model = model  # without DDP, whose processes would need equal numbers of batches; FSDP2 shards it in place
+eval_model = model  # without DDP: its processes would need equal numbers of batches
 if world > 1:
     model = data_parallel(model, parallel, device, getattr(torch, dtype))
-adam = (learning_rate, (beta1, beta2), weight_decay, adam_eps, device_type in ("cuda", "cpu"))
-optimizers = OPTIMIZER[optimizer](raw_model, Settings(*adam, muon_lr, muon_beta))
+settings = Settings(
+    lr=learning_rate,
+    betas=(beta1, beta2),
+    weight_decay=weight_decay,
+    eps=adam_eps,
+    fused=device_type != "mps",
+    muon_lr=muon_lr,
+    muon_beta=muon_beta,
+)
+optimizers = OPTIMIZER[optimizer](raw_model, settings)
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
+best_val_loss = math.inf
 with user_errors():
-    best_val_loss = run.restored(config, saved, meta, optimizers, scaler) if saved else math.inf
-    where = partial(run.first_not_finite, raw_model, lambda: loss_of(raw_model, *(t[:batch_size] for t in batch)))
-    log = Log(config, start, saved and saved.get("wandb_id"), flops(raw_model), peak_flops(device, dtype), where)
+    if saved:
+        best_val_loss = run.restored(config, saved, meta, optimizers, scaler)
+    log = Log(
+        config=config,
+        start=start,
+        wandb_id=(saved or {}).get("wandb_id"),
+        flops=flops(raw_model),
+        peak=peak_flops(device, dtype),
+        where=lambda: run.first_not_finite(
+            raw_model, lambda: loss_of(raw_model, *(t[:batch_size] for t in batch))
+        ),
+    )
+    if not eval_only:
+        saver = checkpoint.Saver(out_dir, keep_checkpoints)
+        signals = run.Signals()
 saved = None  # closes its file
 groups = [group for o in optimizers for group in o.param_groups]
 for group in groups:
     group["scale"] = group["lr"] / learning_rate  # relative to the schedule's learning rate
-signals, stop = run.Signals() if not eval_only else None, 0
+stop = 0  # the signal that stops the run
 
 # -----------------------------------------------------------------------------
 # training
 model.train()
 while True:
     # evaluation and checkpoints, of the weights after `it` steps
-    evaluates = eval_only or (it % eval_interval == 0 or it == max_iters) and not stop
-    saves = it % save_interval == 0 if save_interval else evaluates and always_save_checkpoint
     last = eval_only or it >= max_iters or stop
-    best, unsaved = False, None
+    evaluates = eval_only or (not stop and (it % eval_interval == 0 or it == max_iters))
+    saves = evaluates and always_save_checkpoint
+    if save_interval:
+        saves = it % save_interval == 0
+    best = False
+    unsaved = None  # the error of the last save
     with log.paused():
         if evaluates:
             losses = estimate_loss()
             log.evaluation(it, losses)
-            best = losses["val"] < best_val_loss and it > 0
-            best_val_loss = losses["val"] if best else best_val_loss
+            if losses["val"] < best_val_loss and it > 0:
+                best = True
+                best_val_loss = losses["val"]
         latest = it > start and (saves or last)
         if (latest or best) and not eval_only:
             unsaved = save(it, latest, best)
@@ -267,9 +319,11 @@ while True:
     lr = get_lr(it)
     for group in groups:
         group["lr"] = lr * group["scale"]
-    torch.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)  # of dropout; a resumed run draws the same
+    # of dropout; a resumed run draws the same
+    torch.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)
     micro_batches = list(zip(*(t.tensor_split(micro_steps) for t in batch), strict=True))
-    largest = largest_scores(*micro_batches[0]) if log_logits and it % log_interval == 0 else None
+    logs = it % log_interval == 0
+    largest = largest_scores(*micro_batches[0]) if log_logits and logs else None
     loss = torch.zeros((), device=device)
     for micro_step, micro_batch in enumerate(micro_batches):
         if world > 1 and not sharded:
@@ -279,12 +333,15 @@ while True:
         scaler.scale(micro_loss).backward()
     for o in optimizers:
         scaler.unscale_(o)
-    norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
-    norm = norm.full_tensor() if sharded else norm
+    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+    if sharded:
+        grad_norm = grad_norm.full_tensor()
     next_batch = get_batch(it + 1)  # while a GPU still computes
-    if it % log_interval == 0:  # here the host waits for a GPU, and a loss or gradient that is not finite ends it
-        log.step(it, *summed(torch.stack((loss, norm)) / world).tolist(), lr, largest, scaler.is_enabled())
-    if not scaler.is_enabled() or norm.isfinite():  # float16's gradients may overflow: then no optimizer makes a step
+    if logs:  # here the host waits for a GPU, and a loss or gradient that is not finite ends it
+        loss, norm_of_all = summed(torch.stack((loss, grad_norm)) / world).tolist()
+        log.step(it, loss, norm_of_all, lr, largest=largest, scaled=scaler.is_enabled())
+    # float16's gradients may overflow: then no optimizer makes a step
+    if not scaler.is_enabled() or grad_norm.isfinite():
         for o in optimizers:
             scaler.step(o)
     scaler.update()

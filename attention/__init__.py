@@ -1,1 +1,1 @@
-"""What the attentions of model.py are made of, and what makes them fast. README.md says which file has what."""
+"""What the attentions of model.py are made of, and what makes them fast."""

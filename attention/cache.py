@@ -1,34 +1,41 @@
 """The cache of decoding: what a model keeps of the tokens that it has seen.
 
-Long heads keep all keys and values, short heads only the last window + 1. Long heads of beta and beta_squared keep
-running sums instead, if these are smaller. A short convolution keeps its last inputs. GPT.new_cache() makes a Cache.
+Long heads keep all keys and values, short heads the last window + 1. Long heads of beta and
+beta_squared keep running sums instead, if these are smaller. A short convolution keeps its last
+inputs. GPT.new_cache() makes a Cache.
 """
 
 import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
 
 from attention.heads import HeadGroup
-from attention.scores import at_least_float32, plain_form
+from attention.scores import at_least_float32
 from attention.sums import linear_attention, scaled
 
 
 class KeyValues:
-    """Keeps the keys and values of all tokens or, with a window, of the last window + 1. Works for any attention."""
+    """Keeps the keys and values of all tokens or, with a window, of the last window + 1."""
 
     def __init__(self, window: int | None, capacity: int):
-        self.window, self.capacity = window, capacity
-        self.n, self.k, self.v = 0, None, None
+        self.window = window
+        self.capacity = capacity
+        self.n = 0
+        self.k = None
+        self.v = None
 
-    def attend(self, group: HeadGroup, q, k, v, *, bias=None, **settings) -> torch.Tensor:
+    def attend(self, group: HeadGroup, q, k, v, **settings) -> Tensor:
         """y (B, H, T, Dv) of the next T tokens, whose keys and values are kept."""
         k, v = self.with_all(k, v) if self.window is None else self.with_last(k, v)
-        bias = None if bias is None else bias[..., -k.shape[-2] :]  # it has a number for every key so far
-        return group.attend(q, k.to(q.dtype), v.to(q.dtype), bias=bias, **settings)
+        if settings.get("bias") is not None:  # it has a number for every key so far
+            settings["bias"] = settings["bias"][..., -k.shape[-2] :]
+        k, v = group.share(k.to(q.dtype), v.to(q.dtype))
+        return group.form(q, k, v, **settings)
 
-    def with_all(self, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends the new k and v, in memory for `capacity` tokens; returns all keys and values so far."""
+    def with_all(self, k, v):
+        """Appends the new k and v, in memory for `capacity` tokens; returns all of them so far."""
         if self.k is None:
             self.k = k.new_empty(*k.shape[:2], self.capacity, k.shape[-1])
             self.v = v.new_empty(*v.shape[:2], self.capacity, v.shape[-1])
@@ -38,50 +45,62 @@ class KeyValues:
         self.n = end
         return self.k[:, :, :end], self.v[:, :, :end]
 
-    def with_last(self, k, v) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the last `window` keys and values and the new ones; keeps the last window + 1 of them."""
+    def with_last(self, k, v):
+        """Returns the last `window` keys and values and the new ones; keeps the last window + 1."""
         new = k.shape[-2]
         if self.k is not None:
-            at = max(0, self.k.shape[-2] - self.window)
-            k = torch.cat((self.k[:, :, at:].to(k.dtype), k), dim=-2)
-            v = torch.cat((self.v[:, :, at:].to(v.dtype), v), dim=-2)
-        at = max(0, k.shape[-2] - self.window - 1)
-        self.k, self.v = k[:, :, at:], v[:, :, at:]
+            start = max(0, self.k.shape[-2] - self.window)
+            k = torch.cat((self.k[:, :, start:].to(k.dtype), k), dim=-2)
+            v = torch.cat((self.v[:, :, start:].to(v.dtype), v), dim=-2)
+        start = max(0, k.shape[-2] - self.window - 1)
+        self.k = k[:, :, start:]
+        self.v = v[:, :, start:]
         if new > 1:  # a copy, so that the memory of a long prompt is freed
-            self.k, self.v = self.k.clone(), self.v.clone()
+            self.k = self.k.clone()
+            self.v = self.v.clone()
         return k, v
 
 
 class RunningSums:
-    """The state of beta or beta_squared (attention/sums.py): all that long heads need of the past, however long."""
+    """The running sums of beta or beta_squared (sums.py): all that long heads need of the past."""
 
-    def __init__(self, kind: type):
-        self.kind, self.state = kind, None
+    def __init__(self, sums: type):
+        self.sums = sums
+        self.state = None
 
-    def attend(self, group: HeadGroup, q, k, v, *, window=None, scale=None, decay=None, dropout=0.0):
-        """y (B, H, T, Dv) of the next T tokens, which are added to the sums. They hold no window and no bias."""
+    def attend(self, group: HeadGroup, q, k, v, *, scale, decay=None, dropout=0.0) -> Tensor:
+        """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
         if dropout:
-            raise ValueError("running sums cannot drop attention weights: call eval() before decoding")
+            raise ValueError("running sums cannot drop attention weights: call eval() first")
         k, v = group.share(k, v)
         if self.state is None or q.shape[-2] > 1:
-            y, self.state = linear_attention(self.kind, q, k, v, scale=scale, decay=decay, state=self.state)
+            y, self.state = linear_attention(
+                self.sums, q, k, v, scale=scale, decay=decay, state=self.state
+            )
             return y
         with torch.autocast(q.device.type, enabled=False):
-            one = scaled(q, scale), at_least_float32(k), at_least_float32(v)
-            y, self.state = self.kind.one_token(*one, decay, self.state)
+            q = scaled(q, scale)
+            k = at_least_float32(k)
+            values = at_least_float32(v)
+            y, self.state = self.sums.one_token(q, k, values, decay, self.state)
         return y.to(v.dtype)
 
 
 def new_part(group: HeadGroup, capacity: int) -> KeyValues | RunningSums:
-    """What a cache keeps of a group of heads: keys and values or, if they are smaller, running sums."""
-    if group.sums is not None and group.sums.state_size(*group.widths) <= capacity * sum(group.widths):
-        return RunningSums(group.sums)
-    return KeyValues(group.window, capacity)
+    """What a cache keeps of a group: keys and values or, if they are smaller, running sums."""
+    if group.sums is None or group.sums.state_size(*group.widths) > capacity * sum(group.widths):
+        return KeyValues(group.window, capacity)
+    return RunningSums(group.sums)
 
 
-def why_it_ends(model: torch.nn.Module) -> str | None:
-    """Why a GPT's cache cannot go on past block_size; None if it can, with constant memory and speed."""
-    groups = [group for block in model.transformer.h for group in block.attn.groups]
+def groups_of(model: nn.Module) -> list[HeadGroup]:
+    """The groups of heads of all layers of a GPT."""
+    return [group for block in model.transformer.h for group in block.attn.groups]
+
+
+def why_it_ends(model: nn.Module) -> str | None:
+    """Why a GPT's cache cannot go on past block_size; None if it can, at constant cost."""
+    groups = groups_of(model)
     for group in groups:
         if group.window is None and group.sums is None:
             return f"long heads of attention={group.name!r} keep all keys and values"
@@ -91,46 +110,67 @@ def why_it_ends(model: torch.nn.Module) -> str | None:
     return None
 
 
-def run_definitions(model: torch.nn.Module) -> None:
-    """Makes a GPT run the definitions of its attentions, not fast forms, and keep all keys and values (--plain)."""
-    for group in (group for block in model.transformer.h for group in block.attn.groups):
-        group.core, group.sums = plain_form(group.definition), None
+def run_definitions(model: nn.Module) -> None:
+    """Makes a GPT run the definitions of its attentions instead of fast forms (--plain)."""
+    for group in groups_of(model):
+        group.run_definition()
 
 
 class Cache:
-    """What all groups of heads of a model keep of the `length` tokens that it has seen; at most `capacity`, per row."""
+    """What all groups of heads of a model keep of the `length` tokens that it has seen.
+
+    capacity: the most tokens that it can hold, in each row of the batch.
+    """
 
     def __init__(self, groups: list[HeadGroup], capacity: int):
-        self.capacity, self.length, self.rows, self.broken = capacity, 0, 0, False
+        self.capacity = capacity
+        self.length = 0
+        self.rows = 0
+        self.broken = False
         self.parts = {group: new_part(group, capacity) for group in groups}
-        self.last = {}  # {a short convolution: its inputs of the last tokens}
+        self.last_inputs = {}  # {a short convolution: its inputs of the last tokens}
 
-    def attend(self, group: HeadGroup, q, k, v, **settings) -> torch.Tensor:
+    def attend(self, group: HeadGroup, q, k, v, **settings) -> Tensor:
         """y (B, H, T, Dv) of a group's next T tokens, which its part of the cache keeps."""
         return self.parts[group].attend(group, q, k, v, **settings)
 
-    def before(self, conv: object, x: torch.Tensor, n: int) -> torch.Tensor:
-        """The inputs (B, n, C) of a short convolution for the n tokens before x (B, T, C), whose last n are kept."""
-        x = torch.cat((self.last.get(conv, x.new_zeros(len(x), n, x.shape[-1])), x), dim=1)
-        self.last[conv] = x[:, x.shape[1] - n :].clone()  # not -n: for n = 0 it would keep all
-        return x[:, :n]
+    def inputs_before(self, conv: object, x: Tensor, n: int) -> Tensor:
+        """The n inputs of a short convolution before x (B, T, C), (B, n, C); keeps the last n."""
+        before = self.last_inputs.get(conv)
+        if before is None:
+            before = x.new_zeros(len(x), n, x.shape[-1])
+        x = torch.cat((before, x), dim=1)
+        self.last_inputs[conv] = x[:, x.shape[1] - n :].clone()  # with -n, n = 0 would keep all
+        return before
 
     @contextlib.contextmanager
     def extended(self, B: int, T: int) -> Iterator[None]:
-        """In this context a forward pass adds T tokens to B rows, without gradients. ValueError if they do not fit."""
+        """A context in which a forward pass adds T tokens to B rows, without gradients.
+
+        Raises ValueError if they do not fit.
+        """
         if self.broken:
-            raise ValueError("the last forward pass with this cache did not finish: make another one with new_cache()")
+            unfinished = "the last forward pass with this cache did not finish"
+            raise ValueError(f"{unfinished}: make another one with new_cache()")
         if self.length + T > self.capacity:
-            raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}")
+            raise ValueError(
+                f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}"
+            )
         if self.length and B != self.rows:
-            raise ValueError(f"the cache is for a batch of {self.rows}, but the new tokens are a batch of {B}")
+            raise ValueError(
+                f"the cache is for a batch of {self.rows}, but the new tokens are a batch of {B}"
+            )
         self.broken = True
         with torch.no_grad():
             yield
-        self.broken, self.rows, self.length = False, B, self.length + T
+        self.broken = False
+        self.rows = B
+        self.length += T
 
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        kept = [x for part in self.parts.values() for x in vars(part).values()] + [*self.last.values()]
-        return sum(x.nbytes for x in kept if isinstance(x, torch.Tensor))
+        tensors = [*self.last_inputs.values()]
+        for part in self.parts.values():
+            tensors += [x for x in vars(part).values() if isinstance(x, Tensor)]
+        return sum(x.nbytes for x in tensors)

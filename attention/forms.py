@@ -1,118 +1,163 @@
-"""Which form of an attention runs: its fast form, as long as its definition is the one that it was made for.
+"""Which code an attention runs: its fast form, while its definition is the one it was made for.
 
-FAST has a function for each attention that can be made faster than `general_form` makes it: it takes the definition
-and returns a fast form. tests/test_forms.py compares each with its definition. If you edit the definition, your code
-runs, and a line says so: nobody's edit is ignored.
+FORM has a record for each attention that can be made faster than `general_form` makes it. If you
+edit the definition, or scores() or visible(), your code runs, and a line says so: nobody's edit is
+ignored. tests/test_forms.py compares each form with its definition.
 """
 
 import ast
-import functools
 import hashlib
 import inspect
-import math
 import textwrap
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 
-from attention.fast import CHUNK, fused_softmax, general_form, in_blocks, laser_by_exp
+from attention.fast import block_length, general_form, in_blocks, laser_by_exp, sdpa
 from attention.scores import plain_form
-from attention.sums import SUMS, by_sums
-from errors import first_line, note
+from attention.sums import Beta, BetaSquared, by_sums
+from attention.trial import is_row_local, works_in_blocks
+from errors import note
 
-FAST: dict[str, Callable] = {
-    "softmax": fused_softmax,
-    "laser": laser_by_exp,
-    **{name: functools.partial(by_sums, kind) for name, kind in SUMS.items()},
-}
-# The fingerprint of the definition that each fast form was written for. tests/test_forms.py says how to renew it.
-WRITTEN_FOR = {
-    "softmax": "b8b89c879aa63feb",
-    "laser": "967b3e79eef92af7",
-    "beta": "080655bbb0644642",
-    "beta_squared": "6eb552cbdb090e17",
+
+@dataclass(frozen=True)
+class Form:
+    """The fast code of an attention.
+
+    long, short: make(definition) -> attend(q, k, v, *, scale, ...), as scores.plain_form describes
+    it, for long heads and for short ones (with window); None: the general form.
+    """
+
+    written_for: str  # fingerprint(its definition); tests/test_forms.py says how to renew it
+    name: str  # of the code, for the first lines of a run
+    long: Callable | None = None
+    short: Callable | None = None
+    takes: tuple[str, ...] = ()  # the arguments of attend besides scale and window
+    sums: type | None = None  # its running sums (sums.py), which a cache can keep
+    linear_in: tuple[Callable, str] | None = (
+        None  # (f, inner): f(y) = W f(v), W the inner's weights
+    )
+
+
+FORM: dict[str, Form] = {
+    "softmax": Form(
+        written_for="07d39b51b8a4bf9f",
+        name="PyTorch's fused attention",
+        long=lambda definition: sdpa,
+        short=lambda definition: in_blocks(sdpa),
+        takes=("bias", "dropout"),
+    ),
+    "laser": Form(
+        written_for="9404a840506e40a8",
+        name="exp and log around PyTorch's fused attention",
+        long=partial(laser_by_exp, sdpa),
+        short=partial(laser_by_exp, in_blocks(sdpa)),
+        takes=("bias",),
+        linear_in=(torch.exp, "softmax"),
+    ),
+    "beta": Form(
+        written_for="081180dc15324c9f",
+        name="running sums",
+        long=partial(by_sums, Beta),
+        takes=("decay",),
+        sums=Beta,
+    ),
+    "beta_squared": Form(
+        written_for="f1c466aae466a8b5",
+        name="running sums",
+        long=partial(by_sums, BetaSquared),
+        takes=("decay",),
+        sums=BetaSquared,
+    ),
 }
 SUSPECTS: list[str] = []  # names of attentions that may see later tokens
 
 
-@functools.cache
-def fast_form(name: str, definition: Callable) -> Callable:
-    """The form of ATTENTION[name] that runs: attend(q, k, v, ...), with the arguments of scores.plain_form's."""
-    if unchanged(name, definition):
-        return FAST[name](definition)
-    try:
-        return general_form(definition) if is_row_local(name, definition) else plain_form(definition)
-    except Exception as error:  # of float64, few queries or blocks alone: the model's call may not show it
-        note(f"attention={name!r}: whether it sees later tokens could not be tried ({first_line(error)})")
-        return plain_form(definition)
+@cache
+def fingerprint(*functions: Callable) -> str:
+    """A checksum of functions' code, and of the functions of their own files that they call.
 
-
-@functools.cache
-def unchanged(name: str, definition: Callable) -> bool:
-    """Whether there is a fast form of ATTENTION[name], written for this definition. A line says if it was edited."""
-    if name not in FAST or fingerprint(definition) == WRITTEN_FOR[name]:
-        return name in FAST
-    note(f"attention={name!r}: its definition was edited, so the definition runs, not its fast form: more slowly")
-    return False
-
-
-def fingerprint(definition: Callable) -> str:
-    """A checksum of a definition's code, without its name, comments and docstring; empty if it cannot be read."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(definition))).body[0]
-    except (OSError, TypeError, SyntaxError):  # typed into an interpreter, or no function at all
-        return ""
-    if hasattr(definition, "__wrapped__") or not isinstance(tree, ast.FunctionDef):  # another function; a lambda
-        return ""
-    body = tree.body[1:] if ast.get_docstring(tree) else tree.body
-    code = "\n".join(ast.unparse(part) for part in (*tree.decorator_list, tree.args, *body))
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
-
-
-def is_row_local(name: str, definition: Callable) -> bool:
-    """Whether an output depends only on its query and on the keys that it sees; if not, a line says so.
-
-    It is found out by trying: without later tokens, without earlier queries, and in blocks.
+    Names of functions, comments and docstrings do not count. Empty if code cannot be read.
     """
-    plain, T, n = plain_form(definition), 2 * CHUNK + 2, 25
-    q, k, v = fixed_inputs(T)
-    y, short = plain(q, k, v), plain(q, k, v, window=20)
-    first, last = plain(q[..., :n, :], k[..., :n, :], v[..., :n, :]), plain(q[..., n:, :], k, v)
+    code = []
+    left = list(functions)
+    for function in left:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        except (OSError, TypeError, SyntaxError):  # typed into an interpreter, or no function
+            return ""
+        if hasattr(function, "__wrapped__") or not isinstance(tree, ast.FunctionDef):
+            return ""  # another function around it, or a lambda
+        body = tree.body[1:] if ast.get_docstring(tree) else tree.body
+        code += [ast.unparse(part) for part in (*tree.decorator_list, tree.args, *body)]
+        for name in function.__code__.co_names:
+            called = function.__globals__.get(name)
+            same_file = getattr(called, "__module__", None) == function.__module__
+            if inspect.isfunction(called) and same_file and called not in left:
+                left.append(called)
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
+
+
+def print_of(definition: Callable) -> str:
+    """The fingerprint of a definition together with the scores and the mask that it gets."""
+    module = inspect.getmodule(plain_form)  # with scores and visible as they are now
+    return fingerprint(definition, module.scores, module.visible)
+
+
+def unchanged(name: str, definition: Callable) -> bool:
+    """Whether FORM[name] was written for this definition, scores() and visible() as they are."""
+    return name in FORM and FORM[name].written_for == print_of(definition)
+
+
+note_once = cache(note)
+
+
+def form_of(
+    name: str,
+    definition: Callable,
+    *,
+    window: int | None = None,
+    needs: Iterable[str] = (),
+    tokens: int = 0,
+) -> tuple[Callable, str]:
+    """(attend, which code it is, in words) of ATTENTION[name] for heads with this window.
+
+    needs: the arguments that attend must take besides scale and window. tokens: the model's
+    block_size, at which a definition without a fast form is tried.
+    """
+    blocks = "" if window is None else f" in blocks of {block_length(window)}"
+    if unchanged(name, definition):
+        form = FORM[name]
+        make = form.long if window is None else form.short
+        if make is not None and set(needs) <= set(form.takes):
+            return make(definition), form.name + blocks
+        return general_form(definition), "its definition" + blocks
+    if name in FORM:
+        edited = f"attention={name!r}: its definition was edited, or scores() or visible()"
+        note_once(f"{edited}, so the definition runs, not its fast form: more slowly")
+    why_not = why_not_cut(name, definition, tokens, in_blocks=window is not None)
+    if why_not is None:
+        return general_form(definition), "its definition" + blocks
+    note_once(f"attention={name!r}: {why_not}")
+    return plain_form(definition), "its definition, on all tokens at once"
+
+
+@cache
+def why_not_cut(name: str, definition: Callable, tokens: int, in_blocks: bool) -> str | None:
+    """Why the general form must not cut a text into parts; None if it may. Keeps SUSPECTS."""
     cost = "Short heads cost T^2, and text needs use_cache=False"
-    if not alike(first, y[..., :n, :]) or not alike(last, y[..., n:, :]):
-        what = "a query's output changes with later tokens, or with their number, or is not finite"
-        SUSPECTS.append(name)
-        note(f"attention={name!r}: {what}. If it sees later tokens, its losses mean nothing. {cost}")
-        return False
-    blocks_are_alike = alike(in_blocks(plain)(q, k, v, window=20), short)
-    if not blocks_are_alike:
-        note(f"attention={name!r}: outputs on blocks of a text differ from those on all of it. {cost}")
-    return blocks_are_alike
-
-
-def fixed_inputs(T: int) -> tuple[torch.Tensor, ...]:
-    """q, k (1, 2, T, 4) and v (1, 2, T, 3) in float64, which look random, to try attentions. Scores go up to 50."""
-    x = torch.arange(1, 22 * T + 1, dtype=torch.float64, device="cpu").square().mul(0.37).sin()
-    q, k, v = (part.view(1, 2, T, -1) for part in x.split((8 * T, 8 * T, 6 * T)))
-    return 10 * q, 3 * k, v
-
-
-def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal but for the rounding of float64."""
-    return a.shape == b.shape and bool((a - b).abs().max() <= 1e-9 * max(1.0, b.abs().max().item()))
-
-
-@functools.cache
-def linear_in_values(definition: Callable) -> bool:
-    """Whether y is linear in v, as an attention must be for values by distance (`far`)."""
-    plain, (q, k, v) = plain_form(definition), fixed_inputs(9)
-    other = v.flip(-2)
-    return alike(plain(q, k, v + other), plain(q, k, v) + plain(q, k, other))
-
-
-def linear(config: object) -> bool:
-    """Whether training a GPTConfig takes linear time in long heads: by running sums, if nothing needs the weights."""
-    c = config.resolved()
-    least = SUMS[c.attention].linear_from(c.head_dim) if c.attention in SUMS else math.inf
-    biased = c.scheme is not None and c.scheme.biased and not c.nope_long
-    return not biased and c.block_size >= least and not c.attn_dropout
+    try:
+        if not is_row_local(definition, tokens):
+            SUSPECTS.append(name)
+            return (
+                "a query's output changes with later tokens, or with their number, or is not "
+                f"finite. If it sees later tokens, its losses mean nothing. {cost}"
+            )
+        if in_blocks and not works_in_blocks(definition, tokens):
+            return f"outputs on blocks of a text differ from those on all of it. {cost}"
+    except Exception:  # of float64 or few queries alone: the model's own call may not raise it
+        return f"whether it sees later tokens could not be tried:\n{traceback.format_exc()}"
+    return None

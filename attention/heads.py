@@ -1,76 +1,114 @@
-"""The heads of a layer in two groups, short and long: which heads of q, k and v belong to each group."""
+"""The heads of a layer in two groups, short and long, and the code that each group runs."""
 
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from attention.forms import fast_form, unchanged
-from attention.scores import takes
-from attention.sums import SUMS
+from attention.forms import FORM, form_of, unchanged
+from attention.scores import plain_form, takes
 
 
 class HeadGroup:
-    """Query heads of a layer that share a window, and the heads of keys and values that they need.
+    """The short heads of a layer or its long ones, and the heads of keys and values that they need.
 
-    heads: their numbers. window: None for long heads. name, definition: their attention. schemes: the positions.Schemes
-    that act on their q and k. n_query: how many query heads in a row share one head of keys and values (1 without
-    grouped queries). n_map: 2 with differential attention, where heads 2i and 2i + 1 are two maps of one head: they
-    have a key each and one value together; else 1. width: D, of a head.
+    c: a model.GPTConfig with its defaults filled in. heads: their numbers in the layer. is_short:
+    whether they have a window. definition: their attention. schemes: the positions.Schemes that act
+    on their q and k. With grouped queries, neighbouring query heads share a key and a value. With
+    differential attention heads 2i and 2i + 1 have a key each, and one value together.
 
-    core is the form of the attention that runs; sums its kind of running sums, if a cache can keep these (sums.py).
+    form: the function that the group runs, chosen here, once; form_name says in words which it is.
+    sums: the running sums that a cache keeps of the group; None: it keeps keys and values. linear:
+    the running sums that make training linear in time, or None.
     """
 
     def __init__(
-        self, heads: list[int], window: int | None, name: str, definition: Callable, schemes: Sequence = (), *,
-        n_query: int = 1, n_map: int = 1, width: int = 1,
-    ):  # fmt: skip
-        values = [h // n_map // n_query for h in heads]
+        self, c, heads: list[int], is_short: bool, definition: Callable, schemes: Sequence = ()
+    ):
+        self.heads = heads
+        self.window = c.window if is_short else None
+        self.name = c.short_attention if is_short else c.attention
+        self.definition = definition
+        self.schemes = schemes
+        n_map = 2 if c.differential else 1
+        self.widths = c.head_dim, n_map * c.head_dim  # of a key and of a value
+        values = [h // n_map // (c.n_head // c.n_kv_head) for h in heads]
         keys = [n_map * value + h % n_map for h, value in zip(heads, values, strict=True)]
-        self.heads, self.window, self.name, self.definition, self.schemes = heads, window, name, definition, schemes
-        self.q, self.k, self.v = index(heads), index(sorted(set(keys))), index(sorted(set(values)))
-        self.k_of = [sorted(set(keys)).index(key) for key in keys]  # for each query head: which of the keys
+        self.q = index(heads)
+        self.k = index(sorted(set(keys)))
+        self.v = index(sorted(set(values)))
+        self.k_of = [sorted(set(keys)).index(key) for key in keys]  # of each query head: its key
         self.v_of = [sorted(set(values)).index(value) for value in values]
-        self.core = fast_form(name, definition)
-        self.fades = any(takes(definition, name) for name in ("fade", "q", "k"))  # whether ALiBi gives it a decay
-        self.widths = width, n_map * width  # of a key and of a value
-        summed = window is None and not any(scheme.biased for scheme in schemes) and unchanged(name, definition)
-        self.sums = SUMS.get(name) if summed else None
+        self.fades = any(takes(definition, argument) for argument in ("fade", "q", "k"))
+        self.choose_form(c)
 
-    def take(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The group's heads of a layer's q (B, H, T, D), k (B, G, T, D) and v (B, G / n_map, T, n_map D)."""
+    def choose_form(self, c) -> None:
+        """Sets form, form_name, sums and linear for the definition and the schemes."""
+        given = self.given_by_schemes()
+        needs = given | {"dropout"} if c.attn_dropout else given
+        self.form, self.form_name = form_of(
+            self.name, self.definition, window=self.window, needs=needs, tokens=c.block_size
+        )
+        self.sums = None
+        self.linear = None
+        if self.window is None and unchanged(self.name, self.definition):
+            form = FORM[self.name]
+            if given <= set(form.takes):
+                self.sums = form.sums  # text is written without dropout
+        if self.sums is not None and not c.attn_dropout:
+            least = self.sums.linear_from(c.head_dim)
+            if c.block_size >= least:
+                self.linear = self.sums
+            else:
+                self.form_name = f"its definition, which is faster below {least} tokens"
+
+    def given_by_schemes(self) -> set[str]:
+        """The names of the arguments that the schemes give to the attention, such as bias."""
+        q = torch.zeros(1, len(self.heads), 1, self.widths[0])
+        k = torch.zeros(1, len(set(self.k_of)), 1, self.widths[0])
+        names = set()
+        for scheme in self.schemes:
+            with torch.no_grad():
+                q, k, arguments = scheme(q, k, self, 0)
+            names |= set(arguments)
+        return names
+
+    def run_definition(self) -> None:
+        """From now on the group runs its definition, and a cache keeps all keys and values."""
+        self.form = plain_form(self.definition)
+        self.form_name = "its definition, on all tokens at once"
+        self.sums = None
+        self.linear = None
+
+    def take(self, q, k, v):
+        """The group's heads of a layer's q (B, H, T, D), k (B, G, T, D) and v.
+
+        v (B, G / n_map, T, n_map D).
+        """
         return taken(q, self.q), taken(k, self.k), taken(v, self.v)
 
-    def share(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def share(self, k: Tensor, v: Tensor):
         """Keys and values for each query head of the group, from those that `take` gave."""
         return per_head(k, self.k_of), per_head(v, self.v_of)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings) -> torch.Tensor:
-        """y (B, H, T, Dv) of the group's heads, from what `take` gave."""
-        return self.core(q, *self.share(k, v), **settings)
-
-
-def inverse_of(letters: str) -> list[int] | None:
-    """The place of each head after the short ones were put first; None if no head has moved."""
-    order = [h for kind in "SL" for h, letter in enumerate(letters) if letter == kind]
-    return None if order == sorted(order) else [order.index(h) for h in range(len(letters))]
-
 
 def index(heads: list[int]) -> slice | list[int]:
-    """The heads as a slice if they are neighbours, else as a list: x[slice] is a view, x[list] is a copy."""
-    together = heads == list(range(heads[0], heads[-1] + 1))
-    return slice(heads[0], heads[-1] + 1) if together else heads
+    """Heads as a slice, of which x[slice] is a view, if they are neighbours; else as a list."""
+    neighbours = list(range(heads[0], heads[-1] + 1))
+    return slice(heads[0], heads[-1] + 1) if heads == neighbours else heads
 
 
-def taken(x: torch.Tensor, heads: slice | list[int]) -> torch.Tensor:
-    """These heads of x (B, H, T, D). For all heads, x itself: even a slice of everything costs a backward pass."""
+def taken(x: Tensor, heads: slice | list[int]) -> Tensor:
+    """These heads of x (B, H, T, D); for all heads x itself: a slice costs a backward pass."""
     return x if heads == slice(0, x.shape[1]) else x[:, heads]
 
 
-def per_head(x: torch.Tensor, of: list[int]) -> torch.Tensor:
-    """(B, H, T, D): for each query head h the head of[h] of x (B, G, T, D)."""
-    if x.shape[1] == 1 < len(of):  # MQA: a view, so that decoding copies no keys and values
-        return x.expand(-1, len(of), -1, -1)
-    n = len(of) // x.shape[1]
-    if of == [g for g in range(x.shape[1]) for _ in range(n)]:
+def per_head(x: Tensor, heads: list[int]) -> Tensor:
+    """For each query head h the head heads[h] of x (B, G, T, D): (B, H, T, D)."""
+    G = x.shape[1]
+    n = len(heads) // G
+    if G == 1 and n > 1:  # MQA: a view, so that decoding copies no keys and values
+        return x.expand(-1, n, -1, -1)
+    if heads == [g for g in range(G) for _ in range(n)]:
         return x if n == 1 else x.repeat_interleave(n, dim=1)
-    return x[:, of]
+    return x[:, heads]

@@ -1,5 +1,5 @@
 # The loss of OpenAI's GPT-2 (124M) on OpenWebText, as nanoGPT: python train.py config/eval_gpt2.py
-# (python eval.py --init_from=gpt2 --dataset=openwebtext measures the whole split in more ways)
+# (python eval.py --init_from=gpt2 --dataset=openwebtext measures the whole split)
 
 dataset = "openwebtext"
 init_from = "gpt2"

@@ -1,5 +1,6 @@
-# The loss of OpenAI's GPT-2 (774M) on OpenWebText, as nanoGPT: python train.py config/eval_gpt2_large.py
-# (python eval.py --init_from=gpt2-large --dataset=openwebtext measures the whole split in more ways)
+# The loss of OpenAI's GPT-2 (774M) on OpenWebText, as nanoGPT:
+# python train.py config/eval_gpt2_large.py
+# (python eval.py --init_from=gpt2-large --dataset=openwebtext measures the whole split)
 
 dataset = "openwebtext"
 init_from = "gpt2-large"

@@ -1,4 +1,5 @@
-# Tiny Shakespeare to nanoGPT's validation loss, 1.88, as soon as possible on a two-core CPU: RESULTS.md, "Speedrun".
+# Tiny Shakespeare to nanoGPT's validation loss, 1.88, as soon as possible on a two-core CPU
+# (docs/speedrun.md).
 # A small model that sees more text wins here.
 
 out_dir = "out-speedrun-cpu"

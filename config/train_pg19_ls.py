@@ -1,6 +1,7 @@
-# The long-short paper's model of PG-19 (section 5.1), 6.5M parameters, at n = 2048; python data/pg19/prepare.py first.
+# The long-short paper's model of PG-19 (section 5.1), 6.5M parameters, at n = 2048.
+# First: python data/pg19/prepare.py
 # At n = 8192: --block_size=8192 --batch_size=4 --gradient_accumulation_steps=16
-# To compare: --heads=L has long heads only (it diverges in the paper), --heads=S has short heads only.
+# To compare: --heads=L has long heads only (it diverges in the paper), --heads=S short ones.
 
 out_dir = "out-pg19-ls"
 eval_interval = 1000
@@ -19,10 +20,12 @@ block_size = 2048
 n_layer = 6
 n_head = 6
 n_embd = 192  # as in the paper: heads of 32, an MLP 4 times as wide
-heads = "SSSSSL"  # one long head in each layer; the default window is the paper's, 50 at 2048 and 100 at 8192
+# the default window is the paper's, 50 at 2048 and 100 at 8192
+heads = "SSSSSL"  # one long head in each layer
 tied = False  # so the model has 6.5M parameters without positions, as in the paper
 
-max_iters = 50000  # the paper compares after these steps: at n = 8192 a validation perplexity of about 36
+# the paper compares after these steps: at n = 8192 a validation perplexity of about 36
+max_iters = 50000
 learning_rate = 6e-4
 min_lr = 6e-5
 lr_decay_iters = 600000  # so at step 50,000 the learning rate has hardly begun to decay

@@ -4,7 +4,8 @@ out_dir = "out-shakespeare-char"
 eval_interval = 250  # often, because it overfits
 eval_iters = 200
 log_interval = 10  # not every step
-always_save_checkpoint = False  # it overfits: only best.pt is of use; ckpt.pt is written at the end only
+# it overfits: only best.pt is of use; ckpt.pt is written at the end only
+always_save_checkpoint = False
 
 wandb_log = False
 wandb_project = "shakespeare-char"

@@ -1,13 +1,15 @@
-"""Ideas since the papers in this repository: each is a function of scores, or a module after attention.
+"""Ideas of later papers: each is a function of scores, or a module after attention.
 
-    python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas --attention=stick_breaking --position=none
+    python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas --attention=sink
 
-Importing this file adds them to model.ATTENTION and to choices.AFTER; a file of your own does the same. The arguments
-of a definition are explained in model.py, a module after attention in choices.py. RESULTS.md has their losses.
+Importing this file adds them to model.ATTENTION and to choices.AFTER; a file of your own does the
+same. model.py explains the arguments of a definition, choices.py a module after attention.
+RESULTS.md has their losses.
 
-No functions of scores, and so not here: value residuals (arXiv 2410.17897) and nGPT (2410.01131) change the residual
-stream, MLA (2405.04434) the projections; NSA (2502.11089) chooses keys by blocks; Kimi's delta attention (2510.26692)
-and the forgetting transformer (2503.02130) have a decay that depends on the token. flash-linear-attention has kernels.
+Not here, since they are no functions of scores: value residuals (arXiv 2410.17897) and nGPT
+(2410.01131) change the residual stream, MLA (2405.04434) the projections; NSA (2502.11089) chooses
+keys by blocks; Kimi's delta attention (2510.26692) and the forgetting transformer (2503.02130) have
+a decay that depends on the token. The package flash-linear-attention has kernels for some.
 """
 
 import math
@@ -15,11 +17,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.fast import general_form, laser_by_exp
-from attention.forms import FAST, WRITTEN_FOR, fast_form
+from attention.forms import FORM, Form
 from attention.scores import learned
 from choices import AFTER
 from errors import UserError
@@ -28,19 +30,25 @@ from model import ATTENTION
 
 
 def sink_attention(s, seen, v, drop, b=learned(0.0)):
-    """y = e^s / (e^b + sum e^s) v: a learned score b takes weight away and has no value (gpt-oss, arXiv 2508.10925)."""
+    """y = e^s / (e^b + sum e^s) v (gpt-oss, arXiv 2508.10925).
+
+    The learned score b takes weight away, and has no value.
+    """
     s = s.where(seen, -math.inf)
     return drop((s - s.logsumexp(-1, keepdim=True).logaddexp(b)).exp()) @ v
 
 
 def ssmax_attention(s, seen, v, drop, b=learned(0.43)):
-    """SSMax: y = softmax(b log(n) s) v, n the number of keys that the query sees (arXiv 2501.19399)."""
+    """SSMax: y = softmax(b log(n) s) v, n the number of keys seen (arXiv 2501.19399)."""
     s = b * seen.sum(-1, keepdim=True).log() * s
     return drop(s.where(seen, -math.inf).softmax(-1)) @ v
 
 
 def softpick_attention(s, seen, v, drop):
-    """y = relu(e^s - 1) / (sum |e^s - 1| + 1e-6) v, all times e^-m, m = max(0, s): no sink (arXiv 2504.20966)."""
+    """y = relu(e^s - 1) / (sum |e^s - 1| + 1e-6) v, all times e^-m, m = max(0, s).
+
+    No key becomes a sink (arXiv 2504.20966).
+    """
     s = s.where(seen, 0.0)  # e^0 - 1 = 0
     m = s.amax(-1, keepdim=True).clamp(min=0)
     x = (s - m).exp() - (-m).exp()
@@ -48,25 +56,31 @@ def softpick_attention(s, seen, v, drop):
 
 
 def log_sticks(s, seen, own_weight):
-    """log a_ij: a_ij = sigmoid(s_ij) times the product of 1 - sigmoid(s_il) over j < l < i, for j < i.
+    """log a_ij: a_ij = sigmoid(s_ij) times the product of 1 - sigmoid(s_il) over j < l < i.
 
-    own_weight: whether the token itself gets what is left of its stick; otherwise it has no weight.
+    own_weight: whether the token itself gets what is left of its stick; else it has no weight.
     """
-    own = seen & (seen.flip(-1).cumsum(-1).flip(-1) == 1)  # the last key that is seen
-    before = seen & ~own
-    from_here = F.logsigmoid(-s).where(before, 0.0).flip(-1).cumsum(-1).flip(-1)
-    log_weights = (s + from_here).where(before, -math.inf)
-    return torch.where(own, from_here[..., :1], log_weights) if own_weight else log_weights
+    last = seen & (sums_from_here(seen) == 1)  # the last key that is seen, the token's own
+    before = seen & ~last
+    left = sums_from_here(F.logsigmoid(-s).where(before, 0.0))
+    log_weights = (s + left).where(before, -math.inf)
+    return torch.where(last, left[..., :1], log_weights) if own_weight else log_weights
+
+
+def sums_from_here(x: Tensor) -> Tensor:
+    """The sums of x (..., T) from each place to the last one."""
+    return x.flip(-1).cumsum(-1).flip(-1)
 
 
 def stick_breaking_attention(s, seen, v, drop):
-    """y = a v, each key from the last one back takes a share sigmoid(s) of what is left (arXiv 2410.17980)."""
+    """y = a v: from the last key back each takes a share sigmoid(s) of the rest (2410.17980)."""
     return drop(log_sticks(s, seen, own_weight=False).exp()) @ v
 
 
 def stick_laser_attention(s, seen, v):
-    """LASER's log(sum_j a_ij exp(v_j)) of stick-breaking; what is left of the stick goes to the own token (ours)."""
-    return (log_sticks(s, seen, own_weight=True)[..., None] + v[..., None, :, :]).logsumexp(-2)
+    """y = log(sum_j a_ij exp(v_j)): stick-breaking; the rest goes to the own token (ours)."""
+    log_weights = log_sticks(s, seen, own_weight=True)
+    return (log_weights[..., None] + v[..., None, :, :]).logsumexp(-2)
 
 
 def stick_mean(s, seen, v):
@@ -75,62 +89,71 @@ def stick_mean(s, seen, v):
 
 
 def top_k_attention(s, seen, v, drop):
-    """y = softmax(s) v over the 8 largest scores of a query (Explicit Sparse Transformer, arXiv 1912.11637)."""
+    """y = softmax(s) v over a query's 8 largest scores (Sparse Transformer, arXiv 1912.11637)."""
     s = s.where(seen, -math.inf)
     least = s.topk(min(8, s.shape[-1]), dim=-1).values[..., -1:]
     return drop(s.where(s >= least, -math.inf).softmax(-1)) @ v
 
 
 def beta_learned_attention(s, seen, v, drop, fade, b=learned(0.0)):
-    """y = s / (e^b + ||s||) v: beta with a learned number in the place of its 1 (ours)."""
+    """y = s / (e^b + ||s||) v: beta with a learned scalar in the place of its 1 (ours)."""
     s = fade(s).where(seen, 0.0)
     return drop(s / (b.exp() + s.norm(dim=-1, keepdim=True))) @ v
 
 
 def beta_squared_learned_attention(s, seen, v, drop, fade, b=learned(0.0)):
-    """y = s^2 / (e^b + sum s^2) v: beta squared with a learned number in the place of its 1 (ours)."""
+    """y = s^2 / (e^b + sum s^2) v: beta squared with a learned scalar instead of its 1 (ours)."""
     s2 = fade(s.square()).where(seen, 0.0)
     return drop(s2 / (b.exp() + s2.sum(-1, keepdim=True))) @ v
 
 
 def laser_temperature_attention(s, seen, v, t=learned(1.0)):
-    """y = log(softmax(s) exp(t v)) / t: LASER at t = 1, and softmax's mean in the limit t = 0 (ours)."""
+    """y = log(softmax(s) exp(t v)) / t: LASER at t = 1, and softmax in the limit t = 0 (ours)."""
     log_weights = s.where(seen, -math.inf).log_softmax(-1)
     t = t[..., None]
     return (log_weights[..., None] + t * v[..., None, :, :]).logsumexp(-2) / t[..., 0]
 
 
-def by_laser(definition: Callable) -> Callable:
-    """The fast form of LASER with a temperature: LASER's, of t v."""
-    laser = fast_form("laser", ATTENTION["laser"])
-    return lambda q, k, v, *, t=1.0, **settings: laser(q, k, t * v, **settings) / t
+def by_laser(short: bool, definition: Callable) -> Callable:
+    """The form of LASER with a temperature, which is LASER's of t v."""
+    laser = FORM["laser"].short if short else FORM["laser"].long
+    attend = laser(ATTENTION["laser"])
+
+    def with_temperature(q, k, v, *, t=1.0, **settings):
+        return attend(q, k, t * v, **settings) / t
+
+    return with_temperature
 
 
 def delta_rule_attention(s, seen, v, k):
-    """y_i = S_i q_i, S_i = S_(i-1) (I - b_i k_i k_i^T) + b_i v_i k_i^T (DeltaNet, arXiv 2406.06484).
+    """y_i = S_i q_i, S_i = S_(i-1) (I - b_i k_i k_i^T) + b_i v_i k_i^T (DeltaNet, 2406.06484).
 
-    Keys are divided by their length |k|; the rate b = |k|^2 / (1 + |k|^2) is ours, DeltaNet's is a function of x. All
-    steps at once: y = A (I + L)^-1 (b v), A = q k^T of seen keys, L_jl = b_j k_j k_l for l < j.
+    Keys are divided by their length |k|; the rate b = |k|^2 / (1 + |k|^2) is ours, DeltaNet's is a
+    function of x. All steps at once: y = A (I + L)^-1 (b v), A = q k^T of seen keys, and
+    L_jl = b_j k_j k_l for l < j.
     """
     length = k.norm(dim=-1, keepdim=True)
-    b, unit = length.square() / (1 + length.square()), F.normalize(k, dim=-1)
-    system = (b * (unit @ unit.mT)).tril(-1) + torch.eye(k.shape[-2], dtype=s.dtype, device=s.device)
-    weights = (s / length.mT).where(seen, 0.0)
-    if seen[..., 0].all():  # every query sees all keys before its own, so the queries share a system
+    unit = F.normalize(k, dim=-1)
+    b = length.square() / (1 + length.square())
+    identity = torch.eye(k.shape[-2], dtype=s.dtype, device=s.device)
+    system = (b * (unit @ unit.mT)).tril(-1) + identity  # (B, H, T, T)
+    weights = (s / length.mT).where(seen, 0.0)  # (B, H, Tq, T)
+    if seen[..., 0].all():  # every query sees all keys before its own: all share a system
         return weights @ torch.linalg.solve_triangular(system, b * v, upper=False)
-    both = seen[..., :, None] & seen[..., None, :]  # else a query's system has its own keys: slow
-    updates = torch.linalg.solve_triangular(
-        torch.where(both, system[..., None, :, :], torch.eye(k.shape[-2], dtype=s.dtype, device=s.device)),
-        (b * v)[..., None, :, :].expand(*weights.shape, -1), upper=False,
-    )  # fmt: skip
+    both = seen[..., :, None] & seen[..., None, :]  # a system for each query's own keys: slow
+    systems = torch.where(both, system[..., None, :, :], identity)  # (B, H, Tq, T, T)
+    values = (b * v)[..., None, :, :].expand(*weights.shape, -1)  # (B, H, Tq, T, Dv)
+    updates = torch.linalg.solve_triangular(systems, values, upper=False)
     return (weights[..., None, :] @ updates)[..., 0, :]
 
 
 class DifferentialV2(nn.Module):
-    """y_2i - sigmoid(x w_i) y_2i+1 of the heads 2i and 2i + 1, which share keys and values (Ye et al. 2026).
+    """y_2i - sigmoid(x w_i) y_2i+1 of the heads 2i and 2i + 1 (Ye et al. 2026).
 
-    The formula is that of microsoft/unilm, Diff-Transformer-V2, multihead_flashdiffv2.py. With --n_head twice as large,
-    --n_kv_head and --head_dim as before, keys, values and the output keep their sizes.
+    The two heads share keys and values.
+    The formula is that of microsoft/unilm, Diff-Transformer-V2, multihead_flashdiffv2.py. With
+    --n_head twice as large, --n_kv_head and --head_dim as before, keys, values and the output keep
+    their sizes.
     """
 
     n_map = 2
@@ -138,11 +161,15 @@ class DifferentialV2(nn.Module):
     def __init__(self, c):
         super().__init__()
         if c.n_head // c.n_kv_head % 2:
-            raise UserError("after='differential_v2': the heads of a pair share keys: n_kv_head must divide n_head / 2")
+            raise UserError(
+                "after='differential_v2': the heads of a pair share keys: n_kv_head must divide "
+                "n_head / 2"
+            )
         self.c_lambda = nn.Linear(c.n_embd, c.n_head // 2, bias=False)
 
     def forward(self, y, x, v):
-        return y[:, ::2] - self.c_lambda(x).sigmoid().mT[..., None] * y[:, 1::2]
+        factor = self.c_lambda(x).sigmoid().mT[..., None]  # (B, H / 2, T, 1)
+        return y[:, ::2] - factor * y[:, 1::2]
 
 
 ATTENTION |= {
@@ -159,8 +186,23 @@ ATTENTION |= {
 }
 AFTER["differential_v2"] = DifferentialV2
 
-FAST["stick_breaking"] = stick_breaking
-FAST["laser_temperature"] = by_laser
-FAST["stick_laser"] = partial(laser_by_exp, mean=general_form(stick_mean))
-WRITTEN_FOR |= {"laser_temperature": "f42002fb965078f3", "stick_breaking": "f4131eb1583d4372"}
-WRITTEN_FOR["stick_laser"] = "7d5d306e48476e0b"  # an edited definition runs in the place of its fast form
+by_mean = partial(laser_by_exp, general_form(stick_mean))
+FORM["stick_breaking"] = Form(
+    written_for="6eced972e9fc36be",
+    name="blocks from the last key back",
+    long=stick_breaking,
+)
+FORM["stick_laser"] = Form(
+    written_for="c9d7ab7c7e1249b3",
+    name="exp and log around stick-breaking",
+    long=by_mean,
+    short=by_mean,
+    takes=("bias",),
+)
+FORM["laser_temperature"] = Form(
+    written_for="12a9fbb69f262991",
+    name=FORM["laser"].name,
+    long=partial(by_laser, False),
+    short=partial(by_laser, True),
+    takes=("bias", "t"),
+)

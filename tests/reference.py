@@ -1,30 +1,68 @@
-"""Attention one query at a time: no masks, no windows, no tricks. Every form of an attention is compared with it."""
+"""Attention one query at a time, without masks and tricks: what every form is compared with."""
 
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from attention.forms import fast_form
+from attention.forms import form_of
 from attention.scores import plain_form, takes
 from model import ATTENTION, GPT, GPTConfig
 
-# What each means, once more: the scores s (B, H, n) of a query over the n keys that it sees, and their values
-# v (B, H, n, Dv), give y (B, H, Dv). A weight is multiplied by f (H, n) before the weights are divided by their sum or
-# norm. An attention that is not here is held against its own definition for one query.
+# What each attention means, once more: a function of (s, v, f) that returns y (B, H, Dv) of one
+# query. s (B, H, n): its scores over the n keys that it sees. v (B, H, n, Dv): their values. A
+# weight is multiplied by f (H, n) before the weights are divided by their sum or norm. An attention
+# that is not here is compared with its own definition for one query.
+
+
+def softmax(s, v, f):
+    weights = (s + f.log()).softmax(-1)  # = f exp(s) / sum(f exp(s))
+    return mean(weights, v)
+
+
+def softcap(s, v, f):
+    return softmax(50 * torch.tanh((s + f.log()) / 50), v, torch.ones_like(f))
+
+
+def laser(s, v, f):
+    log_weights = (s + f.log()).log_softmax(-1)
+    return (log_weights[..., None] + v).logsumexp(-2)  # = log(softmax(s) exp(v))
+
+
+def beta(s, v, f):
+    s = s * f
+    return mean(s, v) / (1 + s.norm(dim=-1, keepdim=True))
+
+
+def beta_squared(s, v, f):
+    s2 = s.square() * f
+    return mean(s2, v) / (1 + s2.sum(-1, keepdim=True))
+
+
+def mean(weights: Tensor, v: Tensor) -> Tensor:
+    return (weights[..., None] * v).sum(-2)
+
+
 ONE_QUERY: dict[str, Callable] = {
-    "softmax": lambda s, v, f: ((s + f.log()).softmax(-1)[..., None] * v).sum(-2),  # = f exp(s) v / sum(f exp(s))
-    "softcap": lambda s, v, f: ((50 * (s + f.log()).div(50).tanh()).softmax(-1)[..., None] * v).sum(-2),
-    "laser": lambda s, v, f: ((s + f.log()).log_softmax(-1)[..., None] + v).logsumexp(-2),  # = log(softmax(s) exp(v))
-    "beta": lambda s, v, f: ((s * f)[..., None] * v).sum(-2) / (1 + (s * f).norm(dim=-1, keepdim=True)),
-    "beta_squared": lambda s, v, f: (
-        ((s.square() * f)[..., None] * v).sum(-2) / (1 + (s.square() * f).sum(-1, keepdim=True))
-    ),
+    "softmax": softmax,
+    "softcap": softcap,
+    "laser": laser,
+    "beta": beta,
+    "beta_squared": beta_squared,
 }
 
 
 def fast(core: str) -> Callable:
-    """The form of an attention that a model runs."""
-    return fast_form(core, ATTENTION[core])
+    """The form of an attention that a model runs, chosen for the arguments of each call."""
+
+    def attend(q, k, v, *, window=None, scale=None, **settings):
+        settings = {name: x for name, x in settings.items() if x is not None}
+        form, _ = form_of(core, ATTENTION[core], window=window, needs=settings)
+        if window is not None:
+            settings["window"] = window
+        return form(q, k, v, scale=scale, **settings)
+
+    return attend
 
 
 def plain(core: str) -> Callable:
@@ -33,41 +71,90 @@ def plain(core: str) -> Callable:
 
 
 def naive_attention(
-    core: str, q, k, v, *, window=None, scale=None, bias=None, decay=None, far=None, seen=None
-) -> torch.Tensor:
-    """What fast(core) and plain(core) must equal. For each query it cuts out the keys that the query sees.
+    core: str, q, k, v, *, window=None, scale=None, bias=None, decay=None, far=None
+) -> Tensor:
+    """What fast(core) and plain(core) must equal. Each query's keys are cut out.
 
-    decay (H, 1, 1): the weight of a key is multiplied by exp(-decay distance), in softmax and LASER too. seen (Tq, T),
-    or (B, Tq, T): a mask of one's own.
+    decay (H, 1, 1): a key's weight is multiplied by exp(-decay distance), in softmax and LASER too.
     """
-    if seen is not None and seen.dim() == 3:
-        more = {"scale": scale, "bias": bias, "decay": decay, "far": far}
-        rows = (naive_attention(core, *(x[[b]] for x in (q, k, v)), seen=seen[b], **more) for b in range(len(q)))
-        return torch.cat([*rows])
-    Tq, T = q.shape[-2], k.shape[-2]
+    Tq = q.shape[-2]
+    T = k.shape[-2]
+    if bias is not None:
+        bias = bias.expand(*q.shape[:2], Tq, T)
     y = []
     for row, i in enumerate(range(T - Tq, T)):
-        keys = torch.arange(0 if window is None else max(0, i - window), i + 1) if seen is None else seen[row].nonzero()
-        keys, distance = keys.flatten(), (i - keys.flatten()).abs()
-        b = None if bias is None else bias[..., row, keys]
-        values = v[..., keys, :] if far is None else v[..., keys, :] + far[distance.clamp(max=len(far) - 1)]
-        y.append(one_query(core, q[..., row, :], k[..., keys, :], values, scale, b, decay, distance.to(k.dtype)))
+        first = 0 if window is None else max(0, i - window)
+        keys = slice(first, i + 1)
+        distance = torch.arange(i - first, -1, -1)
+        values = v[..., keys, :]
+        if far is not None:
+            values = values + far[distance.clamp(max=len(far) - 1)]
+        of_row = None if bias is None else bias[..., row, keys]
+        q_row = q[..., row, :]
+        k_row = k[..., keys, :]
+        y.append(one_query(core, q_row, k_row, values, scale, of_row, decay, distance.to(k)))
     return torch.stack(y, dim=-2)
 
 
-def one_query(core: str, q, k, v, scale, bias, decay=None, distance=None) -> torch.Tensor:
-    """y (B, H, Dv) of q (B, H, D) over all of the keys k (B, H, n, D), n - 1 to 0 or `distance` (n) tokens away."""
-    distance, more = torch.arange(k.shape[-2] - 1, -1, -1, dtype=k.dtype) if distance is None else distance, {}
+def one_query(core: str, q, k, v, scale, bias, decay, distance) -> Tensor:
+    """y (B, H, Dv) of q (B, H, D) over all of the keys k (B, H, n, D), `distance` (n) away."""
     if core not in ONE_QUERY:
-        if decay is not None and takes(ATTENTION[core], "fade"):
-            more = {"decay": decay}
-        elif decay is not None:
-            bias = (0.0 if bias is None else bias) - decay[:, 0] * distance
-        bias = None if bias is None else bias[..., None, :]
-        return plain(core)(q[..., None, :], k, v, scale=scale, bias=bias, **more)[..., 0, :]
+        return by_definition(core, q, k, v, scale, bias, decay, distance)
     s = (q[..., None, :] * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    factor = torch.ones_like(distance) if decay is None else (-decay[:, 0] * distance).exp()
-    return ONE_QUERY[core](s if bias is None else s + bias, v, factor)
+    if bias is not None:
+        s = s + bias
+    f = torch.ones_like(distance) if decay is None else (-decay[:, 0] * distance).exp()
+    return ONE_QUERY[core](s, v, f)
+
+
+def by_definition(core: str, q, k, v, scale, bias, decay, distance) -> Tensor:
+    settings = {}
+    if decay is not None and takes(ATTENTION[core], "fade"):
+        settings["decay"] = decay
+    elif decay is not None:
+        bias = (0.0 if bias is None else bias) - decay[:, 0] * distance
+    if bias is not None:
+        settings["bias"] = bias[..., None, :]
+    return plain(core)(q[..., None, :], k, v, scale=scale, **settings)[..., 0, :]
+
+
+# -----------------------------------------------------------------------------
+# comparing
+
+
+def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Whether a is b up to a share of b's largest entry or, if b is smaller, of 1."""
+    a = a.double()
+    b = b.double()
+    return (a - b).abs().max().item() <= tolerance * max(1.0, b.abs().max().item())
+
+
+def in_double(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().double().requires_grad_() for name, t in x.items()}
+
+
+def assert_exact(
+    attend: Callable, core: str, x: dict[str, Tensor], tolerance: float, **settings
+) -> None:
+    """Compares the output, and the gradients of x, with those of naive_attention in float64.
+
+    x: q, k, v, and what else has a gradient, such as bias. A decay's gradients are compared head by
+    head, since they may lie thirty orders of magnitude apart.
+    """
+    exact = in_double(x)
+    y = attend(**x, **settings)
+    y_exact = naive_attention(core, **exact, **settings)
+    assert y.dtype == x["v"].dtype and close(y, y_exact, tolerance)
+    dy = torch.randn_like(y)
+    ours = torch.autograd.grad(y, [*x.values()], dy)
+    theirs = torch.autograd.grad(y_exact, [*exact.values()], dy.double())
+    for name, a, b in zip(x, ours, theirs, strict=True):
+        heads = zip(a, b, strict=True) if name == "decay" else [(a, b)]
+        assert all(close(*head, tolerance) for head in heads), name
+
+
+# -----------------------------------------------------------------------------
+# models
 
 
 def shaken(c: GPTConfig, by: float = 0.2, dtype: torch.dtype = torch.float32) -> GPT:

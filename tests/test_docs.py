@@ -1,4 +1,4 @@
-"""The texts: README.md stays short, links lead somewhere, commands have flags that exist, the printed code runs."""
+"""The texts: README.md is short, links lead somewhere, commands have flags, printed code runs."""
 
 import functools
 import glob
@@ -12,20 +12,19 @@ import sys
 
 import pytest
 from harness import ROOT, Workers
-from test_configurator import SCRIPTS
+from test_configurator import scripts
 
 from choices import NORM
 from positions import POSITION
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
-NOTEBOOK = json.load(open(os.path.join(ROOT, "notebooks", "attention.ipynb"), encoding="utf-8"))
 LINK = re.compile(r"""\[([^\]]*)\]\(<?([^)>\s]+)>?(?:\s+["'][^)]*)?\)""")  # [words](target "title")
 OTHER_LINK = re.compile(r"(?m)^ *\[[^\]]+\]:|<[^>]*\b(?:src|href) *=")  # [words]: target, and HTML
-OTHERS = {  # flags of torchrun, pytest, ruff, lm_eval and tensorboard, and words for a flag
-    "--model", "--model_args", "--include_path", "--logdir",
-    "--standalone", "--nproc_per_node", "--nnodes", "--max-restarts", "--rdzv_backend", "--rdzv_id", "--rdzv_endpoint",
-    "--flag", "--key", "--check",
-}  # fmt: skip
+# flags of torchrun, pytest, ruff, lm_eval and tensorboard, and words for a flag
+OTHERS = (
+    "--model --model_args --include_path --logdir --standalone --nproc_per_node --nnodes "
+    "--max-restarts --rdzv_backend --rdzv_id --rdzv_endpoint --flag --key --check"
+).split()
 
 
 @functools.cache
@@ -38,15 +37,20 @@ def without_code(page: str) -> str:
     return re.sub(r"(?ms)^```.*?^```$", "", page)
 
 
+def exists(path: str) -> bool:
+    return os.path.exists(os.path.join(ROOT, path))
+
+
 def anchors(page: str) -> set[str]:
     """The anchors that GitHub gives to a page's headings."""
-    found = re.findall(r"(?m)^#+ (.+)$", without_code(page))
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+    headings = re.findall(r"(?m)^#+ (.+)$", without_code(page))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_readme_is_short():
     page = read("README.md")
-    assert len(page.splitlines()) <= 250 and len(page.encode()) <= 16 * 1024
+    assert len(page.splitlines()) <= 250
+    assert len(page.encode()) <= 16 * 1024
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -55,148 +59,196 @@ def test_links(path):
 
 
 def check_links(path: str) -> None:
-    """Files and headings exist, [file, `name`](file) names something in it, and no link has a line number."""
+    """Files and headings exist, [file, `name`](file) names something in it, no link has a line."""
     page = without_code(read(path))
-    assert not OTHER_LINK.search(page), f"{path}: write links as [words](target), which this test understands"
+    assert not OTHER_LINK.search(page), f"{path}: write links as [words](target)"
     for words, target in LINK.findall(page):
-        file, _, anchor = target.partition("#")
-        assert not re.match(r"L\d", anchor), f"{path}: {target} has a line number"
-        if file.startswith(("http:", "https:", "../../actions/")):  # the last: GitHub's page of the tests
-            continue
-        at = os.path.normpath(os.path.join(os.path.dirname(path), file)) if file else path
-        assert os.path.exists(os.path.join(ROOT, at)), f"{path}: {target} leads nowhere"
-        if anchor:
-            assert at.endswith(".md") and anchor in anchors(read(at)), f"{path}: {target} is no heading"
-        name = re.search(r", `([\w.]+)`$", words)
-        if name:
-            assert re.search(rf"(?m)^\s*(?:class |def |){name[1].split('.')[-1]}\b[^\n]", read(at)), f"{path}: {words}"
+        assert not re.search(r"#L\d", target), f"{path}: {target} has a line number"
+        # The last is GitHub's page of the tests.
+        if not target.startswith(("http:", "https:", "../../actions/")):
+            check_link(path, words, target)
     if path.startswith("docs/"):
-        assert "(../README.md" in read(path)
+        assert "(../README.md" in page
+
+
+def check_link(path: str, words: str, target: str) -> None:
+    where = f"{path}: [{words}]({target})"
+    file, _, anchor = target.partition("#")
+    if file:
+        path = os.path.normpath(os.path.join(os.path.dirname(path), file))
+    assert exists(path), f"{where} leads nowhere"
+    if anchor:
+        assert path.endswith(".md"), f"{where} is no page"
+        assert anchor in anchors(read(path)), f"{where} is no heading"
+    name = re.search(r", `(?:\w+\.)*(\w+)`$", words)
+    if name:
+        definition = rf"(?m)^\s*(?:class |def |){name[1]}\b[^\n]"
+        assert re.search(definition, read(path)), f"{where} names nothing"
 
 
 def commands(page: str) -> list[str]:
     """The command lines of a page's code blocks, and of the code in its sentences."""
-    assert set(re.findall(r"(?m)^```(.+)$", page)) <= {"sh", "python"}, "a block of commands begins with ```sh"
-    blocks = re.findall(r"(?ms)^```sh\n(.*?)^```$", page)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    lines += [code.replace("\n", " ") for code in re.findall(r"(?s)`([^`]+)`", without_code(page))]
-    return [part for line in lines for part in re.split(r"&&|;", line) if ".py" in part or "--" in part]
+    languages = set(re.findall(r"(?m)^```(.+)$", page))
+    assert languages <= {"sh", "python"}, "a block of commands begins with ```sh"
+    lines = []
+    for block in re.findall(r"(?ms)^```sh\n(.*?)^```$", page):
+        lines += block.replace("\\\n", " ").splitlines()
+    for code in re.findall(r"(?s)`([^`]+)`", without_code(page)):
+        lines.append(code.replace("\n", " "))
+    parts = [part for line in lines for part in re.split(r"&&|;", line)]
+    return [part for part in parts if ".py" in part or "--" in part]
+
+
+def notebook_cells() -> list[dict]:
+    cells = json.loads(read("notebooks/attention.ipynb"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
 def test_commands(run):
     pages = {path: commands(read(path)) for path in PAGES}
-    cells = "\n".join("".join(cell["source"]) for cell in NOTEBOOK["cells"])
-    texts = dict(re.findall(r'(?m)^(\w+) = f?"([^"]*)"$', cells))  # QUICK = "--max_iters=600 ..."
-    calls = re.findall(r'python\(f?"([^"]+)"\)', cells)
-    pages["notebook"] = ["python " + re.sub(r"{(\w+)}", lambda x: texts.get(x[1], x[0]), line) for line in calls]
-    check_commands(run, pages, SCRIPTS)
+    source = "\n".join("".join(cell["source"]) for cell in notebook_cells())
+    texts = dict(re.findall(r'(?m)^(\w+) = f?"([^"]*)"$', source))  # QUICK = "--max_iters=600 ..."
+    pages["notebook"] = []
+    for line in re.findall(r'python\(f?"([^"]+)"\)', source):
+        for name, text in texts.items():
+            line = line.replace(f"{{{name}}}", text)
+        pages["notebook"].append(f"python {line}")
+    check_commands(run, pages, scripts())
+
+
+def script_of(words: list[str]) -> str | None:
+    """The script or the module (python -m) that a command runs."""
+    for i, word in enumerate(words):
+        runs = {"python", "torchrun"} & set(words[:i]) or (i == 0 and len(words) > 1)
+        is_module = words[i - 1] == "-m" and re.fullmatch(r"\w+(\.\w+)+", word)
+        if runs and (is_module or re.fullmatch(r"[\w/]+\.py", word)):
+            return word
+    return None
+
+
+def is_there(script: str) -> bool:
+    if script.endswith(".py"):
+        return exists(script)
+    path = script.replace(".", "/")
+    return exists(f"{path}.py") or exists(f"{path}/__main__.py")
 
 
 def check_commands(run, pages: dict[str, list[str]], scripts: list[str]) -> None:
-    """Every script, config file and flag in the pages exists. A flag without a script is one of the scripts'."""
+    """Every script, config file and flag in the pages exists.
+
+    A flag without a script must be a flag of one of the scripts.
+    """
 
     @functools.cache
     def flags_of(script: str) -> set[str]:
-        if script.startswith("tests/"):  # argparse
+        if script.startswith("lab/tests/"):  # it imports Triton
             return set(re.findall(r"--\w+", read(script)))
         code, out, err = run(script, "--help")
         assert code == 0, err
         return {"--help", "--import", *re.findall(r"(?m)^ +(--\w+)", out)}
 
-    loose = []  # (page, flag) without a script
-    for path, line in ((path, line) for path, lines in pages.items() for line in lines):
+    def check(path: str, line: str) -> None:
+        where = f"{path}: {line}"
         try:
             words = shlex.split(line, comments=True)
-        except ValueError:  # no command, but code
-            continue
-        script = None
+        except ValueError:  # the line is no command
+            return
+        script = script_of(words)
+        assert script is None or is_there(script), where
         for i, word in enumerate(words):
-            runs = {"python", "torchrun"} & set(words[:i]) or (i == 0 and len(words) > 1)
-            if script is None and runs and re.fullmatch(r"[\w/]+\.py", word):
-                script = word
-                assert os.path.exists(os.path.join(ROOT, script)), f"{path}: {line}"
-            elif script is None and runs and words[i - 1] == "-m" and re.fullmatch(r"\w+(\.\w+)+", word):
-                script = word
-                at = os.path.join(ROOT, *word.split("."))
-                assert os.path.exists(f"{at}.py") or os.path.exists(f"{at}/__main__.py"), f"{path}: {line}"
-            elif re.fullmatch(r"config/\w+\.py", word):
-                assert os.path.exists(os.path.join(ROOT, word)), f"{path}: {line}"
-            elif found := re.match(r"--(?:no-)?([\w-]+)", word):
-                flag = "--" + found[1]
-                if script is None:
-                    loose.append((path, flag))
-                else:
-                    assert flag in flags_of(script), f"{path}: {script} has no {flag}: {line}"
-    known = set().union(*(flags_of(script) for script in {*scripts, "tests/resources.py"}), OTHERS)
-    wrong = [(path, flag) for path, flag in loose if flag not in known]
-    assert not wrong
+            flag = re.match(r"--(?:no-)?([\w-]+)", word)
+            if flag:
+                known = flags_of(script) if script in words[:i] else flags_of_all
+                assert f"--{flag[1]}" in known, where
+            if re.fullmatch(r"config/\w+\.py", word):
+                assert exists(word), where
+
+    flags_of_all = {*OTHERS}
+    for script in (*scripts, "lab/tests/resources.py"):
+        flags_of_all |= flags_of(script)
+    for path, lines in pages.items():
+        for line in lines:
+            check(path, line)
 
 
 def test_the_notebook_is_stored_as_it_ran():
-    """Its outputs are of one run from the top to the bottom, with pictures, without an error or a path of a machine."""
-    cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    """It ran once, from top to bottom. It has pictures, no error, and no path of a machine."""
+    cells = notebook_cells()
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert not [output for output in outputs if output["output_type"] == "error"]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
-    said = "".join("".join(output.get("text", "")) for output in outputs)
-    assert "softmax1 attention" in said and not re.search(r"/(home|root|tmp|Users|work)/", said)
+    printed = "".join("".join(output.get("text", "")) for output in outputs)
+    assert "softmax1 attention" in printed
+    assert not re.search(r"/(home|root|tmp|Users|work)/", printed)
+
+
+PYTHON_BLOCK = re.compile(r"(?ms)^```python\n(.*?)^```$")
 
 
 @pytest.mark.slow
 def test_add_your_own(data, tmp_path):
-    """README's own attention, put where README says: it trains, decodes, is drawn and timed, and has its tests."""
+    """README's own attention, put where README says, trains, decodes, is drawn, timed, tested."""
     section = read("README.md").split("## Add your own")[1].split("\n## ")[0]
-    (block,) = re.findall(r"(?ms)^```python\n(.*?)^```$", section)
+    (block,) = PYTHON_BLOCK.findall(section)
     assert len([line for line in block.splitlines() if line]) <= 10
-    here, left_out = tmp_path / "nanoattn", (".*", "lab", "out*", "venv", "wandb", "*.bin", "*.png", "__pycache__")
-    shutil.copytree(ROOT, here, ignore=shutil.ignore_patterns(*left_out))
+    folder = tmp_path / "nanoattn"
+    left_out = ".* lab out* venv wandb *.bin *.png __pycache__".split()
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*left_out))
     model = read("model.py")
     end = model.index("\n}\n", model.index("\nATTENTION: ")) + 3  # below the table ATTENTION
-    (here / "model.py").write_text(f"{model[:end]}\n\n{block}{model[end:]}", encoding="utf-8")
+    (folder / "model.py").write_text(f"{model[:end]}\n\n{block}{model[end:]}", encoding="utf-8")
 
-    worker = Workers(str(here))
+    worker = Workers(str(folder))
 
-    def do(*command: str) -> str:
-        (code,), out, err = worker.run(1, *command)
+    def output(command: str) -> str:
+        (code,), out, err = worker.run(1, *shlex.split(command))
         assert code == 0, out + err
         return out
 
-    small = ["--n_layer=2", "--block_size=32", "--batch_size=4", "--device=cpu", "--eval_iters=2", "--heads=SSSL"]
-    flags = [*small, "--max_iters=4", "--eval_interval=4", "--sample_tokens=0", f"--dataset={data}", "--window=8"]
-    out = do("train.py", "config/train_shakespeare_char_cpu.py", "--attention=sigmoid", *flags, "--out_dir=out")
-    assert "sigmoid attention" in out and "step 4: train loss" in out
-    assert "-----" in do("sample.py", "--out_dir=out", "--num_samples=1", "--max_new_tokens=40", "--start=the ")
-    assert "wrote maps.png" in do("scripts/maps.py", "--out_dir=out", "--start=the lord")
-    only = ["--what=attention", "--only=sdpa,softmax,sigmoid", "--lengths=300", "--repeats=1", "--device=cpu"]
-    assert re.search(r"(?m)^sigmoid .*e-\d\d$", do("bench.py", *only))
+    out = output(
+        "train.py config/train_shakespeare_char_cpu.py --attention=sigmoid --out_dir=out "
+        f"--dataset={data} --n_layer=2 --block_size=32 --batch_size=4 --heads=SSSL --window=8 "
+        "--device=cpu --max_iters=4 --eval_interval=4 --eval_iters=2 --sample_tokens=0"
+    )
+    assert "sigmoid attention" in out
+    assert "step 4: train loss" in out
+    out = output("sample.py --out_dir=out --num_samples=1 --max_new_tokens=40 --start='the '")
+    assert "-----" in out
+    assert "wrote maps.png" in output("scripts/maps.py --out_dir=out --start='the lord'")
+    out = output(
+        "bench.py --what=attention --only=sdpa,softmax,sigmoid --lengths=300 --repeats=1 "
+        "--device=cpu"
+    )
+    assert re.search(r"(?m)^sigmoid .*e-\d\d$", out)
     worker.processes[0].kill()
     assert "\npytest -k sigmoid " in section
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-k", "sigmoid"], cwd=here, capture_output=True, text=True
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "0", "-k", "sigmoid"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 0 and int(re.search(r"(\d+) passed", done.stdout)[1]) > 100, done.stdout
+    assert tests.returncode == 0, tests.stdout
+    assert int(re.search(r"(\d+) passed", tests.stdout)[1]) > 100
 
 
 def test_add_a_norm_and_a_position(run, train, tmp_path, monkeypatch):
-    """Those of docs/choices.md, as printed: they train, a cache changes no text, and beta refuses the position."""
-    (block,) = re.findall(r"(?ms)^```python\n(.*?)^```$", read("docs/choices.md"))
+    """Those of docs/choices.md train, and a cache changes no text; beta refuses the position."""
+    (block,) = PYTHON_BLOCK.findall(read("docs/choices.md"))
     (tmp_path / "my_choices.py").write_text(block, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(NORM, "scalenorm", None)  # so that both leave their tables after the test
     monkeypatch.setitem(POSITION, "kerple", None)
-    flags = (
-        "--import=my_choices",
-        "--norm=scalenorm",
-        "--position=kerple",
-        "--heads=SL",
-        "--window=3",
-        "--max_iters=5",
-    )
-    code, out, err = train(*flags)
-    assert code == 0 and "position=kerple, norm=scalenorm" in out, err
-    sample = ("sample.py", "--import=my_choices", f"--out_dir={tmp_path / 'out'}", "--num_samples=1", "--start=the")
-    texts = {run(*sample, "--max_new_tokens=60", f"--use_cache={cached}")[1] for cached in (True, False)}
-    assert len(texts) == 1 and "-----" in texts.pop()
+    flags = "--import=my_choices --norm=scalenorm --position=kerple --heads=SL --window=3".split()
+    code, out, err = train(*flags, "--max_iters=5")
+    assert code == 0, err
+    assert "position=kerple, norm=scalenorm" in out
+    sample = "--import=my_choices --num_samples=1 --start=the --max_new_tokens=60".split()
+    sample.append(f"--out_dir={tmp_path / 'out'}")
+    cached = run("sample.py", *sample)[1]
+    assert "-----" in cached
+    assert cached == run("sample.py", *sample, "--no-use_cache")[1]
     code, _, err = train(*flags, "--attention=beta")
-    assert code == 2 and "position='kerple' adds a number to scores" in err
+    assert code == 2
+    assert "position='kerple' adds a number to scores" in err

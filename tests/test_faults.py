@@ -1,24 +1,43 @@
 """Runs that are disturbed: what they lose, what they print, and where the next run goes on."""
 
+import contextlib
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
-from harness import ROOT, SMALL, same, state_of, write
+from harness import QUICK, ROOT, SMALL, same, state_of, write
 
 from model import GPT
 from text import dataset, tokenizers
-from training import checkpoint
+from training import checkpoint, distributed
 
 
 def files(tmp_path) -> list[str]:
     return sorted(os.listdir(tmp_path / "out"))
+
+
+def checkpoints(tmp_path) -> dict[str, bytes]:
+    """The content of each checkpoint of the run."""
+    return {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.pt")}
+
+
+@pytest.fixture
+def limit():
+    """limit(n): no file may become larger than n bytes. limit(): as before."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(n: int = soft) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (n, hard))
+
+    yield limit
+    limit()
 
 
 # -----------------------------------------------------------------------------
@@ -27,8 +46,9 @@ def files(tmp_path) -> list[str]:
 
 def test_the_last_ones_are_kept(train, tmp_path):
     train("--save_interval=2", "--keep_checkpoints=3")
-    assert files(tmp_path) == ["best.pt", "ckpt-00000006.pt", "ckpt-00000008.pt", "ckpt.pt", "log.jsonl"]
-    assert [state_of(tmp_path, name)["iter_num"] for name in files(tmp_path)[1:4]] == [6, 8, 10]
+    older = ["ckpt-00000006.pt", "ckpt-00000008.pt"]
+    assert files(tmp_path) == ["best.pt", *older, "ckpt.pt", "log.jsonl"]
+    assert [state_of(tmp_path, name)["iter_num"] for name in [*older, "ckpt.pt"]] == [6, 8, 10]
     train("--init_from=resume", "--max_iters=14", "--keep_checkpoints=1", "--save_interval=0")
     assert files(tmp_path) == ["best.pt", "ckpt.pt", "log.jsonl"]
     train("--init_from=resume", "--max_iters=16", "--keep_checkpoints=2")
@@ -37,24 +57,26 @@ def test_the_last_ones_are_kept(train, tmp_path):
     assert "ckpt-00000015.pt" in os.listdir(tmp_path / "out" / "previous")
 
 
-def test_resume_from_a_damaged_checkpoint_names_the_one_before(train, tmp_path):
+def test_resume_from_a_damaged_checkpoint_names_it(train, tmp_path):
+    """Without it, the run goes on from the one before."""
     train("--save_interval=3", "--dropout=0.1", "--max_iters=9", "--eval_interval=100")
-    straight = state_of(tmp_path)["model"] | {}
-    os.truncate(tmp_path / "out" / "ckpt.pt", 1000)
+    straight = state_of(tmp_path)["model"]
+    damaged = tmp_path / "out" / "ckpt.pt"
+    os.truncate(damaged, 1000)
     os.remove(tmp_path / "out" / "best.pt")
     again = ("--init_from=resume", "--max_iters=9", "--save_interval=3")
     code, _, err = train(*again)
-    assert code == 2 and "out/ckpt.pt is damaged" in err and "Delete it to go on" in err and "ckpt-00000006" in err
-    os.remove(tmp_path / "out" / "ckpt.pt")
+    assert code == 2 and f"{damaged} is damaged" in err and "If you delete it" in err
+    os.remove(damaged)
     code, out, err = train(*again)
     assert code == 0 and "going on from" in out and "ckpt-00000006.pt" in out, err
     assert same(state_of(tmp_path)["model"], straight)
 
 
 def test_resume_from_the_best_if_it_is_newer(train, tmp_path):
-    """As after a kill with always_save_checkpoint=False, where best.pt alone is written meanwhile."""
+    """As after a kill with always_save_checkpoint=False, which writes best.pt alone."""
     train("--dropout=0.1", "--max_iters=10")
-    straight = state_of(tmp_path)["model"] | {}
+    straight = state_of(tmp_path)["model"]
     train("--dropout=0.1", "--max_iters=4", "--eval_interval=4")
     os.replace(tmp_path / "out" / "ckpt.pt", tmp_path / "old.pt")
     train("--init_from=resume", "--max_iters=6", "--eval_interval=6")
@@ -63,27 +85,10 @@ def test_resume_from_the_best_if_it_is_newer(train, tmp_path):
     assert code == 0 and "best.pt, step 6" in out and same(state_of(tmp_path)["model"], straight)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_resume_is_exact_in_half_precision(train, tmp_path, dtype):
-    """With float16's loss scale, which counts the steps since it changed."""
-    flags = (f"--dtype={dtype}", "--dropout=0.1", "--attention=laser")
-    train(*flags)
-    straight = state_of(tmp_path)
-    with open(tmp_path / "out" / "log.jsonl") as f:
-        losses = [row["loss"] for row in map(json.loads, f) if "loss" in row]
-    assert losses[-1] < losses[0] - 0.3
-    train(*flags, "--max_iters=6")
-    assert train("--init_from=resume", "--max_iters=10")[0] == 0
-    assert same(state_of(tmp_path)["model"], straight["model"]) and state_of(tmp_path)["scaler"] == straight["scaler"]
-    assert straight["scaler"].get("_growth_tracker", 10) == 10
-    code, _, err = train("--init_from=resume", "--max_iters=12", "--dtype=float32")
-    assert code == 0 and train("--init_from=resume", "--max_iters=14", "--dtype=float16")[0] == 0, err
-
-
 def test_weights_that_are_not_finite_are_not_saved(train, tmp_path, monkeypatch):
     """The NaN is in the row of a token that does not occur, so the loss does not show it."""
     train("--tied=False", "--vocab_size=100", "--max_iters=4", "--save_interval=2")
-    before = {name: (tmp_path / "out" / name).read_bytes() for name in files(tmp_path) if name.endswith(".pt")}
+    before = checkpoints(tmp_path)
     forward = GPT.forward
 
     def planted(self, idx, *args, **kwargs):
@@ -91,60 +96,119 @@ def test_weights_that_are_not_finite_are_not_saved(train, tmp_path, monkeypatch)
         return forward(self, idx, *args, **kwargs)
 
     monkeypatch.setattr(GPT, "forward", planted)
-    code, _, err = train("--init_from=resume", "--max_iters=20", "--save_interval=2", "--log_interval=9")
-    assert code == 1 and "step 5: transformer.wte.weight holds values that are not finite: the training has" in err
-    assert before == {name: (tmp_path / "out" / name).read_bytes() for name in files(tmp_path) if ".pt" in name}
+    flags = ("--max_iters=20", "--save_interval=2", "--log_interval=9")
+    code, _, err = train("--init_from=resume", *flags)
+    says = "step 5: transformer.wte.weight holds values that are not finite: the training has"
+    assert code == 1 and says in err
+    assert checkpoints(tmp_path) == before
 
 
-def test_a_disk_that_is_full(train, tmp_path):
+def test_a_disk_that_is_full(train, tmp_path, limit):
     """Training goes on, and the next save tries again."""
-    resource = pytest.importorskip("resource")
     train("--max_iters=4")
-    before = {name: (tmp_path / "out" / name).read_bytes() for name in files(tmp_path) if ".pt" in name}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        code, out, err = train("--init_from=resume", "--max_iters=20")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    before = checkpoints(tmp_path)
+    limit(100_000)
+    code, out, err = train("--init_from=resume", "--max_iters=20")
+    limit()
     assert code == 2 and "iter 19" in out and f"cannot write {tmp_path / 'out'}" in err
     assert err.count("Is the disk full?") == 4 and "An older file of this name is unchanged" in err
-    assert before == {name: (tmp_path / "out" / name).read_bytes() for name in files(tmp_path) if "log" not in name}
-    assert train("--init_from=resume", "--max_iters=10")[0] == 0 and state_of(tmp_path)["iter_num"] == 10
+    assert checkpoints(tmp_path) == before and files(tmp_path) == [*sorted(before), "log.jsonl"]
+    assert train("--init_from=resume", "--max_iters=10")[0] == 0
+    assert state_of(tmp_path)["iter_num"] == 10
 
 
-def test_a_log_that_cannot_be_written_ends_no_run(train, tmp_path, monkeypatch):
-    resource = pytest.importorskip("resource")
+def test_a_log_that_cannot_be_written_ends_no_run(train, tmp_path, monkeypatch, limit):
     train("--max_iters=4", "--eval_interval=100")
     (tmp_path / "out" / "log.jsonl").write_text('{"iter": 0}\n' * 20_000)
     save = checkpoint.save
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def unlimited(*args: object) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    def unlimited(*args):
+        limit()
         save(*args)
 
     monkeypatch.setattr(checkpoint, "save", unlimited)
-    meanwhile(monkeypatch, 6, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (240_100, limits[1])))
-    try:
-        code, out, _ = train("--init_from=resume", "--max_iters=9", "--eval_interval=100")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert code == 0 and "log.jsonl" in out and "training continues without this line of the log" in out
+    meanwhile(monkeypatch, 6, lambda: limit(240_100))
+    code, out, _ = train("--init_from=resume", "--max_iters=9", "--eval_interval=100")
+    assert code == 0 and "log.jsonl" in out and "training continues without this row" in out
     assert state_of(tmp_path)["iter_num"] == 9
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_save_needs_nothing_of_the_older_files(train, tmp_path, monkeypatch, damaged):
+    """ckpt.pt is damaged, or the name for it is taken by a folder: all is saved."""
+    train("--dropout=0.1")
+    straight = state_of(tmp_path)["model"]
+    out_dir = tmp_path / "out"
+    disturb = (out_dir / "ckpt-00000004.pt").mkdir
+    if damaged:
+        disturb = partial(os.truncate, out_dir / "ckpt.pt", 100)
+    meanwhile(monkeypatch, 5, disturb)
+    flags = ("--save_interval=2", "--keep_checkpoints=9")
+    code, _, err = train("--dropout=0.1", *flags)
+    assert code == 0 and same(state_of(tmp_path)["model"], straight), err
+    assert state_of(tmp_path, "ckpt-00000008.pt")["iter_num"] == 8
+
+
+def test_the_latest_is_saved_where_the_best_cannot_be(train, tmp_path):
+    (tmp_path / "out" / "best.pt.tmp").mkdir(parents=True)
+    code, _, err = train()
+    assert code == 2 and "cannot write" in err and "best.pt" in err
+    assert state_of(tmp_path)["iter_num"] == 10
+
+
+class Killed(BaseException):
+    """As a kill: nothing is saved."""
+
+
+def killed():
+    raise Killed
+
+
+def stopped():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("steps", "end"),
+    [
+        (10, None),  # the last evaluation is at no multiple of eval_interval: it is not made again
+        (8, None),  # it is made again
+        (20, stopped),
+        (20, killed),
+    ],
+)
+@pytest.mark.parametrize("save_interval", [0, 3])
+def test_a_resumed_log_has_each_row_once(train, tmp_path, monkeypatch, steps, end, save_interval):
+    flags = ("--eval_interval=4", f"--save_interval={save_interval}", "--dropout=0.1")
+    train(*flags, "--max_iters=14")
+    straight = log_of(tmp_path)
+    with monkeypatch.context() as patch, contextlib.suppress(Killed):
+        if end:
+            meanwhile(patch, 9, end)
+        train(*flags, f"--max_iters={steps}")
+    ended_at = [row for row in log_of(tmp_path) if row[:2] == (10, "val_loss")]
+    with open(tmp_path / "out" / "log.jsonl", "a") as f:
+        f.write('{"iter": 4, "lo')  # as a kill can leave a line
+    assert train(*flags, "--init_from=resume", "--max_iters=14")[0] == 0
+    rows = log_of(tmp_path)
+    assert len(ended_at) == (steps == 10)
+    assert sorted(rows) == sorted(straight + ended_at)
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+
+
+def log_of(tmp_path) -> list[tuple]:
+    """(step, "loss" or "val_loss", its value) of each row of log.jsonl."""
+    with open(tmp_path / "out" / "log.jsonl") as f:
+        rows = [json.loads(line) for line in f]
+    keys = ("loss", "val_loss")
+    return [(row["iter"], key, row[key]) for row in rows for key in keys if key in row]
 
 
 # -----------------------------------------------------------------------------
 # data
 
 
-@pytest.fixture
-def own(data, tmp_path):
-    """A copy of the data, to be changed."""
-    return shutil.copytree(data, tmp_path / "own")
-
-
-def meanwhile(monkeypatch, step: int, do) -> None:
+def meanwhile(monkeypatch, step, do):
     """Calls do() when that step's batch is read."""
     batch = dataset.Tokens.batch
 
@@ -156,22 +220,24 @@ def meanwhile(monkeypatch, step: int, do) -> None:
     monkeypatch.setattr(dataset.Tokens, "batch", and_do)
 
 
-def test_data_replaced_under_a_run(train, tmp_path, own, data, monkeypatch):
-    """A new file under the old name: the run keeps the file that it has opened, a resumed run refuses the new one."""
+def test_data_replaced_under_a_run(train, tmp_path, text, monkeypatch):
+    """The run keeps the file that it has opened. A resumed run refuses the new file."""
+    own = tmp_path / "own"
+    tok = tokenizers.CharTokenizer("".join(sorted(set(text))))
+    val = text[-2000:]
+    write(own, tok, {"train": text, "val": val}, {})
     train(f"--dataset={own}")
-    straight = state_of(tmp_path)["model"] | {}
-    meta = dataset.read_meta(str(own))
-    tok = tokenizers.tokenizer(meta["tokenizer"])
-    train_text, val = (tok.decode(dataset.Tokens(str(own), split, 8).ids) for split in ("train", "val"))
-    meanwhile(monkeypatch, 7, lambda: write(own, tok, {"train": train_text[::-1], "val": val}, {}))
+    straight = state_of(tmp_path)["model"]
+    meanwhile(monkeypatch, 7, lambda: write(own, tok, {"train": text[::-1], "val": val}, {}))
     assert train(f"--dataset={own}")[0] == 0 and same(state_of(tmp_path)["model"], straight)
     monkeypatch.undo()
     again = ("--init_from=resume", f"--dataset={own}", "--max_iters=12")
     code, _, err = train(*again)
-    assert code == 2 and "train.bin of" in err and "--allow_other_data" in err and state_of(tmp_path)["iter_num"] == 10
+    assert code == 2 and "have changed" in err and "--allow_other_data" in err
+    assert state_of(tmp_path)["iter_num"] == 10
     code, out, _ = train(*again, "--allow_other_data")
-    assert code == 0 and state_of(tmp_path)["iter_num"] == 12 and "the best validation loss starts anew" in out
-    assert train(*again, "--max_iters=13")[0] == 0  # of which the run now is
+    assert code == 0 and "the best validation loss starts anew" in out
+    assert train(*again, "--max_iters=13")[0] == 0  # the run now has these data
 
 
 # -----------------------------------------------------------------------------
@@ -181,66 +247,118 @@ def test_data_replaced_under_a_run(train, tmp_path, own, data, monkeypatch):
 def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path, monkeypatch):
     """Twice at once, as from a terminal and from torchrun; a later one would be a second one."""
     train("--dropout=0.1")
-    straight = state_of(tmp_path)["model"] | {}
+    straight = state_of(tmp_path)["model"]
+
+    def stop():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+
     with monkeypatch.context() as patch:
-        meanwhile(patch, 5, lambda: [os.kill(os.getpid(), n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGINT)])
+        meanwhile(patch, 5, stop)
         code, out, _ = train("--dropout=0.1")
-    assert code == 128 + signal.SIGINT and "stopped by signal after 5 steps" in out and "--init_from=resume" in out
-    assert "step 5: train" not in out  # an evaluation may take longer than whoever stops the run waits
+    assert code == 128 + signal.SIGINT and "step 5: train" not in out  # it could take long
+    assert "stopped by signal after 5 steps and saved: --init_from=resume" in out
     assert train("--init_from=resume")[0] == 0 and same(state_of(tmp_path)["model"], straight)
+
+
+def by_torchrun(monkeypatch, attempt, call="none_a"):
+    """What torchrun tells a process: `call` is the folder that this call of torchrun has made."""
+    path = f"/tmp/torchelastic_x/{call}/attempt_{attempt}/0/error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
 
 
 def test_torchrun_restarts_go_on_by_themselves(train, tmp_path, monkeypatch):
     train("--dropout=0.1")
-    straight = state_of(tmp_path)["model"] | {}
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    straight = state_of(tmp_path)["model"]
+    by_torchrun(monkeypatch, 0)
     train("--dropout=0.1", "--max_iters=6")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    by_torchrun(monkeypatch, 1)
     code, out, _ = train("--dropout=0.1")  # the same command as at first
-    assert "started again by torchrun: going on from" in out
-    assert code == 0 and "iter 5:" not in out and "iter 6:" in out and same(state_of(tmp_path)["model"], straight)
-    shutil.rmtree(tmp_path / "out")
-    assert "iter 0:" in train("--max_iters=1")[1]  # it died before its first checkpoint
+    assert code == 0 and "started again by torchrun: going on from" in out
+    assert "iter 5:" not in out and same(state_of(tmp_path)["model"], straight)
+    by_torchrun(monkeypatch, 0, "none_b")  # a new run of the same command
+    _, out, _ = train("--dropout=0.1", "--max_iters=2")
+    assert "held a run" in out and "iter 0:" in out
+    again = ("--init_from=resume", "--dropout=0.1")
+    by_torchrun(monkeypatch, 0, "none_c")  # and one that is told to resume, twice
+    assert "iter 2:" in train(*again, "--max_iters=4")[1]
+    by_torchrun(monkeypatch, 1, "none_c")
+    _, out, _ = train(*again)
+    assert "iter 3:" not in out and same(state_of(tmp_path)["model"], straight)
 
 
-@pytest.fixture
-def script(data, tmp_path) -> list:
-    """train.py and the flags of a small run that does not end."""
-    flags = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, "--gradient_accumulation_steps=2"]
-    flags += ["--warmup_iters=2", "--lr_decay_iters=20", "--max_iters=1000000"]
-    return [os.path.join(ROOT, "train.py"), *flags]
+@pytest.mark.parametrize(
+    ("owner", "name", "damaged"),
+    [(distributed.dist, "init_process_group", False), (dataset.Tokens, "batch", True)],
+)
+def test_a_restart_leaves_an_older_run_alone(train, tmp_path, monkeypatch, owner, name, damaged):
+    """A new run that dies before its first checkpoint begins anew, whatever lies in out_dir."""
+    train("--seed=2")
+    older = tmp_path / "out" / "ckpt.pt"
+    if damaged:
+        os.truncate(older, 1000)
+    old = older.read_bytes()
+    by_torchrun(monkeypatch, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, lambda *_, **__: {}["died"])
+        if name == "init_process_group":
+            patch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(KeyError, match="died"):
+            train()
+    by_torchrun(monkeypatch, 1)
+    code, out, err = train()
+    assert code == 0 and "started again" not in out and "iter 0:" in out, err
+    assert (tmp_path / "out" / "previous" / "ckpt.pt").read_bytes() == old
+    assert state_of(tmp_path)["config"]["seed"] == 1337
+
+
+FAULT = """
+import os, runpy, sys
+sys.argv.pop(0)
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+process = os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT']
+if process == '10':
+    raise OSError('no start')
+from text import dataset
+batch = dataset.Tokens.batch
+def failing(self, step, *args, **kwargs):
+    if process == '11' and step == 7:
+        raise OSError('the disk is gone')
+    return batch(self, step, *args, **kwargs)
+dataset.Tokens.batch = failing
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
 
 
 @pytest.mark.slow
-def test_under_torchrun(tmp_path, script):
-    """One of two processes cannot read its data; both begin again. Then Ctrl-C, which reaches each process twice."""
+def test_under_torchrun(train, tmp_path, data):
+    """In a folder with a longer run, one of two processes dies at once, then at its eighth batch.
+
+    Both begin again, each time. Then Ctrl-C, which reaches each process twice.
+    """
+    train("--max_iters=12", "--seed=2")
     fault = tmp_path / "fault.py"
-    fault.write_text(
-        "import os, runpy, sys\n"
-        "sys.argv.pop(0)\n"
-        "sys.path.insert(0, os.path.dirname(sys.argv[0]))\n"
-        "from text import dataset\n"
-        "batch = dataset.Tokens.batch\n"
-        "def failing(self, step, *args, **kwargs):\n"
-        "    if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT'], step) == ('1', '0', 7):\n"
-        "        raise OSError('the disk is gone')\n"
-        "    return batch(self, step, *args, **kwargs)\n"
-        "dataset.Tokens.batch = failing\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    fault.write_text(FAULT)
+    torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=2".split()
+    flags = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, *QUICK]
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    run = subprocess.Popen(
+        [sys.executable, *torchrun, fault, f"{ROOT}/train.py", *flags, "--max_iters=1000000"],
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        env=env,
+        start_new_session=True,
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
-    command += [fault, *script, "--eval_interval=5", "--eval_iters=1"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    run = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=env, start_new_session=True)
-    path, rows = tmp_path / "out" / "log.jsonl", []
-    while run.poll() is None and len(rows) < 20:
+    path = tmp_path / "out" / "log.jsonl"
+    while run.poll() is None and '"iter": 15, "loss"' not in path.read_text():
         time.sleep(0.05)
-        rows = path.read_text().splitlines() if path.exists() else []
     os.killpg(run.pid, signal.SIGINT)
     out, err = run.communicate(timeout=60)
     steps = state_of(tmp_path)["iter_num"]
-    assert "OSError: the disk is gone" in err, err
-    assert "started again by torchrun: going on from" in out and "step 5\n" in out, out
+    assert "OSError: no start" in err and "OSError: the disk is gone" in err, err
+    assert out.count("held a run") == 1 and "step 12" not in out, out
+    assert out.count("started again by torchrun: going on from") == 1 and "step 5\n" in out, out
     assert f"stopped by signal after {steps} steps" in out and steps >= 10, err
-    with open(path) as f:
-        assert [row["iter"] for row in map(json.loads, f) if "loss" in row] == list(range(steps))
+    losses = [row[0] for row in log_of(tmp_path) if row[1] == "loss"]
+    assert losses == list(range(steps))

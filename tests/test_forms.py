@@ -1,27 +1,135 @@
-"""Which form of an attention runs: the fast one if its definition is unchanged, so that no edit is ignored."""
+"""Which code an attention runs: its fast form, unless somebody has edited its definition."""
 
 import functools
 import math
+import os
+import traceback
 
 import pytest
 import torch
-from reference import naive_attention
+from harness import ROOT
+from reference import fast, naive_attention
+from torch.nn import functional as F
 
 import model
-from attention import fast, forms
-from attention.cache import KeyValues, RunningSums, new_part, run_definitions
-from attention.forms import FAST, fast_form
-from attention.heads import HeadGroup
+from attention import fast as parts
+from attention import forms, scores
+from attention.cache import KeyValues, RunningSums, groups_of, new_part, run_definitions
+from attention.forms import FORM, form_of
 from attention.scores import learned, plain_form, takes
-from attention.sums import SUMS
+from attention.trial import is_row_local
 from model import ATTENTION, GPT, GPTConfig
+from positions import POSITION, Scheme
 
 cores = pytest.mark.parametrize("core", ATTENTION)
+SIZES = {"block_size": 300, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16}
+SMALL = SIZES | {"block_size": 8}
 
 
-def sigmoid_attention(s, seen, v):
-    """y = sigmoid(s - log n) v, n the number of keys seen (arXiv 2409.04431): a researcher's own."""
-    return (s - seen.sum(-1, keepdim=True).log()).sigmoid().where(seen, 0.0) @ v
+def assert_equal(a, b, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+def cached(gpt: GPT, idx: torch.Tensor, prompt: int) -> torch.Tensor:
+    """The logits of all tokens: the prompt's at once, then one token at a time."""
+    cache = gpt.new_cache()
+    pieces = idx.split([prompt, *[1] * (idx.shape[1] - prompt)], dim=1)
+    with torch.no_grad():
+        return torch.cat([gpt(piece, piece, cache=cache)[0] for piece in pieces], dim=1)
+
+
+# -----------------------------------------------------------------------------
+# the forms of the built-in attentions
+
+
+@pytest.mark.parametrize("core", FORM)
+def test_the_fast_forms_are_used(core, capfd):
+    """If this fails, a definition (or scores() or visible()) was edited, and your code runs.
+
+    Only when its fast form computes the same again may FORM[core].written_for become
+    print_of(ATTENTION[core]): else the old fast form would run in the place of the edit.
+    """
+    assert FORM[core].written_for == forms.print_of(ATTENTION[core])
+    gpt = GPT(GPTConfig(**SIZES, attention=core, heads="SL", window=20, position="rope"))
+    short, long = groups_of(gpt)
+    assert FORM[core].name == long.form_name
+    code = FORM[core].name if FORM[core].short else "its definition"
+    assert short.form_name == f"{code} in blocks of 64"
+    kept = RunningSums if FORM[core].sums else KeyValues
+    assert type(new_part(long, 300)) is kept and type(new_part(short, 300)) is KeyValues
+    assert capfd.readouterr().err == ""
+
+
+NEEDS = [  # fields of GPTConfig, and which code short and long heads then run
+    ("softmax", {"position": "t5"}, "PyTorch's fused attention"),
+    ("softmax", {"position": "relative"}, "its definition"),
+    ("softmax", {"dropout": 0.1}, "PyTorch's fused attention"),
+    ("laser", {"position": "t5"}, "exp and log around PyTorch's fused attention"),
+    ("beta", {"decay": "learned"}, "running sums"),
+    ("beta", {"dropout": 0.1}, "its definition"),
+    ("beta", {"position": "relative"}, "its definition"),
+    ("beta", {"block_size": 64}, "its definition, which is faster below 256 tokens"),
+    ("softcap", {}, "its definition"),
+]
+
+
+@pytest.mark.parametrize(("core", "fields", "code"), NEEDS)
+def test_a_form_is_chosen_for_what_it_must_take(core, fields, code):
+    gpt = GPT(GPTConfig(**SIZES | {"attention": core} | fields))
+    assert [group.form_name for group in groups_of(gpt)] == [code]
+    run_definitions(gpt)
+    assert groups_of(gpt)[0].form_name == "its definition, on all tokens at once"
+
+
+def test_from_forward_to_the_kernel_are_six_frames(monkeypatch):
+    calls = []
+
+    def sdpa(q, k, v, *args, **kwargs):
+        stack = traceback.extract_stack()
+        calls.append([f.name for f in stack if f.filename.startswith(ROOT + os.sep)])
+        return v
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    GPT(GPTConfig(**SMALL))(torch.zeros(1, 8, dtype=torch.long))
+    (names,) = calls
+    ours = names[names.index("test_from_forward_to_the_kernel_are_six_frames") + 1 : -1]
+    assert len(ours) <= 6 and ours[0] == "forward" and ours[-1] == "sdpa", ours
+
+
+class ByDistance(Scheme):
+    """Gives values by distance, and no bias."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.v = torch.nn.Parameter(torch.randn(5, c.head_dim))
+
+    def forward(self, q, k, group, past):
+        return q, k, {"far": self.v}
+
+
+@pytest.mark.parametrize("core", ["softmax", "beta", "beta_squared", "softcap"])
+def test_what_a_position_gives_is_never_dropped(core, monkeypatch):
+    """Values by distance alone, beyond 256 tokens: they are in the output and have a gradient."""
+    monkeypatch.setitem(POSITION, "by_distance", (None, ByDistance))
+    gpt = GPT(GPTConfig(**SIZES | {"attention": core, "position": "by_distance"})).double()
+    attn = gpt.transformer.h[0].attn
+    q, k, v = (torch.randn(1, 2, 300, 8, dtype=torch.float64) for _ in "qkv")
+    y = attn.mix(q, k, v)
+    assert_equal(y, naive_attention(core, q, k, v, far=attn.position.v))
+    assert torch.autograd.grad(y.sum(), attn.position.v)[0].abs().min() > 0
+    assert type(new_part(attn.groups[0], 300)) is KeyValues
+
+
+def test_a_form_refuses_what_it_cannot_take():
+    q, k, v = (torch.randn(1, 2, 300, 8) for _ in "qkv")
+    for core, form in FORM.items():
+        for name in {"bias", "decay", "dropout", "far", "misspelt"} - set(form.takes):
+            with pytest.raises(TypeError, match=name):
+                form.long(ATTENTION[core])(q, k, v, **{name: torch.zeros(2, 1, 1)})
+
+
+# -----------------------------------------------------------------------------
+# edits
 
 
 def edited_beta(s, seen, v, drop, fade):
@@ -43,55 +151,66 @@ def edited_laser(s, seen, v):
 EDITS = [("beta", edited_beta), ("softmax", edited_softmax), ("laser", edited_laser)]
 
 
-@pytest.mark.parametrize("core", FAST)
-def test_the_fast_forms_are_used(core, capfd):
-    """If this fails, a definition was edited, and its code runs. Only when its fast form computes the same again may
-    WRITTEN_FOR[core] become fingerprint(ATTENTION[core]): else the old fast form would run in the edit's place."""
-    assert forms.WRITTEN_FOR[core] == forms.fingerprint(ATTENTION[core])
-    form, general = fast_form(core, ATTENTION[core]), fast.general_form(ATTENTION[core])
-    assert form.__qualname__ == FAST[core](ATTENTION[core]).__qualname__ != general.__qualname__
-    group = HeadGroup([0], None, core, ATTENTION[core], width=4)
-    assert type(new_part(group, 100)) is (RunningSums if core in SUMS else KeyValues)
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("core", "edited"), EDITS, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize(("core", "edited"), EDITS, ids=["beta", "softmax", "laser"])
 def test_an_edited_definition_is_what_runs(core, edited, monkeypatch, capfd):
-    """The edited definition, not the old fast form, makes logits, gradients and text; one line says so."""
+    """The edited definition makes logits, gradients and text; one line says so."""
+    forms.note_once.cache_clear()
     monkeypatch.setitem(ATTENTION, core, edited)
-    sizes = {"block_size": 280, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16, "attention": core}
-    gpt = GPT(GPTConfig(**sizes, heads="SL", window=20)).double()
+    gpt = GPT(GPTConfig(**SIZES, attention=core, heads="SL", window=20)).double()
     assert capfd.readouterr().err.count("its definition was edited") == 1
-    attn, x = gpt.transformer.h[0].attn, torch.randn(1, 280, 16, dtype=torch.float64)
-    q, k, v = (t.view(1, 280, 2, 8).transpose(1, 2) for t in attn.c_attn(x).split(16, dim=2))
-    form = plain_form(edited)
-    y = torch.cat([form(q[:, [h]], k[:, [h]], v[:, [h]], window=w) for h, w in enumerate((20, None))], dim=1)
-    expected = attn.c_proj(y.transpose(1, 2).reshape(1, 280, 16))
-    torch.testing.assert_close(attn(x), expected, rtol=0, atol=1e-10)
-    for ours, theirs in zip(
-        torch.autograd.grad(attn(x).sum(), attn.parameters()),
-        torch.autograd.grad(expected.sum(), attn.parameters()),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+    attn = gpt.transformer.h[0].attn
+    x = torch.randn(1, 300, 16, dtype=torch.float64)
+    q, k, v = (t.view(1, 300, 2, 8).transpose(1, 2) for t in attn.c_attn(x).split(16, dim=2))
+    heads = []
+    for h, window in enumerate((20, None)):
+        heads.append(plain_form(edited)(q[:, [h]], k[:, [h]], v[:, [h]], window=window))
+    y = torch.cat(heads, dim=1)
+    expected = attn.c_proj(y.transpose(1, 2).flatten(2))
+    assert_equal(attn(x), expected, 1e-10)
+    ours = torch.autograd.grad(attn(x).sum(), attn.parameters())
+    theirs = torch.autograd.grad(expected.sum(), attn.parameters())
+    for a, b in zip(ours, theirs, strict=True):
+        assert_equal(a, b)
     idx = torch.randint(11, (1, 40))
-    cache, cached = gpt.eval().new_cache(), []
-    with torch.no_grad():
-        full = gpt(idx, idx)[0]
-        for part in idx.split([20, *20 * [1]], dim=1):
-            cached.append(gpt(part, part, cache=cache)[0])
-    torch.testing.assert_close(torch.cat(cached, 1), full, rtol=0, atol=1e-9)
+    assert_equal(cached(gpt.eval(), idx, 20), gpt(idx, idx)[0])
+
+
+def edited_scores(q, k, scale=None, bias=None):
+    """Cosines in the place of products."""
+    return F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
+
+
+def edited_visible(q, k, window):
+    """Every second key."""
+    distance = scores.distances(q.shape[-2], k.shape[-2], q.device)
+    return (distance >= 0) & (distance % 2 == 0)
+
+
+@pytest.mark.parametrize("core", FORM)
+@pytest.mark.parametrize("edited", [edited_scores, edited_visible])
+def test_edited_scores_and_an_edited_mask_are_what_runs(core, edited, monkeypatch):
+    q, k, v = (torch.randn(1, 2, 300, 8, dtype=torch.float64) for _ in "qkv")
+    shipped = fast(core)(q, k, v)
+    monkeypatch.setattr(scores, edited.__name__.removeprefix("edited_"), edited)
+    gpt = GPT(GPTConfig(**SIZES, attention=core)).double()
+    y = gpt.transformer.h[0].attn.mix(q, k, v)
+    assert_equal(y, plain_form(ATTENTION[core])(q, k, v))
+    assert (y - shipped).abs().max() > 0.1
 
 
 def test_what_is_no_shipped_definition():
-    """A lambda, a wrapped definition and a partial one count as edits; comments and names do not."""
+    """A lambda, a wrapped and a partial function count as edits; comments and names do not."""
     definition = model.softmax_attention
 
     @functools.wraps(definition)
     def wrapped(*args, **kwargs):
         return definition(*args, **kwargs)
 
-    for other in (lambda s, seen, v, drop: definition(s, seen, v, drop), wrapped, functools.partial(definition)):
+    for other in (
+        lambda s, seen, v, drop: definition(s, seen, v, drop),
+        wrapped,
+        functools.partial(definition),
+    ):
         assert not forms.unchanged("softmax", other)
 
     def renamed(s, seen, v, drop):
@@ -101,45 +220,63 @@ def test_what_is_no_shipped_definition():
     assert forms.unchanged("softmax", definition) and forms.unchanged("softmax", renamed)
 
 
+def helper(x):
+    return x + 1
+
+
+def uses_helper(s, seen, v):
+    return helper(v)
+
+
+def test_a_fingerprint_knows_the_functions_that_a_definition_calls(monkeypatch):
+    before = forms.fingerprint(uses_helper)
+    monkeypatch.setitem(uses_helper.__globals__, "helper", cached)
+    forms.fingerprint.cache_clear()
+    assert before != forms.fingerprint(uses_helper) != ""
+
+
 @cores
 def test_plain_and_fast_give_the_same_text(core, train, run, tmp_path):
     train(f"--attention={core}", "--heads=SL", "--window=5")
-    flags = (f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--max_new_tokens=40", "--start=the")
-    texts = [run("sample.py", *flags, *plain)[1] for plain in ([], ["--plain"])]
-    assert texts[0] == texts[1] and len(texts[0]) > 60
+    flags = [f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--start=the"]
+    fast_text = run("sample.py", *flags, "--max_new_tokens=40")[1]
+    plain_text = run("sample.py", *flags, "--max_new_tokens=40", "--plain")[1]
+    assert fast_text == plain_text and len(fast_text) > 60
 
 
 # -----------------------------------------------------------------------------
 # a new attention, of which nothing else is known
 
 
+def sigmoid_attention(s, seen, v):
+    """y = sigmoid(s - log n) v, n the number of keys seen: a researcher's own."""
+    return (s - seen.sum(-1, keepdim=True).log()).sigmoid().where(seen, 0.0) @ v
+
+
 def test_a_new_attention_has_everything(monkeypatch, capfd):
-    """Short heads in blocks, grouped heads, every position, packed documents and a cache, by its definition alone."""
+    """Short heads in blocks, grouped heads, every position and a cache, by its definition alone."""
     monkeypatch.setitem(ATTENTION, "sigmoid", sigmoid_attention)
-    form = fast_form("sigmoid", sigmoid_attention)
     q, k, v = (torch.randn(1, 2, 300, 8, dtype=torch.float64) for _ in "qkv")
     for window in (None, 0, 20, 100):
         exact = naive_attention("sigmoid", q, k, v, window=window)
-        torch.testing.assert_close(form(q, k, v, window=window), exact, rtol=0, atol=1e-12)
+        assert_equal(fast("sigmoid")(q, k, v, window=window), exact, 1e-12)
     assert not takes(sigmoid_attention, "drop") and capfd.readouterr().err == ""
-    sizes = {"block_size": 300, "vocab_size": 11, "n_layer": 2, "n_head": 4, "n_embd": 32, "attention": "sigmoid"}
+    sizes = SIZES | {"n_layer": 2, "n_head": 4, "n_embd": 32, "attention": "sigmoid"}
     idx = torch.randint(11, (2, 300))
-    for more in (
+    for fields in (
         {"position": "relative"},
         {"position": "rope", "n_kv_head": 2},
         {"differential": True, "position": "t5"},
     ):
-        gpt = GPT(GPTConfig(**sizes, **more, heads="SSLL", window=20)).eval()
-        full, _ = gpt(idx, idx)
-        cache = gpt.new_cache()
-        parts = [gpt(part, part, cache=cache)[0] for part in idx.split([280, *20 * [1]], dim=1)]
-        torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-5)
+        gpt = GPT(GPTConfig(**sizes, **fields, heads="SSLL", window=20)).eval()
+        full = gpt(idx, idx)[0]
+        assert_equal(cached(gpt, idx, 280), full, 1e-5)
         run_definitions(gpt)
-        torch.testing.assert_close(gpt(idx, idx)[0], full, rtol=0, atol=1e-5)
+        assert_equal(gpt(idx, idx)[0], full, 1e-5)
 
 
 def normalised_keys(s, seen, v, k):
-    """A researcher's own, which needs the keys: y = s / (1 + ||s||) v, with keys of length 1 (up to a factor)."""
+    """A researcher's own: y = s / (1 + ||s||) v, with keys of length 1 (up to a factor)."""
     s = (s / k.norm(dim=-1)[..., None, :]).where(seen, 0.0)
     return s / (1 + s.norm(dim=-1, keepdim=True)) @ v
 
@@ -147,46 +284,87 @@ def normalised_keys(s, seen, v, k):
 def test_an_attention_that_needs_the_keys(monkeypatch, capfd):
     """In short heads, in blocks, it gets those of its block; with a cache, those so far."""
     monkeypatch.setitem(ATTENTION, "keys", normalised_keys)
-    sizes = {"block_size": 300, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16, "attention": "keys"}
-    gpt, idx = GPT(GPTConfig(**sizes, heads="SL", window=20, position="rope")).double().eval(), torch.arange(300) % 11
-    full, cache = gpt(idx[None], idx[None])[0], gpt.new_cache()
+    c = GPTConfig(**SIZES, attention="keys", heads="SL", window=20, position="rope")
+    gpt = GPT(c).double().eval()
+    idx = torch.arange(300)[None] % 11
+    full = gpt(idx, idx)[0]
     assert all(g.isfinite().all() for g in torch.autograd.grad(full.sum(), gpt.parameters()))
-    parts = [gpt(part, part, cache=cache)[0] for part in idx[None].split([280, *20 * [1]], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-9)
+    assert_equal(cached(gpt, idx, 280), full)
     run_definitions(gpt)
-    torch.testing.assert_close(gpt(idx[None], idx[None])[0], full, rtol=0, atol=1e-9)
+    assert_equal(gpt(idx, idx)[0], full)
     assert capfd.readouterr().err == ""
 
 
+def test_an_attention_with_keys_gets_them_without_alibis_dimensions(monkeypatch):
+    widths = set()
+
+    def spy(s, seen, v, k):
+        widths.add(k.shape[-1])
+        return s.where(seen, -math.inf).softmax(-1) @ v
+
+    monkeypatch.setitem(ATTENTION, "spy", spy)
+    models = []
+    for core in ("spy", "softmax"):
+        torch.manual_seed(1)
+        models.append(GPT(GPTConfig(**SMALL, attention=core, decay="learned")).double())
+    idx = torch.arange(8)[None]
+    assert_equal(models[0](idx, idx)[0], models[1](idx, idx)[0], 1e-6)
+    assert widths == {4, 8}  # what is tried on fixed inputs, and the model's
+
+
 def sink(s, seen, v, drop, b=learned(0.5)):
-    """A researcher's own, with a number for each head: y = e^s / (e^b + sum e^s) v."""
+    """A researcher's own, with a scalar for each head: y = e^s / (e^b + sum e^s) v."""
     s = s.where(seen, -math.inf)
     return drop((s - s.logsumexp(-1, keepdim=True).logaddexp(b)).exp()) @ v
 
 
-def test_an_attention_with_a_learned_number(monkeypatch):
-    """It begins as the definition says, is saved under its name, is trained without weight decay, and is each head's
-    own in short heads (blocks), long heads and decoding: for softmax with a key of score b and value 0."""
+def test_an_attention_with_a_learned_scalar(monkeypatch):
+    """It begins as the definition says, and is each head's own: in blocks, long heads, decoding.
+
+    sink is softmax with one more key, of score b and value 0.
+    """
     monkeypatch.setitem(ATTENTION, "sink", sink)
-    sizes = {"block_size": 300, "vocab_size": 11, "n_layer": 1, "n_head": 3, "n_embd": 24}
-    gpt = GPT(GPTConfig(attention="sink", short_attention="softmax", heads="LSL", window=20, **sizes)).double().eval()
+    sizes = SIZES | {"n_head": 3, "n_embd": 24, "attention": "sink", "heads": "LSL", "window": 20}
+    gpt = GPT(GPTConfig(**sizes, short_attention="softmax"))
     number = gpt.state_dict(keep_vars=True)["transformer.h.0.attn.numbers.b"]
-    assert number.tolist() == [0.5, 0.0, 0.5] and number.dim() == 1
-    gpt = GPT(GPTConfig(attention="sink", heads="LSL", window=20, **sizes)).double().eval()
-    attn, x = gpt.transformer.h[0].attn, torch.randn(1, 300, 24, dtype=torch.float64)
+    assert number.tolist() == [0.5, 0.0, 0.5] and number.dim() == 1  # so it is not decayed
+    gpt = GPT(GPTConfig(**sizes)).double().eval()
+    attn = gpt.transformer.h[0].attn
     attn.numbers.b.data = torch.tensor([-1.0, 2.0, 5.0], dtype=torch.float64)
+    x = torch.randn(1, 300, 24, dtype=torch.float64)
     q, k, v = (t.view(1, 300, 3, 8).transpose(1, 2) for t in attn.c_attn(x).split(24, dim=2))
     distance = torch.arange(300)[:, None] - torch.arange(300)
-    s = torch.cat((q @ k.mT / 8**0.5, attn.numbers.b[:, None, None].expand(1, 3, 300, 1)), dim=-1)
+    b = attn.numbers.b[:, None, None].expand(1, 3, 300, 1)
+    s = torch.cat((q @ k.mT / 8**0.5, b), dim=-1)
     for h, window in enumerate((300, 20, 300)):
         s[:, h, :, :300].masked_fill_((distance < 0) | (distance > window), -math.inf)
-    expected = attn.c_proj((s.softmax(-1)[..., :300] @ v).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(attn(x), expected, rtol=0, atol=1e-12)
-    ours, theirs = (torch.autograd.grad(y.sin().sum(), attn.numbers.b)[0] for y in (attn(x), expected))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-    idx, cache = torch.arange(300)[None] % 11, gpt.new_cache()
-    parts = [gpt(part, part, cache=cache)[0] for part in idx.split([280, *20 * [1]], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), gpt(idx, idx)[0], rtol=0, atol=1e-9)
+    y = s.softmax(-1)[..., :300] @ v
+    expected = attn.c_proj(y.transpose(1, 2).flatten(2))
+    assert_equal(attn(x), expected, 1e-12)
+    ours, theirs = (
+        torch.autograd.grad(out.sin().sum(), attn.numbers.b)[0] for out in (attn(x), expected)
+    )
+    assert_equal(ours, theirs, 1e-12)
+    idx = torch.arange(300)[None] % 11
+    assert_equal(cached(gpt, idx, 280), gpt(idx, idx)[0])
+
+
+def test_values_by_distance_need_a_linear_attention(monkeypatch):
+    """The check looks at what an attention computes, not at its name."""
+    monkeypatch.setitem(ATTENTION, "mine", sigmoid_attention)
+    GPTConfig(**SMALL, position="relative", attention="mine")
+
+    def squared(s, seen, v, drop):
+        return model.softmax_attention(s, seen, v * v, drop)
+
+    for not_linear in (squared, lambda s, seen, v: model.laser_attention(s, seen, v)):
+        monkeypatch.setitem(ATTENTION, "mine", not_linear)
+        with pytest.raises(ValueError, match="must be linear in its values, and mine is not"):
+            GPTConfig(**SMALL, position="relative", attention="mine")
+
+
+# -----------------------------------------------------------------------------
+# an attention that breaks the rules
 
 
 def by_length(s, seen, v):
@@ -196,61 +374,77 @@ def by_length(s, seen, v):
 
 def in_order(s, seen, v):
     """Depends on the place of a query among all: right on all tokens, wrong in blocks."""
-    return s.where(seen, -math.inf).softmax(-1) @ v * (1 + (torch.arange(s.shape[-1]) > 100))[-s.shape[-2] :, None]
+    late = torch.arange(s.shape[-1]) > 100
+    return s.where(seen, -math.inf).softmax(-1) @ v * (1 + late)[-s.shape[-2] :, None]
 
 
 @pytest.mark.parametrize("broken", [by_length, in_order])
 def test_an_attention_that_breaks_the_rule_is_called_as_a_whole(broken, capfd):
     """Blocks would compute something else, and a line says so, once."""
     q, k, v = (torch.randn(1, 2, 300, 8) for _ in "qkv")
-    form = fast_form("mine", broken)
+    form, words = form_of(broken.__name__, broken, window=9)
     err = capfd.readouterr().err
-    assert "ort heads cost T^2" in err and ("later tokens, or with their number" in err) == (broken is by_length)
+    assert "Short heads cost T^2" in err
+    assert ("later tokens, or with their number" in err) == (broken is by_length)
+    assert (broken.__name__ in forms.SUSPECTS) == (broken is by_length)
+    assert words == "its definition, on all tokens at once"
     assert torch.equal(form(q, k, v, window=9), plain_form(broken)(q, k, v, window=9))
-    assert fast_form("mine", broken) is form and capfd.readouterr().err == ""
+    form_of(broken.__name__, broken, window=9)
+    assert capfd.readouterr().err == ""
+
+
+def leak(first: int, seen_later: int = 1):
+    """softmax in which queries from `first` on see a later key too."""
+
+    def leaking(s, seen, v, drop):
+        T = s.shape[-1]
+        i = torch.arange(T - s.shape[-2], T)[:, None]
+        j = torch.arange(T)
+        later = (i >= first) & (j == i + seen_later)
+        return drop(s.where(seen | later, -math.inf).softmax(-1)) @ v
+
+    return leaking
+
+
+LEAKS = [(10, 64, True), (200, 256, True), (900, 1024, True), (900, 8192, True), (200, 64, False)]
+
+
+@pytest.mark.parametrize(("first", "tokens", "is_found"), LEAKS)
+def test_a_leak_is_found_at_the_models_own_block_size(first, tokens, is_found, monkeypatch):
+    """A model of 64 tokens cannot have a leak that begins at token 200."""
+    monkeypatch.setattr(forms, "SUSPECTS", [])
+    monkeypatch.setitem(ATTENTION, "leaking", leak(first))
+    GPT(GPTConfig(**SIZES | {"block_size": tokens, "attention": "leaking"}))
+    assert bool(forms.SUSPECTS) == is_found
 
 
 def test_a_bug_in_an_attention_is_its_own(monkeypatch):
     def wrong(s, seen, v, drop):
         B, H, T = s.shape
 
-    monkeypatch.setitem(ATTENTION, "wrong", wrong)
-    gpt = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16, attention="wrong"))
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        gpt(torch.zeros(1, 8, dtype=torch.long))
-    monkeypatch.setitem(ATTENTION, "softmax", wrong)
-    gpt = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16))
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        gpt(torch.zeros(1, 8, dtype=torch.long))
+    for name in ("wrong", "softmax"):
+        monkeypatch.setitem(ATTENTION, name, wrong)
+        gpt = GPT(GPTConfig(**SMALL, attention=name))
+        with pytest.raises(ValueError, match="too many values to unpack"):
+            gpt(torch.zeros(1, 8, dtype=torch.long))
 
 
-def test_an_attention_that_cannot_be_tried_is_named(capfd):
+def test_an_error_while_an_attention_is_tried_is_shown_whole(capfd):
     """It works in float32 alone, so that nobody knows whether it sees later tokens."""
     weights = torch.full((8, 8), 0.125)
-    form = fast_form("mine", lambda s, seen, v: weights @ v)
-    assert "whether it sees later tokens could not be tried" in capfd.readouterr().err
+    form, _ = form_of("mine", lambda s, seen, v: weights @ v)
+    err = capfd.readouterr().err
+    assert "whether it sees later tokens could not be tried" in err
+    assert "weights @ v" in err and "RuntimeError" in err and __file__ in err
     assert form(*(torch.ones(1, 1, 8, 4) for _ in "qkv")).shape == (1, 1, 8, 4)
-
-
-def test_values_by_distance_need_a_linear_attention(monkeypatch):
-    """The check looks at what an attention computes, not at its name: Shaw's positions add vectors to the values."""
-    sizes = {"block_size": 8, "vocab_size": 5, "n_layer": 1, "n_head": 2, "n_embd": 16, "position": "relative"}
-    monkeypatch.setitem(ATTENTION, "mine", sigmoid_attention)
-    GPTConfig(**sizes, attention="mine")
-
-    def squared(s, seen, v, drop):
-        return model.softmax_attention(s, seen, v * v, drop)
-
-    for not_linear in (squared, lambda s, seen, v: model.laser_attention(s, seen, v)):
-        monkeypatch.setitem(ATTENTION, "mine", not_linear)
-        with pytest.raises(ValueError, match="must be linear in its values, and mine is not"):
-            GPTConfig(**sizes, attention="mine")
 
 
 def test_an_output_of_another_shape_is_seen(monkeypatch):
     monkeypatch.setitem(ATTENTION, "flat", lambda s, seen, v: v.sum(1, keepdim=True))
-    gpt = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=2, n_embd=16, attention="flat"))
-    with pytest.raises(ValueError, match=r"this attention gave \(1, 1, 8, 8\) .*, not \(1, 2, 8, 8\)"):
+    gpt = GPT(GPTConfig(**SMALL, attention="flat"))
+    with pytest.raises(
+        ValueError, match=r"this attention gave \(1, 1, 8, 8\) .*, not \(1, 2, 8, 8\)"
+    ):
         gpt(torch.zeros(1, 8, dtype=torch.long))
 
 
@@ -258,25 +452,9 @@ def test_trying_an_attention_draws_no_random_number_and_needs_no_device():
     """It runs on the CPU wherever the model is made, and leaves the generator alone."""
     state = torch.get_rng_state()
     with torch.device("meta"):
-        assert forms.is_row_local("mine", lambda s, seen, v, drop: model.softmax_attention(s, seen, v, drop))
+        assert is_row_local(lambda s, seen, v, drop: model.softmax_attention(s, seen, v, drop), 64)
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_an_attention_with_keys_gets_them_without_alibis_dimensions():
-    widths = []
-
-    def spy(s, seen, v, k):
-        widths.append(k.shape[-1])
-        return s.where(seen, -math.inf).softmax(-1) @ v
-
-    groups = [HeadGroup([0, 1], None, name, f) for name, f in (("spy", spy), ("softmax", ATTENTION["softmax"]))]
-    assert [group.fades for group in groups] == [True, False] and set(widths) == {4}  # what is_row_local tries
-    sizes = {"block_size": 40, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16, "decay": "learned"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ATTENTION, "spy", spy)
-        torch.manual_seed(1)
-        ours = GPT(GPTConfig(attention="spy", **sizes)).double()
-    torch.manual_seed(1)
-    theirs, idx = GPT(GPTConfig(**sizes)).double(), torch.arange(40)[None] % 11
-    torch.testing.assert_close(ours(idx, idx)[0], theirs(idx, idx)[0], rtol=0, atol=1e-6)
-    assert set(widths) == {4, 8}
+def test_block_lengths():
+    assert [parts.block_length(w) for w in (0, 16, 64, 128, 129, 500)] == [64, 64, 64, 64, 128, 256]

@@ -1,98 +1,125 @@
-"""What a GPU makes slow or breaks, as far as that can be seen without one. TEST_DEVICE=cuda: training runs on a GPU.
+"""What a GPU makes slow or breaks, as far as it shows without one. TEST_DEVICE=cuda: with one.
 
-The device `meta` stands for a GPU: code that is not for a CPU runs there, without data, so that whatever needs a number
-on the host (for which a GPU's host would wait) is an error.
+The device `meta` stands for a GPU. Code that is not for a CPU runs there, without data: whatever
+needs a number on the host, for which the host would wait, is an error.
 """
 
 import contextlib
 import itertools
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import DEVICE, ROOT
+from harness import DEVICE, legal, pairwise
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from attention import fast
+from attention.cache import why_it_ends
 from model import ATTENTION, GPT, GPTConfig
+from positions import POSITION
 from training.distributed import data_parallel
 
 SIZES = {"block_size": 320, "vocab_size": 11, "n_layer": 1, "n_head": 4, "n_embd": 32}
-KINDS = {
-    "short, long, differential": {"heads": "SSLL", "window": 50, "differential": True},
-    "long": {"position": "rope", "conv": 4, "qk_norm": "l2", "per_dim_temperature": True, "decay": "learned",
-             "activation_checkpointing": True},
-}  # fmt: skip
+SHORT = {"heads": "SSLL", "window": 50, "differential": True}
+LONG = {
+    "position": "rope",
+    "conv": 4,
+    "qk_norm": "l2",
+    "per_dim_temperature": True,
+    "decay": "learned",
+    "activation_checkpointing": True,
+}
 
 
-def breaks(model: GPT, x: torch.Tensor) -> int:
-    """How often torch.compile would interrupt the graph of the model's loss."""
-    torch._dynamo.reset()
-    return torch._dynamo.explain(lambda x: model(x, x)[1])(x).graph_break_count
+def config(core: str, **choices: object) -> GPTConfig:
+    return GPTConfig(**SIZES, attention=core, **choices)
 
 
-def waits(f: Callable) -> int:
-    """How often the host waits for the GPU during f()."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            f()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing CUDA operation" in str(warning.message) for warning in found)
+def batch() -> torch.Tensor:
+    return torch.randint(11, (2, SIZES["block_size"]))
 
 
-@pytest.mark.parametrize(("core", "kind"), [*zip(ATTENTION, itertools.cycle(KINDS), strict=False)])
-def test_no_host_waits_and_the_graph_is_one(core, kind, monkeypatch):
-    """Except for LASER's fast form, which looks at the range of the values (fast.laser_by_exp)."""
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # meta has none
-    gpt = GPT(GPTConfig(attention=core, **SIZES, **KINDS[kind])).to("meta")
-    x = torch.empty(2, SIZES["block_size"], dtype=torch.long, device="meta")
+def assert_same_gradients(ours, theirs) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
+
+
+@pytest.fixture
+def meta(monkeypatch) -> str:
+    """The device meta, which has no autocast."""
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
+    return "meta"
+
+
+@pytest.mark.parametrize(("core", "choices"), [*zip(ATTENTION, itertools.cycle((SHORT, LONG)))])
+def test_no_host_waits_and_the_graph_is_one(core, choices, meta):
+    """Except for LASER's fast form, which looks at the range of the values."""
+    gpt = GPT(config(core, **choices)).to(meta)
+    x = batch().to(meta)
     if core == "laser":
         with pytest.raises(RuntimeError, match=r"item\(\) cannot be called on meta tensors"):
             gpt(x, x)
         return
     gpt(x, x)[1].backward()
     assert all(p.grad.is_meta for p in gpt.parameters())
-    assert breaks(gpt, x) == 0
+    torch._dynamo.reset()
+    assert torch._dynamo.explain(lambda x: gpt(x, x)[1])(x).graph_break_count == 0
+
+
+class NoFloat64(TorchDispatchMode):
+    """Some devices (MPS) have no float64: an operation that makes one outside the CPU fails."""
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.device.type != "cpu":
+                assert x.dtype != torch.float64, f
+        return out
+
+
+POSITIONS = pairwise(
+    ATTENTION,
+    POSITION,
+    ["none", "alibi", "learned"],
+    legal=lambda *row: legal(lambda core, p, decay: config(core, position=p, decay=decay), *row),
+)
+
+
+@pytest.mark.parametrize(("core", "position", "decay"), POSITIONS)
+def test_no_float64_outside_the_cpu(core, position, decay, meta, monkeypatch):
+    """Neither in a new model, nor in training, nor in decoding, past block_size if it can."""
+    monkeypatch.setattr(fast, "wider_than", lambda v, limit: False)
+    with NoFloat64(), torch.device(meta):
+        gpt = GPT(config(core, position=position, decay=decay))
+        x = torch.zeros(2, SIZES["block_size"], dtype=torch.long)
+        gpt(x, x)[1].backward()
+        gpt.eval()
+        cache = gpt.new_cache(None if why_it_ends(gpt) else 330)
+        gpt(x[:, :-1], cache=cache)
+        while cache.length < cache.capacity:
+            gpt(x[:, :1], cache=cache)
 
 
 @pytest.mark.parametrize("core", ATTENTION)
 def test_compiled_is_the_same(core):
-    """On a CPU, up to the code that torch.compile would generate, which takes too long for a test."""
-    gpt, x = GPT(GPTConfig(attention=core, **SIZES, decay="learned")), torch.randint(11, (2, SIZES["block_size"]))
+    """On a CPU, without the code that torch.compile would generate: that takes too long."""
+    gpt = GPT(config(core, decay="learned"))
+    x = batch()
     expected = torch.autograd.grad(gpt(x, x)[1], [*gpt.parameters()])
     torch._dynamo.reset()
     compiled = torch.compile(gpt, backend="aot_eager", fullgraph=core != "laser")
-    for ours, theirs in zip(torch.autograd.grad(compiled(x, x)[1], [*gpt.parameters()]), expected, strict=True):
-        assert (ours - theirs).norm() <= 1e-5 * theirs.norm() + 1e-7
-
-
-@pytest.mark.slow
-def test_the_graph_with_kernels_is_one_and_copies_no_input():
-    """As torch.compile sees it with a GPU."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", os.path.join(ROOT, "tests", "graphs.py")]
-    got = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert got.returncode == 0, got.stderr
-    rows = [line.split() for line in got.stdout.splitlines()]
-    count = {core: sum(row[0] == core for row in rows) for core in ATTENTION}
-    assert (count["softmax"], count["laser"], count["beta"]) == (8, 18, 7)
-    inputs = {"softmax": set("qkvg"), "laser": {*"qkv", "wide", "shift"}, "beta": {*"qkvy"}}
-    for core, kernel, written in rows:
-        read = inputs[core] - ({"y"} if kernel == "beta_forward_kernel" else set())
-        assert not read & set(written.split(",")), (core, kernel)
+    ours = torch.autograd.grad(compiled(x, x)[1], [*gpt.parameters()])
+    assert_same_gradients(ours, expected)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_process_alone(kind):
     """DDP and FSDP2 with one process: the loss and the gradients of the model itself."""
     device = "cpu" if DEVICE == "cpu" else "cuda:0"
-    gpt, x = GPT(GPTConfig(**SIZES)).to(device), torch.randint(11, (2, SIZES["block_size"])).to(device)
+    gpt = GPT(config("softmax")).to(device)
+    x = batch().to(device)
     loss = gpt(x, x)[1]
     expected = torch.autograd.grad(loss, [*gpt.parameters()])
     backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
@@ -102,17 +129,27 @@ def test_a_process_alone(kind):
         same = model(x, x)[1]
         same.backward()
         assert same.item() == pytest.approx(loss.item(), abs=1e-6)
-        for p, g in zip(gpt.parameters(), expected, strict=True):
-            assert ((p.grad.full_tensor() if kind == "fsdp" else p.grad) - g).norm() <= 1e-5 * g.norm() + 1e-7
+        ours = [p.grad.full_tensor() if kind == "fsdp" else p.grad for p in gpt.parameters()]
+        assert_same_gradients(ours, expected)
     finally:
         dist.destroy_process_group()
+
+
+def waits(f: Callable) -> int:
+    """How often the host waits for the GPU during f()."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            f()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the host of a CPU never waits for it")
 def test_a_training_step_does_not_wait(train):
     """20 steps more are no wait more."""
-    counts = []
-    for n in (10, 30):
-        flags = ("--eval_interval=1000", "--log_interval=1000", "--dtype=bfloat16", f"--max_iters={n}")
-        counts.append(waits(lambda flags=flags: train(*flags)))
-    assert counts[0] == counts[1]
+    flags = ["--eval_interval=1000", "--log_interval=1000", "--dtype=bfloat16"]
+    short, long = (waits(lambda n=n: train(*flags, f"--max_iters={n}")) for n in (10, 30))
+    assert short == long

@@ -1,383 +1,433 @@
-"""The model around the cores: heads, GPT-2's weights, sampling, and every refused configuration."""
+"""The model around the attentions: heads, refused configurations, counts, the cache, sampling."""
 
+import contextlib
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
-from harness import pairwise
-from reference import fast, naive_attention, shaken
+from harness import assert_equal, legal, pairwise
+from reference import naive_attention, shaken
 from torch.nn import functional as F
 
-from choices import QK_NORM
+from choices import ACTIVATION, AFTER, NORM, QK_NORM, WHERE
 from model import ATTENTION, GPT, GPTConfig
+from positions import DECAY, POSITION
 from training import estimate
 
-V, T = 65, 24
+V = 65
+T = 24
+C = 32
+D = 8
+SIZES = {"block_size": T, "vocab_size": V, "n_layer": 2, "n_head": 4, "n_embd": C}
 HEADS = [("L", None), ("S", 3), ("SSSL", 3), ("SLSL", 5), ("S/L", 0), ("LS/SSSL", 4)]
 cores = pytest.mark.parametrize("core", ATTENTION)
 heads = pytest.mark.parametrize(("heads", "window"), HEADS)
 
 
-def config(**kwargs: object) -> GPTConfig:
-    sizes = {"block_size": T, "vocab_size": V, "n_layer": 2, "n_head": 4, "n_embd": 32}
-    return GPTConfig(**sizes | kwargs)
+def config(**fields) -> GPTConfig:
+    return GPTConfig(**SIZES | fields)
 
 
-def tokens(B: int = 2) -> torch.Tensor:
-    return torch.randint(V, (B, T))
+def tokens(B=2, n=T) -> torch.Tensor:
+    return torch.randint(V, (B, n))
 
 
 @cores
 @heads
 def test_shapes_and_loss_at_initialisation(core, heads, window):
-    gpt, x = GPT(config(attention=core, heads=heads, window=window)), tokens()
+    gpt = GPT(config(attention=core, heads=heads, window=window))
+    x = tokens()
     logits, loss = gpt(x, x.roll(-1, 1))
     assert logits.shape == (2, T, V)
     assert abs(loss.item() - math.log(V)) < 0.3
-    last, none = gpt(x)
-    assert none is None
+    last, no_loss = gpt(x)
+    assert no_loss is None
     torch.testing.assert_close(last, logits[:, [-1]])
     loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in gpt.parameters())
-    assert (gpt(x, torch.full_like(x, -1))[1]).isnan()  # every target ignored
+    assert all(p.grad.isfinite().all() for p in gpt.parameters())
+    ignored = torch.full_like(x, -1)
+    assert gpt(x, ignored)[1].isnan()
 
 
 @cores
 @heads
 @pytest.mark.parametrize("size", [1.0, 30.0, 3000.0])
+@torch.no_grad()
 def test_the_last_token_changes_no_earlier_logit(core, heads, window, size):
     """With values so large that LASER's lie within its range, at its edge, and far beyond."""
-    gpt, x = GPT(config(attention=core, heads=heads, window=window)), tokens()
-    with torch.no_grad():
-        for block in gpt.transformer.h:
-            block.attn.c_attn.weight[-32:] *= 10 * size  # the rows that make v
-            block.attn.c_proj.weight /= size
-        a = gpt(x, x)[0]
-        for token in range(0, V, 16):
-            changed = x.clone()
-            changed[:, -1] = token
-            b = gpt(changed, x)[0]
-            assert b.isfinite().all()
-            assert (a - b)[:, :-1].abs().max() < 1e-5
-    assert (a - b)[:, -1].abs().max() > 1e-3
+    gpt = GPT(config(attention=core, heads=heads, window=window))
+    for block in gpt.transformer.h:
+        block.attn.c_attn.weight[-C:] *= 10 * size  # the rows that make v
+        block.attn.c_proj.weight /= size
+    x = tokens()
+    logits = gpt(x, x)[0]
+    for token in range(0, V, 16):
+        changed = x.clone()
+        changed[:, -1] = token
+        difference = gpt(changed, x)[0] - logits
+        assert difference.isfinite().all()
+        assert difference[:, :-1].abs().max() < 1e-5
+    assert difference[:, -1].abs().max() > 1e-3
+
+
+@contextlib.contextmanager
+def saved_bytes():
+    """A context that gives {memory: its bytes} of what a forward pass keeps for its backward."""
+    kept = {}
+
+    def keep(t):
+        storage = t.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        yield kept
 
 
 @cores
 @pytest.mark.parametrize("position", ["learned", "t5"])
 def test_activation_checkpointing_changes_memory_alone(core, position):
-    """The same loss and gradients, bit for bit, dropout included; less is kept for the backward pass."""
-    try:
-        c = config(attention=core, heads="SL", window=4, position=position, dropout=0.2, n_layer=4)
-    except ValueError:
+    """The same loss and gradients, bit for bit, with dropout; less is kept for the backward."""
+    if not legal(config, attention=core, position=position):
         pytest.skip("refused")
-    plain, again = GPT(c), GPT(replace(c, activation_checkpointing=True))
-    again.load_state_dict(plain.state_dict())
-    x, found = tokens(), []
-    for gpt in (plain, again):
-        kept = []
-
-        def keep(t: torch.Tensor, kept: list = kept) -> torch.Tensor:
-            kept.append(t.numel())
-            return t
-
+    c = config(attention=core, heads="SL", window=4, position=position, dropout=0.2, n_layer=4)
+    plain = GPT(c)
+    recomputing = GPT(replace(c, activation_checkpointing=True))
+    recomputing.load_state_dict(plain.state_dict())
+    x = tokens()
+    results = []
+    kept = []
+    for gpt in (plain, recomputing):
         torch.manual_seed(3)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        with saved_bytes() as sizes:
             loss = gpt(x, x)[1]
-        forward = sum(kept)
-        loss.backward()
-        found.append((loss, forward, [p.grad for p in gpt.parameters()]))
-    assert torch.equal(found[0][0], found[1][0]) and found[1][1] < found[0][1] / 3
-    assert all(torch.equal(a, b) for a, b in zip(found[0][2], found[1][2], strict=True))
-    assert torch.equal(plain.eval()(x)[0], again.eval()(x)[0])
+        kept.append(sum(sizes.values()))
+        grads = torch.autograd.grad(loss, gpt.parameters())
+        results.append([loss, *grads, gpt.eval()(x)[0]])
+    assert all(map(torch.equal, *results))
+    assert kept[1] < kept[0] / 3
+
+
+# -----------------------------------------------------------------------------
+# configurations
 
 
 def test_layer_heads_are_tiled():
     assert config(heads="SSL", window=1).layer_heads(0) == "SSLS"
     c = config(heads="S/SL", window=1, n_layer=3)
     assert [c.layer_heads(i) for i in range(3)] == ["SSSS", "SLSL", "SSSS"]
-    assert config(heads="S").resolved().window == 50  # the LS paper's span up to 2048
-    assert config(heads="S", block_size=8192).resolved().window == 100
-    assert config(heads="S", window=0).resolved().window == 0 and config().resolved().window is None
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"attention": "sofmax"}, "softmax, laser, beta"),
-        ({"qk_norm": "batchnorm"}, "none, layernorm, rmsnorm, l2"),
-        ({"temperature": 0.0}, "must be a positive number"),
-        ({"temperature": math.inf}, "must be a positive number"),
-        ({"differential": True, "n_head": 1}, "n_head=1 is odd"),
-        ({"differential": True, "heads": "SSSL"}, "write each letter twice"),
-        ({"differential": True, "heads": "SSLL/SL"}, "the letters of a layer are SLSL"),
-        ({"mlp": "relu7"}, "gelu, gelu_exact, relu"),
-        ({"n_head": 5}, "set n_head to a divisor of it"),
-        ({"n_layer": 0}, "at least 1"),
-        ({"dropout": 1.0}, "in [0, 1)"),
-        ({"attn_dropout": -0.1}, "in [0, 1)"),
-        ({"attention": "laser", "attn_dropout": 0.1}, "no dropout on attention weights"),
-        ({"heads": "SXL"}, "made of S (short) and L (long)"),
-        ({"heads": ""}, "made of S (short) and L (long)"),
-        ({"heads": "S//L"}, "made of S (short) and L (long)"),
-        ({"heads": "SSSSSL"}, "n_head=4"),
-        ({"heads": "S/S/L"}, "n_layer=2"),
-        ({"window": 5}, "needs a short head"),
-        ({"heads": "SL", "window": -1}, "0 (a token sees itself alone) or more"),
-        ({"position": "rotary"}, "learned, sinusoidal, rope, alibi, relative, t5, none"),
-        ({"norm": "batchnorm"}, "layernorm, rmsnorm"),
-        ({"where": "middle"}, "pre, post, sandwich, olmo2"),
-        ({"block": "both"}, "serial, parallel"),
-        ({"position": "rope", "n_embd": 36}, "a head has 9"),
-        ({"position": "sinusoidal", "n_embd": 33, "head_dim": 8}, "n_embd=33"),
-        ({"n_kv_head": 3}, "set n_kv_head to a divisor of it"),
-        ({"n_kv_head": 0}, "n_kv_head=0 must be at least 1"),
-        ({"head_dim": 0}, "head_dim=0 must be at least 1"),
-        ({"n_hidden": -1}, "n_hidden=-1 must be at least 1"),
-        ({"n_kv_head": 1, "differential": True}, "n_kv_head=1 is odd"),
-        ({"where": "post", "block": "parallel"}, "a parallel block has one sum"),
-        ({"position": "alibi", "decay": "alibi"}, "position='alibi' is a decay itself"),
-        ({"position": "t5", "attention": "beta"}, "In beta a low score is no small weight"),
-        ({"position": "relative", "attention": "laser"}, "must be linear in its values, and laser is not"),
-        ({"position": "relative", "short_attention": "laser", "heads": "SL"}, "linear in its values, and laser is not"),
-        ({"attn_dropout": 0.1, "short_attention": "laser", "heads": "SL"}, "attention='laser' allows no dropout"),
-        ({"short_attention": "sofmax", "heads": "SL"}, "short_attention='sofmax' is not one of softmax, laser, beta"),
-        ({"short_attention": "beta"}, "needs both short and long heads, but heads='L' has one kind"),
-        ({"decay": "linear"}, "decay='linear' is not one of none, alibi, learned"),
-        ({"position": "alibi", "decay": "learned"}, "leave decay='learned' out, or use --position=none"),
-        ({"conv": -1}, "conv=-1 must be 0 (no convolution) or a width up to 64"),
-        ({"conv": 65}, "conv=65 must be 0"),
-        ({"rope_base": 100.0}, "is used only with position=rope, not 'learned'"),
-        ({"rope_base": 0.0, "position": "rope"}, "must be a positive number"),
-        ({"max_distance": 9}, "is used only with position=relative or t5, not 'learned'"),
-        ({"max_distance": 0, "position": "relative"}, "must be at least 1"),
-        ({"max_distance": 16, "position": "t5"}, "must be at least 17"),
-        ({"nope_long": True, "heads": "SL"}, "attention (rope, alibi, relative, t5), not for position='learned'"),
-        ({"nope_long": True, "position": "rope"}, "has one kind"),
-        ({"norm_eps": 0.0}, "between 0 and 1"),
-        ({"z_loss": -1.0}, "must not be negative"),
-        ({"label_smoothing": 1.0}, "must be in [0, 1)"),
-        ({"logit_softcap": 0.0}, "must be a positive number"),
-    ],
-)
-def test_a_bad_config_says_what_is_legal(wrong, says):
-    with pytest.raises(ValueError) as error:
-        config(**wrong)
-    assert says in str(error.value)
+DEFAULTS = [  # fields; another field, and what it then is
+    ({}, "window", None),
+    ({"heads": "S"}, "window", 50),  # the LS paper's spans, up to 2048 tokens and above
+    ({"heads": "S", "block_size": 8192}, "window", 100),
+    ({"heads": "S", "window": 0}, "window", 0),
+    ({"position": "relative"}, "max_distance", 16),
+    ({"dropout": 0.2}, "attn_dropout", 0.2),
+    ({"dropout": 0.2, "attn_dropout": 0.0}, "attn_dropout", 0.0),
+    ({"dropout": 0.2, "attention": "beta"}, "attn_dropout", 0.2),
+    ({"dropout": 0.2, "attention": "laser"}, "attn_dropout", 0.0),
+]
 
 
-def test_dropout_on_weights_follows_the_core():
-    assert config(dropout=0.2).resolved().attn_dropout == 0.2
-    assert config(dropout=0.2, attn_dropout=0.0).resolved().attn_dropout == 0.0
-    assert config(dropout=0.2, attention="beta").resolved().attn_dropout == 0.2
-    laser = replace(config(dropout=0.2), attention="laser")
-    assert laser.resolved().attn_dropout == 0.0
-    assert GPT(laser).train()(tokens(), tokens())[1].isfinite()
+@pytest.mark.parametrize(("fields", "name", "value"), DEFAULTS)
+def test_what_none_stands_for(fields, name, value):
+    assert getattr(config(**fields).resolved(), name) == value
 
 
-def test_counts():
-    C, L = 32, 2
-    block = 2 * 2 * C + 3 * C * C + 3 * C + C * C + C + 8 * C * C + 5 * C  # norms, attention, MLP
-    n = V * C + L * block + 2 * C
+NAMES = {  # fields that are one of these names
+    "attention": ATTENTION,
+    "short_attention": ATTENTION,
+    "qk_norm": QK_NORM,
+    "after": AFTER,
+    "position": POSITION,
+    "decay": DECAY,
+    "norm": NORM,
+    "where": WHERE,
+    "block": ("serial", "parallel"),
+    "mlp": ACTIVATION,
+}
+COUNTS = "block_size vocab_size n_layer n_head n_embd n_kv_head head_dim n_hidden".split()
+REFUSED = {  # part of the message: fields
+    "set n_head to a divisor of it, or set head_dim": {"n_head": 5},
+    "set n_kv_head to a divisor of it": {"n_kv_head": 3},
+    # numbers
+    "temperature=0.0 must be a positive number": {"temperature": 0.0},
+    "temperature=inf must be a positive number": {"temperature": math.inf},
+    "logit_softcap=0.0 must be a positive number": {"logit_softcap": 0.0},
+    "rope_base=0.0 must be a positive number": {"rope_base": 0.0, "position": "rope"},
+    "dropout=1.0 must be in [0, 1)": {"dropout": 1.0},
+    "attn_dropout=-0.1 must be in [0, 1)": {"attn_dropout": -0.1},
+    "label_smoothing=1.0 must be in [0, 1)": {"label_smoothing": 1.0},
+    "norm_eps=0.0 must be between 0 and 1": {"norm_eps": 0.0},
+    "z_loss=-1.0 must not be negative": {"z_loss": -1.0},
+    "conv=-1 must be 0 (no convolution) or a width up to 64": {"conv": -1},
+    "conv=65 must be 0": {"conv": 65},
+    # heads
+    "heads='SXL' must be made of S (short) and L (long)": {"heads": "SXL"},
+    "heads='' must be made of S (short) and L (long)": {"heads": ""},
+    "heads='S//L' must be made of S (short) and L (long)": {"heads": "S//L"},
+    "heads in a layer: 6): the model has n_layer=2 and n_head=4": {"heads": "SSSSSL"},
+    "(layers: 3, heads in a layer: 1)": {"heads": "S/S/L"},
+    "window=5 needs a short head": {"window": 5},
+    "0 (a token sees itself alone) or more": {"heads": "SL", "window": -1},
+    "short and long heads, but heads='L' has one kind": {"short_attention": "beta"},
+    "the heads, but n_head=1 is odd": {"differential": True, "n_head": 1},
+    "but n_kv_head=1 is odd": {"differential": True, "n_kv_head": 1},
+    "write each letter twice": {"differential": True, "heads": "SSSL"},
+    "the letters of a layer are SLSL": {"differential": True, "heads": "SSLL/SL"},
+    # dropout, blocks
+    "attention='laser' allows no dropout": {"attention": "laser", "attn_dropout": 0.1},
+    "(its function takes no `drop`": {
+        "attn_dropout": 0.1,
+        "short_attention": "laser",
+        "heads": "SL",
+    },
+    "a parallel block has one sum": {"where": "post", "block": "parallel"},
+    # positions
+    "a head has 9": {"position": "rope", "n_embd": 36},
+    "n_embd=33 is odd": {"position": "sinusoidal", "n_embd": 33, "head_dim": 8},
+    "position='alibi' is a decay itself": {"position": "alibi", "decay": "alibi"},
+    "leave decay='learned' out, or use --position=none": {"position": "alibi", "decay": "learned"},
+    "In beta a low score is no small weight": {"position": "t5", "attention": "beta"},
+    "linear in its values, and laser is not": {
+        "position": "relative",
+        "short_attention": "laser",
+        "heads": "SL",
+    },
+    "rope_base=100.0 is used only with position=rope, not 'learned'": {"rope_base": 100.0},
+    "is used only with position=relative or t5, not 'learned'": {"max_distance": 9},
+    "max_distance=0 must be at least 1": {"max_distance": 0, "position": "relative"},
+    "max_distance=16 must be at least 17": {"max_distance": 16, "position": "t5"},
+    "(rope, alibi, relative, t5), not for position='learned'": {"nope_long": True, "heads": "SL"},
+    "nope_long needs both": {"nope_long": True, "position": "rope"},
+}
+for field, table in NAMES.items():
+    REFUSED[f"{field}='no' is not one of {', '.join(table)}"] = {field: "no"}
+for field in COUNTS:
+    REFUSED[f"{field}=0 must be at least 1"] = {field: 0}
+
+
+@pytest.mark.parametrize(("says", "fields"), REFUSED.items())
+def test_a_bad_config_says_what_is_legal(says, fields):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        config(**fields)
+
+
+def test_numbers_of_parameters():
+    norms = 4 * C
+    attention = 3 * C * C + 3 * C + C * C + C
+    mlp = 8 * C * C + 5 * C
+    n = V * C + 2 * (norms + attention + mlp) + 2 * C
     gpt = GPT(config())
     assert estimate.num_params(gpt) == n
     assert estimate.num_params(gpt, non_embedding=False) == n + T * C
-    assert estimate.flops(gpt) == 6 * n + 12 * L * C * T
-    beta = {"attention": "beta", "block_size": 300}
-    assert estimate.flops(GPT(config(**beta))) == 6 * n + 12 * L * C * (64 + 16)  # linear
-    assert estimate.flops(GPT(config(**beta, dropout=0.1))) == 6 * n + 12 * L * C * 300  # not with dropped weights
-    features = 8 * 9 / 2  # of beta_squared, for heads of 8
-    beta_squared = GPT(
-        config(attention="beta_squared", short_attention="softmax", heads="SL", window=3, block_size=300, conv=4)
-    )
-    taps = L * 3 * C * 4
-    assert estimate.flops(beta_squared) == 6 * (n + taps) + 12 * L * 8 * (2 * (64 + features * 9 / 8) + 2 * 4)
-    wide = GPT(config(differential=True))
-    assert estimate.flops(wide) == 6 * estimate.num_params(wide) + 18 * L * C * T  # values are twice as wide
-    assert estimate.flops(GPT(config(heads="SL", window=3))) == 6 * n + 12 * L * 8 * (2 * T + 2 * 4)
-    assert estimate.num_params(GPT(config(bias=False))) == V * C + L * (2 * C + 12 * C * C) + C
+    without_bias = V * C + 2 * (2 * C + 12 * C * C) + C
+    assert estimate.num_params(GPT(config(bias=False))) == without_bias
+
+
+LINEAR = {"attention": "beta", "block_size": 300}
+SQUARED = LINEAR | {
+    "attention": "beta_squared",
+    "short_attention": "softmax",
+    "heads": "SL",
+    "window": 3,
+}
+FLOPS = [  # fields; the mean width of keys and values times keys, summed over a layer's heads
+    ({}, C * T),
+    ({"heads": "SL", "window": 3}, 16 * T + 16 * 4),
+    ({"differential": True}, 1.5 * C * T),  # values are twice as wide as keys
+    ({"n_head": 3, "head_dim": 10, "n_kv_head": 1}, 30 * T),
+    (LINEAR, C * (64 + 16)),
+    (LINEAR | {"dropout": 0.1}, C * 300),  # running sums cannot drop weights
+    (SQUARED, 16 * (64 + 36 * 9 / 8) + 16 * 4),  # a key of 8 has 36 features
+]
+
+
+@pytest.mark.parametrize(("fields", "per_layer"), FLOPS)
+def test_flops(fields, per_layer):
+    gpt = GPT(config(**fields))
+    assert estimate.flops(gpt) == 6 * estimate.num_params(gpt) + 12 * 2 * per_layer
 
 
 # -----------------------------------------------------------------------------
 # what happens to queries and keys, and differential attention
 
 
-def parts_of(attn, x: torch.Tensor) -> tuple:
-    """q, k and v of a layer, each (B, H, T, D), straight from its projection."""
-    return tuple(t.view(*x.shape[:2], 4, -1).transpose(1, 2) for t in attn.c_attn(x).split(32, dim=2))
+def parts_of(attn, x, widths=(D, D, D)) -> list[torch.Tensor]:
+    """q, k and v of a layer, (B, heads, T, width) each, straight from its projection."""
+    H, G, _ = attn.sizes
+    parts = attn.c_attn(x).split((H * D, G * D, G * D), dim=-1)
+    views = [t.unflatten(-1, (-1, width)) for t, width in zip(parts, widths, strict=True)]
+    return [view.transpose(1, 2) for view in views]
 
 
-def merged(attn, y: torch.Tensor) -> torch.Tensor:
-    return attn.c_proj(y.transpose(1, 2).reshape(2, T, 32))
+def merged(attn, y) -> torch.Tensor:
+    return attn.c_proj(y.transpose(1, 2).flatten(2))
+
+
+def normalised(x, norm, qk_norm):
+    """x with its norm, by hand: Henry et al. for l2, a learned g on the queries alone."""
+    if qk_norm == "none":
+        return x
+    if qk_norm == "l2":
+        g = 1.0 if norm.scale is None else norm.scale * D**0.5
+        return g * x / x.norm(dim=-1, keepdim=True)
+    if qk_norm == "layernorm":
+        return F.layer_norm(x, (D,), norm.weight, norm.bias)
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
 
 
 @cores
 @pytest.mark.parametrize("qk_norm", QK_NORM)
-@pytest.mark.parametrize("per_dim", [False, True])
-def test_norms_and_temperatures_of_queries_and_keys(core, qk_norm, per_dim):
-    """LASER, section 4: Q D K^T / (tau sqrt(d)), LayerNorm(Q) LayerNorm(K)^T; Henry et al.: g Q^ K^^T."""
-    gpt = GPT(config(attention=core, qk_norm=qk_norm, per_dim_temperature=per_dim, temperature=0.6)).double()
-    attn, x = gpt.transformer.h[1].attn, torch.randn(2, T, 32, dtype=torch.float64)
-    for p in attn.parameters():
-        p.data += 0.3 * torch.randn_like(p)
+def test_norms_and_temperatures_of_queries_and_keys(core, qk_norm):
+    """LASER, section 4: Q K^T / (tau sqrt(d)) and LayerNorm(Q) LayerNorm(K)^T."""
+    c = config(attention=core, qk_norm=qk_norm, temperature=0.6)
+    attn = shaken(c, by=0.3, dtype=torch.float64).transformer.h[1].attn
+    x = torch.randn(2, T, C, dtype=torch.float64)
     q, k, v = parts_of(attn, x)
-    scale = 8**-0.5 / 0.6
-    if qk_norm == "layernorm":
-        q, k = (F.layer_norm(t, (8,), n.weight, n.bias) for t, n in ((q, attn.q_norm), (k, attn.k_norm)))
-    elif qk_norm == "rmsnorm":
-        q, k = (
-            t / (t.square().mean(-1, keepdim=True) + 1e-5).sqrt() * n.weight
-            for t, n in ((q, attn.q_norm), (k, attn.k_norm))
-        )
-    elif qk_norm == "l2":
-        q, k = (t / t.norm(dim=-1, keepdim=True) for t in (q, k))
-        q = q * attn.q_norm.scale * 8**0.5
-    if per_dim:
-        q = q @ torch.diag(torch.log(1 + attn.per_dim_temperature.exp()))
-    torch.testing.assert_close(attn(x), merged(attn, naive_attention(core, q, k, v, scale=scale)), rtol=0, atol=1e-11)
+    q = normalised(q, attn.q_norm, qk_norm)
+    k = normalised(k, attn.k_norm, qk_norm)
+    y = naive_attention(core, q, k, v, scale=D**-0.5 / 0.6)
+    assert_equal(attn(x), merged(attn, y), 1e-11)
 
 
 def test_neutral_starts():
-    """Per-dimension temperature begins as none; l2 learns g, the scores' scale, which begins at log2(T^2 - T)."""
-    torch.manual_seed(3)
-    plain, x = GPT(config()), tokens()
-    scaled = GPT(config(per_dim_temperature=True))
-    scaled.load_state_dict(plain.state_dict(), strict=False)
-    torch.testing.assert_close(scaled(x)[0], plain(x)[0])
-    attn = GPT(config(qk_norm="l2")).transformer.h[0].attn
-    assert attn.q_norm.scale.item() == pytest.approx(math.log2(T * T - T)) and attn.scale == 8**-0.5
+    """A temperature per dimension begins as none; l2's g, the scores' scale, at log2(T^2 - T)."""
+    attn = GPT(config(per_dim_temperature=True, qk_norm="l2")).transformer.h[0].attn
+    assert_equal(F.softplus(attn.per_dim_temperature), torch.ones(D), 1e-6)
+    assert attn.q_norm.scale.item() == pytest.approx(math.log2(T * T - T))
     assert not list(attn.k_norm.parameters())
 
 
+PAIRS = [
+    {"heads": "L"},
+    {"heads": "S", "window": 3},
+    {"heads": "SSLL", "window": 3},
+    {"heads": "LLSS", "window": 5},
+    {"heads": "SS/LL", "window": 0},
+    {"heads": "SSSSSSLL", "window": 3, "n_head": 8, "head_dim": D, "n_kv_head": 4},
+]
+
+
 @cores
-@pytest.mark.parametrize(("heads", "window"), [("L", None), ("S", 3), ("SSLL", 3), ("LLSS", 5), ("SS/LL", 0)])
-def test_differential_is_the_papers(core, heads, window):
-    """y = (norm(A1 V - lambda A2 V)) (1 - lambda_init), lambda = exp(q1 k1) - exp(q2 k2) + lambda_init, V twice
-    as wide, heads 2i and 2i + 1 a pair (Ye et al. 2024, equations 1 to 3); with LASER a log of each map."""
-    c = config(attention=core, heads=heads, window=window, differential=True)
-    gpt, x = GPT(c).double(), torch.randn(2, T, 32, dtype=torch.float64)
+@pytest.mark.parametrize("fields", PAIRS)
+def test_differential_is_the_papers(core, fields):
+    """y = norm(A1 V - lambda A2 V) (1 - lambda_init), with V twice as wide.
+
+    Heads 2i and 2i + 1 are a pair; lambda = exp(q1 k1) - exp(q2 k2) + lambda_init (Ye et al. 2024,
+    equations 1 to 3). LASER takes a log of each map.
+    """
+    c = config(attention=core, differential=True, **fields)
+    gpt = GPT(c).double()
+    x = torch.randn(2, T, C, dtype=torch.float64)
+    queries_per_key = c.n_head // c.resolved().n_kv_head
     for layer, block in enumerate(gpt.transformer.h):
         attn = block.attn
-        attn.ln_head.weight.data += torch.randn(16)
+        attn.ln_head.weight.data += torch.randn(2 * D)
+        first = torch.exp(attn.lambda_q1 @ attn.lambda_k1)
+        second = torch.exp(attn.lambda_q2 @ attn.lambda_k2)
         init = 0.8 - 0.6 * math.exp(-0.3 * layer)
-        lam = torch.exp(attn.lambda_q1 @ attn.lambda_k1) - torch.exp(attn.lambda_q2 @ attn.lambda_k2) + init
-        q, k, v = (
-            t.view(2, T, -1, D).transpose(1, 2) for t, D in zip(attn.c_attn(x).split(32, 2), (8, 8, 16), strict=True)
-        )
-        y = []
-        for pair in range(2):
-            span = window if c.layer_heads(layer)[2 * pair] == "S" else None
-            V = v[:, pair : pair + 1]
-            a1, a2 = (
-                naive_attention(core, q[:, h : h + 1], k[:, h : h + 1], V, window=span)
-                for h in (2 * pair, 2 * pair + 1)
-            )
-            d = a1 - lam * a2
-            d = d / (d.square().mean(-1, keepdim=True) + 1e-5).sqrt() * attn.ln_head.weight
-            y.append(d * (1 - init))
-        torch.testing.assert_close(attn(x), merged(attn, torch.cat(y, 1)), rtol=0, atol=1e-12)
-    assert all(p.grad is None or p.grad.isfinite().all() for p in gpt.parameters())
+        q, k, v = parts_of(attn, x, (D, D, 2 * D))
+        maps = []
+        for h, letter in enumerate(c.layer_heads(layer)):
+            value = h // 2 // queries_per_key
+            key = 2 * value + h % 2
+            window = c.window if letter == "S" else None
+            maps.append(naive_attention(core, q[:, [h]], k[:, [key]], v[:, [value]], window=window))
+        y = torch.cat(maps, dim=1)
+        y = y[:, ::2] - (first - second + init) * y[:, 1::2]
+        y = F.rms_norm(y, (2 * D,), attn.ln_head.weight, eps=1e-5)
+        assert_equal(attn(x), merged(attn, y * (1 - init)), 1e-12)
     gpt(tokens(), tokens())[1].backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in gpt.parameters())
-
-
-def test_differential_without_lambda_is_the_plain_core():
-    """With lambda = 0 only the first map of a pair is left: plain attention of its heads, normalised."""
-    gpt, x = GPT(config(differential=True)).double(), torch.randn(2, T, 32, dtype=torch.float64)
-    attn = gpt.transformer.h[0].attn
-    for p in (attn.lambda_q1, attn.lambda_k1, attn.lambda_q2, attn.lambda_k2):
-        p.data.zero_()
-    init, attn.lambda_init = attn.lambda_init, 0.0
-    assert init == pytest.approx(0.2)
-    q, k, _ = parts_of(attn, x)
-    v = attn.c_attn(x)[..., 64:].view(2, T, 2, 16).transpose(1, 2)
-    y = F.rms_norm(fast("softmax")(q[:, ::2], k[:, ::2], v), (16,), eps=1e-5)
-    torch.testing.assert_close(attn(x), merged(attn, y), rtol=0, atol=1e-12)
+    assert all(p.grad.isfinite().all() for p in gpt.parameters())
 
 
 # -----------------------------------------------------------------------------
 # decoding with a cache
 
 
-@pytest.mark.parametrize(("core", "of_heads", "length"), pairwise(ATTENTION, [("L", None), ("SLSL", 5)], (1, T, T + 5)))
-def test_generated_text_is_the_same_with_and_without_a_cache(core, of_heads, length):
-    """A batch of prompts, from within block_size to past it, where the window slides, and a prompt longer than it."""
-    gpt = shaken(config(attention=core, heads=of_heads[0], window=of_heads[1]), by=0.03)
-    x = torch.randint(V, (3, length))
-    a, b = (gpt.generate(x, T + 8, temperature=0.8, seed=5, use_cache=cached) for cached in (True, False))
-    assert torch.equal(a, b) and a.shape == (3, length + T + 8)
+@pytest.mark.parametrize(
+    ("core", "span", "length"), pairwise(ATTENTION, [("L", None), ("SLSL", 5)], (1, T, T + 5))
+)
+def test_generated_text_is_the_same_with_and_without_a_cache(core, span, length):
+    """Prompts within block_size and past it, where the window slides."""
+    gpt = shaken(config(attention=core, heads=span[0], window=span[1]), by=0.03)
+    x = tokens(3, length)
+    a = gpt.generate(x, T + 8, temperature=0.8, seed=5, use_cache=True)
+    b = gpt.generate(x, T + 8, temperature=0.8, seed=5, use_cache=False)
+    assert torch.equal(a, b)
+    assert a.shape == (3, length + T + 8)
 
 
-def test_bytes_of_a_cache():
-    def nbytes(tokens: int, **kwargs: object) -> int:
-        gpt = GPT(config(block_size=400, **kwargs))
-        cache = gpt.new_cache()
-        assert cache.nbytes == 0
-        gpt(torch.zeros(3, tokens, dtype=torch.long), cache=cache)
-        gpt(torch.zeros(3, 1, dtype=torch.long), cache=cache)
-        return cache.nbytes
+KEPT = [  # tokens of a prompt, fields, and how many keys and as many values a layer keeps
+    (10, {}, 4 * 400),
+    (300, {}, 4 * 400),
+    (300, {"heads": "S"}, 4 * 21),
+    (300, {"heads": "SSSL"}, 3 * 21 + 400),
+    (10, {"attention": "beta"}, 4 * 8),  # two 8 x 8 states
+    (300, {"attention": "beta"}, 4 * 8),
+    (300, {"attention": "beta", "heads": "SSSL"}, 3 * 21 + 8),
+    (300, {"attention": "beta", "position": "relative"}, 4 * 400),  # no sums with a bias
+    (300, {"differential": True}, 4 * 400),  # the value of a pair is kept once
+    (300, {"n_kv_head": 2}, 2 * 400),
+    (300, {"n_kv_head": 1}, 400),
+    (300, {"n_kv_head": 2, "heads": "SSLL"}, 21 + 400),
+    (300, {"n_kv_head": 1, "heads": "SSSL"}, 21 + 400),  # short and long heads need the one
+]
 
-    row = 2 * 3 * 8 * 4  # two layers, three rows, head dim 8, float32
-    assert nbytes(10) == nbytes(300) == row * 4 * 2 * 400  # four heads, keys and values
-    assert nbytes(300, heads="S", window=20) == row * 4 * 2 * 21
-    assert nbytes(300, heads="SSSL", window=20) == row * 2 * (3 * 21 + 400)
-    assert nbytes(10, attention="beta") == nbytes(300, attention="beta") == row * 4 * 2 * 8  # two 8 x 8 states
-    assert nbytes(300, attention="beta", heads="SSSL", window=20) == row * 2 * (3 * 21 + 8)
-    assert nbytes(300, differential=True) == row * 4 * 2 * 400  # the value of a pair is kept once
-    assert nbytes(300, n_kv_head=2) == 2 * nbytes(300, n_kv_head=1) == row * 2 * 2 * 400
-    for n_kv_head, heads in ((2, "SSLL"), (1, "SSSL")):  # a kind of head for each; both kinds need the one
-        assert nbytes(300, n_kv_head=n_kv_head, heads=heads, window=20) == row * 2 * (400 + 21)
-    assert nbytes(300, position="relative", attention="beta") == row * 4 * 2 * 400  # no running sums with a bias
-    long, short = (GPT(config(block_size=8192, n_head=8, heads=h)) for h in ("L", "SSSSSSSL"))
-    sizes = []
-    for gpt in (long, short):
-        cache = gpt.new_cache()
-        gpt(torch.zeros(1, 102, dtype=torch.long), cache=cache)
-        sizes.append(cache.nbytes)
-    assert sizes[0] / sizes[1] == pytest.approx(8 * 8192 / (8192 + 7 * 101))
+
+@pytest.mark.parametrize(("prompt", "fields", "kept"), KEPT)
+def test_bytes_of_a_cache(prompt, fields, kept):
+    if "heads" in fields:
+        fields = fields | {"window": 20}
+    gpt = GPT(config(block_size=400, **fields))
+    cache = gpt.new_cache()
+    assert cache.nbytes == 0
+    vector = D * 4  # bytes, in float32
+    for n in (prompt, 1):
+        gpt(tokens(3, n), cache=cache)
+        assert cache.nbytes == 2 * 3 * 2 * kept * vector  # layers, rows, keys and values
+
+
+def assert_refused(gpt, x, says, cache=None):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        gpt(x, cache=cache)
 
 
 def test_a_cache_past_its_end_and_other_misuse():
-    gpt, x = GPT(config()).eval(), tokens()
+    gpt = GPT(config()).eval()
+    x = tokens()
     cache = gpt.new_cache(10)
     gpt(x[:, :9], cache=cache)
-    with pytest.raises(ValueError, match=r"9 \+ 2 tokens do not fit into a cache of 10"):
-        gpt(x[:, 9:11], cache=cache)
-    with pytest.raises(ValueError, match="is for a batch of 2"):
-        gpt(x[:1, 9:10], cache=cache)
+    assert_refused(gpt, x[:, 9:11], "9 + 2 tokens do not fit into a cache of 10", cache)
+    assert_refused(gpt, x[:1, 9:10], "is for a batch of 2", cache)
     gpt(x[:, 9:10], cache=cache)  # neither broke it
+    assert_refused(gpt, x[:, :1], "0 + 1 tokens do not fit into a cache of 0", gpt.new_cache(0))
+    assert_refused(gpt, x[:, :0], "0 tokens do not fit")
+    assert_refused(gpt, tokens(n=T + 1), f"block_size={T}")
     with pytest.raises(ValueError, match=f"block_size={T}"):
         gpt.new_cache(T + 1)
-    with pytest.raises(ValueError, match=r"0 \+ 1 tokens do not fit into a cache of 0"):
-        gpt(x[:, :1], cache=gpt.new_cache(0))
-    with pytest.raises(ValueError, match=r"10 \+ 11 tokens do not fit into a cache of 10"):
-        gpt(x[:, :11], cache=cache)
-    with pytest.raises(ValueError, match="0 tokens do not fit"):
-        gpt(x[:, :0])
-    with pytest.raises(ValueError, match=f"block_size={T}"):
-        gpt(torch.zeros(1, T + 1, dtype=torch.long))
     beta = GPT(config(attention="beta", dropout=0.1)).train()
     cache = beta.new_cache()
-    with pytest.raises(ValueError, match=r"eval\(\)"):
-        beta(x, cache=cache)
-    with pytest.raises(ValueError, match="did not finish"):  # some layers may have it, others not
-        beta.eval()(x, cache=cache)
+    assert_refused(beta, x, "eval()", cache)
+    assert_refused(beta.eval(), x, "did not finish", cache)  # not all layers have the tokens
 
 
 @cores
 def test_a_cache_keeps_no_graph_and_takes_another_precision(core):
-    gpt, x = GPT(config(attention=core, heads="SSSL", window=3)).eval(), tokens()
+    gpt = GPT(config(attention=core, heads="SSSL", window=3)).eval()
+    x = tokens()
     cache = gpt.new_cache()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         gpt(x[:, :9], cache=cache)
     logits, _ = gpt(x[:, 9:12], cache=cache)
-    assert not logits.requires_grad and logits.dtype == torch.float32
+    assert not logits.requires_grad
+    assert logits.dtype == torch.float32
     assert (logits - gpt(x[:, :12])[0]).abs().max() < 0.05
-
-
-def test_logits_that_are_not_finite_are_no_text():
-    with pytest.raises(ValueError, match="logits are not finite"):
-        biased([0.0, math.nan]).generate(tokens().clamp(max=1), 1)
 
 
 # -----------------------------------------------------------------------------
@@ -391,41 +441,73 @@ def biased(logits: list[float]) -> GPT:
     return gpt.eval()
 
 
+def test_logits_that_are_not_finite_are_no_text():
+    with pytest.raises(ValueError, match="logits are not finite"):
+        biased([0.0, math.nan]).generate(tokens().clamp(max=1), 1)
+
+
 def test_greedy_and_seeds():
-    gpt, x = GPT(config()).eval(), tokens()[:, :4]
+    gpt = GPT(config()).eval()
+    x = tokens(n=4)
     greedy = gpt.generate(x, 40, temperature=0)
     for t in range(4, T):
         assert torch.equal(greedy[:, t], gpt(greedy[:, :t])[0][:, -1].argmax(-1))
-    state = torch.get_rng_state()
-    a, b = gpt.generate(x, 10, seed=7), gpt.generate(x, 10, seed=7)
-    assert torch.equal(a, b) and not torch.equal(a, gpt.generate(x, 10, seed=8))
-    assert torch.equal(state, torch.get_rng_state())
-    assert a.shape == (2, 14) and torch.equal(a[:, :4], x)
     assert torch.equal(gpt.generate(x, 10, top_k=1), greedy[:, :14])
+    state = torch.get_rng_state()
+    a = gpt.generate(x, 10, seed=7)
+    assert torch.equal(a, gpt.generate(x, 10, seed=7))
+    assert not torch.equal(a, gpt.generate(x, 10, seed=8))
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(a[:, :4], x)
 
 
-def test_top_k_top_p_and_padding():
+PROBABILITIES = [0.5, 0.3, 0.15, 0.05]
+TWO = [0.625, 0.375, 0.0, 0.0]
+ONE = [1.0, 0.0, 0.0, 0.0]
+DRAWN = [  # settings; the share of each token of these probabilities
+    ({}, PROBABILITIES),
+    ({"top_k": 2}, TWO),
+    ({"top_p": 0.7}, TWO),
+    ({"top_p": 0.1}, ONE),
+    ({"temperature": 0.05}, ONE),
+    ({"temperature": 1e-45}, ONE),
+]
+
+
+def drawn(**settings) -> torch.Tensor:
+    """The share of each of four tokens among 2000."""
+    gpt = biased([math.log(p) for p in PROBABILITIES])
     x = torch.zeros(2000, 1, dtype=torch.long)
-    log = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
-    gpt = biased(log)
+    y = gpt.generate(x, 1, seed=3, **settings)[:, 1]
+    return y.bincount(minlength=4) / 2000
 
-    def drawn(**kwargs: object) -> torch.Tensor:
-        return torch.bincount(gpt.generate(x, 1, seed=3, **kwargs)[:, 1], minlength=4) / 2000
 
-    torch.testing.assert_close(drawn(), torch.tensor([0.5, 0.3, 0.15, 0.05]), rtol=0, atol=0.04)
-    torch.testing.assert_close(drawn(top_k=2), torch.tensor([0.625, 0.375, 0, 0]), rtol=0, atol=0.04)
-    torch.testing.assert_close(drawn(top_k=99), drawn())
-    torch.testing.assert_close(drawn(top_p=0.7), torch.tensor([0.625, 0.375, 0, 0]), rtol=0, atol=0.04)
-    assert drawn(top_p=0.1)[0] == 1
-    assert drawn(temperature=0.05)[0] > 0.99 and drawn(temperature=1e-45)[0] == 1
-    torch.set_flush_denormal(True)  # as the scripts do
-    assert drawn(temperature=1e-45)[0] == 1
+@pytest.mark.parametrize("flush", [False, True])  # the scripts flush denormal numbers to zero
+@pytest.mark.parametrize(("settings", "shares"), DRAWN)
+def test_top_k_top_p_and_temperature(settings, shares, flush):
+    shares = torch.tensor(shares)
+    torch.set_flush_denormal(flush)
+    result = drawn(**settings)
     torch.set_flush_denormal(False)
-    assert drawn(vocab_size=3)[3] == 0
-    assert biased([0.0, 0.0, 9.0]).generate(x, 1, temperature=0, vocab_size=2)[:, 1].max() < 2
+    assert_equal(result, shares, 0.04)
+    assert not result[shares == 0].any()
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}])
-def test_impossible_sampling_is_refused(wrong):
+def test_top_k_above_the_vocabulary_changes_nothing():
+    assert torch.equal(drawn(top_k=99), drawn())
+
+
+def test_tokens_past_the_vocabulary_are_padding():
+    x = torch.zeros(2000, 1, dtype=torch.long)
+    for temperature in (0, 1):
+        y = biased([0.0, 0.0, 9.0]).generate(x, 1, temperature=temperature, vocab_size=2)
+        assert y.max() < 2
+
+
+IMPOSSIBLE = [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}]
+
+
+@pytest.mark.parametrize("settings", IMPOSSIBLE)
+def test_impossible_sampling_is_refused(settings):
     with pytest.raises(ValueError, match="sampling needs"):
-        GPT(config()).generate(tokens(), 1, **wrong)
+        GPT(config()).generate(tokens(), 1, **settings)

@@ -1,18 +1,19 @@
 """train.py as a user runs it, on a small model, and the checkpoints that it writes."""
 
-import itertools
 import json
 import math
 import os
-import shutil
+import re
+import sys
 
 import pytest
 import torch
-from harness import same, state_of
-from torch.nn import functional as F
+from harness import same, state_of, write
 
+import training.run
 from model import ATTENTION, GPT, MLP, GPTConfig
 from text import dataset
+from text.tokenizers import CharTokenizer
 from training import checkpoint
 
 
@@ -21,14 +22,18 @@ def rows(tmp_path, key="loss") -> list:
         return [(row["iter"], row[key]) for row in map(json.loads, f) if key in row]
 
 
-@pytest.mark.parametrize(("core", "heads"), [*zip(ATTENTION, itertools.cycle(([], ["--heads=SSSL"])), strict=False)])
-def test_every_attention_learns(train, tmp_path, core, heads):
-    code, out, _ = train(f"--attention={core}", *heads, "--max_iters=20", "--dropout=0.1", "--sample_tokens=30")
+def written(tmp_path) -> dict:
+    """When each file of the run was written."""
+    return {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("core", ATTENTION)
+def test_every_attention_learns(train, tmp_path, core):
+    flags = ("--max_iters=20", "--dropout=0.1", "--sample_tokens=30")
+    code, out, _ = train(f"--attention={core}", *flags)
     assert code == 0 and f"{core} attention" in out and "a sample" in out
-    losses = rows(tmp_path)
-    assert [it for it, _ in losses] == list(range(20))
-    assert losses[-1][1] < losses[0][1] - 0.5
-    assert [it for it, _ in rows(tmp_path, "val_loss")] == [0, 5, 10, 15, 20]
+    losses = dict(rows(tmp_path))
+    assert losses[19] < losses[0] - 0.5
     saved = state_of(tmp_path)
     assert saved["iter_num"] == 20 and saved["model_args"]["attention"] == core
     assert saved["best_val_loss"] == min(loss for it, loss in rows(tmp_path, "val_loss") if it)
@@ -36,230 +41,246 @@ def test_every_attention_learns(train, tmp_path, core, heads):
 
 def test_log_lines(train):
     _, out, _ = train("--max_iters=4", "--log_interval=2")
-    lines = out.splitlines()
-    assert any(line.startswith("step 0: train loss ") and ", val loss " in line for line in lines)
-    iters = [line for line in lines if line.startswith("iter ")]
-    assert [line.split(":")[0] for line in iters] == ["iter 0", "iter 2"]
-    assert all(word in iters[0] for word in ("loss ", "time ", "tok/s", "norm ")) and "mfu" not in iters[0]
+    line = r"^iter (\d): loss .+, time .+ms, .+ tok/s, norm \d+\.\d{3}$"
+    assert re.findall(line, out, re.M) == ["0", "2"]
+    assert re.search(r"^step 0: train loss .+, val loss \d", out, re.M)
     assert "\r" not in out and "\x1b" not in out  # plain where it is no terminal
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((), "unlike GPT-2: bias=False\nsoftmax attention in 8 long heads\nadamw: learning_rate=0.01, warmup_iters=2, "
-         "schedule=cosine, lr_decay_iters=20, min_lr=6e-05; the run ends before that, at max_iters=0\n"),
-        (("--heads=S/L", "--window=0", "--short_attention=laser"),
-         "\nlaser attention in 4 short heads (window=0) and softmax attention in 4 long heads\n"),
-        (("--attention=beta", "--block_size=256", "--dropout=0.1", "--batch_size=1"),
-         "\nbeta attention in 8 long heads, dropout 0.1 on its weights, which makes it quadratic in time\n"),
-        (("--differential", "--plain"),
-         "differential=True, bias=False\nsoftmax attention in 8 long heads, by its definition\n"),
-        (("--position=rope", "--schedule=constant"),
-         "position=rope, bias=False\nsoftmax attention in 8 long heads\n"
-         "adamw: learning_rate=0.01, warmup_iters=2, schedule=constant\n"
-         "0 steps, each of 8 sequences x 32 = 256 tokens, in micro-batches of 4; 1 process, cpu, float32\n"
-         "look at: val loss every 5 steps (python scripts/plot.py"),
-        (("--optimizer=muon", "--muon_lr=0.1", "--decay_lr=0"), "\nmuon: learning_rate=0.01, muon_lr=0.1\n"),
-        (("--eval_only",), "look at: the losses below; nothing is trained or written\n"),
+        (
+            ["--position=rope"],
+            r"n_embd=32, position=rope, bias=False; for the rest GPT-2's\n"
+            r"softmax attention in 8 long heads: .+\n",
+        ),
+        (
+            ["--heads=S/L", "--window=0", "--short_attention=laser"],
+            r"\nlaser attention in 4 short heads \(window=0\): .+"
+            r"\nsoftmax attention in 4 long heads: .+"
+            r"\n0 steps of 8 x 32 = 256 tokens, from the 7,536 of .+; 1 process, cpu, float32"
+            r"\nstep 0: train loss",
+        ),
     ],
-)  # fmt: skip
-def test_the_first_six_lines_say_what_is_trained(train, flags, says):
+)
+def test_the_first_lines_say_what_is_trained(train, flags, says):
     code, out, err = train("--max_iters=0", *flags)
-    assert code == 0 and says in out, err
-    assert out.index("\nstep 0: train loss") == len("\n".join(out.splitlines()[:6]))
+    assert code == 0 and re.search(says, out), (out, err)
+
+
+@pytest.mark.parametrize("source", ["folder", "resume"])
+def test_the_globals_of_the_loop_are_the_models(train, run, tmp_path, data, monkeypatch, source):
+    """Who edits the loop uses nanoGPT's names, also after --init_from=FOLDER and after resume."""
+    trained = tmp_path / "out"
+    heads = ["--heads=SL", "--window=5"]
+    train("--max_iters=2", *heads)
+    flags = ["--init_from=resume", f"--out_dir={trained}"]
+    block_size = 32
+    if source == "folder":  # the heads of the weights are free to change
+        flags = [f"--init_from={trained}", f"--out_dir={tmp_path / 'new'}", "--block_size=16"]
+        flags += heads
+        block_size = 16
+    quick = "--max_iters=3 --eval_iters=1 --sample_tokens=0 --device=cpu --batch_size=4".split()
+    seen = {}
+    monkeypatch.setattr(
+        training.run, "exit_with_code", lambda *_: seen.update(sys._getframe(1).f_globals)
+    )
+    code, _, err = run(
+        "train.py", f"--dataset={data}", *flags, *quick, "--gradient_accumulation_steps=1"
+    )
+    assert code == 0, err
+    fields = vars(seen["raw_model"].config)
+    assert {name: seen[name] for name in fields} == fields
+    sizes = {"block_size": block_size, "window": 5, "n_embd": 32, "n_head": 4, "vocab_size": 24}
+    others = {"compile": False, "device": "cpu", "dtype": "float32"}
+    assert seen | sizes | others == seen
 
 
 def test_the_logged_loss_is_the_mean_over_micro_batches(train, tmp_path):
-    """8 sequences as 2 x 4, 1 x 8 or 4 x 2 micro-batches are the same step."""
-    runs = []
-    for batch, accumulation in ((4, 2), (8, 1), (2, 4)):
-        train(f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}", "--max_iters=5")
-        runs.append([loss for _, loss in rows(tmp_path)])
-    assert runs[0] == pytest.approx(runs[1], abs=1e-5) and runs[0] == pytest.approx(runs[2], abs=1e-5)
+    """8 sequences as 1 x 8 or 4 x 2 micro-batches are the same step."""
+    curves = []
+    for batch, accumulation in ((8, 1), (2, 4)):
+        flags = (f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}")
+        train(*flags, "--max_iters=5")
+        curves.append(dict(rows(tmp_path)))
+    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
 
 
 def test_evaluation_leaves_training_alone(train, tmp_path):
-    """Other evaluation settings, the same training, with dropout on; and eval_only writes nothing."""
+    """Other evaluation settings, the same training, with dropout; eval_only writes nothing."""
     train("--dropout=0.2", "--eval_iters=1")
-    first, before = rows(tmp_path), state_of(tmp_path)["model"]
+    first = rows(tmp_path)
+    before = state_of(tmp_path)["model"]
     train("--dropout=0.2", "--eval_iters=7", "--eval_interval=3")
     assert rows(tmp_path) == first and same(state_of(tmp_path)["model"], before)
-    files = {f: os.stat(tmp_path / "out" / f).st_mtime_ns for f in os.listdir(tmp_path / "out")}
+    times = written(tmp_path)
     for init in ("resume", "scratch"):
         code, out, _ = train("--eval_only=True", f"--init_from={init}")
         assert code == 0 and out.count("\nstep ") == 1 and "\niter " not in out
-        assert files == {f: os.stat(tmp_path / "out" / f).st_mtime_ns for f in os.listdir(tmp_path / "out")}
+        assert written(tmp_path) == times
 
 
-@pytest.mark.parametrize("core", ATTENTION)
-def test_resume_is_exact(train, tmp_path, core):
-    """6 + 4 steps are 10 steps, bit for bit, dropout included."""
-    flags = (f"--attention={core}", "--dropout=0.1", "--heads=SL", "--window=5")
+RESUMED = {core: (f"--attention={core}", "--heads=SL", "--window=5") for core in ATTENTION}
+RESUMED["muon"] = ("--optimizer=muon", "--schedule=wsd", "--decay_share=0.9", "--position=t5")
+RESUMED["nadamw"] = ("--optimizer=nadamw", "--schedule=constant", "--adam_eps=1e-3")
+RESUMED["bfloat16"] = ("--dtype=bfloat16", "--attention=laser")
+RESUMED["float16"] = ("--dtype=float16", "--attention=laser")
+
+
+@pytest.mark.parametrize("flags", RESUMED.values(), ids=RESUMED)
+def test_resume_is_exact(train, tmp_path, flags):
+    """6 + 4 steps are 10 steps, bit for bit, dropout and float16's loss scale included."""
+    flags += ("--dropout=0.1", "--label_smoothing=0.1")
     train(*flags)
-    straight, log = state_of(tmp_path)["model"], rows(tmp_path)
+    straight = state_of(tmp_path)
+    log = rows(tmp_path)
     train(*flags, "--max_iters=6")
     code, out, _ = train("--init_from=resume", "--max_iters=10")
-    assert code == 0 and "resume: max_iters was 6, now 10" in out
-    assert same(state_of(tmp_path)["model"], straight) and rows(tmp_path) == log
+    assert code == 0 and "the saved run: max_iters was 6, now 10" in out
+    resumed = state_of(tmp_path)
+    assert same(resumed["model"], straight["model"]) and resumed["scaler"] == straight["scaler"]
+    assert rows(tmp_path) == log
+    assert straight["scaler"].get("_growth_tracker", 10) == 10
+
+
+def test_resume_in_another_dtype(train):
+    """float32's checkpoint has no loss scale."""
+    train("--max_iters=2")
+    for dtype, steps in (("float16", 4), ("float32", 6)):
+        code, _, err = train("--init_from=resume", f"--max_iters={steps}", f"--dtype={dtype}")
+        assert code == 0, err
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "schedule"),
+    ("flag", "says"),
     [
-        ("muon", ("--schedule=wsd", "--decay_share=0.9")),
-        ("lamb", ("--schedule=constant", "--adam_eps=1e-3")),
-        ("nadamw", ("--label_smoothing=0.1", "--adam_eps=1e-6")),
+        ("--optimizer=nadamw", "cannot go on: the saved run used --optimizer=adamw"),
+        ("--block_size=16", "does not fit the saved run, which has block_size=32"),
+        ("--dataset={other}", "another vocabulary"),
     ],
 )
-def test_resume_is_exact_with_another_optimizer_and_schedule(train, tmp_path, optimizer, schedule):
-    flags = (f"--optimizer={optimizer}", *schedule, "--position=t5")
-    train(*flags)
-    straight, log = state_of(tmp_path)["model"], rows(tmp_path)
-    train(*flags, "--max_iters=6")
-    assert train("--init_from=resume", "--max_iters=10")[0] == 0
-    assert same(state_of(tmp_path)["model"], straight) and rows(tmp_path) == log
-    code, _, err = train("--init_from=resume", "--max_iters=11", "--optimizer=adamw")
-    assert code == 2 and "cannot go on: the saved run used --optimizer=" in err
+def test_what_a_resumed_run_refuses(train, tmp_path, text, flag, says):
+    train("--max_iters=3")
+    times = written(tmp_path)
+    other = tmp_path / "other"
+    characters = sorted(set(text), reverse=True)
+    write(other, CharTokenizer("".join(characters)), {"train": text, "val": text}, {})
+    code, _, err = train("--init_from=resume", "--max_iters=5", flag.format(other=other))
+    assert code == 2 and says in err and written(tmp_path) == times
 
 
-def test_schedules(train, tmp_path):
-    """The learning rate of each step; Muon's is in proportion."""
+WARM = [1 / 3, 2 / 3]
+COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]
+WSD = "--schedule=wsd --min_lr=0.1 --decay_share="
 
-    def lrs(*flags: str) -> list[float]:
-        assert train("--learning_rate=1.0", "--lr_decay_iters=8", "--grad_clip=1e-9", *flags)[0] == 0
-        with open(tmp_path / "out" / "log.jsonl") as f:
-            return [row["lr"] for row in map(json.loads, f) if "lr" in row]
 
-    warm = [1 / 3, 2 / 3]
-    cosine = [0.1 + 0.45 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]
-    low = "--min_lr=0.1"
-    assert lrs(low) == pytest.approx([*warm, *cosine, 0.1, 0.1])
-    assert lrs("--schedule=constant") == pytest.approx([*warm, *[1.0] * 8])
-    assert lrs(low, "--schedule=wsd", "--decay_share=0.5") == pytest.approx(
-        [*warm, 1, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1]
-    )
-    assert lrs(low, "--schedule=wsd", "--decay_share=1") == pytest.approx(
-        [*warm, *(1 - 0.15 * i for i in range(6)), 0.1, 0.1]
-    )
-    assert lrs(low, "--schedule=wsd", "--decay_share=1e-20") == pytest.approx([*warm, *[1.0] * 7, 0.1])
-    assert lrs("--decay_lr=False") == [1.0] * 10
-    lrs(low, "--optimizer=muon", "--muon_lr=0.02", "--max_iters=7")
-    saved = state_of(tmp_path)["optimizer"]
-    muon, adamw = (state["param_groups"][0]["lr"] for state in saved)
-    assert muon == pytest.approx(0.02 * adamw) and adamw == pytest.approx(cosine[4])
+@pytest.mark.parametrize(
+    ("flags", "lrs"),
+    [
+        ("--min_lr=0.1", [*WARM, *COSINE, 0.1, 0.1]),
+        ("--schedule=constant", [*WARM, *[1.0] * 8]),
+        (WSD + "0.5", [*WARM, 1, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1]),
+        (WSD + "1", [*WARM, 1, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.1]),
+        (WSD + "1e-20", [*WARM, *[1.0] * 7, 0.1]),
+        ("--decay_lr=False", [1.0] * 10),
+        ("--min_lr=0.1 --optimizer=muon --muon_lr=0.02", [*WARM, *COSINE, 0.1, 0.1]),
+    ],
+)
+def test_schedules(train, tmp_path, flags, lrs):
+    train("--learning_rate=1.0", "--lr_decay_iters=8", "--grad_clip=1e-9", *flags.split())
+    assert [lr for _, lr in rows(tmp_path, "lr")] == pytest.approx(lrs)
+    if "muon" in flags:  # its rate is in proportion
+        muon = state_of(tmp_path)["optimizer"][0]["param_groups"][0]
+        assert muon["lr"] == pytest.approx(0.02 * 0.1)
 
 
 def test_resume_restores_the_config_and_flags_win(train, tmp_path):
     train("--weight_decay=0.3", "--max_iters=4", "--save_interval=2")
     config = tmp_path / "my.py"
     config.write_text("weight_decay = 0.7\n")
-    code, out, _ = train(str(config), "--init_from=resume", "--beta2=0.9", "--max_iters=5")
-    assert code == 0 and "resume: keeping weight_decay=0.3" in out and "resume: beta2 was 0.95, now 0.9" in out
+    code, out, _ = train(config, "--init_from=resume", "--beta2=0.9", "--max_iters=5")
+    assert code == 0 and "the saved run: keeping weight_decay=0.3" in out
+    assert "the saved run: beta2 was 0.95, now 0.9" in out
     saved = state_of(tmp_path)
     assert saved["config"]["weight_decay"] == 0.3
     groups = saved["optimizer"][0]["param_groups"]
     assert [g["weight_decay"] for g in groups] == [0.3, 0.0] and groups[0]["betas"] == (0.9, 0.9)
 
 
-def test_resume_on_another_vocabulary_is_refused(train, tmp_path, data):
-    other = shutil.copytree(data, tmp_path / "other")
-    train(f"--dataset={other}", "--max_iters=3")
-    with open(other / "meta.json", encoding="utf-8") as f:
-        meta = json.load(f)
-    meta["tokenizer"]["vocab"] = meta["tokenizer"]["vocab"][::-1]
-    (other / "meta.json").write_text(json.dumps(meta))
-    code, _, err = train(f"--dataset={other}", "--init_from=resume", "--max_iters=5")
-    assert code == 2 and "another vocabulary" in err
-
-
-def test_the_best_loss_is_of_the_same_windows(train, tmp_path):
-    train("--max_iters=5")
-    _, out, _ = train("--init_from=resume", "--max_iters=5", "--eval_iters=9")
-    assert "best validation loss starts anew" in out and "the run is at step 5 already" in out
-
-
-def test_resume_with_other_sizes_touches_nothing(train, tmp_path):
-    train("--max_iters=3")
-    before = (tmp_path / "out" / checkpoint.LATEST).read_bytes()
-    code, _, err = train("--init_from=resume", "--block_size=16")
-    assert code == 2 and "does not fit the saved model, which has block_size=32" in err
-    assert (tmp_path / "out" / checkpoint.LATEST).read_bytes() == before
-
-
-def test_train_short_test_long(train, tmp_path):
-    """A position that has no weights for each place takes another context; learned ones do not (above)."""
+def test_train_short_test_long(train):
+    """A position without weights for each place takes another context; learned ones do not."""
     train("--max_iters=3", "--position=alibi")
-    code, out, _ = train("--init_from=resume", "--eval_only", "--block_size=64")
-    assert code == 0 and "resume: block_size was 32, now 64" in out and "step 3: " in out
-    assert "best validation loss starts anew" in out
+    code, out, _ = train("--init_from=resume", "--max_iters=3", "--block_size=64")
+    assert code == 0 and "block_size was 32, now 64" in out and "step 3: " in out
+    assert "best validation loss starts anew" in out and "the run is at step 3 already" in out
 
 
-def test_a_fresh_run_moves_the_old_one_aside(train, tmp_path):
+DIVERGING = ("--grad_clip=0.0", "--warmup_iters=0", "--learning_rate=1e30", "--eval_interval=100")
+
+
+def test_a_run_that_diverges(train, tmp_path):
+    """A line says so. If it has no checkpoint, it does not push out the last good run."""
     train("--max_iters=5")
     old = state_of(tmp_path)["model"]
-    code, out, _ = train("--max_iters=5", "--seed=2")
-    assert code == 0 and out.count("held a run: moved ckpt.pt, best.pt, log.jsonl") == 1
-    assert same(state_of(tmp_path, f"previous/{checkpoint.LATEST}")["model"], old)
-    assert not same(state_of(tmp_path)["model"], old)
-
-
-def test_a_run_that_died_early_does_not_push_out_the_last_good_one(train, tmp_path):
-    train("--max_iters=5")
-    old = state_of(tmp_path)["model"]
-    dying = ("--grad_clip=0.0", "--warmup_iters=0", "--learning_rate=1e30", "--eval_interval=100")
-    assert train(*dying)[0] == 1 and train(*dying)[0] == 1
-    code, out, _ = train("--max_iters=5")
-    assert code == 0 and "held a run" not in out
+    code, out, err = train(*DIVERGING)
+    assert code == 1 and out.count("held a run: moved ckpt.pt, best.pt, log.jsonl") == 1
+    says = "step 1: the loss is nan and the gradient norm nan: the training has diverged"
+    assert says in err and [it for it, _ in rows(tmp_path)] == [0]
+    code, out, _ = train(*DIVERGING, "--save_interval=1")
+    assert code == 1 and "held a run" not in out
+    assert state_of(tmp_path)["iter_num"] == 1
     assert same(state_of(tmp_path, f"previous/{checkpoint.LATEST}")["model"], old)
 
 
-@pytest.mark.parametrize(("flags", "saves"), [([], 2), (["--save_interval=2"], 5), (["--always_save_checkpoint=0"], 1)])
-def test_when_ckpt_is_saved(train, tmp_path, monkeypatch, flags, saves):
-    saved, save = [], torch.save
-    monkeypatch.setattr(torch, "save", lambda state, f: saved.append(f.name) or save(state, f))
-    train("--max_iters=10", "--eval_interval=5", *flags)
-    assert sum(path.endswith(checkpoint.LATEST + ".tmp") for path in saved) == saves
+@pytest.mark.parametrize(
+    ("flags", "saves"), [([], 2), (["--save_interval=2"], 5), (["--always_save_checkpoint=0"], 1)]
+)
+def test_when_ckpt_is_saved(train, monkeypatch, flags, saves):
+    paths = []
+    monkeypatch.setattr(checkpoint, "save", lambda path, *_: paths.append(path))
+    train(*flags)
+    assert sum(path.endswith(checkpoint.LATEST) for path in paths) == saves
 
 
 def test_latest_and_best_are_apart(train, tmp_path):
     train("--max_iters=10")
-    train("--init_from=resume", "--max_iters=20", "--learning_rate=1", "--decay_lr=False")  # which makes it worse
+    worse = ("--learning_rate=1", "--decay_lr=False")
+    train("--init_from=resume", "--max_iters=20", *worse)
     val = dict(rows(tmp_path, "val_loss"))
     best = state_of(tmp_path, checkpoint.BEST)
     latest = state_of(tmp_path)
     assert val[20] > val[10] and best["iter_num"] == 10 and latest["iter_num"] == 20
     assert best["best_val_loss"] == latest["best_val_loss"] == val[10]
-    train("--max_iters=10", "--always_save_checkpoint=False")
-    assert state_of(tmp_path)["iter_num"] == 10  # at the end all the same
-
-
-def test_a_loss_that_is_not_finite_ends_the_run(train, tmp_path):
-    flags = ("--grad_clip=0.0", "--warmup_iters=0", "--learning_rate=1e30", "--eval_interval=100")
-    code, _, err = train(*flags, "--save_interval=1")
-    assert code == 1 and "step 1: the loss is nan and the gradient norm nan: the training has diverged" in err
-    assert [it for it, _ in rows(tmp_path)] == [0]
-    assert state_of(tmp_path)["iter_num"] == 1
 
 
 @pytest.mark.parametrize(
-    ("definition", "says"),
+    ("definition", "code", "says"),
     [
-        (lambda s, seen, v: (s * math.nan).where(seen, 0.0) @ v, "the losses of the evaluation are {'train': nan"),
-        (lambda s, seen, v: (s * 0).sqrt().where(seen, 0.0) @ v, "step 0: the loss is 3."),
-        (lambda s, seen, v: s.softmax(-1) @ v, "if it sees later tokens, the losses above mean nothing"),
+        (
+            lambda s, seen, v: (s * math.nan).where(seen, 0.0) @ v,
+            1,
+            r"the losses of the evaluation are {'train': nan[^$]+It begins in the output of "
+            "transformer.h.0.attn",
+        ),
+        (
+            lambda s, seen, v: (s * 0).sqrt().where(seen, 0.0) @ v,
+            1,
+            r"step 0: the loss is 3\..+ and the gradient norm nan",
+        ),
+        (
+            lambda s, seen, v: s.softmax(-1) @ v,
+            0,
+            r", 0 s left[^$]+if it sees later tokens, the losses above mean nothing",
+        ),
     ],
 )
-def test_a_wrong_attention_is_found(train, tmp_path, monkeypatch, definition, says):
-    """It gives a NaN, or its gradient is one: a line says where. It sees later tokens: the last line says it again."""
+def test_a_wrong_attention(train, tmp_path, monkeypatch, definition, code, says):
+    """A NaN in its output or gradient: a line says where. Later tokens: so says the last line."""
     monkeypatch.setitem(ATTENTION, "mine", definition)
-    code, out, err = train("--attention=mine", "--max_iters=22", "--eval_interval=22", "--sample_tokens=0")
-    assert says in (err if code else out)
-    if code:
-        where = "in what the attention of layer 0 gives" if "{" in says else "in the gradient of transformer.h.1.attn"
-        assert f"It begins {where}" in err and rows(tmp_path) == []
-    else:
-        assert ", 0 s left" in out.splitlines()[-4], out
+    ended, out, err = train("--attention=mine", "--max_iters=22", "--eval_interval=22")
+    assert ended == code and re.search(says, out + err), err
+    assert len(rows(tmp_path)) == (0 if code else 22)
 
 
 @pytest.mark.parametrize(
@@ -271,12 +292,8 @@ def test_a_wrong_attention_is_found(train, tmp_path, monkeypatch, definition, sa
         (["--dataset=shakespeer"], "shakespeare_char"),
         (["--block_size=100000"], "--block_size="),
         (["--lr_decay_iters=2"], "greater than warmup_iters=2"),
-        (["--muon_lr=0.01"], "--muon_lr has no effect with optimizer=adamw"),
-        (["--adam_eps=-1e-6", "--optimizer=lamb"], "adam_eps=-1e-06 must not be negative"),
-        (["--schedule=wsd", "--decay_lr=False"], "--schedule has no effect with optimizer=adamw, decay_lr=False"),
-        (["--schedule=constant", "--min_lr=1e-5"], "--min_lr has no effect with"),
+        (["--schedule=constant", "--min_lr=1e-5"], "--min_lr has no effect with optimizer=adamw"),
         (["--min_lr=1"], "min_lr=1.0 is above learning_rate=0.01"),
-        (["--decay_share=0.5"], "--decay_share has no effect with"),
         (["--decay_share=2", "--schedule=wsd"], "must be above 0 and at most 1"),
         (["--vocab_size=5"], "less than the"),
         (["--batch_size=0"], "at least 1"),
@@ -294,48 +311,36 @@ def test_mistakes(train, tmp_path, flags, says):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "bug", "error", "says"),
-    [
-        (MLP, "forward", lambda self, x: F.dropout(x, 3.0), ValueError, "dropout probability has to be between"),
-        (dataset.Tokens, "_windows", lambda self, offsets: {}["typo"], KeyError, "typo"),
-        (checkpoint, "check_finite", lambda state: {}["typo"], KeyError, "typo"),
-    ],
+    ("owner", "name"),
+    [(MLP, "forward"), (dataset.Tokens, "_windows"), (checkpoint, "check_finite")],
 )
-def test_a_bug_keeps_its_traceback(train, monkeypatch, owner, name, bug, error, says):
-    """In the model, where data are read, and where a checkpoint is written: nobody takes it for a user's mistake."""
-    monkeypatch.setattr(owner, name, bug)
-    with pytest.raises(error, match=says):
+def test_a_bug_keeps_its_traceback(train, monkeypatch, owner, name):
+    """In the model, where data are read, where a checkpoint is written: it is no user's mistake."""
+    monkeypatch.setattr(owner, name, lambda *_: {}["typo"])
+    with pytest.raises(KeyError, match="typo"):
         train("--max_iters=5")
 
 
-def test_a_damaged_log_does_not_stop_a_resume(train, tmp_path):
-    train("--max_iters=4")
-    with open(tmp_path / "out" / "log.jsonl", "a") as f:
-        f.write('{"iter": 4, "lo')
-    assert train("--init_from=resume", "--max_iters=6")[0] == 0
-    assert [it for it, _ in rows(tmp_path)] == list(range(6))
-
-
 def test_from_a_local_gpt2(train, tmp_path, data):
+    """It is cropped. What a file sets gives way, what a user types does not."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4}
-    V = dataset.read_meta(data)["vocab_size"]
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=V + 3, n_positions=48, **sizes))
-    theirs.save_pretrained(tmp_path / "gpt2")
-    flags = [f"--init_from={tmp_path / 'gpt2'}", "--attention=laser", "--dropout=0.1"]
-    code, out, err = train(*flags, "--block_size=48")
-    assert code == 0 and "block_size=48" in out and "laser attention" in out, err
-    assert rows(tmp_path)[-1][1] < rows(tmp_path)[0][1]
-    assert "block_size=32" in train(*flags)[1]  # cropped
-    (tmp_path / "config.py").write_text("mlp = 'relu'\n")  # what a file sets gives way, what a user types does not
-    code, out, _ = train(str(tmp_path / "config.py"), *flags)
-    assert code == 0 and "mlp is gelu, not relu as in" in out
+    V = dataset.read_meta(data)["vocab_size"] + 3
+    theirs = transformers.GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=48)
+    folder = tmp_path / "gpt2"
+    transformers.GPT2LMHeadModel(theirs).save_pretrained(folder)
+    config = tmp_path / "config.py"
+    config.write_text("mlp = 'relu'\n")
+    code, out, err = train(config, f"--init_from={folder}", "--attention=laser", "--dropout=0.1")
+    assert code == 0 and "block_size=32" in out and "laser attention" in out, err
+    assert "keeping mlp=gelu, not the relu of" in out
+    losses = dict(rows(tmp_path))
+    assert losses[9] < losses[0]
 
 
 def test_micro_batches_that_cannot_be_shared(train, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     code, _, err = train()
-    assert code == 2 and "cannot be divided among 3 processes: use --gradient_accumulation_steps=3" in err
+    assert code == 2 and "among 3 processes: make --gradient_accumulation_steps a multiple" in err
 
 
 # -----------------------------------------------------------------------------
@@ -343,71 +348,70 @@ def test_micro_batches_that_cannot_be_shared(train, monkeypatch):
 
 
 def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
-    path = str(tmp_path / "ckpt.pt")
+    path = tmp_path / "ckpt.pt"
     good = dict.fromkeys(checkpoint.KEYS, 1) | {"tokenizer": {}, "x": torch.arange(1000)}
-    checkpoint.save(path, good)
-    content = open(path, "rb").read()
-    at = content.index(torch.arange(1000).numpy().tobytes()) + 100
 
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "executed"),)
 
-    for damaged, says in (
-        (content[:-50], "damaged or no checkpoint"),
-        (content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :], "does not match its checksum"),
-        (b"", "damaged or no checkpoint"),
-        (b"hello", "damaged or no checkpoint"),
-    ):
-        with open(path, "wb") as f:
-            f.write(damaged)
-        with pytest.raises(ValueError, match=says):
-            checkpoint.load(path)
-    torch.save(good | {"version": 99}, path)
-    with pytest.raises(ValueError, match="has version 99 of the format"):
-        checkpoint.load(path)
-    torch.save({"model": {}}, path)
-    with pytest.raises(ValueError, match="not a checkpoint of train.py"):
-        checkpoint.load(path)
-    torch.save(good | {"config": Evil()}, path)
-    with pytest.raises(ValueError, match="damaged or no checkpoint"):
-        checkpoint.load(path)
+    torch.save(good, path)
+    content = path.read_bytes()
+    for damaged in (content[:-50], b"", b"hello"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="damaged or no checkpoint"):
+            checkpoint.load(str(path))
+    for foreign in (good | {"version": 99}, {"model": {}}, [1], good | {"config": Evil()}):
+        torch.save(foreign, path)
+        with pytest.raises(ValueError, match="damaged or no checkpoint"):
+            checkpoint.load(str(path))
     assert not (tmp_path / "executed").exists()
     with pytest.raises(ValueError, match="there is no checkpoint .*best.pt; train first"):
         checkpoint.load(str(tmp_path / "best.pt"))
 
 
 def test_nanogpts_checkpoint(train, run, tmp_path, data):
-    """The file that nanoGPT's train.py writes: compiled names, mask buffers, a tensor for the loss, no tokenizer."""
-    args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 32, "bias": False, "dropout": 0.0}
-    args["vocab_size"] = dataset.read_meta(data)["vocab_size"]
-    gpt, x = GPT(GPTConfig(**args, mlp="gelu_exact")), torch.randint(args["vocab_size"], (1, 32))
+    """The file of nanoGPT's train.py: compiled names, mask buffers, a tensor as loss."""
+    V = dataset.read_meta(data)["vocab_size"]
+    args = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 32, "vocab_size": V}
+    args |= {"bias": False, "dropout": 0.0}
+    gpt = GPT(GPTConfig(**args, mlp="gelu_exact"))
+    x = torch.randint(V, (1, 32))
     params = list(gpt.parameters())
-    optimizer = torch.optim.AdamW([{"params": [p for p in params if p.dim() == d]} for d in (2, 1)], lr=1e-3)
+    groups = [{"params": [p for p in params if p.dim() == d]} for d in (2, 1)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
     gpt(x, x)[1].backward()
     optimizer.step()
-    state = {f"_orig_mod.{key}": value for key, value in gpt.state_dict().items()}
-    state |= {f"_orig_mod.transformer.h.{i}.attn.bias": torch.ones(1, 1, 32, 32).tril() for i in (0, 1)}
-    config = {"dataset": data, "max_iters": 7, "backend": "nccl", "device": "cpu", "dtype": "float32", "compile": False}
-    theirs = {"model": state, "optimizer": optimizer.state_dict(), "model_args": args, "iter_num": 7}
-    theirs |= {"best_val_loss": torch.tensor(3.5), "config": config}
-    os.makedirs(tmp_path / "out")
-    path = str(tmp_path / "out" / "ckpt.pt")
-    torch.save(theirs, path)
-    loaded = checkpoint.load(path)
+    weights = {f"_orig_mod.{key}": value for key, value in gpt.state_dict().items()}
+    weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
+    theirs = {
+        "model": weights,
+        "optimizer": optimizer.state_dict(),
+        "model_args": args,
+        "iter_num": 7,
+        "best_val_loss": torch.tensor(3.5),
+        "config": {"dataset": data, "max_iters": 7, "device": "cpu", "backend": "nccl"},
+    }
+    out_dir = tmp_path / "out"
+    out_dir.mkdir()
+    torch.save(theirs, out_dir / "ckpt.pt")
+
+    loaded = state_of(tmp_path)
     ours = checkpoint.model_of(loaded).eval()
     assert loaded["best_val_loss"] == 3.5 and ours.config.mlp == "gelu_exact"
     assert torch.equal(ours(x)[0], gpt.eval()(x)[0])
-    sample = ("sample.py", f"--out_dir={tmp_path / 'out'}", "--start=the", "--num_samples=1", "--device=cpu")
-    code, out, _ = run(*sample)
+
+    sample = ("sample.py", "--start=the", "--num_samples=1", "--device=cpu")
+    code, out, _ = run(*sample, f"--out_dir={out_dir}")
     assert code == 0 and "step 7, best validation loss 3.5" in out and "\nthe" in out
     code, out, err = train("--init_from=resume", "--max_iters=12")
-    assert code == 0 and "resume: max_iters was 7, now 12" in out, err
-    state = checkpoint.load(path)
-    del state["optimizer"]
-    checkpoint.save(path, state)
+    assert code == 0 and "the saved run: max_iters was 7, now 12" in out, err
+
+    del theirs["optimizer"]
+    theirs["iter_num"] = 99
+    torch.save(theirs, out_dir / "ckpt.pt")
     code, _, err = train("--init_from=resume")
     assert code == 2 and "has no optimizer state" in err
     torch.save(theirs | {"config": {"dataset": "elsewhere"}}, tmp_path / "ckpt.pt")
     code, _, err = run(*sample, f"--out_dir={tmp_path}")
-    assert code == 2 and "names no tokenizer" in err
+    assert code == 2 and "there is no data set 'elsewhere'" in err

@@ -1,6 +1,7 @@
-"""One of several processes that run scripts together: importing torch once, for many jobs.
+"""One of several processes that run scripts together: it imports torch once, for many jobs.
 
-A job is a line of JSON on stdin: RANK and the like as env, argv, and Python to run before. The answer is one on stdout.
+A job is a line of JSON on stdin: RANK and the like as env, argv, and Python to run before. The
+answer is a line of JSON on stdout: exit code, stdout, stderr.
 """
 
 import contextlib

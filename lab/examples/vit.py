@@ -3,9 +3,10 @@
     python -m lab.examples.vit
     python -m lab.examples.vit --attention=laser --patch_size=4 --seed=2
 
-The model is a GPT whose tokens are the patches of an image, and each sees all others. One more token stands before the
-patches, the class token: the model answers there. The result is its error: the share of the test images that it gets
-wrong. The images are scikit-learn's 1797 digits, 8 x 8 pixels each; a quarter of them are the test.
+The model is a GPT whose tokens are the patches of an image; each sees all others. One more token
+stands before the patches, the class token: its output is the model's answer. The result is the
+model's error: the share of the test images that it gets wrong. The images are scikit-learn's 1797
+digits, 8 x 8 pixels each; a quarter of them are the test.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from configurator import at_least_one, configure, pick_device, user_errors
-from errors import optional, refuse
+from errors import UserError, optional
 from lab.examples.attention import Bidirectional, Encoder
 from lab.examples.common import Training, fit, generator, gpt_config, result
 from model import GPTConfig
@@ -35,20 +36,24 @@ norm_eps = 1e-6  # a small number that is added to the variance in a norm
 
 
 class Patches(nn.Module):
-    """Makes the tokens (B, 1 + patches, C) of images (B, channels, S, S): the class token, then the patches by rows."""
+    """Images (B, channels, S, S) -> tokens (B, 1 + patches, C): the class token, then the patches.
+
+    The patches are read by rows.
+    """
 
     def __init__(self, channels: int, size: int, width: int):
         super().__init__()
         self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
-        self.projection = nn.Conv2d(channels, width, size, stride=size)  # one Linear for the pixels of every patch
+        # One Linear for the pixels of every patch:
+        self.projection = nn.Conv2d(channels, width, size, stride=size)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         patches = self.projection(images).flatten(2).mT
         return torch.cat((self.class_token.expand(len(images), -1, -1), patches), dim=1)
 
 
 class ViT(Encoder):
-    """A GPT with Patches in the place of its token embedding, and a Linear to the classes in the place of its head."""
+    """A GPT with Patches as its token embedding, and a Linear to the classes as its output."""
 
     def __init__(self, config: GPTConfig, channels: int, patch_size: int):
         super().__init__(config)
@@ -56,32 +61,41 @@ class ViT(Encoder):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size)
         self.apply(self._init_weights)
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """In the place of GPT-2's std of 0.02, with which a ViT as small as this one takes several times the steps."""
+    def _init_weights(self, module: nn.Module):
+        """GPT-2's, with larger stds: with 0.02, so small a ViT takes several times the steps."""
         super()._init_weights(module)
-        if isinstance(module, (nn.Linear, nn.Embedding)):  # the Embedding: the learned positions
-            nn.init.normal_(module.weight, std=module.in_features**-0.5 if isinstance(module, nn.Linear) else 1.0)
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        elif isinstance(module, nn.Embedding):  # the learned positions
+            nn.init.normal_(module.weight)
 
-    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits (B, 1, classes), loss) of images (B, channels, S, S) with pixels from 0 to 255, and labels (B)."""
+    def forward(self, images, labels):
+        """(logits (B, 1, classes), loss) of images (B, channels, S, S), 0 to 255, labels (B)."""
         pos = torch.arange(self.config.block_size, device=images.device)[None]
         x = self.hidden(images / 127.5 - 1, Bidirectional(), pos)
         return self.predict(x[:, :1], labels[:, None])
 
 
-def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images (N, 1, 8, 8) with pixels from 0 to 255, and their labels: for training; for the test, always the same."""
-    found = optional("sklearn.datasets", "vit.py").load_digits()
-    x, y = torch.tensor(found.images * 255 / 16).byte()[:, None], torch.tensor(found.target)
-    test, train = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).tensor_split([len(x) // 4])
+def digits() -> tuple[Tensor, ...]:
+    """(images, labels, test images, test labels): images (N, 1, 8, 8) of pixels from 0 to 255.
+
+    The test images do not depend on --seed.
+    """
+    data = optional("sklearn.datasets", "vit.py").load_digits()
+    x = torch.tensor(data.images * 255 / 16).byte()[:, None]
+    y = torch.tensor(data.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    test, train = order.tensor_split([len(x) // 4])
     return x[train], y[train], x[test], y[test]
 
 
 def moved(x: Tensor, g: torch.Generator) -> Tensor:
-    """Images, each moved up or down and left or right by up to `shift` pixels. Their borders are continued."""
-    n, at = x.shape[-1], torch.randint(2 * shift + 1, (len(x), 2), generator=g).tolist()
+    """Images, each moved by up to `shift` pixels along both axes. Their borders are continued."""
+    n = x.shape[-1]
+    corners = torch.randint(2 * shift + 1, (len(x), 2), generator=g).tolist()
     x = F.pad(x, [shift] * 4, mode="replicate")
-    return torch.stack([image[:, i : i + n, j : j + n] for image, (i, j) in zip(x, at, strict=True)])
+    images = zip(x, corners, strict=True)
+    return torch.stack([image[:, i : i + n, j : j + n] for image, (i, j) in images])
 
 
 if __name__ == "__main__":
@@ -90,23 +104,32 @@ if __name__ == "__main__":
     with user_errors():
         device = pick_device(device, "float32")[0]
         at_least_one(patch_size=patch_size)
-        refuse([
-            (8 % patch_size > 0, f"--patch_size={patch_size}: images have 8 x 8 pixels, not a multiple"),
-            (shift < 0, f"--shift={shift} must not be negative"),
-        ])  # fmt: skip
-        x, y, *test = digits()
-        sizes = {"vocab_size": 10, "block_size": 1 + (8 // patch_size) ** 2}
-        c = gpt_config(config, given, ["zero_init"], **sizes, tied=False)
+        if 8 % patch_size:
+            raise UserError(
+                f"--patch_size={patch_size}: images have 8 x 8 pixels, not a multiple: "
+                "use 1, 2, 4 or 8"
+            )
+        if shift < 0:
+            raise UserError(f"--shift={shift} must not be negative")
+        x, y, test_x, test_y = digits()
+        c = gpt_config(
+            config,
+            given,
+            unused=["zero_init"],
+            vocab_size=10,
+            block_size=1 + (8 // patch_size) ** 2,
+            tied=False,
+        )
         torch.manual_seed(seed)
         vit = ViT(c, 1, patch_size).to(device)
 
-        def batch(step: int) -> tuple[Tensor, Tensor]:
+        def batch(step: int) -> tuple:
             g = generator(seed, step)
             rows = torch.randint(len(x), (batch_size,), generator=g)
             return moved(x[rows].float(), g), y[rows]
 
         fit(vit, batch, config, device)
         with torch.no_grad():
-            labels = test[1].to(device)
-            wrong = (vit(test[0].to(device), labels)[0][:, 0].argmax(-1) != labels).sum().item()
-        result(c, seed, f"error on {len(labels)} test images {wrong / len(labels):.4f}")
+            logits, _ = vit(test_x.to(device), test_y.to(device))
+        wrong = (logits[:, 0].argmax(-1).cpu() != test_y).sum().item()
+        result(c, seed, f"error on {len(test_y)} test images {wrong / len(test_y):.4f}")

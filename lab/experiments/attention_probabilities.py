@@ -1,26 +1,28 @@
-"""The LASER paper's figure 1: how small are a trained model's attention probabilities, and attention's gradients?
+"""The LASER paper's figure 1: how small are attention's probabilities and gradients in a model?
 
     python -m lab.experiments.attention_probabilities --out_dir=out-shakespeare-char-cpu
 
-For each layer, over the validation split, it prints the share of the probabilities p = softmax(s) that are below 1e-3
-and 1e-7. Beside the share below 1e-3 stands the share that equal scores would give, which is due to the length alone.
-Then it prints what the paper concludes from small probabilities (section 3.2): the norm of the Jacobian dy / ds of a
-query's output with respect to its scores. The Jacobian is p_j (v_j - y) for softmax and p_j (exp(v_j - y) - 1) for
-LASER, on the same q, k and v; the norms are means over queries and heads. The last table has all models in --out.
+For each layer, over the validation split, it prints the share of the probabilities p = softmax(s)
+that are below 1e-3 and 1e-7. Beside the share below 1e-3 stands the share that equal scores would
+give, which is due to the length alone. Then it prints what the paper concludes from small
+probabilities (section 3.2): the norm of the Jacobian dy / ds of a query's output with respect to
+its scores. The Jacobian is p_j (v_j - y) for softmax and p_j (exp(v_j - y) - 1) for LASER, on the
+same q, k and v; the norms are means over queries and heads. The last table has all models in --out.
 lab/experiments/jacobians.py has these Jacobians for all weights.
 """
 
 import statistics
 
 import torch
+from torch import Tensor
 
 from attention.fast import few_rows_at_a_time
-from attention.heads import HeadGroup
 from attention.probe import probing
 from attention.scores import scores, visible
 from configurator import at_least_one, pick_device
 from errors import UserError
 from lab.experiments.results import measured, saved, show_table, spread, start
+from model import GPT
 from rules import attentions
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
@@ -34,8 +36,11 @@ device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cud
 
 
 def measures_at_once(q, k, v, *, window=None, scale=None, bias=None):
-    """Six numbers of each query, (B, H, Tq, 6): how many keys it sees; how many of their probabilities are below 1e-3,
-    and below 1e-7; |dy/ds| of softmax and of LASER; and a 1, so that sums also count the queries."""
+    """Six numbers of each query, (B, H, Tq, 6), whose sums are the counts and means.
+
+    How many keys it sees; how many of their probabilities are below 1e-3, and below 1e-7; |dy/ds|
+    of softmax and of LASER; and a 1, which counts the queries.
+    """
     seen = visible(q, k, window)
     p = scores(q, k, scale, bias).masked_fill(~seen, -torch.inf).softmax(-1).double()
     v = v.double()
@@ -52,56 +57,78 @@ def measures_at_once(q, k, v, *, window=None, scale=None, bias=None):
     return torch.stack([n, *below, *norms, torch.ones_like(n)], dim=-1)
 
 
-measures = few_rows_at_a_time(measures_at_once, lambda q, k, v: 10 * q.shape[0] * q.shape[1] * k.shape[-2])
+measures = few_rows_at_a_time(measures_at_once, holds_values=True)
 
 
 @torch.no_grad()
-def main() -> None:
-    at_least_one(batches=batches)
-    where, _, _ = pick_device(device, "float32")
-    model, _, run, about = open_model("resume", out_dir, "best")
-    if other := [name for name in attentions(model.config) if name not in ("softmax", "laser")]:
-        raise UserError(f"{other[0]}'s weights are no probabilities: a model of softmax or LASER goes here")
-    model.eval().to(where)
-    tokens = Tokens(folder_of(run["dataset"]), "val", model.config.block_size)
+def measured_layers(model: GPT, tokens: Tokens, where: str) -> list[Tensor]:
+    """Each layer's sums of measures, (2, 6): with its own scores and with equal scores."""
     layers = {block.attn: torch.zeros(2, 6, dtype=torch.float64) for block in model.transformer.h}
 
-    def see(layer: torch.nn.Module, group: HeadGroup, q, k, v, *, window=None, scale=None, bias=None, **_) -> None:
-        found = measures(q, k, v, window=window, scale=scale, bias=bias)
+    def see(layer, group, q, k, v, *, window=None, scale=None, bias=None, **_) -> None:
+        own = measures(q, k, v, window=window, scale=scale, bias=bias)
         equal = measures(0 * q, k, v, window=window, scale=scale)
-        layers[layer] += torch.stack([x.sum((0, 1, 2)).cpu() for x in (found, equal)])
+        layers[layer] += torch.stack([x.sum((0, 1, 2)).cpu() for x in (own, equal)])
 
     with probing(model, see):
         for x, _ in tokens.eval_batches(batches, 1):
             model(x.to(where))
-    print(f"{about}; {model.config.attention}, {batches} windows of {model.config.block_size} tokens")
-    rows, totals = [], dict(enumerate(layers.values())) | {"all": sum(layers.values())}
-    for name, (found, equal) in totals.items():
-        shares = [found[1] / found[0], equal[1] / equal[0], found[2] / found[0]]
-        norms = found[3:5] / found[5]
-        rows.append([name, *(f"{x:.1%}" for x in shares), *(f"{x:.4f}" for x in norms)])
-    columns = "layer", "below 1e-3", "if scores were equal", "below 1e-7", "Jacobian, softmax", "LASER"
-    show_table(columns, rows)
+    return list(layers.values())
+
+
+def summary(sums: Tensor) -> dict[str, float]:
+    """Shares of probabilities and mean norms, from sums of measures (2, 6)."""
+    own, equal = sums.tolist()
+    return {
+        "below": own[1] / own[0],
+        "equal": equal[1] / equal[0],
+        "tiny": own[2] / own[0],
+        "softmax": own[3] / own[5],
+        "LASER": own[4] / own[5],
+    }
+
+
+def main() -> None:
+    at_least_one(batches=batches)
+    where, _, _ = pick_device(device, "float32")
+    model, _, run, about = open_model("resume", out_dir, "best")
+    attention = model.config.attention
+    for name in attentions(model.config):
+        if name not in ("softmax", "laser"):
+            raise UserError(
+                f"{name}'s weights are no probabilities: a model of softmax or LASER goes here"
+            )
+    model.eval().to(where)
+    T = model.config.block_size
+    sums = measured_layers(model, Tokens(folder_of(run["dataset"]), "val", T), where)
+    print(f"{about}; {attention}, {batches} windows of {T} tokens")
+    layers = {str(i): summary(x) for i, x in enumerate(sums)}
+    total = summary(sum(sums))
+    rows = []
+    for name, x in (layers | {"all": total}).items():
+        shares = [f"{x[key]:.1%}" for key in ("below", "equal", "tiny")]
+        rows.append([name, *shares, f"{x['softmax']:.4f}", f"{x['LASER']:.4f}"])
+    columns = "layer | below 1e-3 | if scores were equal | below 1e-7"
+    show_table(f"{columns} | Jacobian, softmax | LASER", rows)
     if out:
-        share = [found[1] / found[0] for found, _ in layers.values()]
-        found, equal = totals["all"]
-        numbers = {"below": found[1] / found[0], "low": min(share), "high": max(share), "equal": equal[1] / equal[0]}
-        numbers |= {"tiny": found[2] / found[0], "softmax": found[3] / found[5], "LASER": found[4] / found[5]}
-        name = f"{model.config.attention}, {model.config.block_size} tokens"
-        measured(out, "models", name, run["seed"], lambda: {key: float(x) for key, x in numbers.items()})
+        below = [x["below"] for x in layers.values()]
+        total |= {"low": min(below), "high": max(below)}
+        measured(out, "models", f"{attention}, {T} tokens", run["seed"], dict, total)
         show(saved(out, {})["models"])
 
 
 def show(models: dict[str, dict]) -> None:
-    """Prints the table of all models in --out, means over their seeds."""
+    """Print the table of all models in --out, means over their seeds."""
     rows = []
     for name, by_seed in models.items():
-        mean = {key: statistics.mean(r[key] for r in by_seed.values()) for key in next(iter(by_seed.values()))}
+        runs = list(by_seed.values())
+        mean = {key: statistics.mean(run[key] for run in runs) for key in runs[0]}
         shares = [f"{mean[key]:.1%}" for key in ("below", "low", "high", "equal", "tiny")]
-        ratio = [r["LASER"] / r["softmax"] for r in by_seed.values()]
-        rows.append([name, len(by_seed), *shares, *(f"{mean[key]:.3f}" for key in ("softmax", "LASER")), spread(ratio)])
-    columns = "model, seeds, below 1e-3, lowest layer, highest layer, if scores were equal, below 1e-7"
-    show_table([*columns.split(", "), "Jacobian, softmax", "LASER", "ratio"], rows)
+        ratio = spread([run["LASER"] / run["softmax"] for run in runs])
+        norms = [f"{mean['softmax']:.3f}", f"{mean['LASER']:.3f}"]
+        rows.append([name, len(runs), *shares, *norms, ratio])
+    columns = "model | seeds | below 1e-3 | lowest layer | highest layer | if scores were equal"
+    show_table(f"{columns} | below 1e-7 | Jacobian, softmax | LASER | ratio", rows)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""Beta against softmax where a model overfits (the beta post: 10,000 iterations of nanoGPT's Shakespeare config).
+"""Beta against softmax where a model overfits (the beta post: nanoGPT's Shakespeare config).
 
     OMP_NUM_THREADS=1 python -m lab.experiments.beta_post --jobs=2  # on two cores
     python -m lab.experiments.beta_post --scale=paper               # the post's run, on a GPU
     python -m lab.experiments.beta_post --what=show                 # picture and tables of --out
     OMP_NUM_THREADS=1 python -m lab.experiments.beta_post --what=backward,show
 
-The post reports the losses after the last step: 1.0040 (training) and 1.5550 (validation) for beta, 0.7140 and 1.6204
-for softmax. Its softmax model has overfitted by then. The pocket scale does the same in small: a model of 0.34M
-parameters and 2% of the text, which it sees 77 times (the post: 10.7M, the whole text, 163 times).
+The post reports the losses after 10,000 iterations: 1.0040 (training) and 1.5550 (validation) for
+beta, 0.7140 and 1.6204 for softmax. Its softmax model has overfitted by then. The pocket scale does
+the same in small: a model of 0.34M parameters and 2% of the text, which it sees 77 times (the post:
+10.7M, the whole text, 163 times).
 
-The post's purpose is a cheaper backward pass. `backward` times the passes of softmax and beta: both as their
-definitions, both with a backward pass written by hand, and both in their fast form. All but the fast forms hold n x n
-numbers.
+The post's purpose is a cheaper backward pass. `backward` times the passes of softmax and beta: both
+as their definitions, both with a backward pass written by hand, and both in their fast form. All
+but the fast forms hold n x n numbers.
 """
 
 import functools
@@ -21,20 +22,30 @@ import re
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from attention.forms import fast_form
+from attention.forms import form_of
 from attention.scores import distances, plain_form
 from bench import interleaved, medians, passes, peak_memory, ratios
 from configurator import at_least_one, names, positive
-from lab.experiments.results import check_writable, difference, drawing, measured, saved, show_table, spread, start
-from lab.experiments.runs import as_flags, final, record
+from lab.experiments.results import (
+    check_writable,
+    difference,
+    drawing,
+    measured,
+    saved,
+    show_table,
+    spread,
+    start,
+)
+from lab.experiments.runs import as_flags, finals, record
 from model import ATTENTION
 from text.dataset import Tokens, folder_of
 from text.prepare import tokenised, write
 from text.tokenizers import tokenizer
 
 # What is measured?
-what = "train,backward,show"  # the parts to run, separated by commas; show: the picture and the tables
+what = "train,backward,show"  # the parts to run; show: the picture and the tables
 scale: Literal["pocket", "paper"] = "pocket"  # pocket: for two CPU cores; paper: the post's
 lengths = "512,2048"  # backward: numbers of tokens
 repeats = 9  # backward: rounds, in each of which every row runs once
@@ -45,11 +56,11 @@ out = "lab/experiments/beta_post.json"  # the results
 picture = "lab/pictures/beta_post.png"  # the picture
 out_dir = "out-beta-post"  # the folder for the runs, each in a folder of its own
 
-POST = {"softmax": (0.7140, 1.6204), "beta": (1.0040, 1.5550)}  # its losses of training and validation
+POST = {"softmax": "1.6204, 0.7140", "beta": "1.5550, 1.0040"}  # its losses: val, train
 CPU = "config/train_shakespeare_char_cpu.py"
 POCKET = {"max_iters": 2000, "lr_decay_iters": 2000, "eval_interval": 250, "eval_iters": 73}
 SCALES = {  # config file, flags, share of the training split
-    "paper": ("config/train_shakespeare_char.py", {"max_iters": 10000}, 1.0),  # the learning rate decays in 5000
+    "paper": ("config/train_shakespeare_char.py", {"max_iters": 10000}, 1.0),
     "pocket": (CPU, POCKET, 0.02),
 }
 ROWS = {"softmax": {}, "beta": {"attention": "beta"}}
@@ -57,42 +68,45 @@ DROPOUT = (0.2, 0.0)  # the post's, and none
 
 
 def part_of_the_text(share: float, make: bool) -> str:
-    """The data set with a share of its training split: its first tokens; and with all of its validation split.
+    """The data set with a share of its training split, the first tokens, and all of validation.
 
-    make: makes it; False: only its path.
+    make: make it; False: only return its path.
     """
     if share == 1.0:
         return dataset
     folder = os.path.join(out_dir, re.sub("[^A-Za-z0-9]+", "-", f"{dataset}-{share:g}"))
     if make:
-        train, val = (Tokens(folder_of(dataset), split, 1) for split in ("train", "val"))
+        train = Tokens(folder_of(dataset), "train", 1)
+        val = Tokens(folder_of(dataset), "val", 1)
         tok = tokenizer(train.meta["tokenizer"])
-        texts = {"train": tok.decode(train.ids[: int(share * len(train))]), "val": tok.decode(val.ids)}
-        documents = ((split, tokenised(text, tok)) for split, text in texts.items())
+        ids = {"train": train.ids[: int(share * len(train))], "val": val.ids}
+        documents = ((split, tokenised(tok.decode(x), tok)) for split, x in ids.items())
         write(folder, tok, documents, {"from": f"{share:.1%} of {dataset}"})
     return folder
 
 
-def train(make: bool) -> dict[tuple, list[dict]]:
-    """{(attention, dropout): the results of the seeds}. make: see experiments.runs.record."""
+def train(make: bool) -> dict:
+    """{(attention, dropout): the results of the seeds}. make: see runs.record."""
     file, flags, share = SCALES[scale]
-    data, commands = part_of_the_text(share, make), {}
+    data = part_of_the_text(share, make)
     keys = [(row, dropout) for dropout in DROPOUT for row in ROWS]
+    commands = {}
     for seed, (row, dropout) in itertools.product(range(1, seeds + 1), keys):
         run = flags | ROWS[row] | {"dataset": data, "dropout": dropout, "seed": seed}
         commands[f"{scale}, {row}, dropout {dropout:g}, seed {seed}"] = [file, *as_flags(run)]
-    made = list(record(out, commands, out_dir, jobs, make, ("val_loss", "train_loss")).values())
-    return {key: made[i :: len(keys)] for i, key in enumerate(keys)}
+    runs = list(record(out, commands, out_dir, jobs, make, ("val_loss", "train_loss")).values())
+    return {key: runs[i :: len(keys)] for i, key in enumerate(keys)}
 
 
 class ByHand(torch.autograd.Function):
-    """Causal softmax or beta attention of q, k, v (B, H, T, D), whose backward pass re-uses what the forward pass has.
+    """Causal softmax or beta attention of q, k, v (B, H, T, D), with its gradients in closed form.
 
-    With the weights a, y = a v, and D the sum of y dy over a row (which is that of a da, da = dy v^T), the gradients
-    with respect to the scores s are
+    With the weights a, y = a v, da = dy v^T, and D the sum of y dy over a row (which is also the
+    sum of a da), the gradients with respect to the scores s are
 
         softmax:  ds = a (da - D)
-        beta:     ds = da / (1 + ||s||) - a D / ||s||, since da . s = D (1 + ||s||) and s = a (1 + ||s||)
+        beta:     ds = da / (1 + ||s||) - a D / ||s||,
+                  since da . s = D (1 + ||s||) and s = a (1 + ||s||)
 
     So both read da and a once, and need one number, or two, of each row.
     """
@@ -110,7 +124,8 @@ class ByHand(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         q, k, v, a, y, norm = ctx.saved_tensors
-        total, ds = (y * dy).sum(-1, keepdim=True), dy @ v.mT
+        total = (y * dy).sum(-1, keepdim=True)
+        ds = dy @ v.mT
         if norm is None:
             ds.sub_(total).mul_(a)
         else:  # a score of a hidden key is 0, whatever q and k are
@@ -119,26 +134,29 @@ class ByHand(torch.autograd.Function):
         return ds @ k, ds.mT @ q, a.mT @ dy, None
 
 
-FORMS = {  # {name: attend(q, k, v)}
-    f"{name}, {form}": attend
-    for name, definition in ((name, ATTENTION[name]) for name in ROWS)
-    for form, attend in (
-        ("definition", plain_form(definition)),
-        ("by hand", lambda q, k, v, beta=name == "beta": ByHand.apply(q, k, v, beta)),
-        ("fast form", fast_form(name, definition)),
-    )
-}
+def by_hand(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ByHand.apply(q, k, v, name == "beta")
 
 
-def times(n: int) -> dict[str, dict]:
-    """{form: the milliseconds of its passes, their ratios to softmax's in the same form, its peak memory in bytes}, of
-    a sequence of n tokens with 6 heads of 32."""
+FORMS = {}  # {name: attend(q, k, v)}
+for name in ROWS:
+    FORMS[f"{name}, definition"] = plain_form(ATTENTION[name])
+    FORMS[f"{name}, by hand"] = functools.partial(by_hand, name)
+    FORMS[f"{name}, fast form"] = form_of(name, ATTENTION[name])[0]
+
+
+def times(n: int) -> dict:
+    """{form: its numbers} for a sequence of n tokens, with 6 heads of 32.
+
+    "ms": milliseconds of the passes; "ratio": to softmax's in the same form; "bytes": peak memory.
+    """
     x = [torch.randn(1, 6, n, 32, requires_grad=grad) for grad in (True, True, True, False)]
     tasks = {name: functools.partial(passes, attend, x, "cpu") for name, attend in FORMS.items()}
-    rounds, found = interleaved(tasks, "cpu", repeats), {}
+    rounds = interleaved(tasks, "cpu", repeats)
+    found = {}
     for name, task in tasks.items():
-        same = f"softmax, {name.partition(', ')[2]}"
-        found[name] = {"ms": medians(rounds[name])[0], "ratio": ratios(rounds, name, same)}
+        softmax = f"softmax, {name.partition(', ')[2]}"
+        found[name] = {"ms": medians(rounds[name])[0], "ratio": ratios(rounds, name, softmax)}
         found[name]["bytes"] = peak_memory(task, "cpu")
     return found
 
@@ -147,34 +165,44 @@ def draw(found: dict) -> None:
     """Losses of both splits over the steps, with dropout and without."""
     with drawing(picture, 1, 2, 12, 4.5) as axes:
         for ax, dropout in zip(axes, DROPOUT, strict=True):
-            for row, color in zip(ROWS, ("black", "C0"), strict=True):
+            for row, color in (("softmax", "black"), ("beta", "C0")):
                 for i, result in enumerate(found[row, dropout]):
                     for split, line in (("val", "-"), ("train", ":")):
                         curve = result["curves"][f"{split}_loss"]
-                        style = {"color": color, "linewidth": 1, "label": None if i else f"{row}, {split}"}
+                        label = None if i else f"{row}, {split}"
+                        style = {"color": color, "linewidth": 1, "label": label}
                         ax.plot(curve["iter"], curve[f"{split}_loss"], line, **style)
             ax.set(title=f"dropout {dropout:g}", xlabel="step", ylabel="loss", ylim=(0.4, 4.0))
 
 
-def show(found: dict) -> None:
-    """Prints the tables: the losses, and the times of the passes."""
+def show_losses(found: dict) -> None:
+    """Print the table of the losses."""
     rows = []
     for (row, dropout), results in found.items():
-        best, train_losses = ([r[key] for r in results] for key in ("best", "train"))
-        cells = [row, f"{dropout:g}", spread(best), spread([*map(final, results)]), spread(train_losses)]
-        softmax = found["softmax", dropout]
-        if row != "softmax":
-            cells += [difference(best, [r["best"] for r in softmax])]
-            cells += [difference([*map(final, results)], [*map(final, softmax)])]
-        rows.append([*cells, *[""] * (7 - len(cells)), f"{POST[row][1]:.4f}, {POST[row][0]:.4f}" if dropout else ""])
-    columns = ["", "dropout", "best val loss", "last val loss", "last train loss", "best, against softmax"]
-    show_table([*columns, "last, against softmax", "the post: val, train"], rows)
+        best = [result["best"] for result in results]
+        cells = [row, f"{dropout:g}", spread(best), spread(finals(results))]
+        cells.append(spread([result["train"] for result in results]))
+        if row == "softmax":
+            cells += ["", ""]
+        else:
+            softmax = found["softmax", dropout]
+            cells.append(difference(best, [result["best"] for result in softmax]))
+            cells.append(difference(finals(results), finals(softmax)))
+        rows.append([*cells, POST[row] if dropout else ""])
+    columns = " | dropout | best val loss | last val loss | last train loss"
+    columns += " | best, against softmax | last, against softmax | the post: val, train"
+    show_table(columns, rows)
+
+
+def show_times() -> None:
+    """Print the table of the times of the passes."""
     rows = []
     for n, forms in saved(out, {}).get("backward", {}).get("passes", {}).items():
         for name, r in forms.items():
-            ms = [f"{r['ms'][key]:.1f}" for key in ("forward", "backward")]
-            rows.append([n, name, *ms, f"{r['ratio']['backward']:.2f}x", f"{r['bytes'] / 2**20:.0f}"])
-    show_table(["n", "", "forward, ms", "backward, ms", "backward, against softmax's", "peak memory, MiB"], rows)
+            cells = [n, name, f"{r['ms']['forward']:.1f}", f"{r['ms']['backward']:.1f}"]
+            rows.append([*cells, f"{r['ratio']['backward']:.2f}x", f"{r['bytes'] / 2**20:.0f}"])
+    columns = "n |  | forward, ms | backward, ms | backward, against softmax's"
+    show_table(f"{columns} | peak memory, MiB", rows)
 
 
 def main() -> None:
@@ -183,13 +211,14 @@ def main() -> None:
     parts = names(what, ["train", "backward", "show"])
     if "backward" in parts:
         for n in positive("lengths", lengths):
-            measured(out, "backward", "passes", n, lambda n=n: times(n))
+            measured(out, "backward", "passes", n, times, n)
     if parts == ["backward"]:
         return
     found = train("train" in parts)
     if "show" in parts:
         draw(found)
-        show(found)
+        show_losses(found)
+        show_times()
 
 
 if __name__ == "__main__":

@@ -7,15 +7,16 @@
 tables.py has the tables and their flags. The parts (--what):
 
 train   runs of each row, first all rows with seed 1, then all with seed 2, and so on: an hour in
-        which the machine is slow slows all rows alike. Before them, where a table tunes the learning
-        rate: runs of each rate with the seeds 101 and 102, whose mean loss decides it.
+        which the machine is slow slows all rows alike. Where a table tunes the learning rate, each
+        rate first runs with the seeds 101 and 102, and the lowest mean loss decides.
 time    milliseconds of a training step on a CPU, and the ratio to the row that the row is compared
         with: medians of rounds, in which each row makes one step.
 equal   for tables of attention in linear time: runs of as many steps as fit into the time that the
         row they are compared with takes for the table's steps.
-show    prints the tables of what is in --out: losses, and their differences by the rule of RESULTS.md.
+show    prints the tables of what is in --out: losses, and their differences by the rule of
+        RESULTS.md.
 
-Finished runs are not repeated: you can stop the script and start it again.
+Finished runs are skipped: you can stop the script and start it again.
 """
 
 import statistics
@@ -23,9 +24,18 @@ import statistics
 import torch
 
 from configurator import at_least_one, names
-from lab.experiments.results import check_writable, difference, save, saved, short, show_table, spread, start
+from lab.experiments.results import (
+    check_writable,
+    difference,
+    save,
+    saved,
+    short,
+    show_table,
+    spread,
+    start,
+)
 from lab.experiments.runs import as_flags, final, record, sooner
-from lab.experiments.tables import TABLES, Table
+from lab.experiments.tables import TABLES, Table, steps_of
 from lab.experiments.times import step_times
 
 # What is measured?
@@ -46,9 +56,9 @@ TUNING = (101, 102)  # the seeds of the runs that decide a learning rate
 
 def chosen(t: Table) -> dict[str, dict]:
     """The flags of each row of --only, and of the rows that they are compared with."""
-    known = {name: t.flags | flags for name, flags in t.rows.items()}
-    wanted = names(only, known, ";")
-    return {row: flags for row, flags in known.items() if row in wanted or row in (base(t, x) for x in wanted)}
+    wanted = set(names(only, t.rows, ";"))
+    wanted |= {base(t, row) for row in wanted}
+    return {row: t.flags | flags for row, flags in t.rows.items() if row in wanted}
 
 
 def base(t: Table, row: str) -> str:
@@ -56,118 +66,151 @@ def base(t: Table, row: str) -> str:
     return against or t.against.get(row, next(iter(t.rows)))
 
 
-def run_name(name: str, row: str, seed: int, steps: int | None, rate: float | None) -> str:
-    """The name of a run in --out."""
-    parts = [name, row, *([f"rate {rate:g}"] if rate else []), *([f"{steps} steps"] if steps else [])]
-    return ", ".join([*parts, *([extra] if extra else []), f"seed {seed}"])
-
-
-def train(name: str, t: Table, rows: dict[str, dict], steps: dict[str, int | None]) -> None:
-    """Makes the runs of each row and seed that are missing, of so many steps; None: as many as the config says."""
-    tried = [(row, rate, seed) for seed in TUNING for row in steps for rate in t.tune]
-    make(name, t, rows, steps, tried)
-    make(name, t, rows, steps, [(row, tuned(name, t, row), seed) for seed in counted(t) for row in steps])
-
-
-def make(name: str, t: Table, rows: dict[str, dict], steps: dict, keys: list[tuple[str, float | None, int]]) -> None:
-    """Makes the runs (row, learning rate or None for the row's own, seed) that are missing."""
-    runs = {}
-    for row, rate, seed in keys:
-        n = steps[row]
-        flags = rows[row] | ({"max_iters": n, "lr_decay_iters": n, "eval_interval": n} if n else {})
-        flags |= {"learning_rate": rate} if rate else {}
-        command = [config_file or t.file, *as_flags(flags), f"--seed={seed}", *extra.split()]
-        runs[run_name(name, row, seed, n, rate)] = command
-    record(out, runs, out_dir, jobs, make=True, keep=t.keep)
-
-
 def counted(t: Table) -> range:
     """The seeds of the runs that are compared."""
     return range(1, (seeds or t.seeds) + 1)
 
 
-def tuned(name: str, t: Table, row: str) -> float | None:
-    """The learning rate of a row that has the lowest mean loss over the seeds of TUNING; None: it is not tuned."""
-    runs, mean = saved(out, {"runs": {}})["runs"], {}
+def run_name(t: Table, row: str, seed: int, steps: int | None, rate: float | None) -> str:
+    """The name of a run in --out."""
+    parts = [t.name, row]
+    if rate:
+        parts.append(f"rate {rate:g}")
+    if steps:
+        parts.append(f"{steps} steps")
+    if extra:
+        parts.append(extra)
+    return ", ".join([*parts, f"seed {seed}"])
+
+
+def train(t: Table, steps: dict) -> None:
+    """Make the missing runs of each row in `steps` and each seed, at the row's best learning rate.
+
+    steps: {row: its number of steps, or None: as many as the config file says}.
+    """
+    make(t, steps, [(row, rate, seed) for seed in TUNING for row in steps for rate in t.tune])
+    make(t, steps, [(row, tuned(t, row), seed) for seed in counted(t) for row in steps])
+
+
+def make(t: Table, steps: dict, keys: list[tuple]) -> None:
+    """Make the missing runs of keys: (row, learning rate or None for the row's own, seed)."""
+    rows = chosen(t)
+    runs = {}
+    for row, rate, seed in keys:
+        flags = dict(rows[row])
+        if steps[row]:
+            flags |= steps_of(steps[row])
+        if rate:
+            flags["learning_rate"] = rate
+        command = [config_file or t.file, *as_flags(flags), f"--seed={seed}", *extra.split()]
+        runs[run_name(t, row, seed, steps[row], rate)] = command
+    record(out, runs, out_dir, jobs, make=True, keep=t.keep)
+
+
+def tuned(t: Table, row: str) -> float | None:
+    """The learning rate with the lowest mean loss over the seeds of TUNING; None: not tuned."""
+    runs = saved(out, {"runs": {}})["runs"]
+    means = {}
     for rate in t.tune:
-        made = [runs.get(run_name(name, row, seed, t.steps, rate)) for seed in TUNING]
-        if all(made):
-            mean[rate] = statistics.mean(map(final, made))
-    return min(mean, key=mean.get) if mean else None
+        results = [runs.get(run_name(t, row, seed, t.steps, rate)) for seed in TUNING]
+        if all(results):
+            means[rate] = statistics.mean(map(final, results))
+    return min(means, key=means.get, default=None)
 
 
-def take_times(name: str, t: Table, rows: dict[str, dict]) -> None:
-    """Adds each row's milliseconds and their ratio to --out."""
-    against = {row: base(t, row) for row in rows}
-    times = step_times(config_file or t.file, rows, t.vocab_size, repeats, against)
-    results = saved(out, {"runs": {}})
-    results.setdefault("times", {}).update({f"{name}, {row}": short(x) for row, x in times.items()})
+def take_times(t: Table) -> None:
+    """Add each row's milliseconds and their ratio to --out."""
+    rows = chosen(t)
+    bases = {row: base(t, row) for row in rows}
+    times = step_times(config_file or t.file, rows, t.vocab_size, repeats, bases)
+    results = saved(out, {"times": {}})
+    for row, ms in times.items():
+        results["times"][f"{t.name}, {row}"] = short(ms)
     save(out, results)
 
 
-def in_equal_time(name: str, t: Table, rows: dict[str, dict]) -> dict[str, int]:
-    """How many steps each row makes in the time that the row it is compared with takes for the table's steps."""
-    times = saved(out, {}).get("times", {})
-    found = {row: times.get(f"{name}, {row}") for row in rows} if t.steps else {}
-    return {row: round(t.steps / ms[1]) for row, ms in found.items() if ms}
+def in_equal_time(t: Table) -> dict[str, int]:
+    """How many steps each row makes in the time in which its base makes the table's steps."""
+    times = saved(out, {"times": {}})["times"]
+    steps = {}
+    for row in chosen(t):
+        if t.steps and f"{t.name}, {row}" in times:
+            steps[row] = round(t.steps / times[f"{t.name}, {row}"][1])
+    return steps
 
 
-def pairs(x: dict[int, object], y: dict[int, object]) -> tuple[list, list]:
-    """What x and y have for the seeds that are in both."""
-    return [x[seed] for seed in x if seed in y], [y[seed] for seed in x if seed in y]
+def paired(x: dict, y: dict) -> tuple[list, list]:
+    """What x and y, {seed: ...}, have for the seeds that are in both."""
+    both = [seed for seed in x if seed in y]
+    return [x[seed] for seed in both], [y[seed] for seed in both]
 
 
-def show(name: str, t: Table, rows: dict[str, dict]) -> None:
-    """Prints a table. Of losses: the mean of the seeds, the lowest to the highest."""
-    results, equal = saved(out, {"runs": {}}), in_equal_time(name, t, rows)
+def show(t: Table) -> None:
+    """Print a table. Of losses: the mean of the seeds, the lowest and the highest."""
+    results = saved(out, {"runs": {}, "times": {}})
+    equal = in_equal_time(t)
 
-    def made(row: str, steps: int | None) -> dict[int, dict]:
-        rate = tuned(name, t, row)
-        runs = {seed: results["runs"].get(run_name(name, row, seed, steps, rate)) for seed in counted(t)}
-        return {seed: run for seed, run in runs.items() if run}
+    def runs_of(row: str, steps: int | None) -> dict:
+        rate = tuned(t, row)
+        keys = {seed: run_name(t, row, seed, steps, rate) for seed in counted(t)}
+        return {n: results["runs"][key] for n, key in keys.items() if key in results["runs"]}
 
-    def losses(row: str, steps: int | None) -> dict[int, float]:
-        return {seed: run["best"] if t.loss == "best" else final(run) for seed, run in made(row, steps).items()}
+    def losses(row: str, steps: int | None) -> dict:
+        loss = final if t.loss == "val" else lambda run: run["best"]
+        return {seed: loss(run) for seed, run in runs_of(row, steps).items()}
 
     lines = []
-    for row in rows:
-        of, x, rate = base(t, row), losses(row, t.steps), tuned(name, t, row)
+    for row in chosen(t):
+        other = base(t, row)
+        rate = tuned(t, row)
         flags = " ".join(as_flags(t.rows[row] | ({"learning_rate": rate} if rate else {})))
+        x = losses(row, t.steps)
         cells = [row, f"`{flags}`" if flags else "", spread([*x.values()])]
-        cells.append("" if row == of else difference(*pairs(x, losses(of, t.steps))))
+        cells.append("" if row == other else difference(*paired(x, losses(other, t.steps))))
         if "val_loss" in t.keep:
-            cells.append("" if row == of else sooner(*pairs(made(row, t.steps), made(of, t.steps))))
-        ms, ratio = results.get("times", {}).get(f"{name}, {row}", (None, None))
+            pairs = paired(runs_of(row, t.steps), runs_of(other, t.steps))
+            cells.append("" if row == other else sooner(*pairs))
+        ms, ratio = results["times"].get(f"{t.name}, {row}", (None, None))
         cells += [f"{ms:.1f}", f"{ratio:.2f}x"] if ms else ["", ""]
         if t.steps:
-            same = losses(row, equal[row]) if row in equal and row != of else {}
+            same = losses(row, equal[row]) if row in equal and row != other else {}
             cells += [equal.get(row, ""), spread([*same.values()])]
-            cells.append(difference(*pairs(same, losses(of, equal[of]))) if same else "")
+            cells.append(difference(*paired(same, losses(other, equal[other]))) if same else "")
         lines.append(cells)
-    measured = "error" if t.file.startswith("lab/") else f"{'lowest' if t.loss == 'best' else 'last'} val loss"
-    columns = [name, "flags", f"{measured}, mean (range)"]
-    columns.append(f"against {'its base' if t.against else base(t, '')}: mean (95% interval)")
-    columns += ["share of the steps to its loss"] if "val_loss" in t.keep else []
-    columns += ["ms per step", "ratio"] + (["steps", "loss in equal time", "against its base"] if t.steps else [])
-    show_table(columns, lines)
+    show_table(columns(t), lines)
+
+
+def columns(t: Table) -> str:
+    """The head of a table."""
+    loss = {"val": "last val loss", "best": "lowest val loss"}[t.loss]
+    if t.file.startswith("lab/"):
+        loss = "error"
+    other = "its base" if t.against else base(t, "")
+    head = f"{t.name} | flags | {loss}, mean (range) | against {other}: mean (95% interval)"
+    if "val_loss" in t.keep:
+        head += " | share of the steps to its loss"
+    head += " | ms per step | ratio"
+    if t.steps:
+        head += " | steps | loss in equal time | against its base"
+    return head
 
 
 def main() -> None:
     torch.set_flush_denormal(True)  # as train.py
     at_least_one(jobs=jobs, seeds=1 if seeds is None else seeds, repeats=repeats)
     check_writable(out)
-    parts, tables = names(what, ["train", "time", "equal", "show"]), names(table, TABLES)
-    for name in tables:
-        names(against, TABLES[name].rows, ";")
-        rows = chosen(TABLES[name])
+    parts = names(what, ["train", "time", "equal", "show"])
+    for name in names(table, TABLES):
+        t = TABLES[name]
+        names(against, t.rows, ";")  # raises UserError for an unknown row
         if "train" in parts:
-            train(name, TABLES[name], rows, dict.fromkeys(rows, TABLES[name].steps))
-        if "time" in parts and not TABLES[name].file.startswith("lab/"):  # an example has no step of train.py
-            take_times(name, TABLES[name], rows)
+            train(t, dict.fromkeys(chosen(t), t.steps))
+        if "time" in parts and not t.file.startswith("lab/"):  # no example has a step of train.py
+            take_times(t)
         if "equal" in parts:
-            train(name, TABLES[name], rows, in_equal_time(name, TABLES[name], rows))
+            train(t, in_equal_time(t))
         if "show" in parts:
-            show(name, TABLES[name], rows)
+            show(t)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Can a model write more than block_size tokens? Speed and memory of a long text, and the loss far past block_size.
+"""Can a model write more than block_size tokens? Speed, memory, and the loss far past block_size.
 
     OMP_NUM_THREADS=1 python -m lab.experiments.endless
 
@@ -10,11 +10,11 @@ far     the loss of the validation split by position, read in one go through a c
         window of block_size tokens that slides.
 show    the tables
 
-The models of TRAINED are trained on Tiny Shakespeare first. Results that are in --out are not measured again, so you
-can stop the script and start it again. length.py is about long texts in training.
+The models of TRAINED are trained on Tiny Shakespeare first. Results that are in --out are not
+measured again, so you can stop the script and start it again. length.py is about long texts in
+training.
 """
 
-import functools
 import itertools
 import os
 import re
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from configurator import names
@@ -45,56 +46,86 @@ slide = 5000  # characters that it writes for comparison with a window that slid
 out = "lab/experiments/endless.json"  # the results
 out_dir = "out-endless"  # the folder for the runs, each in a folder of its own
 
-BETA, ROPE, ALIBI = {"attention": "beta"}, {"position": "rope"}, {"position": "alibi"}
-MIXED = {"attention": "beta_squared", "short_attention": "softmax", "heads": "SSSL", "window": 16, "conv": 4}
+BETA = {"attention": "beta"}
+ROPE = {"position": "rope"}
+ALIBI = {"position": "alibi"}
+MIXED = {
+    "attention": "beta_squared",
+    "short_attention": "softmax",
+    "heads": "SSSL",
+    "window": 16,
+    "conv": 4,
+}
+ROPE_IN_SHORT = ROPE | {"nope_long": True}
 TRAINED = {
     "beta, rope": BETA | ROPE,
     "beta, alibi": BETA | ALIBI,
     "softmax short, beta_squared long, conv, rope": MIXED | ROPE,
-    "softmax short, beta_squared long, conv, rope in short heads": MIXED | ROPE | {"nope_long": True},
+    "softmax short, beta_squared long, conv, rope in short heads": MIXED | ROPE_IN_SHORT,
     "softmax short, beta_squared long, conv, alibi": MIXED | ALIBI,
 }
-DECODED = ["beta, alibi", "softmax short, beta_squared long, conv, rope in short heads"]
-BANDS = [0, 64, 256, 1024, 4096, 16384, 65536, 2**30]  # of positions; each begins here and ends before the next
+DECODED = ("beta, alibi", "softmax short, beta_squared long, conv, rope in short heads")
+BANDS = [0, 64, 256, 1024, 4096, 16384, 65536, 2**30]  # of positions: where each begins
 
 
 def trained(name: str) -> str:
-    """The folder of a trained model. Trains it, unless it is there."""
+    """The folder of a trained model. Train the model if it is missing."""
     folder = os.path.join(out_dir, f"{re.sub('[^a-z0-9]+', '-', name)}-{block_size}")
-    flags = {"max_iters": steps, "lr_decay_iters": steps, "eval_interval": steps, "seed": 1, "dataset": dataset}
-    finished(name, [config_file, *as_flags(TRAINED[name] | flags | {"block_size": block_size})], folder)
+    flags = TRAINED[name] | {
+        "max_iters": steps,
+        "lr_decay_iters": steps,
+        "eval_interval": steps,
+        "seed": 1,
+        "dataset": dataset,
+        "block_size": block_size,
+    }
+    finished(name, [config_file, *as_flags(flags)], folder)
     return folder
 
 
 def decode(folder: str, tokens: int, slide: int) -> dict:
     """Speed, and bytes of the cache, in the first and the last tenth of a text that a model writes.
 
-    slides: of `slide` tokens, with a window of block_size that slides; endless: of `tokens` tokens through one cache.
-    as_fast: the speed at the end of the endless text, compared with that of a new text: the median of rounds in which
-    both take turns.
+    "slides": of `slide` tokens, with a window of block_size that slides; "endless": of `tokens`
+    tokens through one cache. "as_fast": the speed at the end of the endless text, compared with
+    that of a new text: the median of rounds in which both take turns.
     """
     torch.set_flush_denormal(True)
     gpt, tok, _, _ = open_model("resume", folder, "latest")
     begin = torch.tensor([tok.start("\n")])
-    caches, new_cache = [], gpt.eval().new_cache
-    gpt.new_cache = lambda *args: caches.append(new_cache(*args)) or caches[-1]
+    caches = []
+    new_cache = gpt.eval().new_cache
 
-    def text(n: int, seed: int, **settings: bool) -> Iterator[torch.Tensor]:
+    def seen_cache(*args: object) -> object:
+        caches.append(new_cache(*args))
+        return caches[-1]
+
+    gpt.new_cache = seen_cache
+
+    def text(n: int, seed: int, **settings: bool) -> Iterator[Tensor]:
         return stream(gpt, begin, n, temperature=0.8, seed=seed, vocab_size=tok.n_vocab, **settings)
 
-    row, rounds = {}, 9
+    rounds = 9
     size = max(1, min(500, tokens // 10))  # tokens of a round
-    for name, n, more, settings in (("slides", slide, 0, {}), ("endless", tokens, rounds * size, {"endless": True})):
+    row = {}
+    for name, n, later, settings in (
+        ("slides", slide, 0, {}),
+        ("endless", tokens, rounds * size, {"endless": True}),
+    ):
         gpt.generate(begin, 2 * gpt.config.block_size, seed=0, **settings)  # warm-up
-        old = text(n + more, seed=1, **settings)
-        tenths = [{"tokens_per_s": speed(old, n // 10), "cache_bytes": caches[-1].nbytes} for _ in range(10)]
+        old = text(n + later, seed=1, **settings)
+        tenths = []
+        for _ in range(10):
+            tokens_per_s = speed(old, n // 10)
+            tenths.append({"tokens_per_s": tokens_per_s, "cache_bytes": caches[-1].nbytes})
         row[name] = {"first": tenths[0], "last": tenths[-1]}
     new = text(rounds * size + 100, seed=2, endless=True)
     speed(new, 100)
-    return row | {"as_fast": statistics.median(speed(old, size) / speed(new, size) for _ in range(rounds))}
+    as_fast = [speed(old, size) / speed(new, size) for _ in range(rounds)]
+    return row | {"as_fast": statistics.median(as_fast)}
 
 
-def speed(text: Iterator[torch.Tensor], n: int) -> float:
+def speed(text: Iterator[Tensor], n: int) -> float:
     """The tokens per second of processor time of the next n tokens."""
     began = time.process_time()
     written = sum(1 for _ in itertools.islice(text, n))
@@ -102,61 +133,78 @@ def speed(text: Iterator[torch.Tensor], n: int) -> float:
 
 
 @torch.no_grad()
-def through_a_cache(gpt: GPT, x: torch.Tensor, piece: int = 256) -> torch.Tensor:
-    """The loss of each token of x (B, T + 1) after the first, which the model reads through one cache: (B, T)."""
+def through_a_cache(gpt: GPT, x: Tensor, piece: int = 256) -> Tensor:
+    """The loss of each token of x (B, T + 1) after the first, (B, T), read through one cache."""
     cache = gpt.new_cache(x.shape[1] - 1)
-    parts = zip(x[:, :-1].split(piece, dim=1), x[:, 1:].split(piece, dim=1), strict=True)
-    found = [F.cross_entropy(gpt(a, b, cache)[0].mT, b, reduction="none") for a, b in parts]
-    return torch.cat(found, dim=1)
+    losses = []
+    for i in range(0, x.shape[1] - 1, piece):
+        part = x[:, i : i + piece + 1]
+        logits, _ = gpt(part[:, :-1], part[:, 1:], cache)
+        losses.append(F.cross_entropy(logits.mT, part[:, 1:], reduction="none"))
+    return torch.cat(losses, dim=1)
 
 
 @torch.no_grad()
-def in_windows(gpt: GPT, text: Tokens) -> torch.Tensor:
-    """The same (T) with a window of block_size tokens that slides by a 16th of it: each loss where it is new."""
-    batches = text.strided(max(1, text.block_size // 16), 64)
-    return torch.cat(
-        [F.cross_entropy(gpt(x, y)[0].mT, y, reduction="none", ignore_index=-1)[y != -1] for x, y in batches]
-    )
+def in_windows(gpt: GPT, text: Tokens) -> Tensor:
+    """The loss of each token, (T), in a window of block_size that slides by a 16th of it."""
+    losses = []
+    for x, y in text.strided(max(1, text.block_size // 16), 64):
+        loss = F.cross_entropy(gpt(x, y)[0].mT, y, reduction="none", ignore_index=-1)
+        losses.append(loss[y != -1])
+    return torch.cat(losses)
 
 
 def read_far(folder: str, data: str) -> dict:
-    """{"sums" or "slides": {a band of positions: the mean loss in it}}, of the validation split."""
+    """{"sums" or "slides": {a band of positions: the mean loss in it}} of the validation split."""
     torch.set_flush_denormal(True)
     gpt = open_model("resume", folder, "latest")[0].eval()
     text = Tokens(data, "val", gpt.config.block_size)
     x = torch.from_numpy(text.ids.astype("int64"))[None]
     losses = {"sums": through_a_cache(gpt, x)[0], "slides": in_windows(gpt, text)}
     n = x.shape[1] - 1
-    bands = [(a, min(b, n)) for a, b in itertools.pairwise(BANDS) if a < n]
-    return {how: {f"{a}-{b}": loss[a:b].mean().item() for a, b in bands} for how, loss in losses.items()}
+    found = {name: {} for name in losses}
+    for a, b in itertools.pairwise([*(band for band in BANDS if band < n), n]):
+        for name, loss in losses.items():
+            found[name][f"{a}-{b}"] = loss[a:b].mean().item()
+    return found
 
 
 def show() -> None:
-    """Prints a table for each part."""
-    results, cells = saved(out, {}), []
-    for name, row in results.get("decode", {}).items():
-        found = next(iter(row.values()))
-        for how in ("slides", "endless"):
-            first, last = found[how]["first"], found[how]["last"]
-            faster = f"{found['as_fast']:.2f}x" if how == "endless" else ""
-            cache = f"{first['cache_bytes']:,} and {last['cache_bytes']:,}"
-            cells.append([name, how, f"{last['tokens_per_s']:.0f}", faster, cache])
-    show_table(["model", "text", "tokens/s", "at the end, against a new text", "cache, first and last"], cells)
-    rows = [(name, n, row) for name, of in results.get("far", {}).items() for n, row in of.items()]
-    bands, cells = [*rows[0][2]["sums"]] if rows else [], []
-    for name, n, row in rows:
-        cells.append([name, n, *(f"{row['sums'][band]:.3f} ({row['slides'][band]:.3f})" for band in bands)])
-    show_table(["loss of sums (sliding)", "block_size", *bands], cells)
+    """Print a table for each part."""
+    results = saved(out, {"decode": {}, "far": {}})
+    rows = []
+    for name, by_size in results["decode"].items():
+        found = next(iter(by_size.values()))
+        for text in ("slides", "endless"):
+            first = found[text]["first"]["cache_bytes"]
+            last = found[text]["last"]
+            faster = f"{found['as_fast']:.2f}x" if text == "endless" else ""
+            cells = [name, text, f"{last['tokens_per_s']:.0f}", faster]
+            rows.append([*cells, f"{first:,} and {last['cache_bytes']:,}"])
+    columns = "model | text | tokens/s | at the end, against a new text | cache, first and last"
+    show_table(columns, rows)
+    rows = []
+    columns = "loss of sums (sliding) | block_size"
+    bands = []
+    for name, by_size in results["far"].items():
+        for n, found in by_size.items():
+            bands = bands or list(found["sums"])
+            cells = [f"{found['sums'][band]:.3f} ({found['slides'][band]:.3f})" for band in bands]
+            rows.append([name, n, *cells])
+    show_table(" | ".join([columns, *bands]), rows)
 
 
 def main() -> None:
-    parts, data = names(what, ["decode", "far", "show"]), folder_of(dataset)
-    for name in names(only, TRAINED, ";") if {"decode", "far"} & {*parts} else []:
+    parts = names(what, ["decode", "far", "show"])
+    data = folder_of(dataset)
+    for name in names(only, TRAINED, ";"):
+        if parts == ["show"]:
+            break
         folder = trained(name)
         if "decode" in parts and name in DECODED:
-            measured(out, "decode", name, block_size, functools.partial(apart, decode, folder, tokens, slide))
+            measured(out, "decode", name, block_size, apart, decode, folder, tokens, slide)
         if "far" in parts:
-            measured(out, "far", name, block_size, functools.partial(apart, read_far, folder, data))
+            measured(out, "far", name, block_size, apart, read_far, folder, data)
     if "show" in parts:
         show()
 

@@ -1,25 +1,28 @@
-"""Where the time of a training step goes on a GPU, and what makes a step shorter: GPT-2 (124M), bfloat16.
+"""Where the time of a training step goes on a GPU, and what makes a step shorter: GPT-2 (124M).
 
     python -m lab.experiments.gpu_training --profile    # all rows; compilation takes longest
     python -m lab.experiments.gpu_training --only="plain,cudnn,chunks"
 
-The row `plain` trains as nanoGPT does: a micro-batch of 12, torch.compile, fused AdamW, the SDPA kernel that PyTorch
-chooses, the logits of all tokens at once, and a loss that is read after every step. Each other row changes what its
-name says. All rows start from the same weights and see the same few batches of random tokens. So the last column, the
-final loss, shows whether two rows compute the same (rows with another batch size or attention do not). MFU is in
-percent of the GPU's peak, as in train.py's log (0: the peak is not known). Each row is written to --out as soon as it
-is measured.
+The row `plain` trains as nanoGPT does: bfloat16, a micro-batch of 12, torch.compile, fused AdamW,
+the SDPA kernel that PyTorch chooses, the logits of all tokens at once, and a loss that is read
+after every step. Each other row changes what its name says. All rows start from the same weights
+and see the same few batches of random tokens. So the last column, the final loss, shows whether two
+rows compute the same (rows with another batch size or attention do not). MFU is in percent of the
+GPU's peak, as in train.py's log (0: the peak is not known). Each row is written to --out as soon as
+it is measured.
 """
 
 import contextlib
 import functools
 import gc
+import importlib
 import time
 from collections.abc import Callable
 from typing import Literal
 
 import torch
 import torch._functorch.config
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -28,13 +31,13 @@ from bench import clock, tried
 from configurator import at_least_one, names, pick_device
 from errors import UserError
 from lab.experiments.results import check_writable, save, start
-from model import ATTENTION, GPT, GPTConfig
+from model import GPT, GPTConfig
 from training.estimate import flops, peak_flops
 from training.optimizers import OPTIMIZER, Settings
 
 # What is measured?
 only = ""  # the rows to run, separated by commas; empty: all
-size: Literal["gpt2", "shakespeare", "tiny"] = "gpt2"  # of the model: GPT-2 (124M), nanoGPT's Shakespeare, a test
+size: Literal["gpt2", "shakespeare", "tiny"] = "gpt2"  # the model; tiny: a test of the script
 profile = False  # also list the kernels that take most of the time in a step of the row plain
 steps = 30  # steps per row; the first third is not timed
 budget = 500.0  # seconds; after this time no new row begins, and the skipped rows are named
@@ -44,92 +47,113 @@ compile = True  # compile the model with torch.compile
 device: Literal["cuda", "cpu"] = "cuda"  # cpu: to try the script
 dtype: Literal["bfloat16", "float32"] = "bfloat16"  # the precision of autocast
 
-SIZES = {  # of the model, and the sequences of a step
-    "gpt2": ({"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304}, 12),
-    "shakespeare": ({"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}, 64),
-    "tiny": ({"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 24, "vocab_size": 97}, 2),
-}
+GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304}
+SHAKESPEARE = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}
+TINY = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 24, "vocab_size": 97}
+# {size: (fields of GPTConfig, sequences of a step)}
+SIZES = {"gpt2": (GPT2, 12), "shakespeare": (SHAKESPEARE, 64), "tiny": (TINY, 2)}
 BATCHES = 4  # batches of random tokens, which are used again and again
 CHUNKS = 8  # number of parts in which the row chunks computes the loss
 
 
-def in_chunks(model: GPT, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The loss of some tokens at a time, whose logits are computed again in the backward pass."""
+def of_model(model: GPT, x: Tensor, y: Tensor) -> Tensor:
+    """The model's own loss."""
+    return model(x, y)[1]
 
-    def part(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+
+def in_bfloat16(model: GPT, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of logits in autocast's precision."""
+    logits = model.lm_head(model.hidden(x))
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def linear(model: GPT, x: Tensor, y: Tensor) -> Tensor:
+    """The loss by PyTorch's function that holds no logits."""
+    h = model.hidden(x).flatten(0, 1)
+    return F.linear_cross_entropy(h, model.lm_head.weight, y.flatten())
+
+
+def in_chunks(model: GPT, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of some tokens at a time, whose logits the backward pass computes again."""
+
+    def part(h: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model.lm_head(h).float(), y, reduction="sum")
 
     h = model.hidden(x).flatten(0, 1)
     y = y.flatten()
-    parts = zip(h.chunk(CHUNKS), y.chunk(CHUNKS), strict=True)
-    return sum(checkpoint(part, *few, use_reentrant=False) for few in parts) / len(y)
+    total = 0
+    for h_part, y_part in zip(h.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
+        total += checkpoint(part, h_part, y_part, use_reentrant=False)
+    return total / len(y)
 
 
-LOSS: dict[str, Callable] = {
-    "model": lambda model, x, y: model(x, y)[1],
-    "bfloat16": lambda model, x, y: F.cross_entropy(model.lm_head(model.hidden(x)).flatten(0, 1), y.flatten()),
-    "chunks": in_chunks,
-    "linear": lambda model, x, y: F.linear_cross_entropy(
-        model.hidden(x).flatten(0, 1), model.lm_head.weight, y.flatten()
-    ),
+PLAIN = {
+    "batch": 1,  # times the sequences of a step
+    "wait": True,  # read the loss after each step
+    "loss": of_model,
+    "backend": None,  # of SDPA; None: PyTorch chooses
+    "mode": None,  # of torch.compile
+    "import": None,  # a module that adds an attention
 }
-
-# What each row changes: backend, loss, mode (of torch.compile), batch (times batch_size), wait, triton; the rest are
-# fields of GPTConfig.
-ROWS: dict[str, dict] = {
+TRITON = {"attention": "softmax_triton", "import": "lab.kernels"}  # Triton is not everywhere
+# What each row changes of PLAIN; the rest are fields of GPTConfig.
+ROWS = {
     "plain": {},
     "no wait": {"wait": False},
     "batch x 2": {"batch": 2, "wait": False},
     "batch x 4": {"batch": 4, "wait": False},
     "cudnn": {"backend": SDPBackend.CUDNN_ATTENTION},
     "flash": {"backend": SDPBackend.FLASH_ATTENTION},
-    "triton": {"triton": True},
-    "logits in bfloat16": {"loss": "bfloat16"},
-    "chunks": {"loss": "chunks"},
-    "linear cross-entropy": {"loss": "linear"},
+    "triton": TRITON,
+    "logits in bfloat16": {"loss": in_bfloat16},
+    "chunks": {"loss": in_chunks},
+    "linear cross-entropy": {"loss": linear},
     "vocabulary of 50257": {"vocab_size": 50257},
     "laser": {"attention": "laser"},
-    "laser triton": {"attention": "laser", "triton": True},
+    "laser triton": TRITON | {"attention": "laser_triton"},
     "beta": {"attention": "beta"},
-    "beta triton": {"attention": "beta", "triton": True},
+    "beta triton": TRITON | {"attention": "beta_triton"},
     "SSSSSL": {"heads": "SSSSSL"},
-    "SSSSSL triton": {"heads": "SSSSSL", "triton": True},
+    "SSSSSL triton": TRITON | {"heads": "SSSSSL"},
     "SSSSSL laser": {"heads": "SSSSSL", "attention": "laser"},
     "reduce-overhead": {"mode": "reduce-overhead"},
 }
 
-PLAIN = {"batch": 1, "wait": True, "loss": "model", "backend": None, "mode": None, "triton": False}
-
 
 def new_model(row: dict, dev: str) -> GPT:
     """The model of a row, with the same first weights wherever the sizes are the same."""
+    if row["import"]:
+        importlib.import_module(row["import"])
     torch.manual_seed(1337)
-    fields = SIZES[size][0] | {k: v for k, v in row.items() if k not in PLAIN}
-    model = GPT(GPTConfig(bias=False, **fields)).to(dev).train()
-    if row["triton"]:
-        from attention import kernels  # Triton is not everywhere
-
-        kernels.use(model, ATTENTION[model.config.attention])
-    return model
+    fields = SIZES[size][0] | {key: value for key, value in row.items() if key not in PLAIN}
+    return GPT(GPTConfig(bias=False, **fields)).to(dev).train()
 
 
-def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, peak: float | None) -> dict:
-    """Trains a model for a few steps; tokens/s, memory, the last loss."""
-    row, (fields, sequences) = PLAIN | changes, SIZES[size]
-    model, block_size = new_model(row, dev), fields["block_size"]
-    adamw = OPTIMIZER["adamw"](model, Settings(6e-4, (0.9, 0.95), 0.1))[0]
+def measured(
+    changes: dict, dev: str, amp: contextlib.AbstractContextManager, peak: float | None
+) -> dict:
+    """Train a model for a few steps; return tokens/s, MFU, memory, and what `timed` returns."""
+    row = PLAIN | changes
+    fields, sequences = SIZES[size]
+    T = fields["block_size"]
     B = sequences * row["batch"]
-    tokens = [torch.randint(min(fields["vocab_size"], 50257), (B, block_size + 1)).to(dev) for _ in range(BATCHES)]
-    backend = contextlib.nullcontext if row["backend"] is None else functools.partial(sdpa_kernel, row["backend"])
+    model = new_model(row, dev)
+    (adamw,) = OPTIMIZER["adamw"](model, Settings(6e-4, (0.9, 0.95), 0.1))
+    vocab_size = min(fields["vocab_size"], 50257)
+    tokens = [torch.randint(vocab_size, (B, T + 1)).to(dev) for _ in range(BATCHES)]
 
-    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return LOSS[row["loss"]](model, x, y)
+    def kernel() -> contextlib.AbstractContextManager:
+        backend = row["backend"]
+        return contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return row["loss"](model, x, y)
 
     fast = torch.compile(loss_of, mode=row["mode"]) if compile else loss_of
 
-    def step(i: int) -> torch.Tensor:
+    def step(i: int) -> Tensor:
         x = tokens[i % BATCHES]
-        with amp, backend():
+        with amp, kernel():
             loss = fast(x[:, :-1], x[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -143,7 +167,7 @@ def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, pe
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     result = timed(step, dev)
-    result["tokens_per_s"] = B * block_size / result["ms"] * 1e3
+    result["tokens_per_s"] = B * T / result["ms"] * 1e3
     result["mfu"] = flops(model) * result["tokens_per_s"] / peak if peak else 0.0
     result["peak_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
     if profile and changes == {}:
@@ -151,11 +175,16 @@ def measured(changes: dict, dev: str, amp: contextlib.AbstractContextManager, pe
     return result
 
 
-def timed(step: Callable, dev: str) -> dict[str, float]:
-    """Calls step(i) for each step. The mean milliseconds of the last two thirds, the last loss, the first's seconds."""
+def timed(step: Callable, dev: str) -> dict:
+    """Call step(i) for each step.
+
+    "ms": the mean milliseconds of the last two thirds; "loss": the last loss; "first": the seconds
+    of the first step.
+    """
     began = clock(dev)
     step(0)
-    first, warm = clock(dev) - began, steps // 3
+    first = clock(dev) - began
+    warm = steps // 3
     for i in range(1, warm):
         step(i)
     began = clock(dev)
@@ -165,19 +194,30 @@ def timed(step: Callable, dev: str) -> dict[str, float]:
 
 
 def longest(step: Callable) -> list[dict]:
-    """The kernels of three steps that take longest together, and their share of all."""
+    """The kernels of three steps that take longest together, and their share of all kernels."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as found:
+    with torch.profiler.profile(activities=activities) as profiled:
         for i in range(3):
             step(i)
-    device = torch.autograd.DeviceType.CUDA  # an operation of the host has the time of its kernels once more
-    events = [e for e in found.key_averages() if e.device_type == device and not e.is_user_annotation]
-    total = sum(e.self_device_time_total for e in events)
-    events = sorted(events, key=lambda e: -e.self_device_time_total)[:20]
-    return [
-        {"kernel": e.key[:90], "ms": e.self_device_time_total / 3e3, "share": e.self_device_time_total / total}
-        for e in events
-    ]
+    # an operation of the host has the time of its kernels once more
+    cuda = torch.autograd.DeviceType.CUDA
+    times = {}
+    for event in profiled.key_averages():
+        if event.device_type == cuda and not event.is_user_annotation:
+            times[event.key] = event.self_device_time_total
+    total = sum(times.values())
+    kernels = sorted(times, key=times.get, reverse=True)[:20]
+    return [{"kernel": k[:90], "ms": times[k] / 3e3, "share": times[k] / total} for k in kernels]
+
+
+def show(name: str, row: dict, plain: dict) -> None:
+    """Print a row's line, and the kernels that it has."""
+    speed = row["tokens_per_s"]
+    line = f"{name:24}{row['ms']:12.2f}{speed:12,.0f}{speed / plain['tokens_per_s']:12.2f}"
+    line += f"{row['mfu']:12.1%}{row['peak_bytes'] / 2**30:12.1f}"
+    print(f"{line}{row['first']:10.0f} s{row['loss']:12.4f}", flush=True)
+    for kernel in row.get("kernels", []):
+        print(f"{kernel['share']:8.1%}{kernel['ms']:9.2f} ms  {kernel['kernel']}", flush=True)
 
 
 def main() -> None:
@@ -187,34 +227,29 @@ def main() -> None:
     dev, name, amp = pick_device(device, dtype)
     if profile and (dev == "cpu" or "plain" not in wanted):
         raise UserError("--profile is of the row plain, on a GPU")
-    torch._functorch.config.enable_autograd_cache = False  # it would not notice that another SDPA kernel is asked for
+    # the cache would not notice that a row asks for another SDPA kernel
+    torch._functorch.config.enable_autograd_cache = False
     torch.set_float32_matmul_precision("high")
     began = time.monotonic()
     peak = peak_flops(dev, name)
     chip = torch.cuda.get_device_name() if dev == "cuda" else "CPU"
     print(f"{chip}, torch {torch.__version__}, {name}")
-    columns = "ms", "tokens/s", "x plain", "MFU", "GiB", "first step", "loss"
-    print(f"{'':24}" + "".join(f"{c:>12}" for c in columns))
-    results = {"about": {"chip": chip, "torch": torch.__version__, "dtype": name, "flops": peak}, "rows": {}}
+    columns = ("ms", "tokens/s", "x plain", "MFU", "GiB", "first step", "loss")
+    print(" " * 24 + "".join(f"{column:>12}" for column in columns))
+    about = {"chip": chip, "torch": torch.__version__, "dtype": name, "flops": peak}
+    rows = {}
     for key in wanted:
         if time.monotonic() - began > budget:
             print(f"{key:24}left out (--budget)")
             continue
         torch._dynamo.reset()
         gc.collect()  # a model that a cycle keeps alive would count as the next one's memory
-        row = tried(key, functools.partial(measured, ROWS[key], dev, amp, peak), dev, foreign="backend" in ROWS[key])
-        if row is None:
-            continue
-        results["rows"][key] = row
-        times = row["tokens_per_s"] / results["rows"].get("plain", row)["tokens_per_s"]
-        print(
-            f"{key:24}{row['ms']:12.2f}{row['tokens_per_s']:12,.0f}{times:12.2f}{row['mfu']:12.1%}"
-            f"{row['peak_bytes'] / 2**30:12.1f}{row['first']:10.0f} s{row['loss']:12.4f}",
-            flush=True,
-        )
-        for kernel in row.get("kernels", []):
-            print(f"{kernel['share']:8.1%}{kernel['ms']:9.2f} ms  {kernel['kernel']}", flush=True)
-        save(out, results)
+        measure = functools.partial(measured, ROWS[key], dev, amp, peak)
+        row = tried(key, measure, dev)
+        if row is not None:
+            rows[key] = row
+            show(key, row, rows.get("plain", row))
+            save(out, {"about": about, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
-"""LASER paper, appendix A.5: the error of LASER attention in bfloat16, with and without a shift of the values.
+"""LASER paper, appendix A.5: LASER's error in bfloat16, with and without a shift of the values.
 
     python -m lab.experiments.laser_precision
 
-It trains a LASER model with the CPU config, unless it has done so before. It takes the queries, keys and values of the
-model's layers on the validation text, rounded to bfloat16. Each way to compute attention from them in bfloat16 is
-compared with the definition in float64. The script prints the mean and the standard deviation, over layers and batches,
-of ||y - y_exact|| / ||y_exact||. In the second table the values are multiplied by a factor, because the values of a
+It trains a LASER model with the CPU config, unless it has done so before. It takes the queries,
+keys and values of the model's layers on the validation text, rounded to bfloat16. Each way to
+compute attention from them in bfloat16 is compared with the definition in float64. The script
+prints the mean and the standard deviation, over layers and batches, of ||y - y_exact|| /
+||y_exact||. In the second table the values are multiplied by a factor, because the values of a
 larger model may be larger.
 """
 
 import math
 import statistics
-from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from attention.fast import for_values, general_form
-from attention.forms import fast_form
+from attention.fast import general_form
+from attention.forms import form_of
 from attention.probe import probing
 from configurator import at_least_one, pick_device
 from lab.experiments.results import show_table, start
@@ -36,36 +37,45 @@ batch_size = 12  # windows per batch
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 
 
-def vanilla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def vanilla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """log(softmax(s) exp(v)), as it stands (equation 6)."""
     return F.scaled_dot_product_attention(q, k, v.exp(), is_causal=True).log()
 
 
-def shifted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The log-weighted-sum-exp trick, with the largest value of each channel (algorithm 1)."""
     m = v.amax(-2, keepdim=True)
     return F.scaled_dot_product_attention(q, k, (v - m).exp(), is_causal=True).log() + m
 
 
-WAYS: dict[str, tuple[Callable, str]] = {
+WAYS = {
     "LASER, vanilla": (vanilla, "laser"),
     "LASER, the paper's shift": (shifted, "laser"),
-    "LASER, ours": (fast_form("laser", ATTENTION["laser"]), "laser"),
-    "softmax": (fast_form("softmax", ATTENTION["softmax"]), "softmax"),
+    "LASER, ours": (form_of("laser", ATTENTION["laser"])[0], "laser"),
+    "softmax": (form_of("softmax", ATTENTION["softmax"])[0], "softmax"),
 }
 
 
-def layers_of(gpt: GPT, idx: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+def layers_of(gpt: GPT, idx: Tensor) -> list[tuple]:
     """q, k and v of each layer, (1, H, T, D)."""
-    found = []
-    with torch.no_grad(), probing(gpt.eval(), lambda layer, group, q, k, v, **_: found.append((q, k, v))):
+    layers = []
+
+    def see(layer, group, q, k, v, **_) -> None:
+        layers.append((q, k, v))
+
+    with torch.no_grad(), probing(gpt.eval(), see):
         gpt(idx)
-    return found
+    return layers
 
 
-def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list[float]:
-    """The relative error on each of the inputs, whose values are multiplied by factor; infinity for NaN."""
-    definition = general_form(ATTENTION[core], for_values)  # a few queries at a time: LASER's holds T x T x D numbers
+def errors(name: str, inputs: list[tuple], factor: float) -> list[float]:
+    """A way's relative error on each of the inputs, whose values are multiplied by factor.
+
+    NaN counts as infinity.
+    """
+    way, core = WAYS[name]
+    # a few queries at a time: LASER's definition holds T x T x D numbers
+    definition = general_form(ATTENTION[core], holds_values=True)
     found = []
     for q, k, v in inputs:
         v = v * factor
@@ -78,26 +88,30 @@ def errors(way: Callable, core: str, inputs: list[tuple], factor: float) -> list
 @torch.no_grad()
 def main() -> None:
     at_least_one(batches=batches, batch_size=batch_size)
-    flags = [config_file, "--attention=laser", *extra.split()]
-    finished("LASER", flags, out_dir)
+    finished("LASER", [config_file, "--attention=laser", *extra.split()], out_dir)
     model, _, settings, _ = open_model("resume", out_dir, "latest")
     where, _, _ = pick_device(device, "float32")
     model.to(where)
     tokens = Tokens(folder_of(settings["dataset"]), "val", model.config.block_size)
-    layers = (layer for x, _ in tokens.eval_batches(batches, batch_size) for layer in layers_of(model, x.to(where)))
-    inputs = [tuple(x.bfloat16() for x in layer) for layer in layers]
-    ranges = torch.stack([(v.amax(-2) - v.amin(-2)).amax().float() for _, _, v in inputs])
+    inputs = []
+    for x, _ in tokens.eval_batches(batches, batch_size):
+        for layer in layers_of(model, x.to(where)):
+            inputs.append([part.bfloat16() for part in layer])
+    span = max((v.amax(-2) - v.amin(-2)).max().item() for _, _, v in inputs)
     shape = tuple(inputs[0][0].shape)
-    print(f"{len(inputs)} q, k and v of shape {shape} on {where}; a channel's values span up to {ranges.max():.1f}")
+    print(f"{len(inputs)} q, k and v of shape {shape} on {where}; ", end="")
+    print(f"a channel's values span up to {span:.1f}")
     rows = []
-    for name, (way, core) in WAYS.items():
-        e = errors(way, core, inputs, 1.0)
+    for name in WAYS:
+        e = errors(name, inputs, 1.0)
         rows.append([name, f"{statistics.mean(e):.5f}", f"{statistics.pstdev(e):.5f}"])
-    show_table(["in bfloat16", "relative error, mean", "standard deviation"], rows)
-    factors, some = (3.0, 10.0, 100.0), inputs[:: max(1, len(inputs) // 12)]
-    rows = [[name, *(f"{statistics.mean(errors(way, core, some, f)):.5f}" for f in factors)]
-            for name, (way, core) in WAYS.items()]  # fmt: skip
-    show_table(["values times", *(f"{f:g}" for f in factors)], rows)
+    show_table("in bfloat16 | relative error, mean | standard deviation", rows)
+    some = inputs[:: max(1, len(inputs) // 12)]
+    rows = []
+    for name in WAYS:
+        means = [statistics.mean(errors(name, some, factor)) for factor in (3.0, 10.0, 100.0)]
+        rows.append([name, *(f"{mean:.5f}" for mean in means)])
+    show_table("values times | 3 | 10 | 100", rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What does a longer text cost in training? Time and memory of a step up to n = 65,536, as a table and a picture.
+"""What does a longer text cost in training? Time and memory of a step up to n = 65,536.
 
     OMP_NUM_THREADS=1 python -m lab.experiments.length  # about an hour
 
@@ -13,14 +13,13 @@ double  how much longer a step takes when the text gets twice as long, for the l
 draw    the picture
 show    the table
 
-Results that are in --out are not measured again, so you can stop the script and start it again. endless.py is
-about long texts in decoding.
+Results that are in --out are not measured again, so you can stop the script and start it again.
+endless.py is about long texts in decoding.
 """
 
 import functools
 import resource
 import statistics
-from collections.abc import Callable
 
 import torch
 
@@ -44,7 +43,8 @@ picture = "lab/pictures/length.png"  # the picture
 SIZES = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 256, "position": "rope"}
 SHORT = {"heads": "SSSL", "window": 16}
 MIXED = SHORT | {"short_attention": "softmax", "conv": 4}
-BETA, SQUARED = {"attention": "beta"}, {"attention": "beta_squared"}
+BETA = {"attention": "beta"}
+SQUARED = {"attention": "beta_squared"}
 ROWS = {
     "softmax": {},
     "softmax, LS": SHORT,
@@ -59,7 +59,7 @@ ROWS = {
 
 
 def trainer(flags: dict, block_size: int) -> tuple[GPT, list]:
-    """A model, which has made one step of a few tokens, and its optimizers."""
+    """A model, which has made one step of 64 tokens, and its optimizers."""
     torch.set_flush_denormal(True)  # as train.py
     torch.manual_seed(1)
     gpt = GPT(GPTConfig(**SIZES | flags, block_size=block_size)).train()
@@ -69,11 +69,12 @@ def trainer(flags: dict, block_size: int) -> tuple[GPT, list]:
 
 
 def step_in(gpt: GPT, adamw: list, n: int) -> dict[str, float]:
-    """Makes a training step on n tokens; its seconds of processor time, and how many of them were the program's own.
+    """Make a training step on n tokens; return its seconds of processor time.
 
-    The rest is the operating system's, which hands out memory.
+    "s": all of them; "own_s": without the operating system's, which hands out memory.
     """
-    x, began = torch.randint(SIZES["vocab_size"], (1, n)), resource.getrusage(resource.RUSAGE_SELF)
+    x = torch.randint(SIZES["vocab_size"], (1, n))
+    began = resource.getrusage(resource.RUSAGE_SELF)
     timed_step(gpt, adamw, x)
     ended = resource.getrusage(resource.RUSAGE_SELF)
     own = ended.ru_utime - began.ru_utime
@@ -81,78 +82,92 @@ def step_in(gpt: GPT, adamw: list, n: int) -> dict[str, float]:
 
 
 def step(flags: dict, n: int, repeats: int) -> dict:
-    """The median seconds of a training step on n tokens, and the bytes that it needs beyond what the process has.
+    """The median seconds of a training step on n tokens, and the bytes that the steps add.
 
-    The first step is a warm-up and does not count, unless it takes so long that there is no second one.
+    The first step is a warm-up and does not count, unless it takes so long that there is no second
+    one: steps are repeated while they fit into a minute.
     """
     gpt, adamw = trainer(flags, n)
-    before, all_steps = max_rss(), []
-    while not all_steps or (len(all_steps) <= repeats and sum(x["s"] for x in all_steps) + all_steps[-1]["s"] < 60):
-        all_steps.append(step_in(gpt, adamw, n))
-    counted = all_steps[1:] or all_steps
-    s = {key: statistics.median(x[key] for x in counted) for key in counted[0]}
-    return s | {"steps": len(counted), "bytes": max_rss() - before}
+    before = max_rss()
+    steps = [step_in(gpt, adamw, n)]
+    while len(steps) <= repeats and sum(x["s"] for x in steps) + steps[-1]["s"] < 60:
+        steps.append(step_in(gpt, adamw, n))
+    counted = steps[1:] or steps
+    times = {key: statistics.median(x[key] for x in counted) for key in ("s", "own_s")}
+    return times | {"steps": len(counted), "bytes": max_rss() - before}
 
 
 def doubled(flags: dict, short: int, long: int, repeats: int) -> dict:
-    """How many times as long a step on `long` tokens takes as one on `short`: the median of some rounds."""
+    """The ratio of the times of a step on `long` tokens and on `short` ones: the rounds' median."""
     gpt, adamw = trainer(flags, long)
     tasks = {n: functools.partial(step_in, gpt, adamw, n) for n in (short, long)}
     rounds = interleaved(tasks, "cpu", repeats)
+    ratio = ratios(rounds, long, short)
     found = {f"s_{n}": medians(rounds[n])[0]["s"] for n in rounds}
-    return found | {key.removesuffix("s") + "ratio": x for key, x in ratios(rounds, long, short).items()}
+    return found | {"ratio": ratio["s"], "own_ratio": ratio["own_s"]}
 
 
 def measure_steps() -> None:
+    """Measure each row at each length, until a step takes too long or too much memory."""
     for name in names(only, ROWS, ";"):
-        ends, before = False, None  # the length before and its numbers
+        seconds = 0.0
+        bytes_per_token = 0.0
         for n in sorted(positive("lengths", lengths)):
-            if before and (ends or before[1]["bytes"] * n / before[0] > most_memory * 2**30):
+            if seconds > patience or bytes_per_token * n > most_memory * 2**30:
                 print(f"steps, {name}: no {n} tokens (--patience, --most_memory)")
                 break
-            row = measured(out, "steps", name, n, functools.partial(apart, step, ROWS[name], n, repeats))
-            before, ends = (n, row), row["s"] > patience
+            row = measured(out, "steps", name, n, apart, step, ROWS[name], n, repeats)
+            seconds = row["s"]
+            bytes_per_token = row["bytes"] / n
 
 
 def measure_double() -> None:
+    """Compare the two lengths of --double for each row."""
     short, long = sorted(positive("double", double))[-2:]
     for name in names(only, ROWS, ";"):
-        measured(out, "double", name, long, functools.partial(apart, doubled, ROWS[name], short, long, repeats))
+        measured(out, "double", name, long, apart, doubled, ROWS[name], short, long, repeats)
 
 
 def draw() -> None:
     """Time and memory of a training step against the length, on log axes."""
-    rows = saved(out, {}).get("steps", {})
+    rows = saved(out, {"steps": {}})["steps"]
     ticks = sorted({int(n) for row in rows.values() for n in row})
-    panels = (("s", 1, "seconds of a training step"), ("bytes", 2**20, "peak memory of a step, MiB"))
     with drawing(picture, 1, 2, 12, 5) as axes:
-        for ax, (key, unit, label) in zip(axes, panels, strict=True):
-            for i, (name, row) in enumerate(rows.items()):
-                style = {"label": name if ax is axes[-1] else None, "marker": "o", "markersize": 4}
-                style |= {"linestyle": "--" if "8 heads" in name else "-"}
-                color = "black" if name == "softmax" else f"C{i}"
-                ax.plot([int(n) for n in row], [x[key] / unit for x in row.values()], color=color, **style)
-            ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+        axes[0].set_ylabel("seconds of a training step")
+        axes[1].set_ylabel("peak memory of a step, MiB")
+        for i, (name, row) in enumerate(rows.items()):
+            color = "black" if name == "softmax" else f"C{i}"
+            line = "--o" if "8 heads" in name else "-o"
+            x = [int(n) for n in row]
+            axes[0].plot(x, [r["s"] for r in row.values()], line, color=color, ms=4)
+            memory = [r["bytes"] / 2**20 for r in row.values()]
+            axes[1].plot(x, memory, line, color=color, ms=4, label=name)
+        for ax in axes:
+            ax.set(xscale="log", yscale="log", xlabel="tokens")
             ax.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
             ax.minorticks_off()
-        ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def show() -> None:
-    """Prints the table."""
-    results = saved(out, {"steps": {}})
+    """Print the table."""
+    results = saved(out, {"steps": {}, "double": {}})
     sizes = sorted({int(n) for row in results["steps"].values() for n in row})
     rows = []
     for name, row in results["steps"].items():
-        cells = [x and f"{x['s']:.2f} s, {x['bytes'] / 2**20:,.0f} MiB" for x in map(row.get, map(str, sizes))]
-        twice = results.get("double", {}).get(name, {}).values()
-        cells.append(", ".join(f"{x['ratio']:.2f}x ({x['own_ratio']:.2f}x)" for x in twice))
-        rows.append([name, *(cell or "" for cell in cells)])
-    show_table(["a training step", *(f"n = {n:,}" for n in sizes), "twice the length"], rows)
+        cells = [name]
+        for n in sizes:
+            r = row.get(str(n))
+            cells.append(f"{r['s']:.2f} s, {r['bytes'] / 2**20:,.0f} MiB" if r else "")
+        twice = results["double"].get(name, {}).values()
+        cells.append(", ".join(f"{r['ratio']:.2f}x ({r['own_ratio']:.2f}x)" for r in twice))
+        rows.append(cells)
+    lengths = " | ".join(f"n = {n:,}" for n in sizes)
+    show_table(f"a training step | {lengths} | twice the length", rows)
 
 
 def main() -> None:
-    parts: dict[str, Callable] = {"steps": measure_steps, "double": measure_double, "draw": draw, "show": show}
+    parts = {"steps": measure_steps, "double": measure_double, "draw": draw, "show": show}
     for part in names(what, parts):
         parts[part]()
 

@@ -1,28 +1,30 @@
-"""Can attention in linear time look something up? Three synthetic tasks: accuracy against the size, drawn and printed.
+"""Can attention in linear time look something up? The accuracy in three synthetic tasks.
 
     OMP_NUM_THREADS=1 python -m lab.experiments.recall  # 40 minutes on one core of a busy CPU
     python -m lab.experiments.recall --tasks=pairs --only="beta; beta, conv" --seeds=2
 
-pairs: multi-query associative recall (MQAR, Zoology, arXiv 2312.04927). Pairs of a key and a value, then all keys again
-in another order. At each of these keys the model has to give the key's value.
+pairs: multi-query associative recall (MQAR, Zoology, arXiv 2312.04927). Pairs of a key and a value,
+then all keys again in another order. At each of these keys the model has to give the key's value.
 
-copying: a random string, a separator, and the string again, whose tokens the model has to give.
+copying: a random string, a separator, and the string again. The model has to give its tokens.
 
-induction: random tokens, one of them after a special token. The special token also ends the text, and the model has to
-give the token that came after it the first time.
+induction: random tokens, one of them after a special token. The special token also ends the text,
+and the model has to give the token that came after it the first time.
 
-A batch has one of the trained sizes, at random. A run ends early once its last batches are perfect. Each model tries
-the learning RATES until it reaches ENOUGH; the rate with the best accuracy at the trained sizes counts. Results are
-added to the JSON file --out. Runs that are there are skipped, so you can stop the script and start it again.
+A batch has one of the trained sizes, at random. A run ends early once its last batches are perfect.
+Each model tries the learning RATES until it reaches ENOUGH; the rate with the best accuracy at the
+trained sizes counts. The accuracy against the size is drawn and printed. Results are added to the
+JSON file --out. Runs that are there are skipped, so you can stop the script and start it again.
 """
 
 import collections
-import itertools
 import math
 import statistics
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from configurator import names
@@ -34,180 +36,239 @@ from training.optimizers import OPTIMIZER, Settings
 tasks = "pairs,copying,induction"  # the tasks, separated by commas
 only = ""  # the models, separated by semicolons; empty: all
 seeds = 1  # runs of each model at its best learning rate, with the seeds 1, 2, ...
-scale: Literal["small", "long", "tiny"] = "small"  # long: four times as many steps; tiny: a test of the script
+scale: Literal["small", "long", "tiny"] = "small"  # long: more steps; tiny: a test of the script
 out = "lab/experiments/recall.json"  # the results
 picture = "lab/pictures/recall.png"  # the picture
 
+CONV = {"conv": 4}
+BETA = {"attention": "beta"}
+SQUARED = {"attention": "beta_squared"}
 SHORT = {"heads": "SSSL", "window": 16}
-MIXED = SHORT | {"short_attention": "softmax", "conv": 4}
-MODELS = {  # flags; in the picture: colour, line (dashed: no convolution), marker
-    "softmax": ({}, "#000000", "--", "o"),
-    "softmax, conv": ({"conv": 4}, "#000000", "-", "o"),
-    "LASER": ({"attention": "laser"}, "#999999", "--", "s"),
-    "LS": (SHORT, "#CC79A7", "--", "D"),
-    "beta": ({"attention": "beta"}, "#56B4E9", "--", "v"),
-    "beta, decay": ({"attention": "beta", "decay": "alibi"}, "#009E73", "--", "^"),
-    "beta, conv": ({"attention": "beta", "conv": 4}, "#56B4E9", "-", "v"),
-    "beta_squared, conv": ({"attention": "beta_squared", "conv": 4}, "#D55E00", "-", "P"),
-    "softmax short, beta long, conv": (MIXED | {"attention": "beta"}, "#0072B2", "-", "<"),
-    "softmax short, beta_squared long, conv": (MIXED | {"attention": "beta_squared"}, "#E69F00", "-", "X"),
+MIXED = SHORT | {"short_attention": "softmax"} | CONV
+MODELS = {  # flags of the models in the picture
+    "softmax": {},
+    "softmax, conv": CONV,
+    "LASER": {"attention": "laser"},
+    "LS": SHORT,
+    "beta": BETA,
+    "beta, decay": BETA | {"decay": "alibi"},
+    "beta, conv": BETA | CONV,
+    "beta_squared, conv": SQUARED | CONV,
+    "softmax short, beta long, conv": MIXED | BETA,
+    "softmax short, beta_squared long, conv": MIXED | SQUARED,
 }
-STICK, V2 = {"attention": "stick_breaking"}, {"after": "differential_v2", "n_head": 8, "head_dim": 16, "n_kv_head": 4}
-IDEAS = {  # flags of models that are not in the picture; they need --import=lab.ideas, and run if --only has them
-    "stick-breaking, conv": STICK | {"conv": 4},
-    "stick-breaking, differential V2, conv": STICK | V2 | {"conv": 4},
-    "differential V2, conv": V2 | {"conv": 4},
-    "delta rule, conv": {"attention": "delta_rule", "conv": 4},
+MARKERS = "oosDv^vP<X"
+STICK = {"attention": "stick_breaking"}
+V2 = {"after": "differential_v2", "n_head": 8, "head_dim": 16, "n_kv_head": 4}
+# flags of models that need --import=lab.ideas: they run if --only has them
+IDEAS = {
+    "stick-breaking, conv": STICK | CONV,
+    "stick-breaking, differential V2, conv": STICK | V2 | CONV,
+    "differential V2, conv": V2 | CONV,
+    "delta rule, conv": {"attention": "delta_rule"} | CONV,
 }
+ALL = MODELS | IDEAS
 VOCAB = 256
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": VOCAB, "position": "rope"}
-SCALES = {"small": {"steps": 1000, "tokens": 1024, "sequences": 256}}  # tokens of a batch, sequences of a test
-SCALES |= {"long": SCALES["small"] | {"steps": 4000}, "tiny": {"steps": 3, "tokens": 128, "sequences": 4}}
+SCALES = {  # steps, tokens of a batch, sequences of a test
+    "small": {"steps": 1000, "tokens": 1024, "sequences": 256},
+    "long": {"steps": 4000, "tokens": 1024, "sequences": 256},
+    "tiny": {"steps": 3, "tokens": 128, "sequences": 4},
+}
 RATES = (3e-3, 1e-2)
-WARMUP, STREAK = 50, 50  # steps; batches: a run ends once their mean accuracy is 0.999
+WARMUP = 50  # steps
+STREAK = 50  # batches: a run ends once their mean accuracy is 0.999
 ENOUGH = 0.99  # mean accuracy at the trained sizes with which a model tries no other rate
 
 
-def pairs(n: int, rows: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens (rows, 3 n), answers (rows, n)): n keys, each with its value after it, then the keys in another order."""
+def pairs(n: int, rows: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(tokens (rows, 3 n), answers (rows, n)) of n keys.
+
+    Each key has its value after it; then the keys come in another order.
+    """
     keys = torch.rand(rows, VOCAB // 2, generator=g).argsort(-1)[:, :n]
     values = torch.randint(VOCAB // 2, VOCAB, (rows, n), generator=g)
     order = torch.rand(rows, n, generator=g).argsort(-1)
-    return torch.cat((torch.stack((keys, values), -1).flatten(1), keys.gather(1, order)), 1), values.gather(1, order)
+    text = torch.stack((keys, values), dim=-1).flatten(1)
+    return torch.cat((text, keys.gather(1, order)), dim=1), values.gather(1, order)
 
 
-def copying(n: int, rows: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens (rows, 2 n), answers (rows, n)): n random tokens, the separator 0, and the first n - 1 of them again."""
+def copying(n: int, rows: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(tokens (rows, 2 n), answers (rows, n)): n random tokens, the separator 0, n - 1 again."""
     text = torch.randint(1, VOCAB, (rows, n), generator=g)
     return torch.cat((text, torch.zeros_like(text[:, :1]), text[:, :-1]), dim=1), text
 
 
-def induction(n: int, rows: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens (rows, n + 1), answers (rows, 1)): n tokens, of them one is 0, the special token, and then 0 again."""
-    at = torch.randint(n - 1, (rows, 1), generator=g)
-    x = torch.randint(1, 17, (rows, n + 1), generator=g).scatter(1, at, 0)
+def induction(n: int, rows: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(tokens (rows, n + 1), answers (rows, 1)): n tokens, one of them the special 0; 0 again."""
+    special = torch.randint(n - 1, (rows, 1), generator=g)
+    x = torch.randint(1, 17, (rows, n + 1), generator=g).scatter(1, special, 0)
     x[:, -1] = 0
-    return x, x.gather(1, at + 1)
+    return x, x.gather(1, special + 1)
 
 
-TASKS = {  # function, tokens of a sequence per unit of its size, what this size counts, trained sizes, larger ones
-    "pairs": (pairs, 3, "key-value pairs", [4, 8, 16, 32], [64]),
-    "copying": (copying, 2, "tokens to copy", [8, 16, 32], [64, 128]),
-    "induction": (induction, 1, "tokens before the question", [8, 16, 32], [64, 128]),
+class Task(NamedTuple):
+    draw: Callable  # (size, rows, generator) -> (tokens, answers)
+    per_unit: int  # tokens of a sequence per unit of its size
+    label: str  # what the size counts
+    trained: list  # sizes in training
+    larger: list  # sizes that are only tested
+
+    @property
+    def sizes(self) -> list:
+        return self.trained + self.larger
+
+
+TASKS = {
+    "pairs": Task(pairs, 3, "key-value pairs", [4, 8, 16, 32], [64]),
+    "copying": Task(copying, 2, "tokens to copy", [8, 16, 32], [64, 128]),
+    "induction": Task(induction, 1, "tokens before the question", [8, 16, 32], [64, 128]),
 }
 
 
-def batch(task: str, n: int, rows: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, targets) of new sequences: the answers belong to the last tokens; those before have no target, -1."""
-    x, answers = TASKS[task][0](n, rows, g)
+def batch(task: str, n: int, rows: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(tokens, targets) of new sequences: the last tokens have the answers, the others -1."""
+    x, answers = TASKS[task].draw(n, rows, g)
     return x, F.pad(answers, (x.shape[1] - answers.shape[1], 0), value=-1)
 
 
-def accuracy(logits: torch.Tensor, targets: torch.Tensor) -> float:
+def accuracy(logits: Tensor, targets: Tensor) -> float:
     """The share of the targets other than -1 whose token has the largest logit."""
     return (logits.argmax(-1) == targets)[targets != -1].float().mean().item()
 
 
 def fit(task: str, flags: dict, rate: float, seed: int) -> dict:
-    """Trains a model: {"steps": made, "trained": mean accuracy at trained sizes, "accuracy": {size: accuracy}}."""
-    s, (_, per_unit, _, sizes, larger) = SCALES[scale], TASKS[task]
+    """Train and test a model.
+
+    Returns {"steps": made, "trained": mean accuracy at trained sizes, "accuracy": {size: ...}}; a
+    model that diverges has the accuracy 0.
+    """
+    t = TASKS[task]
     torch.manual_seed(seed)
-    g = torch.Generator().manual_seed(seed)
-    gpt = GPT(GPTConfig(**SIZES | flags, block_size=per_unit * larger[-1] + 1)).train()
-    (adamw,) = OPTIMIZER["adamw"](gpt, Settings(rate, (0.9, 0.99), 0.1))
-    last, found = collections.deque(maxlen=STREAK), {str(n): 0.0 for n in sizes + larger}
+    gpt = GPT(GPTConfig(**SIZES | flags, block_size=t.per_unit * t.larger[-1] + 1))
+    steps, diverged = train(gpt, task, rate, torch.Generator().manual_seed(seed))
+    found = {str(n): 0.0 if diverged else test(gpt, task, n) for n in t.sizes}
+    mean = statistics.mean(found[str(n)] for n in t.trained)
+    return {"steps": steps, "trained": round(mean, 4), "accuracy": found}
+
+
+def train(gpt: GPT, task: str, rate: float, g: torch.Generator) -> tuple[int, bool]:
+    """Train until the last batches are perfect; return (the steps made, whether it diverged)."""
+    t = TASKS[task]
+    s = SCALES[scale]
+    (adamw,) = OPTIMIZER["adamw"](gpt.train(), Settings(rate, (0.9, 0.99), 0.1))
+    last = collections.deque(maxlen=STREAK)
     for step in range(s["steps"]):
-        n = sizes[torch.randint(len(sizes), (), generator=g)]
-        x, y = batch(task, n, s["tokens"] // (per_unit * n), g)
+        n = t.trained[torch.randint(len(t.trained), (), generator=g)]
+        x, y = batch(task, n, s["tokens"] // (t.per_unit * n), g)
         logits, loss = gpt(x, y)
-        if not loss.isfinite():  # a model that diverges has accuracy 0
-            return {"steps": step + 1, "trained": 0.0, "accuracy": found}
+        if not loss.isfinite():
+            return step + 1, True
         loss.backward()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
-        for group in adamw.param_groups:  # warm-up, then a cosine down to a tenth
-            group["lr"] = rate * min((step + 1) / WARMUP, 0.55 + 0.45 * math.cos(math.pi * step / s["steps"]))
+        cosine = 0.55 + 0.45 * math.cos(math.pi * step / s["steps"])  # down to a tenth
+        for group in adamw.param_groups:
+            group["lr"] = rate * min((step + 1) / WARMUP, cosine)
         adamw.step()
         adamw.zero_grad()
         last.append(accuracy(logits, y))
         if sum(last) >= 0.999 * STREAK:
             break
+    return step + 1, False
+
+
+@torch.no_grad()
+def test(gpt: GPT, task: str, n: int) -> float:
+    """The accuracy at a size, on the same sequences for every model."""
+    g = torch.Generator().manual_seed(12345)
+    x, y = batch(task, n, SCALES[scale]["sequences"], g)
     gpt.eval()
-    for n in sizes + larger:  # the same sequences for every model
-        x, y = batch(task, n, s["sequences"], torch.Generator().manual_seed(12345))
-        with torch.no_grad():
-            logits = torch.cat([gpt(part, part)[0] for part in x.split(32)])
-        found[str(n)] = round(accuracy(logits, y), 4)
-    mean = statistics.mean(found[str(n)] for n in sizes)
-    return {"steps": step + 1, "trained": round(mean, 4), "accuracy": found}
+    logits = torch.cat([gpt(part, part)[0] for part in x.split(32)])
+    return round(accuracy(logits, y), 4)
 
 
 def results(task: str = "", model: str = "") -> list[dict]:
-    """The runs in --out, {"task": , "model": , "rate": , "seed": , and what `fit` returns}; of a task and a model."""
-    found = saved(out, {"settings": SIZES | SCALES[scale], "runs": []})
-    if found["settings"] != SIZES | SCALES[scale]:
+    """The runs in --out, of a task and a model, or of all.
+
+    A run is {"task": , "model": , "rate": , "seed": } and what `fit` returns.
+    """
+    settings = SIZES | SCALES[scale]
+    found = saved(out, {"settings": settings, "runs": []})
+    if found["settings"] != settings:
         raise UserError(f"--out={out} has results of other settings: name another file")
-    return [run for run in found["runs"] if task in ("", run["task"]) and model in ("", run["model"])]
+    return [
+        run for run in found["runs"] if task in ("", run["task"]) and model in ("", run["model"])
+    ]
 
 
 def measure(task: str, model: str, rate: float, seed: int) -> None:
-    """Makes a run and adds it to --out, unless it is there."""
-    if all((run["rate"], run["seed"]) != (rate, seed) for run in results(task, model)):
-        flags = MODELS[model][0] if model in MODELS else IDEAS[model]
-        run = {"task": task, "model": model, "rate": rate, "seed": seed, **fit(task, flags, rate, seed)}
-        save(out, {"settings": SIZES | SCALES[scale], "runs": [*results(), run]})
-        print(f"{task}; {model}; {rate}; seed {seed}; {run['steps']} steps:", *run["accuracy"].values(), flush=True)
+    """Make a run and add it to --out, unless it is there."""
+    if any((run["rate"], run["seed"]) == (rate, seed) for run in results(task, model)):
+        return
+    run = {"task": task, "model": model, "rate": rate, "seed": seed}
+    run |= fit(task, ALL[model], rate, seed)
+    save(out, {"settings": SIZES | SCALES[scale], "runs": [*results(), run]})
+    about = f"{task}; {model}; {rate}; seed {seed}; {run['steps']} steps:"
+    print(about, *run["accuracy"].values(), flush=True)
 
 
 def best(task: str, model: str) -> list[dict]:
-    """A model's runs at its best learning rate: the one whose first run, seed 1, is best at the trained sizes."""
+    """A model's runs at the learning rate whose first run (seed 1) is best at the trained sizes."""
     runs = results(task, model)
-    rate = max(runs, key=lambda run: (run["seed"] == 1, run["trained"]), default={}).get("rate")
+    first = [run for run in runs if run["seed"] == 1]
+    rate = max(first, key=lambda run: run["trained"])["rate"] if first else None
     return [run for run in runs if run["rate"] == rate]
 
 
 def means(runs: list[dict]) -> list[float]:
-    """The mean accuracy at each tested size."""
-    return [statistics.mean(of_size) for of_size in zip(*(run["accuracy"].values() for run in runs), strict=True)]
+    """The mean accuracy of runs at each tested size."""
+    by_size = zip(*(run["accuracy"].values() for run in runs), strict=True)
+    return list(map(statistics.mean, by_size))
 
 
 def draw() -> None:
-    """Writes the picture: a panel for each task, a line for each model."""
+    """Write the picture: a panel for each task, a line for each model."""
     with drawing(picture, 1, len(TASKS), 15, 5.2) as axes:
-        for ax, (task, (_, _, label, sizes, larger)) in zip(axes, TASKS.items(), strict=True):
-            for model, (_, colour, line, marker) in MODELS.items():
-                style = {"color": colour, "marker": marker, "label": model if ax is axes[-1] else None}
+        for ax, (task, t) in zip(axes, TASKS.items(), strict=True):
+            for i, (model, flags) in enumerate(MODELS.items()):
+                line = MARKERS[i] + ("-" if "conv" in flags else "--")
+                label = model if ax is axes[-1] else None
                 y = means(best(task, model))
-                ax.plot((sizes + larger)[: len(y)], y, line, markersize=5, **style)
-            ax.axvspan(sizes[0], sizes[-1], color="0.93", zorder=0)
+                ax.plot(t.sizes[: len(y)], y, line, color=f"C{i}", markersize=5, label=label)
+            ax.axvspan(t.trained[0], t.trained[-1], color="0.93", zorder=0)
             ax.set_xscale("log", base=2)
-            ax.set(xlabel=label, title=f"{task} (grey: trained sizes)", ylim=(-0.03, 1.03))
-            ax.set_xticks(sizes + larger, sizes + larger)
+            ax.set(xlabel=t.label, title=f"{task} (grey: trained sizes)", ylim=(-0.03, 1.03))
+            ax.set_xticks(t.sizes, t.sizes)
         axes[0].set_ylabel("accuracy")
         axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def show(task: str) -> None:
-    """Prints a table of the mean accuracies, the best model first."""
-    _, _, label, sizes, larger = TASKS[task]
+    """Print a table of the mean accuracies, the best model first."""
+    t = TASKS[task]
+    found = [best(task, model) for model in ALL]
     rows = []
-    for runs in sorted(
-        filter(None, (best(task, model) for model in [*MODELS, *IDEAS])), key=lambda runs: -sum(means(runs))
-    ):
+    for runs in sorted(filter(None, found), key=lambda runs: -sum(means(runs))):
         steps = ", ".join(str(run["steps"]) for run in runs)
-        rows.append([runs[0]["model"], *(f"{mean:.2f}" for mean in means(runs)), runs[0]["rate"], steps])
-    show_table([label, *sizes, *larger, "learning rate", "steps"], rows)
+        accuracies = [f"{mean:.2f}" for mean in means(runs)]
+        rows.append([runs[0]["model"], *accuracies, runs[0]["rate"], steps])
+    sizes = " | ".join(map(str, t.sizes))
+    show_table(f"{t.label} | {sizes} | learning rate | steps", rows)
 
 
 def main() -> None:
-    models, chosen = names(only, MODELS | IDEAS, ";") if only else [*MODELS], names(tasks, TASKS)
+    models = names(only, ALL, ";") if only else MODELS
+    chosen = names(tasks, TASKS)
     check_writable(out, picture)
     torch.set_flush_denormal(True)
     for task in chosen:
-        for rate, model in itertools.product(RATES, models):
-            if not any(run["trained"] >= ENOUGH for run in results(task, model)):
-                measure(task, model, rate, 1)
-        for seed, model in itertools.product(range(2, seeds + 1), models):
-            measure(task, model, best(task, model)[0]["rate"], seed)
+        for rate in RATES:
+            for model in models:
+                if all(run["trained"] < ENOUGH for run in results(task, model)):
+                    measure(task, model, rate, 1)
+        for seed in range(2, seeds + 1):
+            for model in models:
+                measure(task, model, best(task, model)[0]["rate"], seed)
     draw()
     for task in chosen:
         show(task)

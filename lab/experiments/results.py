@@ -10,50 +10,59 @@ from collections.abc import Callable, Iterable, Iterator
 from configurator import configure, user_errors
 from errors import UserError, optional
 
-SHORT = (",", ":")  # what separates numbers in a JSON file
-
 
 def start(script: dict) -> None:
-    """Sets the flags of a script, given by its globals(), and calls its main()."""
+    """Set the flags of a script, given by its globals(), and call its main()."""
     script.update(configure(script)[0])
     with user_errors():
         script["main"]()
 
 
-def saved(path: str, new: dict) -> dict:
-    """The results in a JSON file, with what it lacks of `new`. Raises UserError if its tables have other types."""
+def saved(path: str, defaults: dict) -> dict:
+    """The results in a JSON file, and the `defaults` that it lacks.
+
+    Raises UserError if the file is no JSON, or has another type of table than `defaults`.
+    """
     if not os.path.exists(path):
-        return new
+        return defaults
     try:
         with open(path, encoding="utf-8") as f:
-            results = json.load(f)
-    except ValueError:
-        results = None
-    if not isinstance(results, dict) or any(type(results.get(key, x)) is not type(x) for key, x in new.items()):
+            results = defaults | json.load(f)
+        intact = all(type(results[key]) is type(value) for key, value in defaults.items())
+    except (ValueError, TypeError):  # no JSON; a list
+        intact = False
+    if not intact:
         raise UserError(f"{path} is damaged; delete it, or name another file")
-    return new | results
+    return results
 
 
-def save(path: str, results: dict[str, dict | list]) -> None:
-    """Writes tables of results, {table: {row: numbers}} or {table: [row]}, to a JSON file, with one row on each line.
+def save(path: str, results: dict) -> None:
+    """Write tables, {table: {row: numbers}} or {table: [row]}, to a JSON file, one row a line.
 
-    The file is written beside its place and renamed: a program that is killed leaves the old file as it was.
+    The file is written beside its place and renamed: a program that is killed leaves the old file.
     """
     tables = []
     for name, table in results.items():
         if isinstance(table, dict):
-            rows = [f"  {json.dumps(str(key))}: {json.dumps(row, separators=SHORT)}" for key, row in table.items()]
+            rows = [f"  {json.dumps(str(key))}: {compact(row)}" for key, row in table.items()]
+            opened, closed = "{}"
         else:
-            rows = [f"  {json.dumps(row, separators=SHORT)}" for row in table]
-        opened, closed = "{}" if isinstance(table, dict) else "[]"
-        tables.append(f" {json.dumps(name)}: {opened}\n" + ",\n".join(rows) + f"\n {closed}")
+            rows = [f"  {compact(row)}" for row in table]
+            opened, closed = "[]"
+        lines = ",\n".join(rows)
+        tables.append(f" {json.dumps(name)}: {opened}\n{lines}\n {closed}")
     with open(f"{path}.tmp", "w", encoding="utf-8") as f:
         f.write("{\n" + ",\n".join(tables) + "\n}\n")
     os.replace(f"{path}.tmp", path)
 
 
+def compact(row: object) -> str:
+    """JSON without spaces."""
+    return json.dumps(row, separators=(",", ":"))
+
+
 def short(x: object, digits: int = 7) -> object:
-    """x with its numbers rounded to so many digits."""
+    """x, in which each float is rounded to so many significant digits."""
     if isinstance(x, dict):
         return {key: short(value, digits) for key, value in x.items()}
     if isinstance(x, list | tuple):
@@ -61,25 +70,32 @@ def short(x: object, digits: int = 7) -> object:
     return float(f"{x:.{digits}g}") if isinstance(x, float) else x
 
 
-def measured(path: str, part: str, row: str, size: int, measure: Callable[[], dict]) -> dict:
-    """The numbers of a row in a JSON file, {part: {row: {size: numbers}}}. Without them, adds those of measure()."""
-    found = saved(path, {}).get(part, {}).get(row, {}).get(str(size))
-    if found is None:
-        found = short(measure())
-        print(f"{part}, {row}, {size}: {json.dumps(found)}", flush=True)
-        results = saved(path, {})  # another process may have added to it
-        results.setdefault(part, {}).setdefault(row, {})[str(size)] = found
+def measured(path: str, part: str, row: str, size: int, measure: Callable, *args: object) -> dict:
+    """Return the numbers of {part: {row: {size: numbers}}} in a JSON file.
+
+    If the file lacks them, measure(*args) gives them, and they are added to the file.
+    """
+    numbers = saved(path, {}).get(part, {}).get(row, {}).get(str(size))
+    if numbers is None:
+        numbers = short(measure(*args))
+        print(f"{part}, {row}, {size}: {json.dumps(numbers)}", flush=True)
+        results = saved(path, {})  # another process may have added results
+        results.setdefault(part, {}).setdefault(row, {})[str(size)] = numbers
         save(path, results)
-    return found
+    return numbers
 
 
 def difference(x: list[float], y: list[float], digits: int = 3) -> str:
-    """The mean of x - y, pair by pair, and its 95% interval by Student's t (n - 1 degrees of freedom), as tables show
-    it: in bold type if the interval lies on one side of 0. Of a single pair its difference. x and y: of equal seeds.
+    """The mean of x - y and its 95% interval, for a table; in bold type if it does not contain 0.
+
+    x and y: numbers of the same seeds. The interval is Student's, of the paired differences (n - 1
+    degrees of freedom). A single pair has its difference alone.
     """
     changes = [a - b for a, b in zip(x, y, strict=False)]
-    if len(changes) < 2 or not all(map(math.isfinite, changes)):
-        return f"{changes[0]:+.{digits}f}, one seed" if len(changes) == 1 else ""
+    if len(changes) == 1:
+        return f"{changes[0]:+.{digits}f}, one seed"
+    if not changes or not all(map(math.isfinite, changes)):
+        return ""
     stats = optional("scipy.stats", "an interval")
     low, high = stats.ttest_1samp(changes, 0.0).confidence_interval()
     text = f"{statistics.mean(changes):+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
@@ -87,23 +103,23 @@ def difference(x: list[float], y: list[float], digits: int = 3) -> str:
 
 
 def spread(x: list[float]) -> str:
-    """The mean of the seeds, the lowest and the highest, as tables show them; of a single seed its number."""
-    if len(x) < 2:
-        return f"{x[0]:.3f}" if x else ""
-    return f"{statistics.mean(x):.3f} ({min(x):.3f} to {max(x):.3f})"
+    """The mean of the seeds, the lowest and the highest, for a table; one seed has its number."""
+    if not x:
+        return ""
+    mean = f"{statistics.mean(x):.3f}"
+    return mean if len(x) == 1 else f"{mean} ({min(x):.3f} to {max(x):.3f})"
 
 
-def show_table(columns: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
-    """Prints a table in Markdown."""
-    columns = [str(column) for column in columns]
-    print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+def show_table(columns: str, rows: Iterable[list]) -> None:
+    """Print a table in Markdown. columns: its head, "size | loss"."""
+    print(f"\n| {columns} |\n{'|---' * (columns.count(' | ') + 1)}|")
     for row in rows:
         print(f"| {' | '.join(map(str, row))} |")
 
 
 @contextlib.contextmanager
 def drawing(path: str, rows: int, columns: int, width: float, height: float) -> Iterator[list]:
-    """Gives a picture's axes, row by row, to draw in. Adds grids and legends, and writes the picture.
+    """Give a picture's axes, row by row, to draw in; then add grids and legends and write the file.
 
     width, height: in inches.
     """
@@ -123,8 +139,8 @@ def drawing(path: str, rows: int, columns: int, width: float, height: float) -> 
 
 
 def check_writable(*paths: str) -> None:
-    """Raises UserError where no file can be written at a path, before there is anything to lose."""
-    for out in paths:
-        target = out if os.path.exists(out) else os.path.dirname(os.path.abspath(out))
-        if os.path.isdir(out) or not os.access(target, os.W_OK):
-            raise UserError(f"{out}: no file can be written there")
+    """Raise UserError if a file cannot be written, before there is anything to lose."""
+    for path in paths:
+        target = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
+        if os.path.isdir(path) or not os.access(target, os.W_OK):
+            raise UserError(f"{path}: no file can be written there")

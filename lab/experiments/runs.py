@@ -1,11 +1,13 @@
-"""What the experiments share: runs of train.py, and what their logs say. Finished runs are not repeated."""
+"""What the experiments share: runs of train.py and what is stored of them."""
 
 import ast
 import concurrent.futures
 import hashlib
+import itertools
 import json
 import math
 import os
+import pathlib
 import re
 import statistics
 import subprocess
@@ -14,7 +16,7 @@ import sys
 from errors import UserError
 from lab.experiments.results import save, saved, short
 
-TRAIN, VARIANTS = ("train.py",), ("-m", "lab.experiments.variants")  # the scripts of runs: for --variant the second
+OPTIMIZER_MODULES = {"lamb": "lab.lamb"}  # what --import needs for an optimizer outside the core
 
 
 def finished(
@@ -23,157 +25,201 @@ def finished(
     folder: str,
     threads: int | None = None,
     may_diverge: bool = False,
-    script: tuple = TRAIN,
 ) -> list[dict]:
-    """The rows of the log of `train.py command --out_dir=folder`. Runs it, unless folder has this run, finished.
+    """Return the rows of the log of `train.py command --out_dir=folder`, or of variants.py.
 
-    command: the config file, then flags; if the config file has changed, it runs again. threads: of the run; None: as
-    PyTorch chooses. may_diverge: the log of a run that ended because its loss was not finite has
-    {"iter": step, "diverged": true} as its last row. script: python's arguments for another script than train.py.
+    The run is made unless the folder holds the finished run of the same command and config file.
+    command: the config file, then flags; with --variant, variants.py runs in place of train.py.
+    threads: of the run; None: PyTorch chooses. may_diverge: accept a run that ended because its
+    loss was not finite; the last row of its log is {"iter": step, "diverged": true}.
     Raises UserError for a run that fails.
     """
-    done, log, about = os.path.join(folder, "done"), os.path.join(folder, "log.jsonl"), identity(command)
-    if not os.path.exists(done) or open(done).read() != about:
+    path = pathlib.Path(folder)
+    done = path / "done"
+    log = path / "log.jsonl"
+    checksum = identity(command)
+    if not done.exists() or done.read_text() != checksum:
         print(name, flush=True)
-        if os.path.exists(done):
-            os.remove(done)
-        env = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
-        run = [sys.executable, *script, *command, f"--out_dir={folder}", "--sample_tokens=0"]
-        ended = subprocess.run(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
-        not_finite = re.search(r"^step (\d+): .*\b(?:nan|inf)\b", ended.stderr, re.MULTILINE)
-        if may_diverge and ended.returncode and not_finite:
+        done.unlink(missing_ok=True)
+        has_variant = any(arg.startswith("--variant=") for arg in command)
+        script = ["-m", "lab.experiments.variants"] if has_variant else ["train.py"]
+        args = [*script, *command, f"--out_dir={folder}", "--sample_tokens=0"]
+        run = run_python(args, threads)
+        not_finite = re.search(r"^step (\d+): .*\b(?:nan|inf)\b", run.stderr, re.MULTILINE)
+        if run.returncode and may_diverge and not_finite:
             with open(log, "a") as f:
                 f.write(json.dumps({"iter": int(not_finite[1]), "diverged": True}) + "\n")
         else:
-            sys.stderr.write(ended.stderr)
-            if ended.returncode:
-                raise UserError(f"this run failed: python {' '.join(run[1:])}")
-        with open(done, "w") as f:
-            f.write(about)
-    with open(log) as f:
-        return [json.loads(line) for line in f]
+            sys.stderr.write(run.stderr)
+            if run.returncode:
+                raise UserError(f"this run failed: python {' '.join(run.args[1:])}")
+        done.write_text(checksum)
+    return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def example(name: str, command: list[str], threads: int | None = None) -> dict[str, float]:
-    """The numbers in the last "result:" line of an example, by their names, and "val", the first of them, an error.
+def run_python(args: list[str], threads: int | None) -> subprocess.CompletedProcess:
+    """Run python with these arguments, and --import of the optimizer's module if it has one."""
+    for optimizer, module in OPTIMIZER_MODULES.items():
+        if f"--optimizer={optimizer}" in args:
+            args = [*args, f"--import={module}"]
+    env = dict(os.environ)
+    if threads is not None:
+        env["OMP_NUM_THREADS"] = str(threads)
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, env=env)
 
-    command: its file, then flags. "diverged": its loss was not finite. Raises UserError for a run that fails otherwise.
+
+def example(name: str, command: list[str], threads: int | None = None) -> dict:
+    """Run an example; return the numbers of its last "result:" line, by their names.
+
+    command: the example's file, then flags. "val": the first number, an error rate.
+    {"diverged": True}: its loss was not finite. Raises UserError for a run that fails otherwise.
     """
     print(name, flush=True)
-    env = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
-    run = [sys.executable, "-m", command[0][:-3].replace("/", "."), *command[1:]]
-    ended = subprocess.run(run, capture_output=True, text=True, env=env)
-    if ended.returncode and ": the loss is " in ended.stderr:
-        return {"diverged": True}
-    if ended.returncode:
-        raise UserError(f"python {' '.join(run[1:])}: {ended.stderr.strip()}")
-    found = re.findall(r"^result: .*?seed=\d+ (.*)$", ended.stdout, re.MULTILINE)[-1].split(", ")
-    numbers = {name: float(number) for name, number in (part.rsplit(" ", 1) for part in found)}
-    return {"val": next(iter(numbers.values()))} | numbers
+    module = command[0].removesuffix(".py").replace("/", ".")
+    run = run_python(["-m", module, *command[1:]], threads)
+    if run.returncode:
+        if ": the loss is " in run.stderr:
+            return {"diverged": True}
+        raise UserError(f"python {' '.join(run.args[1:])}: {run.stderr.strip()}")
+    lines = re.findall(r"^result: .*?seed=\d+ (.*)$", run.stdout, re.MULTILINE)
+    numbers = {}
+    for part in lines[-1].split(", "):
+        label, number = part.rsplit(" ", 1)
+        numbers.setdefault("val", float(number))
+        numbers[label] = float(number)
+    return numbers
 
 
 def identity(command: list[str]) -> str:
-    """A checksum of train.py's arguments and of the config file, which is the first of them, without its comments."""
+    """A checksum of a run's arguments and of its config file (the first argument), comments aside.
+
+    The JSON files store results under it: an --import that run_python adds is no part of it.
+    """
     return hashlib.sha256(f"{command} {ast.unparse(parsed(command[0]))}".encode()).hexdigest()[:10]
 
 
 def parsed(path: str) -> ast.Module:
-    """The code of a script or a config file. Raises UserError for a file that is not Python."""
-    with open(path, encoding="utf-8") as f:
-        source = f.read()
+    """The syntax tree of a script or a config file. Raises UserError if it is not Python."""
     try:
-        return ast.parse(source)
+        return ast.parse(pathlib.Path(path).read_text(encoding="utf-8"))
     except SyntaxError as error:
         raise UserError(f"{path} is no config file: {error}") from None
 
 
 def constants(path: str) -> dict:
     """The constants that a script or a config file assigns at its top level, without running it."""
-    nodes = [node for node in parsed(path).body if isinstance(node, (ast.Assign, ast.AnnAssign))]
-    names = [ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) for node in nodes]
-    return {name: x.value.value for name, x in zip(names, nodes, strict=True) if isinstance(x.value, ast.Constant)}
+    values = {}
+    for node in parsed(path).body:
+        is_assignment = isinstance(node, ast.Assign | ast.AnnAssign)
+        if is_assignment and isinstance(node.value, ast.Constant):
+            for target in getattr(node, "targets", None) or [node.target]:
+                values[ast.unparse(target)] = node.value.value
+    return values
 
 
-def record(path: str, runs: dict[str, list[str]], out_dir: str, jobs: int, make: bool, keep: tuple = ()) -> dict:
-    """The results of the runs {name: train.py's arguments} in a JSON file: {name: {...}}. Makes those that are missing.
-    If the first argument is an example's file, and no config file, it is a run of that.
+def record(path: str, runs: dict, out_dir: str, jobs: int, make: bool, keep: tuple = ()) -> dict:
+    """Return the results {name: {...}} of runs, from a JSON file.
 
-    jobs: how many run at the same time; they share the cores of the CPU. make: False: a missing run is an error. A run
-    is missing too if its arguments or its config file have changed. keep: see `result_of`. A run with
-    --variant is one of lab/experiments/variants.py. Raises UserError for a missing run, and for a run that fails
-    otherwise than by a loss that is not finite.
+    runs: {name: arguments of train.py}; an example's file in the place of a config file runs the
+    example. make: first make the runs whose results are missing, or whose arguments or config
+    file have changed. jobs: how many run at the same time, sharing the CPU's cores. keep: see
+    `result_of`. Raises UserError for a missing run, and for a run that fails for another reason
+    than a loss that is not finite.
     """
     known = saved(path, {"runs": {}})["runs"]
-    missing = [name for name in runs if name not in known or make and known[name]["of"] != identity(runs[name])]
-    if missing and not make:
-        raise UserError(f"{path} has no results of {missing[0]!r}: train it first")
-    threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        futures = {}
-        for name in missing:
-            folder = f"{re.sub('[^a-z0-9.]+', '-', name.lower())[:60]}-{identity(runs[name])}"
-            futures[pool.submit(made, name, runs[name], os.path.join(out_dir, folder), threads, keep)] = name
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                name = futures[future]
-                row = future.result()
-                results = saved(path, {"runs": {}})  # another process may have added to it
-                results["runs"][name] = {"of": identity(runs[name])} | row
-                save(path, results)
-        except BaseException:  # a run has failed, or Ctrl-C, which the runs get as well: they save and end
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    known = saved(path, {"runs": {}})["runs"]
+    if make:
+        stored = {name: result["of"] for name, result in known.items()}
+        new = {name: args for name, args in runs.items() if stored.get(name) != identity(args)}
+        make_runs(path, new, out_dir, jobs, keep)
+        known = saved(path, {"runs": {}})["runs"]
+    for name in runs:
+        if name not in known:
+            raise UserError(f"{path} has no results of {name!r}: train it first")
     return {name: known[name] for name in runs}
 
 
-def made(name: str, command: list[str], folder: str, threads: int | None, keep: tuple) -> dict:
-    """The results of a run of train.py, variants.py (with --variant) or an example, which may diverge."""
+def make_runs(path: str, runs: dict, out_dir: str, jobs: int, keep: tuple) -> None:
+    """Make the runs, and add the results of each to a JSON file as soon as it ends."""
+    threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
+    names = {}
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for name, command in runs.items():
+            words = re.sub("[^a-z0-9.]+", "-", name.lower())
+            folder = os.path.join(out_dir, f"{words[:60]}-{identity(command)}")
+            names[pool.submit(make_run, name, command, folder, threads, keep)] = name
+        try:
+            for future in concurrent.futures.as_completed(names):
+                result = future.result()
+                results = saved(path, {"runs": {}})  # another process may have added results
+                results["runs"][names[future]] = result
+                save(path, results)
+        except BaseException:  # a run failed, or Ctrl-C, on which the runs save and end as well
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def make_run(name: str, command: list[str], folder: str, threads: int | None, keep: tuple) -> dict:
+    """Make a run of train.py, variants.py or an example, and return what is stored of it."""
     if command[0].startswith("lab/examples/"):
-        return example(name, command, threads)
-    script = VARIANTS if any(x.startswith("--variant=") for x in command) else TRAIN
-    return result_of(finished(name, command, folder, threads, True, script), keep, "--seed=1" in command)
+        result = example(name, command, threads)
+    else:
+        log = finished(name, command, folder, threads, may_diverge=True)
+        result = result_of(log, keep, "--seed=1" in command)
+    return {"of": identity(command)} | result
 
 
-def result_of(log: list[dict], keep: tuple, drawn: bool) -> dict:
-    """What is kept of a run: "val", its last validation loss; "best", the lowest; "train", the last training loss;
-    "spikes", see `spikes`; "curves", those of the evaluations in `keep` and, if drawn, of the other series in it; and,
-    where there are any, "max_logit", the largest score, and "diverged", the step at which a loss was not finite.
+def result_of(log: list[dict], keep: tuple, first_seed: bool) -> dict:
+    """What is stored of a run's log.
 
-    keep: names in the log, and "first": the first 100 losses, of which a curve has the largest of each five.
+    "val": the last validation loss; "best": the lowest; "train": the last training loss;
+    "spikes": see `spikes`; "curves": {a name in keep: its curve}, but for other seeds than the
+    first only those of the evaluations; and where there are any "max_logit", the largest score,
+    and "diverged", the step at which a loss was not finite.
+
+    keep: names in the log, and "first": the first 100 losses, of which a curve has the largest of
+    each five.
     """
     losses = [row for row in log if "loss" in row]
     vals = [row["val_loss"] for row in log if "val_loss" in row]
-    first = [{"iter": row["iter"], "first": [row["loss"]]} for row in losses[:100]]
-    series = [what for what in keep if drawn or what in ("val_loss", "train_loss")]
-    found = {"val": vals[-1], "best": min(vals), "train": last(log, "train_loss")}
-    found["spikes"] = spikes([row["loss"] for row in losses])
-    found["curves"] = {what: curve(first if what == "first" else log, what) for what in series}
-    if scores := [max(row["max_logit"]) for row in log if "max_logit" in row]:
-        found["max_logit"] = max(scores)
+    trains = [row["train_loss"] for row in log if "train_loss" in row]
+    curves = {}
+    for name in keep:
+        if name == "first" and first_seed:
+            rows = [{"iter": row["iter"], "first": [row["loss"]]} for row in losses[:100]]
+            curves[name] = curve(rows, name)
+        elif first_seed or name in ("val_loss", "train_loss"):
+            curves[name] = curve(log, name)
+    result = {
+        "val": vals[-1],
+        "best": min(vals),
+        "train": trains[-1],
+        "spikes": spikes([row["loss"] for row in losses]),
+        "curves": curves,
+    }
+    scores = [max(row["max_logit"]) for row in log if "max_logit" in row]
+    if scores:
+        result["max_logit"] = max(scores)
     if "diverged" in log[-1]:
-        found["diverged"] = log[-1]["iter"]
-    return short(found)
+        result["diverged"] = log[-1]["iter"]
+    return short(result)
 
 
-def last(log: list[dict], what: str = "val_loss") -> float:
-    """The last number of this name in a log."""
-    return [row[what] for row in log if what in row][-1]
+def curve(log: list[dict], name: str, points: int = 20) -> dict:
+    """{"iter": steps, name: numbers} of a log. A long log is cut into at most 20 pieces.
 
-
-def curve(log: list[dict], what: str, most: int = 20) -> dict[str, list]:
-    """{"iter": steps, what: numbers} of a log. A long log is cut into at most 20 pieces, and each becomes its mean.
-
-    Of numbers that are lists, one for each layer, a piece becomes the largest.
+    A piece becomes its mean, or the largest number if the log has a list of numbers (one for each
+    layer) at each step.
     """
-    rows = [row for row in log if what in row]
-    size = max(1, -(-len(rows) // most))
-    found = {"iter": [], what: []}
-    for part in (rows[i : i + size] for i in range(0, len(rows), size)):
-        x = [row[what] for row in part]
-        found["iter"].append(part[-1]["iter"])
-        found[what].append(max(map(max, x)) if isinstance(x[0], list) else statistics.mean(x))
-    return short(found, 4)
+    rows = [row for row in log if name in row]
+    size = max(1, math.ceil(len(rows) / points))
+    steps = []
+    numbers = []
+    for i in range(0, len(rows), size):
+        piece = rows[i : i + size]
+        x = [row[name] for row in piece]
+        steps.append(piece[-1]["iter"])
+        numbers.append(max(map(max, x)) if isinstance(x[0], list) else statistics.mean(x))
+    return short({"iter": steps, name: numbers}, 4)
 
 
 def final(result: dict) -> float:
@@ -181,24 +227,39 @@ def final(result: dict) -> float:
     return math.inf if "diverged" in result else result["val"]
 
 
+def finals(results: list[dict]) -> list[float]:
+    """The last validation loss of each run."""
+    return [final(result) for result in results]
+
+
 def sooner(results: list[dict], base: list[dict]) -> str:
-    """At which share of all steps each run's validation loss reaches the last one of the base's run, as tables show it:
-    the median of the seeds, or how many of them never reach it.
+    """At which share of all steps runs reach the last validation loss of the base's, for a table.
+
+    The median of the seeds, and how many seeds never reach it.
     """
-    share = [steps_to(final(b), r) / b["curves"]["val_loss"]["iter"][-1] for r, b in zip(results, base, strict=False)]
-    if not share or results == base:
+    shares = []
+    for result, base_result in zip(results, base, strict=False):
+        steps = base_result["curves"]["val_loss"]["iter"][-1]
+        shares.append(steps_to(final(base_result), result) / steps)
+    if not shares or results == base:
         return ""
-    never = f", {share.count(math.inf)} of {len(share)} never" if math.inf in share else ""
-    return f"{statistics.median(share):.2f}{never}".replace("inf, ", "")
+    median = statistics.median(shares)
+    parts = [] if median == math.inf else [f"{median:.2f}"]
+    if math.inf in shares:
+        parts.append(f"{shares.count(math.inf)} of {len(shares)} never")
+    return ", ".join(parts)
 
 
 def steps_to(goal: float, result: dict) -> float:
-    """The step at which a run's validation loss first is at most `goal`, between two evaluations on a straight line;
-    infinity if it never is."""
-    at, losses = result["curves"]["val_loss"].values()
-    for i in range(1, len(at)):
-        if losses[i] <= goal:
-            return at[i - 1] + (at[i] - at[i - 1]) * (losses[i - 1] - goal) / (losses[i - 1] - losses[i])
+    """The step at which a run's validation loss first is at most `goal`; infinity if it never is.
+
+    Between two evaluations the loss is taken to fall on a straight line.
+    """
+    curve = result["curves"]["val_loss"]
+    points = zip(curve["iter"], curve["val_loss"], strict=True)
+    for (step, loss), (next_step, next_loss) in itertools.pairwise(points):
+        if next_loss <= goal:
+            return step + (next_step - step) * (loss - goal) / (loss - next_loss)
     return math.inf
 
 

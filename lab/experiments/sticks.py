@@ -2,19 +2,21 @@
 
     OMP_NUM_THREADS=1 python -m lab.experiments.sticks
 
-It trains the CPU config with a context of 512 characters and no positions, unless it has done so before. It prints of
-this model and of a new one, for each head, the median number of keys back until 99% of a query's stick is used up. For
-texts of --lengths tokens it prints the share of the pairs of blocks that are computed, and the time of attention,
-forward and backward, as a ratio to SDPA's in the same round.
+It trains the CPU config with a context of 512 characters and no positions, unless it has done so
+before. It prints of this model and of a new one, for each head, the median number of keys back
+until 99% of a query's stick is used up. For texts of --lengths tokens it prints the share of the
+pairs of blocks that are computed, and the time of attention, forward and backward, as a ratio to
+SDPA's in the same round.
 """
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from attention.forms import fast_form
+from attention.forms import form_of
 from attention.scores import scores, visible
 from bench import interleaved, ratios, stopwatch
 from configurator import positive
@@ -32,16 +34,20 @@ out_dir = "out-sticks"  # the folder of the run
 lengths = "512,2048,8192"  # tokens of a text, separated by commas: whole blocks
 repeats = 5  # rounds of the times
 
-RUN = "config/train_shakespeare_char_cpu.py --import=lab.ideas --attention=stick_breaking --position=none"
-RUN += " --block_size=512 --batch_size=2 --eval_iters=108 --max_iters=1500 --lr_decay_iters=1500 --eval_interval=1500"
+RUN = "config/train_shakespeare_char_cpu.py --import=lab.ideas --attention=stick_breaking"
+RUN += " --position=none --block_size=512 --batch_size=2 --eval_iters=108"
+RUN += " --max_iters=1500 --lr_decay_iters=1500 --eval_interval=1500"
 
 
-def reach(q: torch.Tensor, k: torch.Tensor, scale: float) -> str:
-    """The median number of keys back until 99% of a stick is used up, or all keys, for the last half of the queries."""
+def reach(q: Tensor, k: Tensor, scale: float) -> str:
+    """The median number of keys back until 99% of a stick is used up, or all keys, of each head.
+
+    Over the last half of the queries. The query's own key counts, the last key does not.
+    """
     seen = visible(q, k, None)
     weights = log_sticks(scores(q, k, scale), seen, own_weight=False).exp()
     used = weights.flip(-1).cumsum(-1).flip(-1)  # by a key and those after it
-    keys = (seen & (used < 0.99)).sum(-1)[0, :, q.shape[-2] // 2 :]  # the own token counts, the last key does not
+    keys = (seen & (used < 0.99)).sum(-1)[0, :, q.shape[-2] // 2 :]
     return ", ".join(str(n) for n in keys.median(-1).values.tolist())
 
 
@@ -56,24 +62,40 @@ def timed(attend: Callable, layers: list) -> dict[str, float]:
     return {"ms": stopwatch("cpu", step)[0]}
 
 
+def computed(layers: list, n_head: int, scale: float) -> float:
+    """The share of the pairs of blocks that stick-breaking computes."""
+    done = 0
+    for q, k, _ in layers:
+        for part, *_ in walk(cut(q * scale), cut(k), n_head, 0):
+            done += len(part)
+    blocks = q.shape[-2] // BLOCK
+    return done / (len(layers) * n_head * blocks * (blocks + 1) / 2)
+
+
 def main() -> None:
     finished("stick-breaking", RUN.split(), out_dir)
     trained, _, run, about = open_model("resume", out_dir, "best")
-    sizes, rows = positive("lengths", lengths), []
-    text = torch.from_numpy(Tokens(folder_of(run["dataset"]), "val", 1).ids[: max(sizes)].astype("int64"))
-    forms = {"sdpa": partial(F.scaled_dot_product_attention, is_causal=True)}
-    forms["sticks"] = fast_form("stick_breaking", ATTENTION["stick_breaking"])
+    sizes = positive("lengths", lengths)
+    ids = Tokens(folder_of(run["dataset"]), "val", 1).ids[: max(sizes)]
+    text = torch.from_numpy(ids.astype("int64"))
+    forms = {
+        "sdpa": partial(F.scaled_dot_product_attention, is_causal=True),
+        "sticks": form_of("stick_breaking", ATTENTION["stick_breaking"])[0],
+    }
     print(about)
+    rows = []
     for name, gpt in (("trained", trained), ("new", GPT(trained.config))):
         for n in sizes:
             gpt.crop_block_size(n)  # it has no positions, so it can be longer
-            layers, H, blocks = layers_of(gpt, text[None, :n]), gpt.config.n_head, n // BLOCK
-            far = [reach(q, k, gpt.config.scale) for q, k, _ in layers] if n <= 2048 else [""]
-            done = sum(len(at) for q, k, _ in layers for at, *_ in walk(cut(q * gpt.config.scale), cut(k), H, 0))
-            rounds = interleaved({key: partial(timed, f, layers) for key, f in forms.items()}, "cpu", repeats)
-            share = done / (len(layers) * H * blocks * (blocks + 1) / 2)
-            rows.append([name, n, "; ".join(far), f"{share:.0%}", f"{ratios(rounds, 'sticks', 'sdpa')['ms']:.2f}x"])
-    show_table(["model", "tokens", "keys back, of each head; layer", "pairs of blocks", "time against SDPA"], rows)
+            layers = layers_of(gpt, text[None, :n])
+            scale = gpt.config.scale
+            far = "; ".join(reach(q, k, scale) for q, k, _ in layers) if n <= 2048 else ""
+            share = computed(layers, gpt.config.n_head, scale)
+            tasks = {key: partial(timed, form, layers) for key, form in forms.items()}
+            ratio = ratios(interleaved(tasks, "cpu", repeats), "sticks", "sdpa")["ms"]
+            rows.append([name, n, far, f"{share:.0%}", f"{ratio:.2f}x"])
+    columns = "model | tokens | keys back, of each head; layer | pairs of blocks"
+    show_table(f"{columns} | time against SDPA", rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of compare.py: which rows, and which flags of train.py each row changes."""
+"""The tables of compare.py: their rows, and the flags of train.py that each row changes."""
 
 from dataclasses import dataclass, field
 
@@ -8,21 +8,40 @@ NOVELS = "config/train_pg19_ls.py"
 
 @dataclass
 class Table:
-    rows: dict[str, dict]  # {name: flags of train.py}
-    file: str = CPU  # the config file of every run; or the file of an example, which is run instead of train.py
+    rows: dict  # {name: flags of train.py}
+    file: str = CPU  # the config file of every run; or an example's file: the example runs
     flags: dict = field(default_factory=dict)  # flags of every run
-    against: dict[str, str] = field(default_factory=dict)  # which row a row is compared with; otherwise the first one
-    loss: str = "val"  # which validation loss counts: val (the last) or best (the lowest)
-    steps: int | None = None  # of a run; rows are also compared in the time that the row they are compared with takes
+    # {row: the row that it is compared with}; rows that are not here: the first one
+    against: dict = field(default_factory=dict)
+    loss: str = "val"  # the validation loss that counts: val (the last) or best (the lowest)
+    steps: int | None = None  # of a run; a number: rows are compared in equal time as well
     tune: tuple[float, ...] = ()  # learning rates to try for each row, with other seeds
     seeds: int = 3  # runs of each row
-    keep: tuple[str, ...] = ()  # curves to keep, see runs.result_of
+    keep: tuple[str, ...] = ()  # curves to store, see runs.result_of
     vocab_size: int = 65  # of the data set, for times
+    name: str = ""  # its key in TABLES
+
+
+def each(flag: str, values: str, prefix: str = "") -> dict[str, dict]:
+    """A row for each value of a flag; its name is the value."""
+    return {prefix + value: {flag: value} for value in values.split()}
+
+
+def steps_of(n: int, evaluations: int = 1) -> dict:
+    """The flags of a run of n steps."""
+    return {"max_iters": n, "lr_decay_iters": n, "eval_interval": n // evaluations}
 
 
 LASER = {"attention": "laser"}
+BETA = {"attention": "beta"}
+SQUARED = {"attention": "beta_squared"}
 SHORT = {"heads": "SSSL", "window": 16}
-CORES = {"softmax": {}, "LASER": LASER, "beta": {"attention": "beta"}, "LS": SHORT, "LASER + LS": LASER | SHORT}
+MIXED = {"short_attention": "softmax"} | SHORT
+CONV = {"conv": 4}
+LEARNED = {"decay": "learned"}
+GATE = {"after": "gate"}
+TWO = {"softmax": {}, "LASER": LASER}
+CORES = TWO | {"beta": BETA, "LS": SHORT, "LASER + LS": LASER | SHORT}
 VARIANTS = {  # and the table differential, at tuned rates
     "": {},
     " + temperature": {"temperature": 0.7},  # the paper tunes it, and does not name what it found
@@ -32,20 +51,20 @@ VARIANTS = {  # and the table differential, at tuned rates
 CHOICES = {  # docs/choices.md has each row's paper, and where the choice is made
     "GPT-2": {},
     # positions
-    **{x: {"position": x} for x in ("none", "sinusoidal", "relative", "t5", "alibi", "rope")},
+    **each("position", "none sinusoidal relative t5 alibi rope"),
     "rope S/S/L": {"heads": "S/S/L", "window": 16, "position": "rope"},
     "rope S/S/L nope_long": {"heads": "S/S/L", "window": 16, "position": "rope", "nope_long": True},
     "decay alibi": {"decay": "alibi"},
-    "decay learned": {"decay": "learned"},
-    "conv 4": {"conv": 4},
+    "decay learned": LEARNED,
+    "conv 4": CONV,
     # norms
     "bias": {"bias": True},
     "rmsnorm": {"norm": "rmsnorm"},
-    **{x: {"where": x} for x in ("post", "sandwich", "olmo2")},
+    **each("where", "post sandwich olmo2"),
     # blocks
     "parallel": {"block": "parallel"},
-    **{x: {"mlp": x} for x in "gelu_exact relu relu2 swish elu selu sigmoid softplus".split()},
-    **{x: {"mlp": x} for x in "glu reglu geglu swiglu liglu".split()},
+    **each("mlp", "gelu_exact relu relu2 swish elu selu sigmoid softplus"),
+    **each("mlp", "glu reglu geglu swiglu liglu"),
     # depth and width, with as many weights
     "1 x 164": {"n_layer": 1, "n_embd": 164, "n_head": 4},
     "6 x 68": {"n_layer": 6, "n_embd": 68, "n_head": 4},
@@ -57,7 +76,7 @@ CHOICES = {  # docs/choices.md has each row's paper, and where the choice is mad
     "dropout": {"dropout": 0.1},
     "dropout of weights alone": {"attn_dropout": 0.1},
     # stability
-    **{f"qk_norm {x}": {"qk_norm": x} for x in ("layernorm", "rmsnorm", "l2")},
+    **each("qk_norm", "layernorm rmsnorm l2", prefix="qk_norm "),
     "softcap": {"attention": "softcap"},
     "logit_softcap 15": {"logit_softcap": 15},
     "z_loss": {"z_loss": 1e-4},
@@ -86,7 +105,7 @@ SPEEDRUN = {  # one choice of the config changed in each row
     "muon_beta 0.95": {"muon_beta": 0.95},
     "AdamW": {"optimizer": "adamw", "learning_rate": 6e-3},
 }
-SPEEDRUN_MORE = {  # what the config does not choose; and as many steps as take a larger model's time
+SPEEDRUN_MORE = {  # what the config does not choose; and steps in which a larger model's time ends
     "speedrun": {},
     **{f"{n} steps": {"max_iters": n, "lr_decay_iters": n} for n in (430, 540, 590)},
     "logit_softcap 15": {"logit_softcap": 15},
@@ -117,19 +136,20 @@ NARANG = {  # rows of Narang et al.'s table that no flag of train.py has
     "block sharing + factorised and shared embedding": {"variant": "factorised,shared"},
     "factorised embedding": {"variant": "factorised", "tied": False},
     "factorised and shared embedding": {"variant": "factorised"},
-    **{f"synthesizer {x}": {"variant": f"synthesizer_{x.replace(' ', '_')}"}
-       for x in ("dense", "dense plus", "random", "random plus")},
-}  # fmt: skip
-MAPS = {"beta": {}, **{f"beta_{x}": {"variant": f"beta_{x}"} for x in ("unit", "root", "l1", "max")}}
+    "synthesizer dense": {"variant": "synthesizer_dense"},
+    "synthesizer dense plus": {"variant": "synthesizer_dense_plus"},
+    "synthesizer random": {"variant": "synthesizer_random"},
+    "synthesizer random plus": {"variant": "synthesizer_random_plus"},
+}
+MAPS = {"beta": {}} | each("variant", "beta_unit beta_root beta_l1 beta_max")
+APART = {"variant": "qkv_apart"}
 QKV = {
-    f"{name}{more}": flags | variant
-    for name, flags in (("muon", CHOICES["muon"]), ("lamb", CHOICES["lamb"]))
-    for more, variant in (("", {}), (", q k v apart", {"variant": "qkv_apart"}))
+    "muon": CHOICES["muon"],
+    "muon, q k v apart": CHOICES["muon"] | APART,
+    "lamb": CHOICES["lamb"],
+    "lamb, q k v apart": CHOICES["lamb"] | APART,
 }
 
-CONV, LEARNED = {"conv": 4}, {"decay": "learned"}
-BETA, SQUARED = {"attention": "beta"}, {"attention": "beta_squared"}
-MIXED = {"short_attention": "softmax"} | SHORT
 LINEAR = {
     "softmax": {},
     "softmax, conv": CONV,
@@ -148,37 +168,61 @@ LINEAR = {
     "softmax short, beta_squared long, conv": MIXED | SQUARED | CONV,
 }
 AT_256 = {"block_size": 256, "batch_size": 3, "eval_iters": 145}
-FAST = ("beta, learned decay, conv", "softmax short, beta long, conv", "softmax short, beta_squared long, conv")
-LONG = {"n_layer": 4, "n_head": 8, "n_embd": 128, "heads": "L", "batch_size": 1, "gradient_accumulation_steps": 1}
-LONG |= {"learning_rate": 3e-3, "min_lr": 3e-4, "warmup_iters": 50, "eval_iters": 40, "log_logits": False}
+FAST = (
+    "beta, learned decay, conv",
+    "softmax short, beta long, conv",
+    "softmax short, beta_squared long, conv",
+)
+LONG = {
+    "n_layer": 4,
+    "n_head": 8,
+    "n_embd": 128,
+    "heads": "L",
+    "batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 3e-3,
+    "min_lr": 3e-4,
+    "warmup_iters": 50,
+    "eval_iters": 40,
+    "log_logits": False,
+}
 
 
-def linear(steps: int, *positions: str, only: tuple = tuple(LINEAR), window: int = 16, **other: object) -> Table:
+def linear(
+    steps: int, *positions: str, only: tuple = tuple(LINEAR), window: int = 16, **other: object
+) -> Table:
     """A table of rows of LINEAR. Each is compared with softmax that has the same positions."""
-    rows = {f"{row} ({p})": LINEAR[row] | {"position": p} for p in positions for row in only}
-    rows = {row: flags | ({"window": window} if "window" in flags else {}) for row, flags in rows.items()}
-    return Table(
-        rows, steps=steps, against={row: f"softmax ({flags['position']})" for row, flags in rows.items()}, **other
-    )
+    rows = {}
+    against = {}
+    for position in positions:
+        for name in only:
+            flags = LINEAR[name] | {"position": position}
+            if "window" in flags:
+                flags["window"] = window
+            rows[f"{name} ({position})"] = flags
+            against[f"{name} ({position})"] = f"softmax ({position})"
+    return Table(rows, steps=steps, against=against, **other)
 
 
-STICK, V2 = {"attention": "stick_breaking"}, {"after": "differential_v2", "n_head": 12, "head_dim": 16, "n_kv_head": 6}
+STICK = {"attention": "stick_breaking"}
+STICK_LASER = {"attention": "stick_laser"}
+V2 = {"after": "differential_v2", "n_head": 12, "head_dim": 16, "n_kv_head": 6}
 NOWHERE = {"position": "none"}
 IDEAS = {  # with RoPE, unless a row says something else; lab/ideas.py has the papers
     "softmax": {},
     "LS": SHORT,
     "stick-breaking": STICK,
     "stick-breaking, no positions": STICK | NOWHERE,
-    "stick-breaking, LASER's log": {"attention": "stick_laser"},
+    "stick-breaking, LASER's log": STICK_LASER,
     "differential V2": V2,
     "stick-breaking, differential V2": STICK | V2,
     "stick-breaking, differential V2, no positions": STICK | V2 | NOWHERE,
-    "stick-breaking, LASER's log, differential V2": {"attention": "stick_laser"} | V2,
+    "stick-breaking, LASER's log, differential V2": STICK_LASER | V2,
     "delta rule": {"attention": "delta_rule"},
-    "gate": {"after": "gate"},
+    "gate": GATE,
     "gate per head": {"after": "gate_head"},
     "XSA": {"after": "xsa"},
-    "stick-breaking, gate": STICK | {"after": "gate"},
+    "stick-breaking, gate": STICK | GATE,
     "sink": {"attention": "sink"},
     "SSMax": {"attention": "ssmax"},
     "softpick": {"attention": "softpick"},
@@ -187,49 +231,74 @@ IDEAS = {  # with RoPE, unless a row says something else; lab/ideas.py has the p
     "LASER, learned temperature": {"attention": "laser_temperature"},
     "beta": BETA,
     "beta, learned number": {"attention": "beta_learned"},
-    "beta, gate": BETA | {"after": "gate"},
+    "beta, gate": BETA | GATE,
     "beta_squared": SQUARED,
     "beta_squared, learned number": {"attention": "beta_squared_learned"},
-    "beta_squared, gate": SQUARED | {"after": "gate"},
+    "beta_squared, gate": SQUARED | GATE,
     "softmax short, beta_squared long": MIXED | SQUARED,
-    "softmax short, beta_squared long, gate": MIXED | SQUARED | {"after": "gate"},
+    "softmax short, beta_squared long, gate": MIXED | SQUARED | GATE,
     "softmax short, beta_squared long, differential V2": MIXED | SQUARED | V2,
 }
-BEST = ["softmax", "stick-breaking", "stick-breaking, no positions", "differential V2"]
-BEST += ["stick-breaking, differential V2"]
-ROPE = {"import": "lab.ideas", "position": "rope"}
+BEST = (
+    "softmax",
+    "stick-breaking",
+    "stick-breaking, no positions",
+    "differential V2",
+    "stick-breaking, differential V2",
+)
+IMPORT = {"import": "lab.ideas"}
+ROPE = IMPORT | {"position": "rope"}
 
 # LASER against softmax at two sizes: what is tuned is the learning rate of each row
-SIZES = {"3 x 96": {"n_layer": 3, "n_head": 6, "n_embd": 96}, "4 x 128": {"n_layer": 4, "n_head": 8, "n_embd": 128}}
-SETTLED = {f"{name}, {size}": flags | x for size, flags in SIZES.items() for name, x in list(CORES.items())[:2]}
-ASPECT = {
-    f"{n} x {C}": {"n_layer": n, "n_embd": C, "n_head": H}
-    for n, C, H in ((3, 96, 6), (1, 164, 4), (6, 68, 4), (12, 48, 4))
+SIZES = {
+    "3 x 96": {"n_layer": 3, "n_head": 6, "n_embd": 96},
+    "4 x 128": {"n_layer": 4, "n_head": 8, "n_embd": 128},
 }
-TWO = {"softmax": {}, "LASER": LASER}
-
-
-def steps_of(n: int, evaluations: int = 1) -> dict:
-    """The flags of a run of n steps."""
-    return {"max_iters": n, "lr_decay_iters": n, "eval_interval": n // evaluations}
+SETTLED = {f"{name}, {size}": SIZES[size] | flags for size in SIZES for name, flags in TWO.items()}
+ASPECT = {  # as many weights
+    "3 x 96": {"n_layer": 3, "n_embd": 96, "n_head": 6},
+    "1 x 164": CHOICES["1 x 164"],
+    "6 x 68": CHOICES["6 x 68"],
+    "12 x 48": CHOICES["12 x 48"],
+}
+LASER_VARIANTS = {
+    f"{attention}{change}": flags | more
+    for change, more in VARIANTS.items()
+    for attention, flags in TWO.items()
+}
+SHORT_50 = {"heads": "SSSL", "window": 50}
+NOVELS_1024 = {
+    "softmax": {},
+    "LASER": LASER,
+    "LS": SHORT_50,
+    "stick-breaking, no positions": STICK | NOWHERE | IMPORT,
+    "the same in softmax's time": STICK | NOWHERE | IMPORT | steps_of(373),
+    "differential V2": V2 | {"n_head": 16, "n_kv_head": 8} | IMPORT,
+}
 
 
 TABLES = {
     "cores": Table(CORES, loss="best"),  # the README's first table
     "laser": Table(  # the LASER paper's tables 2, 4, 5 and 7
-        {name + more: flags | x for more, x in VARIANTS.items() for name, flags in (("softmax", {}), ("LASER", LASER))},
+        LASER_VARIANTS,
         flags=steps_of(1500),
-        against={f"LASER{more}": f"softmax{more}" for more in VARIANTS},
+        against={f"LASER{change}": f"softmax{change}" for change in VARIANTS},
     ),
     "laser_settled": Table(
         SETTLED,
         flags=steps_of(1000, 10) | {"eval_iters": 73, "min_lr": 0.0},
-        against={f"LASER, {size}": f"softmax, {size}" for size in SIZES} | {"softmax, 4 x 128": "softmax, 4 x 128"},
+        against={
+            "LASER, 3 x 96": "softmax, 3 x 96",
+            "LASER, 4 x 128": "softmax, 4 x 128",
+            "softmax, 4 x 128": "softmax, 4 x 128",
+        },
         tune=(2.5e-3, 5e-3, 1e-2, 2e-2),
         seeds=8,
         keep=("val_loss",),
     ),
-    "differential": Table(TWO, flags={"differential": True} | steps_of(1500), tune=(1.5e-3, 3e-3, 6e-3), seeds=5),
+    "differential": Table(
+        TWO, flags={"differential": True} | steps_of(1500), tune=(1.5e-3, 3e-3, 6e-3), seeds=5
+    ),
     "long_short": Table(  # as long_short.py has them
         {"long": {"heads": "L"}, "LS": {"heads": "SSSSSL", "window": 50}},
         flags=steps_of(400, 8) | {"eval_iters": 20, "block_size": 2048, "batch_size": 1},
@@ -237,25 +306,24 @@ TABLES = {
         seeds=5,
         keep=("val_loss",),
     ),
-    "aspect": Table(ASPECT, flags=steps_of(1000), tune=(3e-3, 6e-3, 1.2e-2)),  # as many weights
+    "aspect": Table(ASPECT, flags=steps_of(1000), tune=(3e-3, 6e-3, 1.2e-2)),
     "choices": Table(CHOICES, flags=steps_of(1000)),  # docs/choices.md
     "speedrun": Table(SPEEDRUN, "config/speedrun_shakespeare_char_cpu.py"),
     "speedrun_more": Table(SPEEDRUN_MORE, "config/speedrun_shakespeare_char_cpu.py"),
     "warmup": Table(WARMUP, flags=steps_of(1000)),
     "narang": Table(NARANG, flags=steps_of(1000)),
-    "maps": Table(MAPS, flags={"attention": "beta", "position": "rope"} | steps_of(1000)),
+    "maps": Table(MAPS, flags=BETA | {"position": "rope"} | steps_of(1000)),
     "qkv": Table(QKV, flags=steps_of(1000), against={row: row.split(",")[0] for row in QKV}),
-    "bert": Table(
-        TWO, "lab/examples/bert.py", {"steps": 1000}, tune=(1e-3, 2e-3, 4e-3), seeds=8
-    ),  # the LASER paper's models
-    "vit": Table(TWO | {"beta": {"attention": "beta"}}, "lab/examples/vit.py"),
+    # the LASER paper's models
+    "bert": Table(TWO, "lab/examples/bert.py", {"steps": 1000}, tune=(1e-3, 2e-3, 4e-3), seeds=8),
+    "vit": Table(TWO | {"beta": BETA}, "lab/examples/vit.py"),
     "conformer": Table(TWO, "lab/examples/conformer.py"),
     "before_attention": Table(
-        {x: {"attention": x} for x in ("mean", "bahdanau", "lecture")},
+        each("attention", "mean bahdanau lecture"),
         "lab/examples/before_attention.py",
         {"picture": ""},
     ),
-    "64": linear(1500, "learned", "rope"),  # attention in linear time, at contexts of 64 and of 256
+    "64": linear(1500, "learned", "rope"),  # attention in linear time, contexts of 64 and of 256
     "256": linear(
         1500,
         "rope",
@@ -266,19 +334,21 @@ TABLES = {
     "ideas_conv": Table(IDEAS, flags=ROPE | CONV, steps=1500),
     "ideas_256": Table({row: IDEAS[row] for row in BEST}, flags=ROPE | AT_256, steps=1500),
     "novels": linear(  # n = 2048, after data/pg19/prepare.py
-        400, "rope", only=("softmax", "softmax, conv", *FAST), window=50, file=NOVELS, flags=LONG, vocab_size=10000
+        400,
+        "rope",
+        only=("softmax", "softmax, conv", *FAST),
+        window=50,
+        file=NOVELS,
+        flags=LONG,
+        vocab_size=10000,
     ),
     "novels_1024": Table(
-        {
-            "softmax": {},
-            "LASER": LASER,
-            "LS": {"heads": "SSSL", "window": 50},
-            "stick-breaking, no positions": STICK | NOWHERE | {"import": "lab.ideas"},
-            "the same in softmax's time": STICK | NOWHERE | {"import": "lab.ideas"} | steps_of(373),
-            "differential V2": V2 | {"n_head": 16, "n_kv_head": 8, "import": "lab.ideas"},
-        },
+        NOVELS_1024,
         NOVELS,
         LONG | steps_of(400) | {"block_size": 1024, "batch_size": 2, "position": "rope"},
         vocab_size=10000,
     ),
 }
+
+for name, table in TABLES.items():
+    table.name = name

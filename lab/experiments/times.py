@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from bench import interleaved, medians, ratios, stopwatch
-from lab.experiments.runs import constants
+from lab.experiments.runs import OPTIMIZER_MODULES, constants
 from lab.experiments.variants import change
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
@@ -32,36 +33,46 @@ def max_rss() -> int:
 
 
 def model_of(config_file: str, flags: dict, vocab_size: int) -> tuple[GPT, dict]:
-    """(the model that train.py, or variants.py, would build from a config file and flags, all settings).
+    """(the model that train.py or variants.py would build, all its settings).
 
-    vocab_size: the data set's, for a config file that does not name it.
+    vocab_size: of the data set, if the config file does not set it.
     """
     if "import" in flags:
         importlib.import_module(flags["import"])
     settings = constants("train.py") | {"vocab_size": vocab_size} | constants(config_file) | flags
-    return change(GPT(GPTConfig(**model_args(DEFAULTS | settings))), settings.get("variant", "")), settings
+    gpt = GPT(GPTConfig(**model_args(DEFAULTS | settings)))
+    return change(gpt, settings.get("variant", "")), settings
 
 
-def step_times(
-    config_file: str, rows: dict[str, dict], vocab_size: int, repeats: int, against: dict[str, str]
-) -> dict[str, tuple[float, float]]:
-    """Of each row, {name: flags}: milliseconds of a training step, and their ratio to another row's in that round.
+def step_times(config_file: str, rows: dict, vocab_size: int, repeats: int, against: dict) -> dict:
+    """{row: (milliseconds of a training step, their ratio to another row's in the same round)}.
 
-    against: {name: the name of that other row}.
+    rows: {name: flags of train.py}. against: {name: the name of that other row}.
     """
     tasks = {}
     for name, flags in rows.items():
         gpt, chosen = model_of(config_file, flags, vocab_size)
-        adam = chosen["beta1"], chosen["beta2"]
-        settings = Settings(chosen["learning_rate"], adam, chosen["weight_decay"], chosen["adam_eps"])
+        if chosen["optimizer"] in OPTIMIZER_MODULES:
+            importlib.import_module(OPTIMIZER_MODULES[chosen["optimizer"]])
+        settings = Settings(
+            lr=chosen["learning_rate"],
+            betas=(chosen["beta1"], chosen["beta2"]),
+            weight_decay=chosen["weight_decay"],
+            eps=chosen["adam_eps"],
+        )
+        optimizers = OPTIMIZER[chosen["optimizer"]](gpt, settings)
         x = torch.randint(vocab_size, (chosen["batch_size"], chosen["block_size"]))
-        tasks[name] = functools.partial(timed_step, gpt.train(), OPTIMIZER[chosen["optimizer"]](gpt, settings), x)
+        tasks[name] = functools.partial(timed_step, gpt.train(), optimizers, x)
     rounds = interleaved(tasks, "cpu", repeats)
-    return {name: (medians(rounds[name])[0]["ms"], ratios(rounds, name, against[name])["ms"]) for name in rounds}
+    times = {}
+    for name in rounds:
+        ms = medians(rounds[name])[0]["ms"]
+        times[name] = ms, ratios(rounds, name, against[name])["ms"]
+    return times
 
 
-def timed_step(gpt: GPT, optimizers: list[torch.optim.Optimizer], x: torch.Tensor) -> dict[str, float]:
-    """Makes a training step; its milliseconds."""
+def timed_step(gpt: GPT, optimizers: list, x: Tensor) -> dict[str, float]:
+    """Make a training step on the tokens x (B, T); return its milliseconds."""
 
     def step() -> None:
         gpt(x, x)[1].backward()

@@ -1,6 +1,6 @@
-"""Fine-tunes a model on prompts and answers (lab/hub/prepare_answers.py): train.py, with batches of them.
+"""Fine-tune a model on prompts and answers: train.py, with batches of prepare_answers.py.
 
-    python -m lab.hub.finetune lab/hub/finetune_task.py --init_from=out-books --dataset=endings --out_dir=out-endings
+    python -m lab.hub.finetune lab/hub/finetune_task.py --init_from=out-books --dataset=endings
 
 The flags are train.py's. The validation loss is the mean over the answers' tokens.
 """
@@ -15,5 +15,5 @@ from text.dataset import ROOT
 
 if __name__ == "__main__":
     sys.argv[0] = os.path.join(ROOT, "train.py")
-    with mock.patch("text.dataset.Tokens", open_split):  # train.py imports it from there
+    with mock.patch("text.dataset.Tokens", open_split):  # train.py imports Tokens from there
         runpy.run_path(sys.argv[0], run_name="__main__")

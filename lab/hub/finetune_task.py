@@ -1,5 +1,5 @@
-# fine-tunes a model on prompts and answers (lab/hub/prepare_answers.py), for a few passes over some thousand examples:
-# python -m lab.hub.finetune lab/hub/finetune_task.py --init_from=out-books --dataset=endings --out_dir=out-endings
+# fine-tunes on prompts and answers (lab/hub/prepare_answers.py), some thousand examples
+# python -m lab.hub.finetune lab/hub/finetune_task.py --init_from=out-books --dataset=endings
 
 # init_from and dataset are given on the command line
 out_dir = "out-task"
@@ -13,6 +13,6 @@ gradient_accumulation_steps = 1
 max_iters = 300
 lr_decay_iters = 300
 warmup_iters = 20
-learning_rate = 3e-4  # small: the weights are trained already
+learning_rate = 3e-4  # small, because the weights are trained already
 min_lr = 3e-5
-dropout = 0.1  # few examples are learned by heart otherwise
+dropout = 0.1  # a model without dropout learns a small number of examples by heart

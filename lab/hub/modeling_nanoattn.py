@@ -1,6 +1,7 @@
-"""A GPT as a model of Hugging Face's transformers, whatever its attention: what `lab/hub/export.py --custom` writes.
+"""A GPT of any attention as a model of transformers, for `lab.hub.export --custom`.
 
-An exported folder has this file, model.py and the files that they import: transformers needs nothing else.
+An exported folder has this file, model.py and the files that they import. transformers needs no
+other files.
 """
 
 import torch
@@ -12,29 +13,33 @@ from attention.cache import Cache
 from attention.documents import Documents
 from model import GPT, GPTConfig
 
-# arguments of other models of transformers that this one cannot honour
+# arguments of other models of transformers that this one does not have
 REFUSED = ("inputs_embeds", "output_attentions", "output_hidden_states")
 
 
 class NanoattnConfig(PretrainedConfig):
-    """gpt: the fields of GPTConfig. The other entries repeat some of them under the names that tools look for."""
+    """gpt: the fields of GPTConfig. Some of them stand here again, by transformers' names."""
 
     model_type = "nanoattn"
 
     def __init__(self, gpt: dict | None = None, **kwargs):
         self.gpt = gpt or {}
         c = GPTConfig(**self.gpt)
-        self.vocab_size, self.max_position_embeddings = c.vocab_size, c.block_size
-        self.hidden_size, self.num_hidden_layers, self.num_attention_heads = c.n_embd, c.n_layer, c.n_head
+        self.vocab_size = c.vocab_size
+        self.max_position_embeddings = c.block_size
+        self.hidden_size = c.n_embd
+        self.num_hidden_layers = c.n_layer
+        self.num_attention_heads = c.n_head
         # transformers reads _tied_weights_keys, below, only where this is True
         kwargs["tie_word_embeddings"] = c.tied or (c.scheme is not None and c.scheme.shared)
         super().__init__(**kwargs)
 
 
 class NanoattnCache:
-    """What a batch of texts has read, for decoding: a Cache (attention/cache.py) or, with padding, the tokens alone.
+    """What a batch of texts has read: a Cache (attention/cache.py) and the tokens.
 
-    After block_size tokens the window slides, as in sample.py. Then, and with padding, each step is a whole pass.
+    After block_size tokens the window slides, as in sample.py. From then on, and with padding, the
+    Cache is None, and each step reads the whole window again.
     """
 
     is_compileable = is_croppable = False  # read by transformers
@@ -42,39 +47,52 @@ class NanoattnCache:
     def __init__(self, gpt: GPT, ids: Tensor, mask: Tensor | None):
         if mask is not None and not mask[:, -1].all():
             raise ValueError("decoding needs padding on the left: tokenizer.padding_side = 'left'")
-        self.padded = mask is not None and any(padding(mask))
-        self.ids, self.cache = ids[:, :0], None if self.padded else gpt.new_cache()
+        self.padded = padding(mask) is not None
+        self.ids = ids[:, :0]
+        self.cache = None if self.padded else gpt.new_cache()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.ids.shape[1]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was (for beam search)."""
+        """For beam search: row i becomes what row beam_idx[i] was."""
         self.ids = self.ids[beam_idx]
         if self.cache is not None:
             select(self.cache, beam_idx)
 
 
 def select(cache: Cache, rows: Tensor) -> None:
-    """Keeps these rows of a cache, in this order; a row may be taken twice, as for beams."""
+    """Keep these rows of a cache, in this order. A row may be taken twice."""
     for part in cache.parts.values():
-        vars(part).update({name: x[rows] for name, x in vars(part).items() if isinstance(x, Tensor)})
-    cache.last, cache.rows = {conv: x[rows] for conv, x in cache.last.items()}, len(rows)
+        for name, x in vars(part).items():
+            if isinstance(x, Tensor):
+                setattr(part, name, x[rows])
+    cache.last_inputs = {conv: x[rows] for conv, x in cache.last_inputs.items()}
+    cache.rows = len(rows)
 
 
-def padding(mask: Tensor) -> list[int]:
-    """The number of tokens before each text, from an attention mask (B, T), 1 for text. ValueError for other masks."""
+def padding(mask: Tensor | None) -> Tensor | None:
+    """The number of tokens before each text, (B, 1); None if all texts begin at the first token.
+
+    mask: (B, T), 1 for text. Raises ValueError for a mask with gaps.
+    """
+    if mask is None:
+        return None
     mask = mask.bool()
-    start, n = mask.int().argmax(1), mask.sum(1)
-    at = torch.arange(mask.shape[1], device=mask.device)
-    text = (at >= start[:, None]) & (at < (start + n)[:, None])
-    if mask.dim() != 2 or not (text == mask).all() or not n.all():
-        raise ValueError("attention_mask must be (batch, tokens), with one run of ones in each row: padding, a text")
-    return start.tolist()
+    start = mask.int().argmax(1, keepdim=True)
+    end = start + mask.sum(1, keepdim=True)
+    position = torch.arange(mask.shape[1], device=mask.device)
+    text = (position >= start) & (position < end)  # (B, T)
+    if mask.dim() != 2 or not (text == mask).all() or not mask.any(1).all():
+        raise ValueError(
+            "attention_mask must be (batch, tokens), with one run of ones in each row: "
+            "padding, a text"
+        )
+    return start if start.any() else None
 
 
 class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
-    """A GPT with transformers' interface. Errors: ValueError for masks and arguments that it cannot honour."""
+    """A GPT with transformers' interface. Raises ValueError for arguments that it does not have."""
 
     config_class = NanoattnConfig
     base_model_prefix = "gpt"
@@ -84,24 +102,28 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: NanoattnConfig):
         super().__init__(config)
         self.gpt = GPT(GPTConfig(**config.gpt))
-        first, tied = {}, {}  # weights that several modules share are saved once
+        first = {}
+        self._tied_weights_keys = {}  # a weight that several modules share is saved once
         for name, p in self.state_dict(keep_vars=True).items():
-            if first.setdefault(id(p), name) != name:
-                tied[name] = first[id(p)]
-        self._tied_weights_keys = tied
+            if p in first:
+                self._tied_weights_keys[name] = first[p]
+            else:
+                first[p] = name
         self.post_init()
 
     @classmethod
     def of(cls, gpt: GPT) -> "NanoattnForCausalLM":
         """The same model as gpt, with a copy of its weights."""
-        classes = {"AutoConfig": "NanoattnConfig", "AutoModelForCausalLM": "NanoattnForCausalLM"}
-        where = {auto: f"modeling_nanoattn.{name}" for auto, name in classes.items()}  # read with trust_remote_code
-        model = cls(NanoattnConfig(gpt=vars(gpt.config), auto_map=where))
+        classes = {  # read with trust_remote_code
+            "AutoConfig": "modeling_nanoattn.NanoattnConfig",
+            "AutoModelForCausalLM": "modeling_nanoattn.NanoattnForCausalLM",
+        }
+        model = cls(NanoattnConfig(gpt=vars(gpt.config), auto_map=classes))
         model.gpt.load_state_dict(gpt.state_dict())
         return model
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Computes a module's tables (of RoPE, ALiBi, ...), which are in no file: transformers leaves them empty."""
+        """Compute a module's tables (RoPE, ALiBi, ...). No file has them: here they are empty."""
         for name in module._non_persistent_buffers_set:
             table = getattr(module, name)
             if table is not None and not table.is_meta:
@@ -127,10 +149,11 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """Logits (B, T, V), or of the last logits_to_keep tokens; the loss with labels (B, T), -100 where none counts.
+        """Logits (B, T, V), or of the last logits_to_keep tokens; with labels (B, T) the loss.
 
-        attention_mask: (B, T) or, with past_key_values, (B, all tokens so far), 1 for text: padding may be on the left
-        or, without a cache, on the right. use_cache: also return the cache, which has no gradient (not with labels).
+        labels: -100 where there is no target. attention_mask: (B, T) or, with past_key_values,
+        (B, all tokens so far), 1 for text. Padding may be on the left or, without a cache, on the
+        right. use_cache: also return the cache, which has no gradient. With labels there is none.
         """
         for name in REFUSED:
             if kwargs.get(name) is not None and kwargs[name] is not False:
@@ -144,36 +167,45 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
         elif isinstance(past_key_values, NanoattnCache):
             x = self.next(input_ids, attention_mask, n, past_key_values)
         else:
-            raise ValueError(f"past_key_values must be what this model returned, not {type(past_key_values)}")
-        # GPT.predict gives the logits of each text's last token: here each token is a text of its own
+            raise ValueError(
+                f"past_key_values must be what this model returned, not {type(past_key_values)}"
+            )
+        # GPT.predict gives the logits of each text's last token: here each token is a text
         logits = self.gpt.predict(x.flatten(0, 1)[:, None], None)[0].view(*x.shape[:2], -1)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
     def hidden(self, ids: Tensor, mask: Tensor | None, n: int) -> Tensor:
-        """GPT.hidden at the last n of ids (B, T). For fewer than all, only the last block_size tokens are read.
+        """GPT.hidden at the last n of ids (B, T). If n < T, only the last block_size are read.
 
         Padding on the left becomes a document of its own, which the text does not see.
         """
-        T, block_size = ids.shape[1], self.gpt.config.block_size
-        if n < T:
-            ids, mask, T = ids[:, -block_size:], None if mask is None else mask[:, -block_size:], min(T, block_size)
+        block_size = self.gpt.config.block_size
+        if n < ids.shape[1]:
+            ids = ids[:, -block_size:]
+            mask = None if mask is None else mask[:, -block_size:]
+        T = ids.shape[1]
         if T > block_size or n > T:
-            raise ValueError(f"{max(n, T)} tokens do not fit: this model takes 1 to block_size={block_size}")
-        start = torch.zeros(len(ids)) if mask is None else torch.tensor(padding(mask))
-        if not start.any():
+            raise ValueError(
+                f"{max(n, T)} tokens do not fit: this model takes 1 to block_size={block_size}"
+            )
+        start = padding(mask)
+        if start is None:
             return self.gpt.hidden(ids)[:, -n:]
-        at, start = torch.arange(T, device=ids.device), start[:, None].to(ids.device)
-        pos = torch.where(at < start, at, at - start)
-        return self.gpt.hidden(ids, Documents(pos), pos)[:, -n:]
+        position = torch.arange(T, device=ids.device)
+        position = torch.where(position < start, position, position - start)  # (B, T)
+        return self.gpt.hidden(ids, Documents(position), position)[:, -n:]
 
     @torch.no_grad()
     def next(self, ids: Tensor, mask: Tensor | None, n: int, past: NanoattnCache) -> Tensor:
-        """GPT.hidden at the last n of the tokens ids (B, T) that follow on what `past` has read."""
-        before, block_size = past.get_seq_length(), self.gpt.config.block_size
+        """GPT.hidden at the last n of the tokens ids (B, T), which follow those in `past`."""
+        before = past.get_seq_length()
         past.ids = torch.cat((past.ids, ids), dim=1)
+        block_size = self.gpt.config.block_size
         slides = past.get_seq_length() > block_size
         if slides and before and n > 1:
             raise ValueError(f"{n} tokens do not fit after {before}: block_size is {block_size}")

@@ -1,12 +1,12 @@
-"""Prompts with their answers, to fine-tune a model on a task: from JSONL to tokens on disk, and batches of them.
+"""Prompts with their answers, to fine-tune a model on a task: from JSONL to tokens, and batches.
 
     python -m lab.hub.prepare_answers --source=endings --init_from=out-books --out_dir=data/endings
     python -m lab.hub.finetune lab/hub/finetune_task.py --init_from=out-books --dataset=endings
 
 The source is a folder with train.jsonl and val.jsonl. Each line is an example:
-{"prompt": "The capital of France is", "answer": " Paris"}; other keys, such as the "choices" of lab/hub/lm_eval.py, are
-left alone. The model sees the prompt and, directly after it, the answer. In training only the answer's tokens are
-targets. The tokens are those of the model that will be fine-tuned.
+{"prompt": "The capital of France is", "answer": " Paris"}. Other keys, such as the "choices" of
+lab/hub/lm_eval.py, are ignored. The model sees the prompt and, directly after it, the answer. In
+training only the answer's tokens are targets. The tokens are those of the model to fine-tune.
 """
 
 import json
@@ -31,7 +31,7 @@ out_dir = "data/answers"  # the folder for train.bin, val.bin and meta.json
 
 
 def read_examples(path: str) -> Iterator[tuple[str, str]]:
-    """Yields (prompt, answer) of each line of a JSONL file. Raises UserError, naming the line that is wrong."""
+    """Yield (prompt, answer) of each line of a JSONL file. A UserError names the wrong line."""
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
@@ -40,58 +40,75 @@ def read_examples(path: str) -> Iterator[tuple[str, str]]:
             prompt, answer = row["prompt"], row["answer"]
             if not (isinstance(prompt, str) and isinstance(answer, str) and prompt and answer):
                 raise TypeError("prompt and answer must be text, and not empty")
-            (prompt + answer).encode()  # half a character is an error
+            (prompt + answer).encode()  # raises for half of a surrogate pair
         except (ValueError, KeyError, TypeError) as error:
-            need = 'a line must be {"prompt": "...", "answer": "..."}'
-            raise UserError(f"{path}, line {number}: {need} ({type(error).__name__}: {error})") from None
+            raise UserError(
+                f'{path}, line {number}: a line must be {{"prompt": "...", "answer": "..."}} '
+                f"({type(error).__name__}: {error})"
+            ) from None
         yield prompt, answer
 
 
 def encode(tok: Tokenizer, prompt: str, answer: str) -> tuple[np.ndarray, int]:
-    """(ids of an example, how many of them are the prompt's); eot ends the answer, if the tokenizer has one.
+    """(ids of an example, how many of them are the prompt's).
 
-    A token with the prompt's end and the answer's beginning, such as " Paris" after "France is ", is the answer's.
+    If the tokenizer has an eot, it ends the answer. A token that begins in the prompt and ends in
+    the answer, such as " Paris" after "France is ", is the answer's.
     """
-    before, ids = tok.ids(prompt), tok.ids(prompt + answer)
-    n = min(len(before), len(ids) - 1)
-    differ = np.flatnonzero(before[:n] != ids[:n])
-    end = [] if tok.eot is None else [tok.eot]
-    return np.concatenate((ids, np.array(end, dtype=ids.dtype))), int(differ[0]) if len(differ) else n
+    prompt_ids = tok.ids(prompt)
+    ids = tok.ids(prompt + answer)
+    n = min(len(prompt_ids), len(ids) - 1)
+    different = np.flatnonzero(prompt_ids[:n] != ids[:n])
+    if len(different):
+        n = int(different[0])
+    if tok.eot is not None:
+        ids = np.append(ids, ids.dtype.type(tok.eot))
+    return ids, n
 
 
 def prepare(folder: str, source: str, tok: Tokenizer) -> dict:
-    """Writes train.bin, val.bin and meta.json, whose entry "answers" says where answers are: {split: [[begin, end]]}.
+    """Write train.bin, val.bin and meta.json; return what meta.json holds.
 
-    source: a folder with train.jsonl and val.jsonl. Returns meta.json's content.
+    Its entry "answers" says where answers are: {split: [[begin, end], ...]}. source: a folder with
+    train.jsonl and val.jsonl.
     """
-    documents, answers, dtype = [], {}, np.min_scalar_type(tok.n_vocab - 1)
+    documents = []
+    answers = {}
+    dtype = np.min_scalar_type(tok.n_vocab - 1)
     for split in ("train", "val"):
         path = os.path.join(source, f"{split}.jsonl")
         if not os.path.isfile(path):
             raise UserError(f"--source={source} must be a folder with train.jsonl and val.jsonl")
-        examples = [encode(tok, *example) for example in read_examples(path)]
-        if not examples:
+        answers[split] = []
+        end = 0
+        for prompt, answer in read_examples(path):
+            ids, n = encode(tok, prompt, answer)
+            answers[split].append([end + n, end + len(ids)])
+            end += len(ids)
+            documents.append((split, {"ids": ids.astype(dtype).tobytes(), "bytes": 0, "words": 0}))
+        if not answers[split]:
             raise UserError(f"{path} holds no examples")
-        ends = np.cumsum([len(ids) for ids, _ in examples]).tolist()
-        answers[split] = [[end - len(ids) + n, end] for end, (ids, n) in zip(ends, examples, strict=True)]
-        documents += [(split, {"ids": ids.astype(dtype).tobytes(), "bytes": 0, "words": 0}) for ids, _ in examples]
     return write(folder, tok, documents, {"from": source}, answers=answers)
 
 
 class Examples(Tokens):
-    """One split of prompts and answers: a window is an example, padded on the right, with targets -1 but for answers.
+    """One split of prompts and answers. A window is an example, padded on the right.
 
-    An example of more than block_size tokens loses the beginning of its prompt. Raises UserError, as Tokens does.
+    Its targets are -1 except for the answer's tokens. An example of more than block_size tokens
+    loses the beginning of its prompt. Raises UserError for a longer answer, and as Tokens does.
     """
 
     def __init__(self, folder: str, split: str, block_size: int):
         super().__init__(folder, split, 1)
         self.begin, self.end = np.array(self.meta["answers"][split]).T
-        self.start = np.concatenate(([0], self.end[:-1]))  # an example begins where the one before it ends
-        longest = int((self.end - self.begin).max())
+        self.start = np.append(0, self.end[:-1])  # of each example: the end of the one before it
+        longest = max(self.end - self.begin)
         if longest > block_size:
-            raise UserError(f"{folder}: an answer of {split} has {longest} tokens, more than block_size={block_size}")
-        self.block_size = min(block_size, int((self.end - self.start).max()) - 1)
+            raise UserError(
+                f"{folder}: an answer of {split} has {longest} tokens, "
+                f"more than block_size={block_size}"
+            )
+        self.block_size = min(block_size, int(max(self.end - self.start)) - 1)
         self.places = self.apart = len(self.end)
 
     def _windows(self, which: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,15 +118,17 @@ class Examples(Tokens):
         for row, i in enumerate(which):
             start = max(self.start[i], self.end[i] - self.block_size - 1)
             ids = torch.from_numpy(self.ids[start : self.end[i]].astype(np.int64))
-            x[row, : len(ids) - 1] = ids[:-1]
+            n = len(ids) - 1
+            x[row, :n] = ids[:-1]
             first = max(0, self.begin[i] - start - 1)  # this token predicts the answer's first one
-            y[row, first : len(ids) - 1] = ids[first + 1 :]
+            y[row, first:n] = ids[first + 1 :]
         return x, y
 
 
 def open_split(folder: str, split: str, block_size: int) -> Tokens:
     """A split of a prepared data set: running text, or prompts and answers."""
-    return (Examples if "answers" in read_meta(folder) else Tokens)(folder, split, block_size)
+    cls = Examples if "answers" in read_meta(folder) else Tokens
+    return cls(folder, split, block_size)
 
 
 def main() -> None:
@@ -117,7 +136,9 @@ def main() -> None:
         raise UserError("--source= says which examples: a folder with train.jsonl and val.jsonl")
     meta = tokens_of(init_from)
     if meta is None:
-        raise UserError(f"--init_from={init_from} is no folder of a run, nor one of {', '.join(GPT2)}")
+        raise UserError(
+            f"--init_from={init_from} is no folder of a run, nor one of {', '.join(GPT2)}"
+        )
     for name, entry in prepare(out_dir, source, tokenizer(meta))["files"].items():
         print(f"{out_dir}/{name}: {entry['documents']:,} examples, {entry['tokens']:,} tokens")
 

@@ -1,12 +1,14 @@
-"""Shows the attention of trained models in a web page: what each token looks at, and what the models predict after it.
+"""Shows the attention of trained models in a web page: what each token looks at, and what the
+models predict after it.
 
-    python -m lab.look --out_dir=out-shakespeare-char-cpu,out-laser,out-ls,out-beta    # then open the printed address
+    python -m lab.look --out_dir=out-laser,out-ls,out-beta    # then open the printed address
     python -m lab.look --init_from=gpt2 --start="The cat sat on the mat" --open
-    python -m lab.look --out_dir=out-beta --out=look.html                              # one file, without a server
+    python -m lab.look --out_dir=out-beta --out=look.html     # one file, without a server
 
-The page is page.html with numbers put in: of a text's tokens (`look`), of one run (`seen_by`), of one map (`packed`).
-As one types, or as a model writes, the page asks the server for the same numbers of the new text.
-The server answers this machine only. The weights are those of scripts/maps.py.
+The page is page.html with numbers put in: of a text's tokens (`look`), of one run (`seen_by`), of
+one map (`packed`). When a user types, or a model writes, the page asks the server for the same
+numbers of the new text. The server answers this machine only. The weights are those of
+scripts/maps.py.
 """
 
 import base64
@@ -23,25 +25,24 @@ import torch
 
 from errors import NotFinite, UserError
 from lab.experiments import results
-from model import GPT, GPTConfig
-from rules import attentions
+from model import GPT
 from sample import prompt_of
-from scripts.maps import Map, labels, weights_of
+from scripts.maps import Map, in_words, labels, weights_of
 from text.sampling import stream
 from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
 
 # Which models?
-out_dir = "out"  # the folder of a run of train.py; several, with commas between them, are shown side by side
-init_from = "resume"  # resume: the checkpoints in out_dir; or gpt2, ..., a local folder; several, with commas
-which: Literal["best", "latest"] = "best"  # the checkpoint with the lowest validation loss, or the latest one
+out_dir = "out"  # folders of runs of train.py, with commas between them, shown side by side
+init_from = "resume"  # resume: the runs in out_dir; or gpt2, local folders, ..., with commas
+which: Literal["best", "latest"] = "best"  # best: the lowest validation loss; latest: the last step
 # Which text?
-start = "To be, or not to be: that is the question"  # the first text; FILE:path reads it from a file
+start = "To be, or not to be: that is the question"  # the text; FILE:path reads it from a file
 temperature = 0.8  # of a model that writes on; 0: always the most likely token
 # Where is the page?
 port = 8000  # of the server on 127.0.0.1; 0: one that is free
 open = False  # open the page in a browser
-out: str | None = None  # write the page with this text to a file, look.html, and start no server
+out: str | None = None  # write the page with this text to a file, look.html; start no server
 
 
 class Run(NamedTuple):
@@ -52,106 +53,153 @@ class Run(NamedTuple):
 
 
 def open_runs(init_from: str, out_dir: str, which: str) -> tuple[list[Run], Tokenizer]:
-    """The models that the flags name, and their tokenizer. Raises UserError if they have different ones."""
-    runs, tokenizers = [], []
+    """The models that the flags name, and their tokenizer.
+
+    Raises UserError if the models have different tokenizers.
+    """
+    runs = []
+    tokenizers = []
     resume = init_from == "resume"
-    for name in dict.fromkeys(x.strip().rstrip("/") for x in (out_dir if resume else init_from).split(",")):
+    listed = out_dir if resume else init_from
+    for name in dict.fromkeys(x.strip().rstrip("/") for x in listed.split(",")):
         model, tok, _, about = open_model(init_from if resume else name, name, which)
         print(about)
-        runs.append(Run(name, in_words(model.config), about.partition(": ")[2], model.eval()))
+        attention = in_words(model.config)
+        if "S" in model.config.heads:
+            attention += f", window {model.config.resolved().window}"
+        runs.append(Run(name, attention, about.partition(": ")[2], model.eval()))
         tokenizers.append((tok.meta, tok.n_vocab))
         if tokenizers[-1] != tokenizers[0]:
-            raise UserError(f"{name} and {runs[0].name} have different tokenizers: look at them one by one")
+            raise UserError(
+                f"{name} and {runs[0].name} have different tokenizers: look at them one by one"
+            )
     return runs, tok
 
 
-def in_words(c: GPTConfig) -> str:
-    """The attention of a configuration: "softmax, heads SSSL, window 16"."""
-    long, *short = (f"{name} (weights of its softmax)" if name == "laser" else name for name in attentions(c))
-    words = [f"{short[0]} in short heads, {long} in long heads" if short else long]
-    words += [f"heads {c.heads}, window {c.resolved().window}"] if "S" in c.heads else []
-    return ", ".join([*words, *(["differential"] if c.differential else [])])
-
-
 def look(runs: list[Run], tok: Tokenizer, ids: list[int]) -> dict:
-    """What the page shows of a text: its last tokens, as many as every model takes, and what each run makes of them."""
-    most = min(run.model.config.block_size for run in runs)
-    ids, left_out = ids[-most:], max(0, len(ids) - most)
+    """What the page shows of a text: its last tokens, and each run's maps and predictions.
+
+    If the text is longer than the smallest block_size, its first tokens are left out.
+    """
+    block_size = min(run.model.config.block_size for run in runs)
+    left_out = max(0, len(ids) - block_size)
+    ids = ids[left_out:]
     seen = [seen_by(run, tok.n_vocab, torch.tensor([ids])) for run in runs]
     predicted = {i for run in seen for best in run["next"] for i in best}
-    words = {i: labels(tok, [ids[0], i])[1] for i in predicted}  # some tokenizers drop the first token's space
-    return {"tokens": labels(tok, ids), "ids": ids, "left_out": left_out, "words": words, "runs": seen}
+    # Each token after another one: some tokenizers drop the first token's space.
+    words = {i: labels(tok, [ids[0], i])[1] for i in predicted}
+    return {
+        "tokens": labels(tok, ids),
+        "ids": ids,
+        "left_out": left_out,
+        "words": words,
+        "runs": seen,
+    }
 
 
 @torch.no_grad()
 def seen_by(run: Run, n_vocab: int, idx: torch.Tensor) -> dict:
-    """A run's maps, its likeliest next tokens after each token of idx (1, T), and each token's surprise -log p."""
-    logits, _ = run.model(idx, idx)  # with targets, which are not used, it gives the logits of all positions
+    """A run's numbers for token ids idx (1, T).
+
+    "maps": its maps. "next", "p": the five likeliest tokens after each token, and their
+    probabilities. "surprise": -log p of each token, in nats; the first token has none.
+    """
+    logits, _ = run.model(idx, idx)  # given targets, the model returns the logits of all positions
     log_p = logits[0].float().log_softmax(-1)
     if not log_p.isfinite().all():
         raise NotFinite(f"the logits of {run.name} are not finite; has its training diverged?")
-    surprise = -log_p[:-1].gather(-1, idx[0, 1:, None]).flatten()  # the first token is not predicted
-    best = log_p[:, :n_vocab].topk(min(5, n_vocab))  # ids past n_vocab are no tokens
-    maps, why = [], None
+    surprise = -log_p[:-1].gather(-1, idx[0, 1:, None]).flatten()
+    best = log_p[:, :n_vocab].topk(min(5, n_vocab))  # ids from n_vocab on are no tokens
+    maps = []
+    why = None  # the reason why there are no maps
     try:
-        maps = [packed(m) for layer in weights_of(run.model, idx) for m in layer]
+        rows = sum(weights_of(run.model, idx), [])
+        signed = any(m.weights.min() < 0 for m in rows if not m.difference)
+        maps = [packed(m, signed or m.difference) for m in rows]
     except UserError as error:  # an attention without weights
         why = str(error)
-    numbers = {"next": best.indices.tolist(), "p": best.values.exp().tolist(), "surprise": [None, *surprise.tolist()]}
-    about = {"name": run.name, "attention": run.attention, "trained": run.trained}
-    return about | numbers | {"maps": maps, "why": why}
+    return {
+        "name": run.name,
+        "attention": run.attention,
+        "trained": run.trained,
+        "next": best.indices.tolist(),
+        "p": best.values.exp().tolist(),
+        "surprise": [None, *surprise.tolist()],
+        "maps": maps,
+        "why": why,
+    }
 
 
-def packed(m: Map) -> dict:
+def packed(m: Map, signed: bool) -> dict:
     """A map whose weights are 8-bit numbers in base64: the lower triangle, row by row.
 
-    A number q means the weight sign(q) (q / n)^2 most; n = 255, or 127 in a signed map. Small weights lose little.
+    signed: whether weights below 0 are possible. A number q means the weight sign(q) (q / n)^2
+    most; n = 255, or 127 in a signed map. The square gives small weights more digits.
     """
     w = m.weights[torch.ones_like(m.weights, dtype=torch.bool).tril()]
     most = w.abs().max().item()
     roots = w.sign() * (w.abs() / (most or 1.0)).sqrt()
-    q = (roots * 127).round().to(torch.int8) if m.signed else (roots * 255).round().to(torch.uint8)
-    packed = {"signed": m.signed, "most": most, "data": base64.b64encode(q.numpy().tobytes()).decode()}
-    return {name: x for name, x in m._asdict().items() if name != "weights"} | packed
+    q = (roots * 127).round().to(torch.int8) if signed else (roots * 255).round().to(torch.uint8)
+    data = base64.b64encode(q.numpy().tobytes()).decode()
+    fields = m._asdict()
+    del fields["weights"]
+    return {**fields, "signed": signed, "most": most, "data": data}
 
 
-def page(live: bool, text: str, found: dict) -> str:
+def page(live: bool, text: str, numbers: dict) -> str:
     """The page in HTML, with the numbers of a text. live: a server will answer it."""
-    data = json.dumps({"live": live, "text": text, **found}).replace("<", "\\u003c")  # a text may hold </script>
-    return pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8").replace("DATA", data)
+    data = json.dumps({"live": live, "text": text, **numbers})
+    html = pathlib.Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return html.replace("DATA", data.replace("<", "\\u003c"))  # a text may hold </script>
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page on 127.0.0.1. Threads: a browser keeps connections open, and must not block the others."""
+    """Serves the page on 127.0.0.1.
+
+    It has threads because a browser keeps connections open, which must not block other requests.
+    """
 
     def __init__(self, runs: list[Run], tok: Tokenizer, page: str, port: int):
-        self.runs, self.tok, self.page = runs, tok, page.encode()
+        self.runs = runs
+        self.tok = tok
+        self.page = page.encode()
         self.one_at_a_time = threading.Lock()  # looking into a model changes it for a moment
         try:
             super().__init__(("127.0.0.1", port), Handler)
-        except (OSError, OverflowError) as error:  # it is in use, or no number of a port
+        except (OSError, OverflowError) as error:  # the port is in use, or not a port's number
             raise UserError(f"--port={port}: {error}. --port=0 finds a port that is free") from None
         self.hosts = [f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")]
 
     def looks(self, text: str, new: int = 0, run: int = 0) -> Iterator[dict]:
-        """Yields what the page shows of the text and, as a run writes on, of the text with each of `new` tokens."""
+        """Yields what the page shows of the text, and of the text with each new token.
+
+        new: how many tokens runs[run] writes after the text.
+        """
         try:
             ids = self.tok.start(text)
             if not ids:
                 raise UserError("The text is empty: type at least one character.")
-            before, model = len(self.tok.decode(ids)), self.runs[run].model
-            tokens = stream(model, torch.tensor([ids]), new, temperature, vocab_size=self.tok.n_vocab)
+            n_chars = len(self.tok.decode(ids))
+            tokens = stream(
+                self.runs[run].model,
+                torch.tensor([ids]),
+                new,
+                temperature,
+                vocab_size=self.tok.n_vocab,
+            )
             for n in range(new + 1):
                 with self.one_at_a_time:
-                    ids += [next(tokens).item()] if n else []
-                    found = look(self.runs, self.tok, ids)
-                yield {"text": text + self.tok.decode(ids)[before:], **found}
+                    if n > 0:
+                        ids.append(next(tokens).item())
+                    numbers = look(self.runs, self.tok, ids)
+                yield {"text": text + self.tok.decode(ids)[n_chars:], **numbers}
         except UserError as error:
             yield {"error": str(error)}
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET / is the page. POST /look {"text", "new", "run"} is answered with JSON, a line for each of Server.looks."""
+    """GET / is the page. POST /look takes {"text", "new", "run"} as JSON, the arguments of
+    Server.looks, and is answered with JSON, a line for each of its dicts."""
 
     def do_GET(self) -> None:
         if self.begin("/", "text/html; charset=utf-8"):
@@ -159,21 +207,26 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         if self.begin("/look", "application/jsonl"):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with contextlib.suppress(ConnectionError):  # the page does not want to hear more
-                for found in self.server.looks(**asked):
-                    self.wfile.write(json.dumps(found).encode() + b"\n")
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with contextlib.suppress(ConnectionError):  # the page has stopped listening
+                for numbers in self.server.looks(**request):
+                    self.wfile.write(json.dumps(numbers).encode() + b"\n")
 
-    def begin(self, path: str, kind: str) -> bool:
-        """Begins the answer. Returns False if it is an error: for another path, or to the pages of other servers."""
-        own = self.headers["Host"] in self.server.hosts  # not so if another name leads to 127.0.0.1
-        own &= self.headers["Origin"] in (None, *(f"http://{host}" for host in self.server.hosts))
-        status = 403 if not own else 200 if self.path == path else 404
-        if status != 200:
-            self.send_error(status)
+    def begin(self, path: str, content_type: str) -> bool:
+        """Begins the answer. Returns False, and sends an error, if there is nothing to answer.
+
+        That is so for another path, and for requests that do not come from this server's page.
+        """
+        origins = [None, *(f"http://{host}" for host in self.server.hosts)]
+        known_host = self.headers["Host"] in self.server.hosts  # another name can lead to 127.0.0.1
+        if not known_host or self.headers["Origin"] not in origins:
+            self.send_error(403)
             return False
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
+        if self.path != path:
+            self.send_error(404)
+            return False
+        self.send_response(200)
+        self.send_header("Content-Type", content_type)
         self.end_headers()
         return True
 
@@ -190,7 +243,8 @@ def main() -> None:
         print(f"wrote {out}")
         return
     with Server(runs, tok, first, port) as server:
-        print(address := f"http://127.0.0.1:{server.server_port}", "(Ctrl-C ends it)", flush=True)
+        address = f"http://127.0.0.1:{server.server_port}"
+        print(address, "(Ctrl-C ends it)", flush=True)
         if open:
             webbrowser.open(address)
         server.serve_forever()

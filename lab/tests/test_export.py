@@ -1,16 +1,18 @@
-"""Models and tokenizers as transformers reads them: lab/hub/export.py, with --custom for every choice."""
+"""lab/hub/export.py: models (with --custom for every choice) and tokenizers of transformers."""
 
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
-from harness import ROOT
+from harness import ROOT, assert_equal
 from reference import shaken
+from torch.nn import functional as F
 
-from model import ATTENTION, GPT, GPTConfig
+from model import ATTENTION, GPTConfig
 from positions import POSITION
 from text import tokenizers
 from training import checkpoint
@@ -23,85 +25,98 @@ from lab.hub.tokenizer_json import fast
 
 V, T = 65, 24
 SIZES = {"block_size": T, "vocab_size": V, "n_layer": 2, "n_head": 4, "n_embd": 32}
-CASES = [{"attention": name, "heads": heads} for name in ATTENTION for heads in ("L", "SSL")]
+CASES = [{"attention": name, "heads": "SSL"} for name in ATTENTION]
 CASES += [{"position": name} for name in POSITION]
 CASES += [
-    {"position": "t5", "tied": False},  # a table that all layers share, and a head that shares nothing
-    {"differential": True, "attention": "laser", "heads": "SSLL"},
-    {"attention": "beta_squared", "short_attention": "softmax", "heads": "SL", "conv": 4, "position": "rope"},
-    {"attention": "beta", "decay": "learned", "conv": 3, "n_kv_head": 2},
-    {"decay": "alibi", "position": "none", "logit_softcap": 20.0, "qk_norm": "l2", "per_dim_temperature": True},
-    {"norm": "rmsnorm", "mlp": "swiglu", "where": "sandwich", "bias": False, "head_dim": 12, "n_kv_head": 1},
-    {"position": "rope", "nope_long": True, "heads": "S/L", "block": "parallel", "where": "olmo2"},
+    {"position": "t5", "tied": False},  # all layers share a table; the head shares nothing
+    {"attention": "laser", "heads": "SSLL", "differential": True, "conv": 4},
+    {"attention": "beta", "heads": "SL", "short_attention": "softmax", "position": "rope"},
+    {"attention": "beta", "decay": "learned", "conv": 3, "n_kv_head": 2, "head_dim": 12},
+    {"decay": "alibi", "logit_softcap": 20.0, "qk_norm": "l2", "per_dim_temperature": True},
+    {"heads": "S/L", "position": "rope", "nope_long": True, "block": "parallel", "where": "olmo2"},
+    {"norm": "rmsnorm", "mlp": "swiglu", "where": "sandwich", "bias": False},
 ]
 
 
-def ours_of(case: dict) -> GPT:
-    window = {"window": 4} if "S" in case.get("heads", "L") else {}
+def ours_of(case):
+    window = {"window": 4} if "S" in case.get("heads", "") else {}
     return shaken(GPTConfig(**SIZES | window | case), 0.1)
 
 
-def theirs_of(ours: GPT, folder: object, **kwargs: object) -> torch.nn.Module:
+def theirs_of(ours, folder, **kwargs):
     """The same model, written and loaded again by transformers, with all of its weights."""
     NanoattnForCausalLM.of(ours).save_pretrained(folder)
-    theirs, found = NanoattnForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
-    assert not any(found.values()), found
+    theirs, report = NanoattnForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    assert not any(report.values()), report
     return theirs
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_choice_as_a_model_of_transformers(tmp_path, case):
+    """Logits: of a whole text, piece by piece with the cache, and with padding on the left."""
     ours = ours_of(case)
     theirs = theirs_of(ours, tmp_path)
+    assert theirs.gpt.config == ours.config
     x = torch.randint(V, (3, T))
     expected = ours(x, x)[0]
-    torch.testing.assert_close(theirs(x).logits, expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(theirs(x, logits_to_keep=3).logits, expected[:, -3:], rtol=0, atol=1e-5)
-    assert theirs.gpt.config == ours.config
+    assert_equal(theirs(x).logits, expected, 1e-5)
+    assert_equal(theirs(x, logits_to_keep=3).logits, expected[:, -3:], 1e-5)
 
-    pieces, past = [], None  # with the cache
+    pieces = []
+    past = None
     for part in x.split([5, 1, 1, 10, 7], dim=1):
         out = theirs(part, past_key_values=past, use_cache=True)
         past = out.past_key_values
         pieces.append(out.logits)
-    torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=0, atol=1e-4)
+    assert_equal(torch.cat(pieces, 1), expected, 1e-4)
 
-    mask = torch.ones(3, T, dtype=torch.long)  # padding on the left
-    mask[0, :7] = mask[2, :1] = 0
-    alone = [ours(row[None, seen.bool()], row[None, seen.bool()])[0][0] for row, seen in zip(x, mask, strict=True)]
+    mask = torch.ones(3, T, dtype=torch.long)
+    mask[0, :7] = 0
     logits = theirs(x, attention_mask=mask).logits
-    for row, seen, y in zip(logits, mask, alone, strict=True):
-        torch.testing.assert_close(row[seen.bool()], y, rtol=0, atol=1e-4)
+    for row, seen, y in zip(x, mask.bool(), logits, strict=True):
+        text = row[None, seen]
+        assert_equal(y[seen], ours(text, text)[0][0], 1e-4)
+    check_generate(ours, theirs, x)
 
-    # transformers' generate, greedy, past block_size: as our own, with the cache and without, alone and in a batch
-    ids = torch.randint(1, V, (1, 7))  # 0 is the padding: transformers takes a 0 in a prompt for it
-    own = ours.generate(ids, 25, 0.0)
+
+def check_generate(ours, theirs, x):
+    """transformers' generate, greedy and past block_size, writes what ours writes.
+
+    With and without the cache, alone and beside a longer text. With beams a text in a batch is
+    continued as it is alone.
+    """
+    ids = torch.randint(1, V, (1, 7))  # 0 is the padding: a 0 in a prompt would be taken for it
+    expected = ours.generate(ids, 25, 0.0)
     greedy = {"max_new_tokens": 25, "do_sample": False, "pad_token_id": 0}
-    batch = torch.cat((torch.cat((torch.zeros(1, 3, dtype=torch.long), ids), 1), x[:1, :10]))
+    assert theirs.generate(ids, **greedy).equal(expected)
+    assert theirs.generate(ids, use_cache=False, **greedy).equal(expected)
+
+    padded = F.pad(ids, (3, 0))
+    batch = torch.cat((padded, x[:1, :10]))
     mask = torch.ones(2, 10, dtype=torch.long)
     mask[0, :3] = 0
-    assert theirs.generate(ids, **greedy).equal(own)
-    assert theirs.generate(batch, attention_mask=mask, **greedy)[0, 3:].equal(own[0])
-    few = greedy | {"max_new_tokens": 10}
-    assert theirs.generate(ids, use_cache=False, **greedy).equal(own)
-    beams = theirs.generate(ids, num_beams=3, use_cache=False, **few)
-    assert theirs.generate(batch, attention_mask=mask, num_beams=3, **few)[0, 3 : 3 + beams.shape[1]].equal(beams[0])
+    assert theirs.generate(batch, attention_mask=mask, **greedy)[0, 3:].equal(expected[0])
+    beams = greedy | {"max_new_tokens": 10, "num_beams": 3}
+    (alone,) = theirs.generate(ids, use_cache=False, **beams)
+    beside = theirs.generate(batch, attention_mask=mask, **beams)[0, 3:]
+    assert beside[: len(alone)].equal(alone)
 
 
 def test_their_loss_and_gradients_are_ours(tmp_path):
-    """labels are shifted inside, as everywhere in transformers; the mean is over the labels that are not -100."""
+    """labels are shifted inside, as in all of transformers; -100 is no target."""
     ours = ours_of({"attention": "laser"})
     theirs = theirs_of(ours, tmp_path)
     x = torch.randint(V, (2, T))
-    labels, targets = x.clone(), x.roll(-1, 1)
-    labels[:, :5], targets[:, :4], targets[:, -1] = -100, -1, -1
+    labels = x.clone()
+    labels[:, :5] = -100
+    targets = labels.roll(-1, 1).clamp(min=-1)  # the last one is -1 too
     loss = theirs(x, labels=labels, use_cache=True).loss  # the cache would have no gradient
     expected = ours(x, targets)[1]
-    torch.testing.assert_close(loss, expected)
+    assert_equal(loss, expected, 1e-5)
     loss.backward()
     expected.backward()
-    for (name, p), q in zip(theirs.gpt.named_parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, msg=name)
+    for p, q in zip(theirs.gpt.parameters(), ours.parameters(), strict=True):
+        assert_equal(p.grad, q.grad, 1e-5)
 
 
 def test_bfloat16(tmp_path):
@@ -109,26 +124,35 @@ def test_bfloat16(tmp_path):
     theirs = theirs_of(ours, tmp_path, dtype=torch.bfloat16)
     x = torch.randint(V, (2, T))
     assert theirs(x).logits.dtype == torch.bfloat16
-    torch.testing.assert_close(theirs(x).logits.float(), ours(x, x)[0], rtol=0, atol=0.15)
+    assert_equal(theirs(x).logits.float(), ours(x, x)[0], 0.15)
 
 
-def test_what_the_model_cannot_honour_is_refused(tmp_path):
-    theirs, ids = theirs_of(ours_of({}), tmp_path), torch.zeros(1, 3, dtype=torch.long)
-    long = torch.zeros(1, T + 1, dtype=torch.long)
-    padded = theirs(ids, attention_mask=torch.tensor([[0, 1, 1]]), use_cache=True).past_key_values
-    for arguments, says in (
+IDS = torch.zeros(1, 3, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "one run of ones in each row"),
-        ({"attention_mask": torch.tensor([[0, 0, 0]])}, "one run of ones in each row"),
-        ({"attention_mask": torch.tensor([[1, 1, 0]]), "use_cache": True}, "padding_side = 'left'"),
+        ({"attention_mask": torch.zeros(1, 3)}, "one run of ones in each row"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]]), "use_cache": True}, "side = 'left'"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "does not take inputs_embeds"),
-        ({"output_attentions": True}, "does not take output_attentions"),
         ({"past_key_values": ()}, "must be what this model returned"),
-        ({"past_key_values": padded}, "need their attention_mask with every new token"),
-        ({"input_ids": long}, f"1 to block_size={T}"),
-        ({"input_ids": long, "use_cache": True}, f"1 to block_size={T}"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            theirs(**{"input_ids": ids} | arguments)
+        ({"input_ids": IDS.expand(9, -1).reshape(1, -1), "use_cache": True}, "1 to block_size=24"),
+    ],
+)
+def test_what_the_model_does_not_take(arguments, says):
+    theirs = NanoattnForCausalLM.of(ours_of({}))
+    with pytest.raises(ValueError, match=says):
+        theirs(**{"input_ids": IDS} | arguments)
+
+
+def test_padded_texts_need_their_mask_with_every_token():
+    theirs = NanoattnForCausalLM.of(ours_of({}))
+    mask = torch.tensor([[0, 1, 1]])
+    past = theirs(IDS, attention_mask=mask, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="need their attention_mask with every new token"):
+        theirs(IDS, past_key_values=past)
 
 
 # -----------------------------------------------------------------------------
@@ -137,41 +161,44 @@ def test_what_the_model_cannot_honour_is_refused(tmp_path):
 ODD = "naïve 漢字 😀 don't  I'll   x\n\n\tEND ﬁ ½ e\u0301 a\u00a0b <unk> ▁y\r\n Romans, countrymen"
 
 
-def sentencepiece(text: str) -> tokenizers.Tokenizer:
+def sentencepiece(text):
     pytest.importorskip("sentencepiece")
     pytest.importorskip("google.protobuf")
     return tokenizers.train_sentencepiece([text, "naive citizens of Rome are all noble lords"], 285)
 
 
-@pytest.mark.parametrize("kind", ["char", "char, documents", "bytes", "gpt2", "sentencepiece"])
-def test_their_tokenizer_gives_our_tokens(tmp_path, kind, text, bpe):
-    gpt2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-    bpe(b"th", b"the", b" the", b"or", b" l", b"lor", b"ord", b" lord", b"\n\n", "ï".encode(), pattern=gpt2)
-    alphabet = "".join(sorted(set(text + ODD)))
-    tok = {
-        "char": lambda: tokenizers.CharTokenizer(alphabet),
-        "char, documents": lambda: tokenizers.CharTokenizer(alphabet, True),
-        "bytes": tokenizers.ByteTokenizer, "gpt2": tokenizers.GPT2Tokenizer,
-        "sentencepiece": lambda: sentencepiece(text),
-    }[kind]()  # fmt: skip
+def characters(text, **settings):
+    return tokenizers.CharTokenizer("".join(sorted({*text, *ODD})), **settings)
+
+
+TOKENIZERS = {
+    "char": characters,
+    "char, documents": partial(characters, eot=True),
+    "bytes": lambda text: tokenizers.ByteTokenizer(),
+    "gpt2": lambda text: tokenizers.GPT2Tokenizer(),
+    "sentencepiece": sentencepiece,
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_their_tokenizer_gives_our_tokens(tmp_path, name, text):
+    tok = TOKENIZERS[name](text)
     fast(tok, T).save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert len(theirs) == tok.n_vocab and theirs.eos_token_id == theirs.bos_token_id == tok.eot
+    assert len(theirs) == tok.n_vocab
+    assert theirs.eos_token_id == theirs.bos_token_id == tok.eot
     documents = [f"the lord{tokenizers.END}of all", tokenizers.END] if tok.eot is not None else []
     for sample in ["", "the", " the  lord ", text[:500], ODD, *documents]:
-        assert theirs.encode(sample) == tok.encode(sample), sample
-    for sample in (text[:500], " the lord", ODD):
         ids = tok.encode(sample)
-        assert theirs.decode(ids) == tok.decode(ids)
-    if kind == "char":
+        assert theirs.encode(sample) == ids, sample
+        if sample not in documents:
+            assert theirs.decode(ids) == tok.decode(ids)
+    if name == "gpt2":  # also beside a model of the hub
+        known = tokenizers.pretrained_tokenizer(str(tmp_path), tokenizers.GPT2_VOCAB_SIZE)
+        assert known.meta == tok.meta
+    if name == "char":
         with pytest.raises(Exception, match="Missing"):
             theirs.encode("€")
-
-
-def test_gpt2s_tokens_are_known_beside_a_model_of_the_hub(tmp_path):
-    fast(tokenizers.GPT2Tokenizer(), T).save_pretrained(tmp_path)
-    tok = tokenizers.pretrained_tokenizer(str(tmp_path), tokenizers.GPT2_VOCAB_SIZE)
-    assert tok.meta == {"kind": "gpt2"} and tok.decode(tok.encode("the lord")) == "the lord"
 
 
 # -----------------------------------------------------------------------------
@@ -183,53 +210,70 @@ ALONE = """
 import json, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-folder = sys.argv[1]
+folder, root = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ids = tokenizer("the lord", return_tensors="pt").input_ids
+logits = model(ids).logits
 writer = pipeline("text-generation", model=model, tokenizer=tokenizer)
-written = writer("the lord", max_new_tokens=40, do_sample=False)[0]["generated_text"]
-own = [name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).startswith(sys.argv[2])]
+text = writer("the lord", max_new_tokens=40, do_sample=False)[0]["generated_text"]
+files = [str(getattr(module, "__file__", "")) for module in sys.modules.values()]
 model.save_pretrained(folder + "-again")
 again = AutoModelForCausalLM.from_pretrained(folder + "-again", trust_remote_code=True)
-same = again(ids).logits.equal(model(ids).logits)
-found = {"logits": model(ids).logits.tolist(), "ids": ids.tolist(), "text": written, "own": own, "same": same}
-print(json.dumps(found))
+print(json.dumps({
+    "ids": ids.tolist(),
+    "logits": logits.tolist(),
+    "text": text,
+    "files of the repository": [file for file in files if file.startswith(root)],
+    "saved again": again(ids).logits.equal(logits),
+}))
 """
 
 
+@pytest.fixture
+def export(run, tmp_path):
+    """export("--custom") exports the run of `train` to tmp_path / "exported"."""
+    flags = [f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'exported'}"]
+    return partial(run, "lab/hub/export.py", *flags)
+
+
 @pytest.mark.slow
-def test_a_process_without_the_repository_loads_and_samples_it(run, train, tmp_path):
+def test_a_process_without_the_repository_loads_and_samples_it(export, train, tmp_path):
     assert train(*LASER)[0] == 0
-    trained, to = str(tmp_path / "out"), str(tmp_path / "exported")
-    code, out, err = run("lab/hub/export.py", f"--out_dir={trained}", f"--to={to}", "--custom")
+    code, out, err = export("--custom")
     assert code == 0 and "NanoattnForCausalLM" in out, err
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HOME": str(tmp_path / "cache")}
-    argv = [sys.executable, "-c", ALONE, to, ROOT]
-    env |= {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    env = os.environ | {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    env.pop("PYTHONPATH", None)
+    argv = [sys.executable, "-c", ALONE, tmp_path / "exported", ROOT]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    model, tok, _, _ = checkpoint.open_model("resume", trained, "best")
+    said = json.loads(done.stdout.splitlines()[-1])
+    model, tok, _, _ = checkpoint.open_model("resume", str(tmp_path / "out"), "best")
     ids = torch.tensor([tok.encode("the lord")])
-    assert found["ids"] == ids.tolist() and found["own"] == [] and found["same"]
-    torch.testing.assert_close(torch.tensor(found["logits"]), model.eval()(ids, ids)[0], rtol=0, atol=1e-5)
-    assert found["text"] == tok.decode(model.generate(ids, 40, 0.0)[0].tolist())
+    assert said["ids"] == ids.tolist()
+    assert said["files of the repository"] == []
+    assert said["saved again"]
+    assert_equal(torch.tensor(said["logits"]), model.eval()(ids, ids)[0], 1e-5)
+    assert said["text"] == tok.decode(model.generate(ids, 40, 0.0)[0].tolist())
 
 
-def test_a_plain_export_is_sampled_and_trained_on(run, train, tmp_path):
+def test_a_plain_export_is_sampled(run, export, train, tmp_path):
     assert train("--max_iters=5")[0] == 0
-    to = str(tmp_path / "exported")
-    code, _, err = run("lab/hub/export.py", f"--out_dir={tmp_path / 'out'}", f"--to={to}")
+    code, _, err = export()
     assert code == 0, err
-    flags = ["--start=the lord", "--num_samples=1", "--max_new_tokens=40", "--device=cpu"]
-    outs = [run("sample.py", which, *flags)[1] for which in (f"--out_dir={tmp_path / 'out'}", f"--init_from={to}")]
-    assert "the lord" in outs[0] and outs[0].splitlines()[1:] == outs[1].splitlines()[1:]
-    code, out, err = train(f"--init_from={to}", f"--out_dir={tmp_path / 'more'}", "--max_iters=2")
-    assert code == 0 and "all of its weights carry over" in out, err
+    texts = []
+    for model in (f"--out_dir={tmp_path / 'out'}", f"--init_from={tmp_path / 'exported'}"):
+        flags = "--start=the --num_samples=1 --max_new_tokens=40 --device=cpu".split()
+        _, out, _ = run("sample.py", model, *flags)
+        texts.append(out.splitlines()[1:])
+    assert texts[0] == texts[1] and texts[0]
 
 
-def test_what_is_exported_can_become_plain_only_if_a_family_has_it(run, train, tmp_path):
+def test_what_is_not_exported(export, train, tmp_path):
+    """A choice that no family has, without --custom; and into a folder that is not empty."""
     assert train(*LASER, "--max_iters=1")[0] == 0
-    code, _, err = run("lab/hub/export.py", f"--out_dir={tmp_path / 'out'}", f"--to={tmp_path / 'to'}")
-    assert code == 2 and "attention='laser'" in err and "--custom" in err and not os.path.exists(tmp_path / "to")
+    code, _, err = export()
+    assert code == 2 and "attention='laser'" in err and "--custom" in err
+    assert not (tmp_path / "exported").exists()
+    code, _, err = export(f"--to={tmp_path / 'out'}")
+    assert code == 2 and "must name a folder that is empty or does not exist yet" in err

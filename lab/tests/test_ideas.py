@@ -1,160 +1,243 @@
-"""Each idea of lab/ideas.py: against its formula, one query at a time, and by the tests that every attention passes."""
+"""Each idea of lab/ideas.py: its formula, and the tests that every attention passes."""
 
 import math
 
 import pytest
 import test_attention as common
 import torch
-from reference import plain, shaken
+from reference import assert_exact, plain, shaken
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 import lab.ideas  # noqa: F401
-from attention.forms import FAST, WRITTEN_FOR, fast_form, fingerprint
-from attention.heads import HeadGroup
+from attention.forms import FORM, print_of
+from attention.scores import learned_of
 from choices import AFTER
 from errors import UserError
 from lab.stick_breaking import BLOCK
 from model import ATTENTION, GPT, GPTConfig
 
 # The core's tests, which may run in the same process, do not know the ideas.
-NEW = {name: ATTENTION.pop(name) for name, f in [*ATTENTION.items()] if f.__module__ == "lab.ideas"}
-V2 = AFTER.pop("differential_v2")
-ideas = pytest.mark.parametrize("core", NEW)
-ONE = {  # y of one query with the scores s (n) over n keys, the last one its own, with values v (n, Dv)
-    "sink": lambda s, v: s.exp() @ v / (math.exp(0.0) + s.exp().sum()),
-    "ssmax": lambda s, v: (0.43 * math.log(len(s)) * s).softmax(-1) @ v,
-    "softpick": lambda s, v: (s.exp() - 1).relu() @ v / (s.exp() - 1).abs().sum(),
-    "top_k": lambda s, v: s.topk(min(8, len(s))).values.softmax(-1) @ v[s.topk(min(8, len(s))).indices],
-    "beta_learned": lambda s, v: s @ v / (math.exp(0.0) + s.square().sum().sqrt()),
-    "beta_squared_learned": lambda s, v: s.square() @ v / (math.exp(0.0) + s.square().sum()),
-    "laser_temperature": lambda s, v: (s.softmax(-1) @ v.exp()).log(),
-    "stick_breaking": lambda s, v: stick(s) @ v[:-1],
-    "stick_laser": lambda s, v: (stick(s) @ v[:-1].exp() + (1 - stick(s).sum()) * v[-1].exp()).log(),
-}
+NEW = {name: f for name, f in ATTENTION.items() if f.__module__ == "lab.ideas"}
+FORMS = {name: form for name, form in FORM.items() if name in NEW}
+V2 = {"differential_v2": AFTER["differential_v2"]}
+TABLES = [(ATTENTION, NEW), (FORM, FORMS), (AFTER, V2)]
+for table, added in TABLES:
+    for name in added:
+        del table[name]
 
 
 @pytest.fixture(autouse=True)
 def _ideas(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, definition in NEW.items():
-        monkeypatch.setitem(ATTENTION, name, definition)
-    monkeypatch.setitem(AFTER, "differential_v2", V2)
+    for table, added in TABLES:
+        for name, value in added.items():
+            monkeypatch.setitem(table, name, value)
 
 
-def stick(s: torch.Tensor) -> torch.Tensor:
-    """The weights of the keys before the own one, from the last to the first."""
-    weights, left = [], torch.ones((), dtype=s.dtype)
-    for x in s[:-1].sigmoid().flip(0):
-        weights.append(x * left)
-        left = left * (1 - x)
-    return torch.stack(weights[::-1]) if weights else s[:0]
+ideas = pytest.mark.parametrize("core", NEW)
+windows = pytest.mark.parametrize("window", [None, 7])
+SIZES = {
+    "n_layer": 1,
+    "n_head": 4,
+    "n_embd": 16,
+    "vocab_size": 11,
+    "block_size": 200,
+}
 
 
-@pytest.mark.parametrize("core", ONE)
-@pytest.mark.parametrize("window", [None, 7])
-def test_its_formula(core, window):
-    q, k, v = (x.detach() for x in common.qkv())
-    y = plain(core)(q, k, v, window=window, scale=1.0)
+def qkv() -> list[torch.Tensor]:
+    return [x.detach() for x in common.qkv().values()]
+
+
+# -----------------------------------------------------------------------------
+# formulas: y of one query with the scores s (n) over n keys, the last one its own, and values v
+
+
+def sink(s, v):
+    return s.exp() @ v / (1 + s.exp().sum())
+
+
+def ssmax(s, v):
+    return (0.43 * math.log(len(s)) * s).softmax(-1) @ v
+
+
+def softpick(s, v):
+    x = s.exp() - 1
+    return x.relu() @ v / x.abs().sum()
+
+
+def top_k(s, v):
+    largest = s.topk(min(8, len(s)))
+    return largest.values.softmax(-1) @ v[largest.indices]
+
+
+def stick(s):
+    """What is left for the token itself; the weights of the keys before it, the last one first."""
+    weights = []
+    left = torch.ones((), dtype=s.dtype)
+    for share in s[:-1].sigmoid().flip(0):
+        weights.append(share * left)
+        left = left * (1 - share)
+    return torch.stack([left, *weights])
+
+
+def stick_breaking(s, v):
+    return stick(s)[1:] @ v[:-1].flip(0)
+
+
+def stick_laser(s, v):
+    return (stick(s) @ v.exp().flip(0)).log()
+
+
+FORMULAS = [
+    sink,
+    ssmax,
+    softpick,
+    top_k,
+    stick_breaking,
+    stick_laser,
+]
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@windows
+def test_its_formula(formula, window):
+    q, k, v = qkv()
+    y = plain(formula.__name__)(q, k, v, window=window, scale=1.0)
     for i in (0, 1, 9, 36):
         first = 0 if window is None else max(0, i - window)
-        exact = ONE[core](k[1, 2, first : i + 1] @ q[1, 2, i], v[1, 2, first : i + 1])
-        torch.testing.assert_close(y[1, 2, i], exact, rtol=1e-6 if core == "softpick" else 1e-11, atol=1e-6)
+        keys = slice(first, i + 1)
+        exact = formula(k[1, 2, keys] @ q[1, 2, i], v[1, 2, keys])
+        rtol = 1e-6 if formula is softpick else 1e-11
+        assert_close(y[1, 2, i], exact, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize("window", [None, 7])
+@windows
 def test_the_delta_rule_step_by_step(window):
-    q, k, v = (x.detach()[1, 2] for x in common.qkv())
-    y = plain("delta_rule")(*(x[None, None] for x in (q, k, v)), window=window, scale=1.0)[0, 0]
+    q, k, v = qkv()
+    y = plain("delta_rule")(q, k, v, window=window, scale=1.0)
+    q, k, v, y = (x[1, 2] for x in (q, k, v, y))
     for i in (0, 1, 9, 36):
         state = torch.zeros(8, 8, dtype=torch.float64)
-        for j in range(0 if window is None else max(0, i - window), i + 1):
-            b, unit = k[j].square().sum() / (1 + k[j].square().sum()), k[j] / k[j].norm()
-            state = state + b * torch.outer(v[j] - state @ unit, unit)  # the old value of this key makes room
-        torch.testing.assert_close(y[i], state @ q[i], rtol=1e-10, atol=1e-10)
+        first = 0 if window is None else max(0, i - window)
+        for j in range(first, i + 1):
+            square = k[j].square().sum()
+            rate = square / (1 + square)
+            unit = k[j] / k[j].norm()
+            old = state @ unit  # the value of this key so far, which makes room
+            state = state + rate * torch.outer(v[j] - old, unit)
+        assert_close(y[i], state @ q[i], rtol=1e-10, atol=1e-10)
 
 
 @ideas
 @pytest.mark.parametrize("T", [common.T, common.LONG])
 @pytest.mark.parametrize("window", [None, 16])
 def test_as_every_attention(core, T, window):
-    """Causal, by gradients and by a large later token; in blocks = whole; gradients in float64; zero queries."""
+    """Causal; in blocks as a whole; gradients in float64; zero queries."""
     common.test_causal_by_gradient(core, T, window)
-    common.test_equals_naive_forward_and_backward(core, (T, window), torch.float64, common.fast)
-    if core != "delta_rule" or window is None:  # a second solve for each query: too slow for 300 of them
-        common.test_a_large_later_token_changes_nothing_before_it(core, (T, window), 50.0, torch.float32)
+    span = (T, window)
+    common.test_equals_naive_forward_and_backward(core, span, torch.float64, common.fast)
+    if core != "delta_rule" or window is None:  # with a window it solves for each query: slow
+        common.test_a_large_later_token_changes_nothing_before_it(core, span, 50.0, torch.float32)
     if core != "beta_learned":  # as beta, whose norm has its own gradient at 0
         common.test_zero_queries_have_finite_gradients(core, T, window)
 
 
 @ideas
+@torch.no_grad()
 def test_cached_decoding_and_numbers_of_each_head(core):
-    """With short and long heads, whose learned numbers differ, after text of more than two blocks."""
-    sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 16, "vocab_size": 11, "block_size": 200}
-    gpt = shaken(GPTConfig(attention=core, heads="SSLL", window=5, position="rope", after="gate", **sizes))
-    gpt = gpt.double()
-    idx, cache = torch.randint(11, (2, 160)), gpt.new_cache()
-    with torch.no_grad():
-        full = gpt(idx, idx)[0]
-        parts = [gpt(x, x, cache=cache)[0] for x in idx.split([70, 80, *[1] * 10], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), full, rtol=0, atol=1e-9)
-    names = {name.rpartition(".")[2] for name, _ in gpt.named_parameters() if ".numbers." in name}
-    takes = {"sink": {"b"}, "ssmax": {"b"}, "laser_temperature": {"t"}}
-    assert names == takes.get(core, {"b"} if core.endswith("_learned") else set())
+    """With short and long heads, whose learned numbers differ, after more than two blocks."""
+    c = GPTConfig(
+        **SIZES | {"n_layer": 2},
+        attention=core,
+        heads="SSLL",
+        window=5,
+        n_kv_head=2,
+        position="rope",
+        after="gate",
+    )
+    gpt = shaken(c, dtype=torch.float64)
+    idx = torch.randint(11, (2, 160))
+    pieces = idx.split([70, 80, *[1] * 10], dim=1)
+    cache = gpt.new_cache()
+    logits = torch.cat([gpt(x, x, cache=cache)[0] for x in pieces], dim=1)
+    assert_close(logits, gpt(idx, idx)[0], rtol=0, atol=1e-9)
+    numbers = gpt.transformer.h[0].attn.numbers.state_dict()
+    assert numbers.keys() == learned_of(NEW[core]).keys()
 
 
 def test_the_limits():
-    """A sink of e^-inf is softmax; SSMax has one key; LASER's temperature at 0 and 1; 8 keys are all of 8; a stick
-    gives at most all of itself; softpick gives nothing to negative scores."""
-    q, k, v = (x.detach() for x in common.qkv())
+    q, k, v = qkv()
     softmax = plain("softmax")(q, k, v)
-    number = torch.full((3, 1, 1), -1e4, dtype=torch.float64)
-    torch.testing.assert_close(plain("sink")(q, k, v, b=number), softmax)
-    one = plain("ssmax")(q, k, v)[..., 0, :], plain("top_k")(q, k, v)[..., 0, :]
-    assert all(torch.equal(x, v[..., 0, :]) for x in one)
-    torch.testing.assert_close(plain("top_k")(q, k, v)[..., :8, :], softmax[..., :8, :])
-    small = plain("laser_temperature")(q, k, v, t=torch.full_like(number, 1e-6))
-    torch.testing.assert_close(small, softmax, rtol=0, atol=1e-4)
-    torch.testing.assert_close(plain("laser_temperature")(q, k, v), plain("laser")(q, k, v))
+    number = torch.ones(3, 1, 1, dtype=torch.float64)
+    # A sink of e^-inf is softmax, and so is LASER's temperature at 0; at 1 it is LASER.
+    assert_close(plain("sink")(q, k, v, b=-1e4 * number), softmax)
+    tiny = 1e-6 * number
+    small = plain("laser_temperature")(q, k, v, t=tiny)
+    assert_close(small, softmax, rtol=0, atol=1e-4)
+    assert_close(plain("laser_temperature")(q, k, v), plain("laser")(q, k, v))
+    # With b = 0 the betas have their 1.
     for name in ("beta", "beta_squared"):
-        torch.testing.assert_close(plain(f"{name}_learned")(q, k, v), plain(name)(q, k, v))
+        assert_close(plain(f"{name}_learned")(q, k, v), plain(name)(q, k, v))
+    # One key has all the weight; 8 keys are all of 8.
+    for name in ("ssmax", "top_k"):
+        assert torch.equal(plain(name)(q, k, v)[..., 0, :], v[..., 0, :])
+    assert_close(plain("top_k")(q, k, v)[..., :8, :], softmax[..., :8, :])
+    # A stick gives at most all of itself; softpick gives nothing to negative scores.
     weights = plain("stick_breaking")(q, k, torch.ones_like(v))
-    assert weights.min() >= 0 and weights.max() <= 1 and (weights[..., 0, :] == 0).all()
-    assert (plain("softpick")(-q.abs(), k.abs(), v) == 0).all()
+    assert weights.min() >= 0
+    assert weights.max() <= 1
+    assert not weights[..., 0, :].any()
+    assert not plain("softpick")(-q.abs(), k.abs(), v).any()
+
+
+# -----------------------------------------------------------------------------
+# forms
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_fast_forms_are_written_for_the_definitions(name):
+    assert FORMS[name].written_for == print_of(NEW[name])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("last", [1, 9, 2 * BLOCK + 5])
 def test_stick_breaking_in_blocks_ends_early(dtype, tolerance, last):
-    """The last queries of 500 tokens. In blocks, nothing is computed of keys that no stick reaches: not even NaN."""
-    x = [torch.randn(2, 3, n, d, dtype=dtype, requires_grad=True) for n, d in ((last, 8), (500, 8), (500, 5))]
-    attend, name = fast_form("stick_breaking", ATTENTION["stick_breaking"]), "stick_breaking"
-    y, exact = attend(*x), plain(name)(*x)
-    dy = torch.randn_like(y)
-    assert common.close(y, exact, tolerance)
-    for ours, theirs in zip(torch.autograd.grad(y, x, dy), torch.autograd.grad(exact, x, dy), strict=True):
-        assert common.close(ours, theirs, tolerance)
+    """The last queries of 500 tokens. Keys that no stick reaches are not read: not even NaN."""
+    x = common.qkv(500, dtype, Dv=5)
+    x["q"] = x["q"].detach()[..., -last:, :].requires_grad_()
+    attend = FORMS["stick_breaking"].long(NEW["stick_breaking"])
+    assert_exact(attend, "stick_breaking", x, tolerance)
     with torch.no_grad():
-        x[1][..., :100, :] = math.nan
-        assert torch.equal(attend(*x), y)
-    assert all(WRITTEN_FOR[name] == fingerprint(NEW[name]) for name in FAST if name in NEW)
+        y = attend(**x)
+        x["k"][..., :100, :] = math.nan
+        assert torch.equal(attend(**x), y)
+
+
+# -----------------------------------------------------------------------------
+# after attention
 
 
 def test_differential_v2_is_its_formula():
-    sizes = {"n_layer": 1, "n_head": 4, "head_dim": 8, "n_embd": 16, "vocab_size": 11, "block_size": 16}
-    attn = shaken(GPTConfig(after="differential_v2", n_kv_head=2, position="none", **sizes)).transformer.h[0].attn
+    choices = {"n_kv_head": 2, "head_dim": 8, "position": "none"}
+    c = GPTConfig(**SIZES, after="differential_v2", **choices)
+    attn = shaken(c).transformer.h[0].attn
     x = torch.randn(2, 9, 16)
-    q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in attn.c_attn(x).split((32, 16, 16), dim=-1))
-    y = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), is_causal=True)
+    qkv = attn.c_attn(x).split((32, 16, 16), dim=-1)
+    heads = [t.unflatten(-1, (-1, 8)) for t in qkv]  # (B, T, H, D)
+    q, k, v = (t.transpose(1, 2) for t in heads)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     rate = (x @ attn.after.c_lambda.weight.T).sigmoid()  # of each token and pair
-    pairs = [y[:, 2 * i] - rate[..., i, None] * y[:, 2 * i + 1] for i in (0, 1)]
-    torch.testing.assert_close(attn(x), attn.c_proj(torch.cat(pairs, dim=-1)))
+    first = y[:, 0] - rate[..., [0]] * y[:, 1]
+    second = y[:, 2] - rate[..., [1]] * y[:, 3]
+    assert_close(attn(x), attn.c_proj(torch.cat((first, second), dim=-1)))
     with pytest.raises(UserError, match="n_kv_head must divide n_head / 2"):
-        GPT(GPTConfig(after="differential_v2", **sizes))
+        GPT(GPTConfig(**SIZES, after="differential_v2"))
 
 
 def test_the_numbers_of_two_attentions_in_one_layer():
     """Each head has its own definition's numbers, and they begin as it says."""
-    sizes = {"n_layer": 1, "n_head": 4, "n_embd": 16, "vocab_size": 11, "block_size": 16, "heads": "SL"}
-    gpt = GPT(GPTConfig(attention="ssmax", short_attention="sink", **sizes))
-    assert gpt.transformer.h[0].attn.numbers.b.tolist() == pytest.approx([0.0, 0.43, 0.0, 0.43])
-    groups: list[HeadGroup] = gpt.transformer.h[0].attn.groups
-    assert [group.name for group in groups] == ["sink", "ssmax"]
+    gpt = GPT(GPTConfig(**SIZES, attention="ssmax", short_attention="sink", heads="SL"))
+    attn = gpt.transformer.h[0].attn
+    assert attn.numbers.b.tolist() == pytest.approx([0.0, 0.43, 0.0, 0.43])
+    assert [group.name for group in attn.groups] == ["sink", "ssmax"]

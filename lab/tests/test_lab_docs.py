@@ -1,12 +1,15 @@
-"""The lab's pages: links lead somewhere, commands have flags that exist. And each script explains its flags."""
+"""The lab's pages: links lead somewhere, commands have flags that exist, tables are the results.
+
+And each script explains its flags.
+"""
 
 import glob
 import os
 import re
 
 import pytest
+import test_configurator
 from harness import ROOT
-from test_configurator import SCRIPTS, help_of
 from test_docs import check_commands, check_links, commands, read
 
 from lab.experiments import attention_probabilities
@@ -15,9 +18,11 @@ from lab.experiments.results import saved
 PAGES = ["lab/README.md", "lab/RESULTS.md", *sorted(glob.glob("lab/*/README.md", root_dir=ROOT))]
 FILES = sorted(glob.glob("lab/*.py", root_dir=ROOT) + glob.glob("lab/[ehl]*/*.py", root_dir=ROOT))
 SETS_FLAGS = re.compile(r"(?m)^ *(config, .*= configure\(|(results\.)?start\(globals)")
-DRAW = {path[:-3].replace("/", ".") for path in FILES if "\npicture = " in read(path)}
-LAB_SCRIPTS = [path[:-3].replace("/", ".") for path in FILES if SETS_FLAGS.search(read(path))]
-LAB_SCRIPTS = [name.removesuffix(".__main__") for name in LAB_SCRIPTS]
+SCRIPTS = [
+    path.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
+    for path in FILES
+    if SETS_FLAGS.search(read(path))
+]
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -26,43 +31,61 @@ def test_links(path):
 
 
 def test_commands(run):
-    pages = {path: [x for x in commands(read(path)) if "--variant" not in x] for path in PAGES}  # of variants.py
-    check_commands(run, pages, [*SCRIPTS, *LAB_SCRIPTS])
+    pages = {}
+    for path in PAGES:
+        lines = commands(read(path))
+        pages[path] = [line for line in lines if "--variant" not in line]  # of variants.py
+    check_commands(run, pages, [*test_configurator.SCRIPTS, *SCRIPTS])
 
 
-@pytest.mark.parametrize("script", LAB_SCRIPTS)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_help(run, script):
-    """It says the command, and explains every flag."""
-    flags = [flag for group in help_of(run, script).values() for flag in group]
-    assert flags and all(re.split(r"\s{2,}", flag, maxsplit=1)[1].strip() for flag in flags)
+    test_configurator.test_help_explains_every_flag(run, script)
 
 
-TABLES = "cores laser choices 64 256 speedrun speedrun_more warmup laser_settled differential bert narang qkv maps"
-TABLES += " aspect long_short novels_1024 vit conformer before_attention ideas ideas_conv ideas_256"
-SHOWN = [f"compare --table={name} --what=show" for name in TABLES.split()]
-SHOWN += [f"{name} --what=show" for name in ("beta_post", "endless", "laser", "lecture", "long_short")]
-SHOWN += ["jacobians", "recall", "local_dependencies --what=sweep,show"]
-SHOWN += ["local_dependencies --what=full,show --steps=20000"]
+TABLES = (
+    "cores laser choices 64 256 speedrun speedrun_more warmup laser_settled differential bert "
+    "narang qkv maps aspect long_short novels_1024 vit conformer before_attention ideas ideas_conv "
+    "ideas_256"
+)
+SHOWN = [
+    *[f"compare --table={name} --what=show" for name in TABLES.split()],
+    "beta_post --what=show",
+    "endless --what=show",
+    "laser --what=show",
+    "lecture --what=show",
+    "long_short --what=show",
+    "jacobians",
+    "recall",
+    "local_dependencies --what=sweep,show",
+    "local_dependencies --what=full,show --steps=20000",
+]
+
+
+def missing(out, page):
+    """The rows of the tables in out that the page lacks. out must have a table."""
+    rows = [line for line in out.splitlines() if line.startswith("|")]
+    assert rows
+    return [row for row in rows if row not in page]
 
 
 @pytest.mark.parametrize("command", SHOWN)
 def test_results_are_what_the_experiments_have(command, run, tmp_path):
     """Each row of a table that an experiment prints of its JSON file stands on the page."""
-    # docs/choices.md has two more columns: where a choice is made, and its paper
-    choices = re.sub(r"(?m)(\|[^|\n]*){2}\|$", "|", read("docs/choices.md"))
-    page, (script, *flags) = read("lab/RESULTS.md") + choices, command.split()
-    if f"lab.experiments.{script}" in DRAW:
+    script, *flags = command.split()
+    if "\npicture = " in read(f"lab/experiments/{script}.py"):
         flags.append(f"--picture={tmp_path / 'x.png'}")
     code, out, err = run(f"lab.experiments.{script}", *flags)
-    printed = [line for line in out.splitlines() if line.startswith("|")]
-    assert code == 0 and printed, err
-    assert not [line for line in printed if line not in page]
+    assert code == 0, err
+    # docs/choices.md has two more columns: where a choice is made, and its paper.
+    choices = re.sub(r"(?m)(\|[^|\n]*){2}\|$", "|", read("docs/choices.md"))
+    assert not missing(out, read("lab/RESULTS.md") + choices)
 
 
 def test_probabilities_are_what_the_models_had(capsys):
-    attention_probabilities.show(saved("lab/experiments/attention_probabilities.json", {})["models"])
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(printed) == 4 and not [line for line in printed if line not in read("lab/RESULTS.md")]
+    models = saved("lab/experiments/attention_probabilities.json", {})["models"]
+    attention_probabilities.show(models)
+    assert not missing(capsys.readouterr().out, read("lab/RESULTS.md"))
 
 
 def test_the_table_names_every_experiment():

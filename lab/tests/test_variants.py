@@ -1,145 +1,155 @@
-"""The variants of variants.py, the tables that train them, and the post's total derivative of beta attention."""
-
-import math
+"""variants.py, the tables that train its variants, and the post's total derivative of beta."""
 
 import pytest
 import torch
-from reference import randomised
+from harness import assert_equal
+from reference import naive_attention, randomised
 from torch.nn import functional as F
 
-from attention.scores import scores
 from lab.experiments.tables import TABLES
 from lab.experiments.times import model_of
-from lab.experiments.variants import MAPS, VARIANT, change
+from lab.experiments.variants import VARIANT, change
 from model import GPT, GPTConfig
 from training.optimizers import Settings, muon
 
-SMALL = {"block_size": 24, "vocab_size": 29, "n_layer": 3, "n_head": 4, "n_embd": 32, "bias": False}
+SMALL = {
+    "block_size": 24,
+    "vocab_size": 29,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_embd": 32,
+    "bias": False,
+}
+SETTINGS = Settings(1e-3, (0.9, 0.99), 0.1)
 
 
-def gpt_of(variants: str, **more: object) -> GPT:
-    """A small GPT with these variants; of one seed."""
+def gpt_of(variants, **fields):
+    """A small GPT with these variants; always of the same seed."""
     torch.manual_seed(0)
-    more |= {"attention": "beta"} if "beta_" in variants else {}
-    return change(GPT(GPTConfig(**SMALL | more)), variants)
+    if "beta_" in variants:
+        fields["attention"] = "beta"
+    return change(GPT(GPTConfig(**SMALL | fields)), variants)
 
 
-def size(module: torch.nn.Module) -> int:
+def size(module):
+    """The number of weights."""
     return sum(p.numel() for p in module.parameters())
 
 
-@pytest.mark.parametrize(
-    "variants",
-    [*(x for x in VARIANT if x != "bfloat16"), "rezero_norm,factorised,qkv_apart,synthesizer_random_plus,shared"],
-)
-def test_a_variant_is_causal_and_decodes_with_a_cache_as_without(variants):
+def matrices(gpt):
+    """The weights that Muon trains."""
+    return muon(gpt, SETTINGS)[0].param_groups[0]["params"]
+
+
+@pytest.fixture
+def x():
+    return torch.randint(29, (2, 24))
+
+
+SEVERAL = "rezero_norm,factorised,qkv_apart,synthesizer_random_plus,shared"
+
+
+@pytest.mark.parametrize("variants", [*(x for x in VARIANT if x != "bfloat16"), SEVERAL])
+def test_a_variant_is_causal_and_decodes_with_a_cache_as_without(variants, x):
     """And each of its weights has a gradient; short heads as well."""
-    gpt, x = randomised(gpt_of(variants, heads="SL", window=5)), torch.randint(29, (2, 24))
-    loss = gpt(x, x)[1]
-    loss.backward()
-    assert all(p.grad.isfinite().all() and p.grad.any() for p in gpt.parameters())
-    other = x.clone()
-    other[:, 15:] = (x[:, 15:] + 1) % 29
+    gpt = randomised(gpt_of(variants, heads="SL", window=5))
+    gpt(x, x)[1].backward()
+    for p in gpt.parameters():
+        assert p.grad.isfinite().all()
+        assert p.grad.any()
+    cache = gpt.new_cache()
     with torch.no_grad():
-        y, changed = gpt(x, x)[0], gpt(other, x)[0]
-        cache = gpt.new_cache()
-        steps = [gpt(part, part, cache=cache)[0] for part in x.split((7, 1, 1, 15), dim=1)]
-    assert torch.equal(y[:, :15], changed[:, :15]) and not y[:, 15:].allclose(changed[:, 15:])
-    torch.testing.assert_close(torch.cat(steps, dim=1), y, rtol=1e-4, atol=1e-4)
+        y = gpt(x, x)[0]
+        steps = []
+        for part in x.split((7, 1, 1, 15), dim=1):
+            steps.append(gpt(part, part, cache=cache)[0])
+        torch.testing.assert_close(torch.cat(steps, dim=1), y, rtol=1e-4, atol=1e-4)
+        x[:, 15:] = (x[:, 15:] + 1) % 29
+        changed = gpt(x, x)[0]
+    assert torch.equal(y[:, :15], changed[:, :15])
+    assert not y[:, 15:].allclose(changed[:, 15:])
 
 
-def test_rezero_and_fixup_begin_as_the_identity():
-    x = torch.randint(29, (2, 24))
-    for variant in ("rezero", "fixup", "rezero_norm"):
-        gpt = gpt_of(variant)
-        h = gpt.transformer.wte(x) + gpt.transformer.wpe(torch.arange(24))
-        h = F.layer_norm(h, (32,)) if variant == "rezero_norm" else h
-        torch.testing.assert_close(gpt(x, x)[0], h @ gpt.lm_head.weight.T, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("variant", ["rezero", "fixup", "rezero_norm"])
+def test_rezero_and_fixup_begin_as_the_identity(variant, x):
+    gpt = gpt_of(variant)
+    h = gpt.transformer.wte(x) + gpt.transformer.wpe(torch.arange(24))
+    if variant == "rezero_norm":
+        h = F.layer_norm(h, (32,))
+    logits = h @ gpt.lm_head.weight.T
+    torch.testing.assert_close(gpt(x, x)[0], logits, rtol=1e-5, atol=1e-6)
 
 
 def test_the_numbers_of_weights():
-    """V E + E C for an embedding, and E C more for a head that shares it; one block; no queries where none are used."""
+    """V E + E C of an embedding, E C more of a head that shares it; unused queries have none."""
     V, C, T, E = 29, 32, 24, 5
-    base = size(gpt_of(""))
-    assert base - size(gpt_of("factorised")) == V * C - (V * E + 2 * E * C)
-    assert size(gpt_of("", tied=False)) - size(gpt_of("factorised", tied=False)) == V * C - (V * E + E * C)
-    shared = gpt_of("shared")
-    assert 3 * size(shared.transformer.h) == size(gpt_of("").transformer.h)
-    assert len(muon(shared, Settings(1e-3, (0.9, 0.99), 0.1))[0].param_groups[0]["params"]) == 4  # each once
-    for kind, more in (("dense", C * T - C * C), ("dense_plus", C * T), ("random", 4 * T * T - 2 * C * C),
-                       ("random_plus", 4 * T * T)):  # fmt: skip
-        assert size(gpt_of(f"synthesizer_{kind}")) - base == 3 * more, kind
+    assert len(matrices(gpt_of("shared"))) == 4  # each once
+    block = size(gpt_of("").transformer.h[0])
+    added = {
+        "factorised": V * E + 2 * E * C - V * C,
+        "shared": -2 * block,
+        "synthesizer_dense": 3 * (C * T - C * C),
+        "synthesizer_random": 3 * (4 * T * T - 2 * C * C),
+        "synthesizer_random_plus": 3 * 4 * T * T,
+    }
+    for name, weights in added.items():
+        assert size(gpt_of(name)) - size(gpt_of("")) == weights, name
+    untied = size(gpt_of("factorised", tied=False)) - size(gpt_of("", tied=False))
+    assert untied == V * E + E * C - V * C
 
 
-def test_qkv_apart_is_the_same_model_with_three_matrices():
-    x = torch.randint(29, (2, 24))
-    for more in ({"n_kv_head": 2, "bias": True}, {}):
-        assert torch.equal(gpt_of("", **more)(x, x)[0], gpt_of("qkv_apart", **more)(x, x)[0])
-    matrices = muon(gpt_of("qkv_apart"), Settings(1e-3, (0.9, 0.99), 0.1))[0].param_groups[0]["params"]
-    assert sorted(p.shape for p in matrices).count((32, 32)) == 3 * 4  # q, k, v and c_proj of 3 layers
+def test_qkv_apart_is_the_same_model_with_three_matrices(x):
+    for fields in ({"n_kv_head": 2, "bias": True}, {}):
+        apart = gpt_of("qkv_apart", **fields)
+        plain = gpt_of("", **fields)
+        assert torch.equal(plain(x, x)[0], apart(x, x)[0])
+    squares = [p for p in matrices(apart) if p.shape == (32, 32)]
+    assert len(squares) == 3 * 4  # q, k, v and c_proj of 3 layers
 
 
-@pytest.mark.parametrize("kind", ["dense", "dense_plus", "random", "random_plus"])
-def test_a_synthesizer_has_its_scores(kind):
-    attn, x = randomised(gpt_of(f"synthesizer_{kind}")).transformer.h[0].attn, torch.randn(2, 20, 32)
-    q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in attn.c_attn(x).chunk(3, dim=-1))
-    s = scores(q, k) if "plus" in kind else 0.0
-    s = s + (q.relu() @ attn.synthesizer.table if "dense" in kind else attn.synthesizer.table[:, :20])[..., :20]
-    y = s.masked_fill(torch.ones(20, 20).triu(1).bool(), -math.inf).softmax(-1) @ v
+@pytest.mark.parametrize("name", ["dense", "dense_plus", "random", "random_plus"])
+def test_a_synthesizer_has_its_scores(name):
+    attn = randomised(gpt_of(f"synthesizer_{name}")).transformer.h[0].attn
+    x = torch.randn(2, 20, 32)
+    parts = attn.c_attn(x).chunk(3, dim=-1)
+    q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in parts)
+    bias = attn.synthesizer.table
+    if "dense" in name:
+        bias = q.relu() @ bias
+    bias = bias[..., :20, :20]
+    y = naive_attention("softmax", q if "plus" in name else 0 * q, k, v, bias=bias)
     torch.testing.assert_close(attn(x), attn.c_proj(y.transpose(1, 2).flatten(2)))
 
 
-# -----------------------------------------------------------------------------
-# The post on beta, "Other normalizing maps"
-
-
 def attention(Q, K, V):
-    """Att(Q, K, V) = beta(Q K^T) V, as in the post: no mask, no scale."""
+    """beta(Q K^T) V: Att(Q, K, V) of the post on beta ("Other normalizing maps")."""
     p = Q @ K.T
     return p / (1 + p.norm(dim=1, keepdim=True)) @ V
 
 
 def test_the_total_derivative_of_beta_attention():
-    """dAtt = D Z V - diag(f) Att + Att(Q, K, V'), Z = Q' K^T + Q K'^T, D = diag(1 / (1 + r)), f_i = <p_i, z_i> / (r_i
-    (1 + r_i)), with r_i = ||p_i||. The post has diag(<p_i, z_i> / (r_i^2 (1 + r_i))) Att in the place of the first two
-    terms, which is right only if each z_i is a multiple of p_i: for example if Q' is a multiple of Q."""
-    Q, K, V, *changes = torch.randn(6, 12, 4, dtype=torch.float64)
-    for along in (False, True):
-        dQ, dK, dV = (0.3 * Q, -2.0 * K, changes[2]) if along else changes
-        y, true = torch.func.jvp(attention, (Q, K, V), (dQ, dK, dV))
-        p, z = Q @ K.T, dQ @ K.T + Q @ dK.T
-        r, pz = p.norm(dim=1, keepdim=True), (p * z).sum(1, keepdim=True)
-        ours = z / (1 + r) @ V - pz / (r * (1 + r)) * y + attention(Q, K, dV)
-        torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
-        error = (pz / (r**2 * (1 + r)) * y + attention(Q, K, dV) - true).norm() / true.norm()
-        assert error < 1e-12 if along else error > 0.1
+    """dAtt = D Z V - diag(f) Att + Att(Q, K, V'), Z = Q' K^T + Q K'^T, D = diag(1 / (1 + r)).
+
+    f_i = <p_i, z_i> / (r_i (1 + r_i)), with r_i = ||p_i||. The post has diag(<p_i, z_i> / (r_i^2
+    (1 + r_i))) Att in the place of the first two terms, which is right only if each z_i is a
+    multiple of p_i: for example if Q' is a multiple of Q.
+    """
+    Q, K, V, dQ, dK, dV = torch.randn(6, 12, 4).double()
+    y, true = torch.func.jvp(attention, (Q, K, V), (dQ, dK, dV))
+    p = Q @ K.T
+    z = dQ @ K.T + Q @ dK.T
+    r = p.norm(dim=1, keepdim=True)
+    f = (p * z).sum(1, keepdim=True) / (r * (1 + r))
+    ours = z / (1 + r) @ V - f * y + attention(Q, K, dV)
+    assert_equal(ours, true, 1e-12)
+    post = f / r * y + attention(Q, K, dV)
+    assert (post - true).norm() > 0.1 * true.norm()
 
 
-@pytest.mark.parametrize("name", MAPS)
-def test_no_map_has_the_posts_property(name):
-    """d map(x) h = f(x, h) map(x) for all h would make the Jacobian a matrix of rank 1; its rank is n, or n - 1."""
-    x = torch.randn(8, dtype=torch.float64)
-    rank = torch.linalg.matrix_rank(torch.autograd.functional.jacobian(MAPS[name], x))
-    assert rank == (7 if name == "unit" else 8)
-
-
-# -----------------------------------------------------------------------------
-# The script
-
-
-def test_mistakes_are_said(run, data):
-    flags = ("config/train_shakespeare_char_cpu.py", f"--dataset={data}", "--device=cpu")
-    for wrong, says in ((["--variant=rezro"], "'rezro' is not one of rezero,"),
-                        (["--variant=rezero", "--where=post"], "is for where='pre', not 'post'"),
-                        (["--variant=beta_l1"], "add --attention=beta"),
-                        (["--variant=synthesizer_random", "--position=rope"], "cannot be combined")):  # fmt: skip
-        code, _, err = run("lab.experiments.variants", *flags, *wrong)
-        assert code == 2 and says in err
-    assert isinstance(GPT(GPTConfig(**SMALL)).transformer.h[0].ln_1, torch.nn.LayerNorm)
-
-
-def test_every_row_is_a_model():
-    for t in (TABLES[name] for name in ("narang", "maps", "qkv")):
-        for row, flags in t.rows.items():
-            gpt, _ = model_of(t.file, t.flags | flags, t.vocab_size)
-            assert gpt(torch.zeros(1, 9, dtype=torch.long))[0].shape == (1, 1, 65), row
+@pytest.mark.parametrize("table", ["narang", "maps", "qkv"])
+def test_every_row_is_a_model(table):
+    t = TABLES[table]
+    for row, flags in t.rows.items():
+        gpt, _ = model_of(t.file, t.flags | flags, t.vocab_size)
+        idx = torch.zeros(1, 9, dtype=torch.long)
+        assert gpt(idx)[0].shape == (1, 1, 65), row

@@ -1,0 +1,73 @@
+"""LAMB against its paper's equations, and as an optimizer of train.py."""
+
+import json
+
+import pytest
+import torch
+from harness import same, state_of
+
+from lab.lamb import Lamb
+from model import GPT, GPTConfig
+from training.optimizers import OPTIMIZER, Settings
+
+
+@pytest.mark.parametrize(
+    ("start", "decay"), [(torch.eye(3).double(), 0.3), (torch.zeros(5).double(), 0.0)]
+)
+def test_lamb_is_the_papers(start, decay):
+    """Algorithm 2 of You et al., spelled out, over three steps; the first gradient is 0.
+
+    Without a decay its update has the norm 0; the second start has the norm 0.
+    """
+    b1 = 0.8
+    b2 = 0.9
+    w = start.clone()
+    p = torch.nn.Parameter(start)
+    o = Lamb([p], lr=0.1, betas=(b1, b2), weight_decay=decay, eps=1e-6)
+    m = 0.0
+    v = 0.0
+    for t in (1, 2, 3):
+        g = torch.randn_like(w) * (t - 1)
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g**2
+        deviation = (v / (1 - b2**t)).sqrt()
+        u = m / (1 - b1**t) / (deviation + 1e-6) + decay * w
+        ratio = 1.0
+        if w.norm() and u.norm():
+            ratio = w.norm() / u.norm()
+        w -= 0.1 * ratio * u
+        p.grad = g
+        o.step()
+        torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
+
+
+def test_its_groups():
+    """Every trained parameter is in one; without --adam_eps they have LAMB's own epsilon."""
+    gpt = GPT(GPTConfig(block_size=16, vocab_size=20, n_layer=2, n_head=4, n_embd=32))
+    gpt.transformer.wte.weight.requires_grad_(False)
+    (o,) = OPTIMIZER["lamb"](gpt, Settings(lr=0.1, betas=(0.9, 0.99), weight_decay=0.1))
+    held = [p for group in o.param_groups for p in group["params"]]
+    trained = [p for p in gpt.parameters() if p.requires_grad]
+    assert sorted(map(id, held)) == sorted(map(id, trained))
+    assert [group["eps"] for group in o.param_groups] == [1e-6, 1e-6]
+    assert [group["weight_decay"] for group in o.param_groups] == [0.1, 0.0]
+
+
+def test_resume_is_exact(train, tmp_path, monkeypatch):
+    """--import=lab.lamb comes before --optimizer's names are known."""
+    lamb = "--import=lab.lamb"
+    flags = (lamb, "--optimizer=lamb", "--schedule=constant", "--adam_eps=1e-3")
+    code, _, err = train(*flags)
+    assert code == 0, err
+    straight = state_of(tmp_path)["model"]
+
+    train(*flags, "--max_iters=6")
+    assert train(lamb, "--init_from=resume", "--max_iters=10")[0] == 0
+    assert same(state_of(tmp_path)["model"], straight)
+    with open(tmp_path / "out" / "log.jsonl") as f:
+        losses = [row["loss"] for row in map(json.loads, f) if "loss" in row]
+    assert len(losses) == 10 and losses[-1] < losses[0]
+
+    monkeypatch.delitem(OPTIMIZER, "lamb")
+    code, _, err = train("--init_from=resume", "--max_iters=11")
+    assert code == 2 and "optimizer='lamb' is not one of adamw, nadamw, muon" in err
