@@ -115,7 +115,7 @@ with user_errors():
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if dry_run:
-        run.print_estimates(config, given, device, dtype)
+        run.print_estimates(config, given)
         sys.exit()
     connect(backend)
     start = saved["iter_num"] if saved else 0  # steps that are done

@@ -116,6 +116,7 @@ def test_steps_and_decoding(tmp_path, monkeypatch):
     bench.main()
     results = json.loads((tmp_path / "b.json").read_text())
     names = [f"{name} {heads}" for name in ATTENTION for heads in ("L", "SL")]
+    names += ["softmax/beta conv SL", "softmax/beta_squared conv SL"]
     names += ["softmax L, GQA 2", "softmax L, MQA"]
     for part in ("step", "decode"):
         assert [row["subject"] for row in results[part]] == names

@@ -254,7 +254,7 @@ def test_plot(run, train, tmp_path):
     train("--log_logits")
     logs = {
         "b": '{"iter": 0, "loss": 2, "norm": Infinity, "ms": 1, "tokens_per_s": 1}\n{"iter": 9, "l',
-        "c": '{"iter": 0, "val_loss": 3.0}',
+        "c": '{"iter": 0, "val_loss": 3.0}\n',
         "bad": "{1",
     }
     for name, log in logs.items():
@@ -294,7 +294,7 @@ def test_the_axes_of_a_plot(tmp_path):
         ms = 1000.0 * (i + 1)
         rows.append({"iter": i, "loss": 1.0, "ms": ms, "tokens_per_s": 100.0 / (i + 1)})
     rows += [{"iter": i, "val_loss": 2.0} for i in (0, 6, 21)]  # before their steps
-    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     read = module["read"](str(tmp_path))
     assert [row["steps"] for row in read] == [1, 11, 0, 6, 21]
     assert [row["tokens"] for row in read] == pytest.approx([100, 1100, 0, 600, 2100])

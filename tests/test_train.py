@@ -373,7 +373,7 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
 def test_nanogpts_checkpoint(train, run, tmp_path, data):
     """The file of nanoGPT's train.py: compiled names, mask buffers, a tensor as loss."""
     V = dataset.read_meta(data)["vocab_size"]
-    args = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 32, "vocab_size": V}
+    args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 32, "vocab_size": V}
     args |= {"bias": False, "dropout": 0.0}
     gpt = GPT(GPTConfig(**args, mlp="gelu_exact"))
     x = torch.randint(V, (1, 32))

@@ -125,7 +125,7 @@ def open_model(
     return model_of(state), tokenizer_of(state), state["config"], about
 
 
-def model_of(state: dict, **overrides: object) -> GPT:
+def model_of(state: dict, **overrides) -> GPT:
     """The model of a checkpoint that load has read. overrides: fields of GPTConfig to change."""
     model = GPT(GPTConfig(**state["model_args"] | overrides))
     model.load_state_dict(state["model"])
@@ -149,7 +149,7 @@ def tokenizer_of(state: dict) -> tokenizers.Tokenizer:
 # the state of a run
 
 
-def gathered(state: object) -> object:
+def gathered(state):
     """A state dict with whole tensors, on the first process's CPU, in the place of FSDP's shards.
 
     Every process must call this. Tensors that are not sharded stay as they are.
@@ -162,7 +162,7 @@ def gathered(state: object) -> object:
     return full.cpu() if distributed.master else None
 
 
-def check_finite(x: object, name: str = ""):
+def check_finite(x, name: str = ""):
     """Raises NotFinite if a tensor in x, nested dicts and lists, has a NaN or an infinity."""
     if isinstance(x, list):
         x = dict(enumerate(x))
@@ -173,7 +173,7 @@ def check_finite(x: object, name: str = ""):
         raise NotFinite(f"{name} holds values that are not finite")
 
 
-def restore(saved: dict, optimizers: list, scaler: torch.amp.GradScaler):
+def restore(saved: dict, optimizers: list, scaler):
     """Puts the saved states into the optimizers and the scaler.
 
     The optimizers keep their settings, since flags may change them.

@@ -28,7 +28,7 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
-def say(*args: object, **kwargs: object):
+def say(*args, **kwargs):
     """print, on the first process only."""
     if master:
         print(*args, flush=True, **kwargs)
@@ -46,7 +46,7 @@ def connect(backend: str):
         raise UserError(f"--backend={backend} does not work here: {first_line(error)}") from None
 
 
-def summed(x: torch.Tensor) -> torch.Tensor:
+def summed(x):
     """Replaces x by its sum over the processes, and returns x. Sums on the CPU wait for no GPU."""
     if world > 1:
         dist.all_reduce(x)
@@ -68,14 +68,12 @@ def by_all(f: Callable) -> list:
     return [result for result, _ in answers]
 
 
-def by_master(f: Callable) -> object:
+def by_master(f: Callable):
     """Calls f() on the first process; returns its result on every process. Errors: see by_all."""
     return by_all(f if master else lambda: None)[0]
 
 
-def data_parallel(
-    model: torch.nn.Module, parallel: str, device: str, dtype: torch.dtype
-) -> torch.nn.Module:
+def data_parallel(model, parallel: str, device: str, dtype):
     """The GPT for several processes; its gradients are the mean of the gradients of their losses.
 
     ddp: each process has the whole model (Li et al. 2020). fsdp: each has its shard of every

@@ -19,7 +19,7 @@ from training.distributed import by_master, say
 from training.estimate import duration
 
 
-def diverged(step: int, what: object, where: Callable = str) -> NoReturn:
+def diverged(step: int, what, where: Callable = str) -> NoReturn:
     """Ends the run with exit code 1, because its numbers are not finite any more.
 
     what: which numbers. where(): a sentence that says where in the model they are not finite.

@@ -53,7 +53,7 @@ class Muon(torch.optim.Optimizer):
                 p.add_(u, alpha=-lr * math.sqrt(max(1, p.shape[0] / p.shape[1])))
 
 
-def orthogonal(g: torch.Tensor, steps: int) -> torch.Tensor:
+def orthogonal(g, steps: int):
     """Nearly U V^T of a matrix g = U S V^T, by Jordan's quintic Newton-Schulz iteration.
 
     The singular values of the result are 0.7 to 1.2.
@@ -86,11 +86,11 @@ def adam_settings(params: Iterable, s: Settings) -> dict:
     return settings
 
 
-def adamw(params: Iterable, s: Settings) -> torch.optim.AdamW:
+def adamw(params: Iterable, s: Settings):
     return torch.optim.AdamW(**adam_settings(params, s), fused=s.fused)
 
 
-def nadamw(params: Iterable, s: Settings) -> torch.optim.NAdam:
+def nadamw(params: Iterable, s: Settings):
     """AdamW with Nesterov's momentum (Dozat 2016), which is beta1 in all steps, as in optax."""
     return torch.optim.NAdam(
         **adam_settings(params, s),
@@ -99,7 +99,7 @@ def nadamw(params: Iterable, s: Settings) -> torch.optim.NAdam:
     )
 
 
-def muon(model: torch.nn.Module, s: Settings) -> list[torch.optim.Optimizer]:
+def muon(model, s: Settings):
     """Muon for the Linears' matrices inside the blocks; AdamW for all other parameters."""
     matrices = [
         m.weight

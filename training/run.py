@@ -269,7 +269,7 @@ def describe(config, model: GPT, train: Tokens, device: str, dtype: str):
     )
 
 
-def compiled(model: torch.nn.Module, sharded: bool) -> torch.nn.Module:
+def compiled(model, sharded: bool):
     """The model for torch.compile. What it cannot trace runs uncompiled, with a warning."""
     say(
         "compiling the model in its first steps (a minute or so; --no-compile trains without it)..."
@@ -282,7 +282,7 @@ def compiled(model: torch.nn.Module, sharded: bool) -> torch.nn.Module:
     return model
 
 
-def restored(config, saved: dict, meta, optimizers: list, scaler: torch.amp.GradScaler) -> float:
+def restored(config, saved: dict, meta, optimizers: list, scaler) -> float:
     """Puts the saved states into the optimizers and the scaler. Returns the best validation loss.
 
     It is infinite if the evaluation uses other windows now. Raises UserError if the run cannot go
@@ -369,7 +369,7 @@ class Signals:
         return self.number or signal.SIGTERM
 
 
-def print_sample(config, model: GPT, val: Tokens, amp: object, device: str):
+def print_sample(config, model: GPT, val: Tokens, amp, device: str):
     """Prints text from the trained model, after a line end.
 
     If the tokenizer has no line end, the text follows the first token of the validation split.
