@@ -1,15 +1,15 @@
 """Flags and config files: what they accept, and how they answer a mistake. Missing packages."""
 
 import json
-import pathlib
 import re
 import subprocess
 import sys
 import textwrap
+import traceback
 
 import pytest
 from harness import ROOT
-from test_house import CORE
+from test_house import CORE, read
 
 import configurator
 from errors import UserError, optional
@@ -51,8 +51,9 @@ print(json.dumps([config, given]))
 def script(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "config").mkdir()
+    (tmp_path / "note.txt").write_text("A text that someone meant with --source=.")
 
-    def run(*args: str, config: str | None = None) -> subprocess.CompletedProcess:
+    def run(*args, config=None):
         if config is not None:
             (tmp_path / "config" / "my.py").write_text(textwrap.dedent(config))
         command = [sys.executable, str(tmp_path / "script.py"), *args]
@@ -61,7 +62,7 @@ def script(tmp_path):
     return run
 
 
-def values(result: subprocess.CompletedProcess) -> dict:
+def values(result):
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)[0]
 
@@ -79,29 +80,24 @@ DEFAULTS = {
 }
 
 
-def test_defaults_are_the_scripts_then_the_dataclasses(script):
-    assert values(script()) == DEFAULTS
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        ("", {}),  # the defaults are the script's, then the dataclass's
         ("--out_dir=a=b --learning_rate=1", {"out_dir": "a=b", "learning_rate": 1.0}),
-        ("--out_dir= --learning_rate=1e-3", {"out_dir": "", "learning_rate": 1e-3}),
         ("--out_dir=5 --max_iters=1e3 --kind=b", {"out_dir": "5", "max_iters": 1000, "kind": "b"}),
-        ("--top_k=5 --max_iters=-1", {"top_k": 5, "max_iters": -1}),
+        (
+            "--out_dir= --top_k=5 --learning_rate=1e-3",
+            {"out_dir": "", "top_k": 5, "learning_rate": 1e-3},
+        ),
         ("--max_iters=9007199254740993", {"max_iters": 2**53 + 1}),
         ("--compile --maybe --top_k=None", {"compile": True, "maybe": True, "top_k": None}),
-        (
-            "--compile=False --bias=true --no-maybe",
-            {"compile": False, "bias": True, "maybe": False},
-        ),
-        ("--no-compile --bias=yes --maybe=None", {"compile": False, "bias": True, "maybe": None}),
-        ("--no_compile --bias=1 --maybe=0", {"compile": False, "bias": True, "maybe": False}),
+        ("--no-compile --bias=yes --maybe=0", {"compile": False, "bias": True, "maybe": False}),
+        ("--no_maybe --bias=true", {"maybe": False, "bias": True}),
     ],
 )
 def test_flags_are_taken(script, flags, expected):
-    result = script(*flags.split(" "))
+    result = script(*flags.split())
     assert values(result) == DEFAULTS | expected
     assert json.loads(result.stdout)[1] == dict.fromkeys(expected, "command line")
 
@@ -111,40 +107,30 @@ def test_flags_are_taken(script, flags, expected):
     [
         ("--nhead=3", "did you mean `n_head`?"),
         ("--max-iters=3", "did you mean `max_iters`?"),
-        ("--zzz=3", "unknown flag"),
-        ("--NOT_A_FLAG=4", "unknown flag"),
-        ("--learning_rate=fast", "needs a number"),
         ("--max_iters=1.5", "needs an integer"),
         ("--max_iters", "needs a value, an integer: --max_iters=..."),
         ("--compile=2", "needs True or False"),
-        ("--kind=c", "needs one of a, b"),
+        ("--kind=c", "needs a or b"),
         ("--top_k=x", "needs an integer or None"),
         ("-max_iters=3", "two dashes: --max_iters=3"),
-        ("--learning_rate=nan", "needs a number"),
-        ("--max_iters=[1]", "needs an integer"),
         ("--no-max_iters", "needs an integer"),
-        ("--no-zzz", "unknown flag"),
         ("--import=", "unknown flag"),
+        ("note.txt", "note.txt that ends in .py"),
         ("config/your.py", "there is no config file config/your.py"),
-        ("max_iters=3", "there is no config file max_iters=3"),
         ("--import=my/ideas.py", "No module named 'my/ideas' (--import needs a module's name"),
-        ("--import=.ideas", "No module named '.ideas' (--import needs"),
-        ("--import=my.ideas", "No module named 'my' (--import needs"),
-        ("--import=config.ideas", "No module named 'config.ideas' (--import needs"),
         ("--import=json.decoder.x", "'json.decoder' is not a package (--import needs"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_code_2(script, flag, says):
     result = script(flag, config="")
-    assert result.returncode == 2
-    assert says in result.stderr
-    assert "Traceback" not in result.stderr
-    assert len(result.stderr.splitlines()) <= 2
-    assert result.stdout == ""
+    assert (result.returncode, result.stdout) == (2, "")
+    assert says in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-def test_a_config_file_overrides_defaults_and_flags_override_it(script):
+def test_a_config_file_overrides_defaults_and_flags_override_it(script, tmp_path):
+    (tmp_path / "base.py").write_text("n_head = 4\nmax_iters = 3")
     text = """
+        from base import *
         import time
         import os.path as _p
         from math import pi as _pi
@@ -152,7 +138,6 @@ def test_a_config_file_overrides_defaults_and_flags_override_it(script):
         learning_rate = 1  # an int for a float
         out_dir = "out-" + str(2 * 3)
         def helper(): pass
-        n_head = 4
     """
     result = script("config/my.py", config=text)
     expected = {"max_iters": 40, "learning_rate": 1.0, "out_dir": "out-6", "n_head": 4}
@@ -166,43 +151,31 @@ def test_a_config_file_overrides_defaults_and_flags_override_it(script):
     ("config", "says"),
     [
         ("max_iter = 3", "did you mean `max_iters`?"),
-        ("max_iters = 'many'", "needs an integer"),
         ("compile = 1", "needs True or False"),
-        ("max_iters = [1]", "needs an integer"),
-        ("max_iters = ", "SyntaxError"),
-        ("max_iters = unknown", "name 'unknown' is not defined"),
-        ("max_iters = max_iters * 2", "name 'max_iters' is not defined"),
-    ],
-)
-def test_a_mistake_in_a_config_file(script, config, says):
-    result = script("config/my.py", config=config)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert says in result.stderr and "config/my.py" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_an_error_in_a_config_file_has_its_line(script, tmp_path):
-    (tmp_path / "base.py").write_text("max_iters = 1\n\nmax_iters / 0\n")
-    for config, says in (
+        ("\nmax_iters = ", "(my.py, line 2)"),
+        ("max_iters = max_iters * 2", "name 'max_iters' is not defined (config/my.py, line 1)"),
         ("n_head = 1\nimport nowhere", "No module named 'nowhere' (config/my.py, line 2)"),
         ("import json\njson.loads('')", "(char 0) (config/my.py, line 2)"),
         ("from base import *", "base.py, line 3)"),
-        ("\nn_head = ", "(my.py, line 2)"),
-    ):
-        err = script("config/my.py", config=config).stderr
-        assert err.startswith("script.py: config/my.py could not be run: ") and says in err, err
+    ],
+)
+def test_a_mistake_in_a_config_file(script, tmp_path, config, says):
+    (tmp_path / "base.py").write_text("max_iters = 1\n\nmax_iters / 0\n")
+    result = script("config/my.py", config=config)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("script.py: config/my.py") and says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_an_imported_module_may_add_choices(script, tmp_path):
     (tmp_path / "kinds.py").write_text("import __main__\n__main__.KINDS['c'] = 3\n")
     assert values(script("--import=kinds", "--kind=c"))["kind"] == "c"
-    assert "(one of a, b, c)" in script("--import=kinds", "--help").stdout
+    assert "(a or b or c)" in script("--import=kinds", "--help").stdout
 
 
 def test_an_error_in_an_imported_module_keeps_its_traceback(script, tmp_path):
     for code, says in (
         ("import nowhere", "No module named 'nowhere'"),
-        ("import ideas.part", "No module named 'ideas.part'"),
         ("from json import nothing", "cannot import name 'nothing'"),
     ):
         (tmp_path / "ideas.py").write_text(f"\n{code}\n")
@@ -211,23 +184,27 @@ def test_an_error_in_an_imported_module_keeps_its_traceback(script, tmp_path):
         assert 'ideas.py", line 2' in result.stderr and "--import needs" not in result.stderr
 
 
-def test_help_lists_every_flag_in_groups(script, tmp_path):
-    result = script("--help")
-    assert result.returncode == 0 and result.stdout.startswith("A script with flags.\n")
-    names = {
-        "How large is it?": ["n_head", "bias", "top_k", "kind", "maybe"],
-        "Flags": ["out_dir"],
-        "How long does it train?": ["learning_rate", "max_iters", "compile"],
-    }
-    groups = [group.splitlines() for group in result.stdout.split("\n\n")[-3:]]
-    flags = [[line.split("  ")[1] for line in lines[1:]] for lines in groups]
-    assert [lines[0] for lines in groups] == list(names)
-    assert flags == [[f"--{name}={DEFAULTS[name]!r}" for name in group] for group in names.values()]
-    for comment in ("heads of the model\n", "where files go", "in every layer", "(one of a, b)"):
-        assert comment in result.stdout
-    long = SCRIPT.replace('"out"', repr("out" + "/long" * 30))
-    (tmp_path / "script.py").write_text(long)  # the text of the flag begins below it
-    assert "/long'\n" + " " * 36 + "where files go\n" in script("--help").stdout
+HELP = """
+How large is it?
+  --n_head=12                       heads of the model
+  --bias=False                      in every layer
+  --top_k=200                       of the tokens
+  --kind='a'                        a table, which --import may make longer (a or b)
+  --maybe=None                      None: decided later
+
+Flags
+  --out_dir='out'                   where files go
+
+How long does it train?
+  --learning_rate=0.0006            the largest
+  --max_iters=600                   steps
+  --compile=True                    the model
+"""
+
+
+def test_help_lists_every_flag_in_groups(script):
+    out = script("--help").stdout
+    assert out.startswith("A script with flags.\n") and out.endswith(HELP)
 
 
 AFTER_CTRL_C = """
@@ -269,18 +246,12 @@ def test_an_error_in_the_users_own_code_keeps_its_traceback(script, tmp_path, en
     assert f'script.py", line {SCRIPT.count(chr(10)) + 1}' in err and err.endswith(last), err
 
 
-def test_which_files_are_the_users():
-    ours = [f"{ROOT}/{name}" for name in CORE] + [json.__file__, pytest.__file__, "<string>"]
+def test_which_files_are_the_users(monkeypatch):
     users = [f"{ROOT}/my.py", f"{ROOT}/lab/ideas.py", f"{ROOT}/model_2.py", "/home/me/model.py"]
-    for paths, is_ours in ((ours, True), (users, False)):
-        for path in paths:
-            code = compile("def f(g): g()", path, "exec")
-            scope = {}
-            exec(code, scope)
-            with pytest.raises(ZeroDivisionError) as error:
-                scope["f"](lambda: 1 / 0)
-            files = [frame.filename for frame in configurator.user_frames(error.tb)]
-            assert (path not in files) == is_ours, path
+    paths = [f"{ROOT}/{name}" for name in CORE] + [json.__file__, pytest.__file__, "<string>"]
+    frames = [traceback.FrameSummary(path, 1, "f") for path in paths + users]
+    monkeypatch.setattr(traceback, "extract_tb", lambda trace: frames)
+    assert [frame.filename for frame in configurator.user_frames(None)] == users
 
 
 def test_a_missing_package_is_named_a_broken_one_keeps_its_error(tmp_path, monkeypatch):
@@ -289,49 +260,33 @@ def test_a_missing_package_is_named_a_broken_one_keeps_its_error(tmp_path, monke
     for module, package in (("nowhere.part", "nowhere"), ("sklearn.datasets", "scikit-learn")):
         with pytest.raises(UserError, match=f"a test needs {package}: pip install {package}"):
             optional(module, "a test")
-    for i, (code, error, says) in enumerate((
-        ("import nowhere", ModuleNotFoundError, "No module named 'nowhere'"),
-        ("raise ImportError('no libfoo.so')", ImportError, "no libfoo.so"),
-        ("1 / 0", ZeroDivisionError, "division by zero"),
-    )):  # fmt: skip
-        (tmp_path / f"broken{i}.py").write_text(code)
-        with pytest.raises(error, match=says):
-            optional(f"broken{i}", "a test")
-
-
-def test_a_config_file_may_build_on_another(run, tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("from config.train_shakespeare_char_cpu import *\nmax_iters = 7\n")
-    code, out, err = run("train.py", path, "--dry_run", "--vocab_size=65")
-    assert code == 0 and "in 7 steps" in out, err
-
-
-def test_only_python_is_run_as_a_config_file(run, tmp_path):
-    """And not the text that someone meant with --source=."""
-    (tmp_path / "note.txt").write_text("print('it ran')")
-    code, out, err = run("data/text/prepare.py", tmp_path / "note.txt")
-    assert code == 2 and "note.txt that ends in .py" in err and "it ran" not in out
+    (tmp_path / "broken.py").write_text("import nowhere")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'nowhere'"):
+        optional("broken", "a test")
 
 
 # -----------------------------------------------------------------------------
 # --help of every script
 
 
-def scripts() -> list[str]:
-    """The paths of the core's files that call configure()."""
-    texts = {name: pathlib.Path(ROOT, name).read_text() for name in CORE}
-    call = re.compile(r"^ *config, .*= configure\(globals", re.M)
-    return [n for n, text in texts.items() if call.search(text) and n != "configurator.py"]
+SCRIPTS = [
+    path
+    for path in CORE
+    if path != "configurator.py" and re.search(r"(?m)^(    )?config, \w+ = configure\(", read(path))
+]
 
 
-@pytest.mark.parametrize("script", scripts())
-def test_help_explains_every_flag(run, script):
+def check_help(run, script):
+    """--help prints lines of at most 100 columns, and explains every flag."""
     code, out, _ = run(script, "--help")
     out = out[out.index("\nusage: ") :].rstrip()
     assert code == 0 and all(len(line) <= 100 for line in out.splitlines())
-    groups = out.split("\n\n")[2:]
-    flags = [flag for group in groups for flag in group.split("\n  --")[1:]]
-    names = [flag.split("=")[0] for flag in flags]
-    assert flags and len(set(names)) == len(names)
+    flags = re.split(r"\n+(?:\S.*\n)?  --", out)[1:]
+    assert flags
     for flag in flags:
         assert re.fullmatch(r"\w+=.+?\s{2,}\S.*", flag, re.DOTALL), flag
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_explains_every_flag(run, script):
+    check_help(run, script)

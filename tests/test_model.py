@@ -163,7 +163,7 @@ REFUSED = {  # part of the message: fields
     "attn_dropout=-0.1 must be in [0, 1)": {"attn_dropout": -0.1},
     "label_smoothing=1.0 must be in [0, 1)": {"label_smoothing": 1.0},
     "norm_eps=0.0 must be between 0 and 1": {"norm_eps": 0.0},
-    "z_loss=-1.0 must not be negative": {"z_loss": -1.0},
+    "z_loss=-1.0 must be 0 or more": {"z_loss": -1.0},
     "conv=-1 must be 0 (no convolution) or a width up to 64": {"conv": -1},
     "conv=65 must be 0": {"conv": 65},
     # heads
