@@ -17,14 +17,12 @@ import random
 from pathlib import Path
 from typing import Literal
 
-from configurator import at_least_one, configure, pick_device, user_errors
-from errors import UserError, first_line, note, optional
-from lab.experiments.results import check_writable
-
-# isort: split
 import torch
 
 import lab.hub.families  # noqa: F401 (--init_from= also takes these)
+from configurator import at_least_one, configure, pick_device, user_errors
+from errors import UserError, first_line, note, optional
+from lab.experiments.results import check_writable
 from text.tokenizers import HubTokenizer, Tokenizer
 from training.checkpoint import open_model
 
@@ -77,18 +75,18 @@ def adapter(
     from lab.hub.tokenizer_json import fast
 
     class Adapter(HFLM):
-        def tok_encode(self, string: str, *_, left_truncate_len: int | None = None, **__):
+        def tok_encode(self, string, *_, left_truncate_len=None, **__):
             return tok.encode(string)[-(left_truncate_len or 0) :]
 
-        def tok_decode(self, tokens: int | list[int] | None, *_, **__) -> str | None:
+        def tok_decode(self, tokens, *_, **__):
             if tokens is None:  # there is no token of the end
                 return None
             if isinstance(tokens, int):
                 return tok.decode([tokens])
-            end = (tokens + [tok.eot]).index(tok.eot)
+            end = [*tokens, tok.eot].index(tok.eot)
             return tok.decode(tokens[:end])
 
-        def _loglikelihood_tokens(self, requests: list, *args, **kwargs):
+        def _loglikelihood_tokens(self, requests, *args, **kwargs):
             for _, _, answer in requests:
                 if not 1 <= len(answer) <= self.max_length:
                     raise UserError(
@@ -104,9 +102,9 @@ def adapter(
     exported_tok = tok._tok if isinstance(tok, HubTokenizer) else fast(tok, block_size)
     if exported_tok.pad_token is None:
         exported_tok.pad_token = tok.decode([0])
-    first = exported_tok.bos_token_id  # the token before a text without a context
-    if first is None:
-        first = tok.eot
+    first = tok.eot  # the token before a text without a context
+    if exported_tok.bos_token_id is not None:
+        first = exported_tok.bos_token_id
     if first is None:
         note(
             "the vocabulary has no boundary of documents: "

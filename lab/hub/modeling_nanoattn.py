@@ -122,7 +122,7 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
         model.gpt.load_state_dict(gpt.state_dict())
         return model
 
-    def _init_weights(self, module: torch.nn.Module) -> None:
+    def _init_weights(self, module):
         """Compute a module's tables (RoPE, ALiBi, ...). No file has them: here they are empty."""
         for name in module._non_persistent_buffers_set:
             table = getattr(module, name)
@@ -130,7 +130,7 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
                 table.copy_(getattr(type(module)(self.gpt.config.resolved()), name))
 
     @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
+    def _supports_default_dynamic_cache(cls):
         return False  # forward makes a NanoattnCache
 
     def get_input_embeddings(self) -> torch.nn.Module:

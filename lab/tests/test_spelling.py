@@ -191,6 +191,7 @@ def test_beam_search_against_all_pronunciations(monkeypatch):
     """A wide beam finds the best of all short pronunciations; width 1 takes the best next sound."""
     monkeypatch.setattr(seq2seq, "SOUNDS", list("EABC"))
     monkeypatch.setattr(seq2seq, "LONGEST", 4)
+    torch.manual_seed(58)  # greedy search then misses the best pronunciation of two words
     ours = randomised(model())
     letters, seen = spelling.spelled(["cab", "though", "a"])
 
