@@ -12,7 +12,7 @@ import sys
 
 import pytest
 from harness import ROOT, Workers
-from test_configurator import scripts
+from test_configurator import SCRIPTS
 
 from choices import NORM
 from positions import POSITION
@@ -113,7 +113,7 @@ def test_commands(run):
         for name, text in texts.items():
             line = line.replace(f"{{{name}}}", text)
         pages["notebook"].append(f"python {line}")
-    check_commands(run, pages, scripts())
+    check_commands(run, pages, SCRIPTS)
 
 
 def script_of(words: list[str]) -> str | None:
