@@ -21,6 +21,7 @@ def test_forward_pass(tmp_path, monkeypatch):
     forward_pass.main()
     rows = json.loads(out_file.read_text())["model"]
     names = [f"{name} {heads}" for name in ATTENTION for heads in ("L", "SL")]
+    names += ["softmax/beta conv SL", "softmax/beta_squared conv SL"]
     names += ["softmax L, GQA 2", "softmax L, MQA"]
     expected = [(name, n) for n in (16, 160) for name in names]
     assert [(row["subject"], row["n"]) for row in rows] == expected
