@@ -20,7 +20,7 @@ class Training:
     """The training's flags. Steps, batch_size and learning_rate are flags of each example."""
 
     # Which optimizer?
-    optimizer: Literal[*OPTIMIZER] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
+    optimizer: "Literal[*OPTIMIZER]" = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
     weight_decay: float = 0.01  # of matrices and embeddings; biases and norms are not decayed
     beta1: float = 0.9  # all but Muon: decay rate of the mean of the gradients
     beta2: float = 0.98  # all but Muon: decay rate of the mean of the squared gradients

@@ -10,46 +10,34 @@ may copy these before each call, so no input may be among them. An interrupted g
 import contextlib
 import os
 import sys
+import types
 
 import torch
 import torch.utils._triton
 import triton
 from triton.backends.compiler import GPUTarget
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
 
 # These two lines must come before torch._dynamo is imported.
 torch.utils._triton.has_triton = lambda: True  # as with a GPU
 torch.autocast = lambda *args, **kwargs: contextlib.nullcontext()  # the device meta has none
 
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
-from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table  # noqa: E402
 
 from lab import kernels  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
 TOKENS = 512
+H100 = types.SimpleNamespace(  # what Triton asks a GPU's driver for
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_device=lambda: 0,
+)
 
 
-class H100:
-    """What Triton asks a GPU's driver for."""
-
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
-
-
-class Traced(Exception):
-    """The graph is known. There is nothing to compute."""
-
-
-def print_kernels(name: str, graph: torch.fx.GraphModule) -> None:
-    """Print the kernels of a graph, with the tensors that they write."""
-    for node in graph.graph.nodes:
-        if "triton_kernel" in str(node.target):
-            kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
-            written = sorted(node.kwargs["tensors_to_clone"])
-            print(name, kernel.fn.__name__, ",".join(written))
+class Traced(BaseException):
+    """The graph is known. There is nothing to compute. (torch.compile wraps an Exception.)"""
 
 
 def trace(name: str) -> None:
@@ -58,8 +46,12 @@ def trace(name: str) -> None:
     Raises an error of torch.compile if the graph is interrupted.
     """
 
-    def show(graph: torch.fx.GraphModule, *args: object, **kwargs: object) -> None:
-        print_kernels(name, graph)
+    def show(graph, *args, **kwargs):
+        for node in graph.graph.nodes:
+            if "triton_kernel" in str(node.target):
+                kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+                written = sorted(node.kwargs["tensors_to_clone"])
+                print(name, kernel.fn.__name__, ",".join(written))
         raise Traced
 
     sizes = {"block_size": TOKENS, "vocab_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 128}
@@ -69,14 +61,11 @@ def trace(name: str) -> None:
     x = torch.empty(1, TOKENS, dtype=torch.long, device="meta")
     # partition_fn gets the forward and the backward pass as one graph.
     backend = aot_autograd(fw_compiler=show, partition_fn=show)
-    try:
+    with contextlib.suppress(Traced):
         torch.compile(lambda x: gpt(x, x)[1], backend=backend, fullgraph=True)(x)
-    except BackendCompilerFailed as error:
-        if not isinstance(error.inner_exception, Traced):
-            raise
 
 
-triton.runtime.driver.set_active(H100())
+triton.runtime.driver.set_active(H100)
 kernels.why_not = lambda *args: None  # the device meta counts as CUDA
 for name in kernels.KERNEL:
     trace(name)

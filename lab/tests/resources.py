@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -18,10 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
 
-from configurator import configure, user_errors
-from errors import UserError
+from configurator import configure, names, user_errors
 from lab import kernels
 
 widths = "32,64,128"  # of heads: 16, 32, 64 or 128
@@ -29,18 +29,17 @@ dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of q, k and v
 target = 90  # the GPU's compute capability, times 10
 
 STRIDES = ("_b", "_h", "_t")
-SCALARS = {"c": "fp32", "scale": "fp32", "eps": "fp32"}
-SCALARS |= {"span": "i32", "H": "i32", "T": "i32", "n": "i32"}
+INTEGERS = ("span", "H", "T", "n")
+REALS = ("c", "scale", "eps")
 FLOAT32 = ("shift", "lse", "extra", "delta", "z", "out", "before", "after", "norm", "divisor")
-CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
 
-def type_of(name: str, float32: tuple[str, ...]) -> str:
+def type_of(name: str, float32: list[str]) -> str:
     """Triton's type of a kernel's argument. float32: tensors that are in float32 here."""
-    if name.endswith(STRIDES):
+    if name.endswith(STRIDES) or name in INTEGERS:
         return "i32"
-    if name in SCALARS:
-        return SCALARS[name]
+    if name in REALS:
+        return "fp32"
     if name == "wide":
         return "*i32"
     if name in FLOAT32 or name in float32 or dtype == "float32":
@@ -48,99 +47,70 @@ def type_of(name: str, float32: tuple[str, ...]) -> str:
     return "*bf16"
 
 
-def compiled(kernel: object, constants: dict, options: dict, float32: tuple = ()) -> object:
+def compiled(kernel: object, constants: dict, options: dict, float32: list[str]) -> object:
     """A kernel with these constants, compiled. options: num_warps, num_stages."""
-    names = [p.name for p in kernel.params]
     signature = {}
-    values = {}
     attributes = {}
-    for i, name in enumerate(names):
-        if name in constants:
-            signature[name] = "constexpr"
-            values[i,] = constants[name]
-            continue
-        signature[name] = type_of(name, float32)
+    for i, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else type_of(name, float32)
         if signature[name].startswith("*") or name.endswith(STRIDES):  # as in a real call
             attributes[i,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, values, attributes)
+    given = {name: x for name, x in constants.items() if name in signature}
+    source = ASTSource(kernel, signature, given, attributes)
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
 def resources(binary: object) -> dict[str, int]:
-    """The registers ("reg"), stack and shared memory of a compiled kernel."""
+    """The registers ("REG") and the stack ("STACK") of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(binary.asm["cubin"])
         f.flush()
-        command = [CUOBJDUMP, "-res-usage", f.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = re.findall(r"(REG|STACK):(\d+)", report)
-    result = {key.lower(): int(value) for key, value in numbers}
-    result["shared"] = binary.metadata.shared
-    return result
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", f.name]
+        report = subprocess.check_output(command, text=True)
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", report)}
 
 
-def line(kernel: object, D: int, constants: dict, *, options: dict | None = None, **rest) -> None:
-    """Compile a kernel for heads of width D, and print its line of the table.
-
-    options: blocks() or chunk(), which also have sizes. rest: float32, as in type_of.
-    """
-    options = options or {}
-    constants = constants | {"D": D, "E": D}
-    constants |= {name: options[name] for name in ("M", "N") if name in options}
-    launch = {
-        "num_warps": options.get("num_warps", 4),
-        "num_stages": options.get("num_stages", 3),
-    }
-    row = resources(compiled(kernel, constants, launch, **rest))
-    name = kernel.fn.__name__.removesuffix("_kernel")
-    laser = str(constants.get("LASER", "-"))
-    print(
-        f"{name:24}{D:6}{laser:>6}{row['reg']:10}{row['stack']:7}{row['shared']:8}",
-        flush=True,
-    )
-
-
-def flash_lines(D: int) -> None:
-    """The kernels of softmax and LASER."""
+def rows(D: int) -> Iterator[tuple]:
+    """(name, constants and options, *tensors in float32) of each kernel, for heads of width D."""
     split = dtype == "bfloat16"
+    N = {"N": kernels.ROWS}
     for laser in (False, True):
         forward, backward = kernels.blocks(D, D, laser, getattr(torch, dtype))
         choices = {"SHORT": True, "LASER": laser, "SPLIT": laser and split}
-        float32 = ("x",) if laser else ()
-        line(kernels.delta_kernel, D, {"M": kernels.ROWS, "LASER": laser}, float32=float32)
-        line(kernels.forward_kernel, D, choices, options=forward, float32=float32)
-        line(kernels.dk_dv_kernel, D, choices, options=backward)
-        line(kernels.dq_kernel, D, choices, options=backward)
-    line(kernels.exp_kernel, D, {"N": kernels.ROWS, "SPLIT": split})
-    line(kernels.exact_forward_kernel, D, {})
-    line(kernels.exact_backward_kernel, D, {}, float32=("y",))
+        float32 = ["x"] if laser else []
+        yield "delta", {"M": kernels.ROWS, "LASER": laser}, *float32
+        yield "forward", choices | forward, *float32
+        yield "dk_dv", choices | backward
+        yield "dq", choices | backward
+    yield "exp", N | {"SPLIT": split}
+    yield "exact_forward", {}
+    yield "exact_backward", {}, "y"
 
-
-def beta_lines(D: int) -> None:
-    """The kernels of beta."""
-    options = kernels.chunk(D, D, getattr(torch, dtype))
-    choices = {"SPLIT": dtype == "bfloat16"}
-    sizes = {"SIZE": 2 * D * D, "STEP": 256, "REVERSE": True}
-    line(kernels.sums_kernel, D, {"WEIGHTED": False}, options=options)
-    line(kernels.sums_kernel, D, {"WEIGHTED": True}, options=options)
-    line(kernels.before_kernel, D, sizes, float32=("x",))
-    line(kernels.beta_rows_kernel, D, {"N": kernels.ROWS})
-    line(kernels.beta_forward_kernel, D, choices, options=options)
-    line(kernels.beta_backward_kernel, D, choices, options=options)
+    chunk = kernels.chunk(D, D, getattr(torch, dtype))
+    yield "sums", chunk | {"WEIGHTED": False}
+    yield "sums", chunk | {"WEIGHTED": True}
+    yield "before", {"SIZE": 2 * D * D, "STEP": 256, "REVERSE": True}, "x"
+    yield "beta_rows", N
+    yield "beta_forward", chunk | {"SPLIT": split}
+    yield "beta_backward", chunk | {"SPLIT": split}
 
 
 def main() -> None:
-    sizes = widths.split(",")
-    if not set(sizes) <= {str(width) for width in kernels.WIDTHS}:
-        raise UserError(f"--widths={widths} must be of {kernels.WIDTHS}, separated by commas")
-    if target < 75:
-        raise UserError(f"--target={target}: Triton compiles for 75 (Turing) and later")
     kernels.SMALL = target in (75, 86, 89, 120, 121)  # as kernels.py asks the GPU
     kernels.BEFORE_HOPPER = target < 90
     print(f"{'kernel':24}{'width':>6}{'laser':>6}{'registers':>10}{'stack':>7}{'shared':>8}")
-    for D in map(int, sizes):
-        flash_lines(D)
-        beta_lines(D)
+    for D in map(int, names(widths, list(map(str, kernels.WIDTHS)))):
+        for name, settings, *float32 in rows(D):
+            constants = settings | {"D": D, "E": D}
+            options = {
+                "num_warps": constants.pop("num_warps", 4),
+                "num_stages": constants.pop("num_stages", 3),
+            }
+            kernel = getattr(kernels, f"{name}_kernel")
+            binary = compiled(kernel, constants, options, float32)
+            used = resources(binary)
+            print(f"{name:24}{D:6}{constants.get('LASER', '-')!s:>6}{used['REG']:10}", end="")
+            print(f"{used['STACK']:7}{binary.metadata.shared:8}")
 
 
 if __name__ == "__main__":
