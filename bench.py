@@ -24,16 +24,19 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 from torch.autograd.profiler import profile
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.cache import run_definitions
 from attention.forms import FORM
+from attention.scores import takes
 from configurator import at_least_one, configure, names, pick_device, positive, user_errors
 from errors import UserError, first_line
 from model import ATTENTION, GPT, GPTConfig
@@ -75,18 +78,23 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 TF32 = 2e-3  # of float32 on a GPU
 
 sdpa = partial(scaled_dot_product_attention, is_causal=True)
+SDPA = {  # PyTorch's function; its kernels by name are for CUDA
+    "sdpa": sdpa,
+    "sdpa flash": sdpa_kernel(SDPBackend.FLASH_ATTENTION)(sdpa),
+    "sdpa cudnn": sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(sdpa),
+}
 
 # -----------------------------------------------------------------------------
 # how times and memory are measured
 
 
-def clock(dev):
+def clock(dev: str) -> float:
     """The time in seconds, after the device has finished its work."""
     getattr(torch, dev.partition(":")[0]).synchronize()
     return time.perf_counter()
 
 
-def stopwatch(dev, f, *args):
+def stopwatch(dev: str, f: Callable, *args) -> tuple:
     """(the milliseconds that f(*args) takes, what it returns)."""
     if not dev.startswith("cuda"):
         began = clock(dev)
@@ -102,7 +110,7 @@ def stopwatch(dev, f, *args):
     return start.elapsed_time(end), result
 
 
-def tried(name, f, dev):
+def tried(name: str, f: Callable, dev: str) -> object:
     """f(), or None if it fails: then a line says why. A bug prints its traceback as well."""
     try:
         result = f()
@@ -114,7 +122,7 @@ def tried(name, f, dev):
         print(f"{name} left out ({type(error).__name__}: {first_line(error)[:90]})", flush=True)
 
 
-def interleaved(tasks, dev, repeats):
+def interleaved(tasks: dict, dev: str, repeats: int) -> dict:
     """{name: what the task returned in each round}; a task returns {measure: number}.
 
     Every task runs once before any task runs again. One more round comes first, as warm-up. A task
@@ -131,7 +139,7 @@ def interleaved(tasks, dev, repeats):
     return {name: rows[1:] for name, rows in rounds.items()}
 
 
-def medians(rows):
+def medians(rows: list[dict]) -> tuple[dict, dict]:
     """(median, half the interquartile range as a share of the median) of each measure."""
     median = {}
     spread = {}
@@ -142,7 +150,7 @@ def medians(rows):
     return median, spread
 
 
-def ratios(rounds, name, base):
+def ratios(rounds: dict, name: str, base: str) -> dict:
     """The median of each measure's ratios to base in the same round.
 
     What slows a round down cancels out.
@@ -151,7 +159,7 @@ def ratios(rounds, name, base):
     return medians([{key: row[key] / other[key] for key in row} for row, other in pairs])[0]
 
 
-def peak_memory(f, dev):
+def peak_memory(f: Callable, dev: str) -> int:
     """The most bytes that f() needed at any time, beyond those allocated before."""
     if dev.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
@@ -166,7 +174,7 @@ def peak_memory(f, dev):
     return int(np.cumsum(changes).max())
 
 
-def table(title, about, rounds, extra):
+def table(title: str, about: dict, rounds: dict, extra: dict) -> list[dict]:
     """Print and return each row's medians, spreads, ratios to the first row, and extra numbers.
 
     about: what all rows have in common. extra: {row: {name: number}}, of all rows or of none.
@@ -191,7 +199,7 @@ def table(title, about, rounds, extra):
 # attention: what is timed, and whether it is right
 
 
-def layer(fields, x, plain=False):
+def layer(fields: dict, x: list, plain: bool = False) -> Callable:
     """The attention of a layer with these fields of GPTConfig: run(q, k, v) -> y, all (B, H, T, D).
 
     x: a tensor of this width on this device. plain: compute it by its definition.
@@ -203,35 +211,44 @@ def layer(fields, x, plain=False):
     gpt.to(x.device)
     if plain:
         run_definitions(gpt)
-    return gpt.transformer.h[0].attn.mix
+    attn = gpt.transformer.h[0].attn
+
+    def run(q, k, v):
+        if attn.n_map == 1:
+            return attn.mix(q, k, v)
+        pairs = torch.cat((v[:, ::2], v[:, 1::2]), dim=-1)  # (B, H / 2, T, 2 D): values are shared
+        y = attn.mix(q, k, pairs)  # (B, H, T, 2 D)
+        return (y[:, ::2] - 0.5 * y[:, 1::2]).reshape(q.shape)
+
+    return run
 
 
-def chosen_rows():
-    """{name: the fields of GPTConfig whose attention it is} of the chosen rows."""
-    rows = {"sdpa": {}}
-    for name in ATTENTION:
+def chosen_rows(dev: str) -> dict:
+    """{name: the fields of GPTConfig whose attention it is} of the chosen rows for a device."""
+    rows = dict.fromkeys(SDPA if dev.startswith("cuda") else ["sdpa"], {})
+    for name, definition in ATTENTION.items():
         rows[name] = {"attention": name}
         rows[f"{name} {heads}"] = {"attention": name, "heads": heads, "window": window}
+        rows[f"{name} differential"] = {"attention": name, "differential": True}
+        if takes(definition, "fade"):
+            rows[f"{name} decay"] = {"attention": name, "decay": "alibi"}
     for name, (_, scheme) in POSITION.items():
         if scheme and not quick:
             rows[name] = {"position": name}
     return {name: rows[name] for name in names(only, rows)}
 
 
-def outputs(run, x):
+def outputs(run: Callable, x: list) -> list:
     """y = run(q, k, v), and the gradients of q, k and v; x: q, k, v and dy."""
     *qkv, dy = x
     y = run(*qkv)
     return [y, *torch.autograd.grad(y, qkv, dy)]
 
 
-def checked(fields, x):
-    """(run, the largest relative error of its outputs on x). Raises UserError for a large one.
-
-    fields: those of a layer; {}: PyTorch's function.
-    """
+def checked(name: str, fields: dict, x: list) -> tuple:
+    """(run, the largest relative error of its outputs on x). Raises UserError for a large one."""
     q = x[0]
-    run = layer(fields, q) if fields else sdpa
+    run = SDPA[name] if name in SDPA else layer(fields, q)
     double = [t.detach().cpu().double().requires_grad_() for t in x]
     exact = outputs(layer(fields, double[0], plain=True), double)
     pairs = zip(outputs(run, x), exact, strict=True)
@@ -242,7 +259,7 @@ def checked(fields, x):
     return run, float(f"{error:.2g}")
 
 
-def passes(run, x, dev):
+def passes(run: Callable, x: list, dev: str) -> dict:
     """Milliseconds of y = run(q, k, v) without gradients, of its backward pass, and of both.
 
     x: q, k, v and dy. `both` is the backward pass and the forward pass that it needs.
@@ -256,12 +273,12 @@ def passes(run, x, dev):
     return {"forward": forward, "backward": backward, "both": for_backward + backward}
 
 
-def sequences(n):
+def sequences(n: int) -> int:
     """The number of sequences of n tokens that are computed at once."""
     return max(1, tokens // n) if tokens else batch_size
 
 
-def attention(dev, dt):
+def attention(dev: str, dt: torch.dtype) -> Iterator:
     """Time the passes of each attention; yield the rows of a table for each head dim and length."""
 
     def inputs(B, T, D):  # q, k, v and dy
@@ -270,8 +287,8 @@ def attention(dev, dt):
     for D in positive("head_dim", head_dim):
         x = inputs(2, CHECKED_AT, D)
         right = {}  # {name: (run, error)}, or None
-        for name, fields in chosen_rows().items():
-            right[name] = tried(name, partial(checked, fields, x), dev)
+        for name, fields in chosen_rows(dev).items():
+            right[name] = tried(name, partial(checked, name, fields, x), dev)
         for n in positive("lengths", lengths):
             B = sequences(n)
             x = inputs(B, n, D)
@@ -287,7 +304,7 @@ def attention(dev, dt):
 # models: a training step, decoding
 
 
-def models(dev, heads, **sizes):
+def models(dev: str, heads: str, **sizes) -> dict:
     """{name: model} of these sizes, for each attention with long heads and with `heads`.
 
     The last two are softmax with fewer heads of keys and values: GQA and MQA.
@@ -305,12 +322,12 @@ def models(dev, heads, **sizes):
     return {name: GPT(GPTConfig(**sizes | fields)).to(dev) for name, fields in rows.items()}
 
 
-def milliseconds(dev, f, *args):
+def milliseconds(dev: str, f: Callable, *args) -> dict:
     """The time of f(*args)."""
     return {"ms": stopwatch(dev, f, *args)[0]}
 
 
-def step(dev, amp):
+def step(dev: str, amp: object) -> Iterator:
     """Time a training step of the long-short paper's model; yield the rows of its table."""
     n = step_length
     B = sequences(n)
@@ -330,7 +347,7 @@ def step(dev, amp):
     yield table("training step", {"n": n, "batch": B}, interleaved(tasks, dev, repeats), {})
 
 
-def decode(dev, amp):
+def decode(dev: str, amp: object) -> Iterator:
     """Time how nanoGPT's Shakespeare model writes a sequence; yield the rows of its table.
 
     It writes the likeliest tokens, in at most three rounds.
@@ -358,7 +375,7 @@ def decode(dev, amp):
 # -----------------------------------------------------------------------------
 
 
-def main():
+def main() -> None:
     dev, precision, amp = pick_device(device, dtype)
     parts = {  # each yields the rows of its tables, one table at a time
         "attention": attention(dev, getattr(torch, precision)),

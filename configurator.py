@@ -21,6 +21,7 @@ import configparser
 import contextlib
 import difflib
 import inspect
+import math
 import os
 import re
 import runpy
@@ -30,6 +31,7 @@ import textwrap
 import traceback
 import types
 import typing
+from collections.abc import Iterable, Iterator
 
 from errors import UserError, first_line, note, refuse
 
@@ -52,7 +54,7 @@ def user_frames(trace):
 
 
 @contextlib.contextmanager
-def user_errors():
+def user_errors() -> Iterator[None]:
     """Turn a UserError or OSError into a sentence and exit code 2. Other errors are bugs."""
     try:
         yield
@@ -90,7 +92,7 @@ class Flag(typing.NamedTuple):
 
 
 @user_errors()
-def configure(script: dict, *dataclasses: type):
+def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
     """(config, given): every flag's value; where each flag was set: a file, or "command line".
 
     script: the calling script's globals(). dataclasses: classes whose fields are flags as well;
@@ -167,8 +169,11 @@ def _words(legal):
 
 
 def _print_help(script, flags):
-    print(f"""{script["__doc__"]}
-usage: {os.path.basename(sys.argv[0])} [config/file.py] [--flag=value ...]
+    command = sys.argv[0]
+    if script.get("__spec__"):  # python -m
+        command = f"-m {script['__spec__'].name.removesuffix('.__main__')}"
+    print(f"""{script.get("__doc__") or ""}
+usage: python {command} [config/file.py] [--flag=value ...]
 
 Each flag stands here with its default value. A flag on the command line wins over a config file.
 --flag is short for --flag=True, and --no-flag for --flag=False. --import=my.ideas imports a module
@@ -234,17 +239,18 @@ def _unknown(name, flags):
 
 
 def _checked(value, legal, given):
-    """A value as a legal type: float takes an int, int takes 1e3."""
+    """A value as a legal type: float takes an int, int takes 1e3; nothing takes nan and inf."""
     if type(value) is int and float in legal:
         value = float(value)
     elif isinstance(value, float) and int in legal and value.is_integer():
         value = int(value)
-    if type(value) in legal or value in legal:
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if finite and (type(value) in legal or value in legal):
         return value
     raise UserError(f"{given}: the flag needs {_words(legal)}")
 
 
-def names(given: str, known, separator: str = ",") -> list[str]:
+def names(given: str, known: Iterable[str], separator: str = ",") -> list[str]:
     """The names that a flag lists, or all known names. Raises UserError for an unknown name."""
     listed = [name.strip() for name in given.split(separator) if name.strip()]
     for name in listed:
@@ -262,12 +268,12 @@ def positive(flag: str, given: str) -> list[int]:
     return [int(word) for word in given.split(",")]
 
 
-def at_least_one(**flags):
+def at_least_one(**flags: int) -> None:
     """Raise UserError for a flag below 1: at_least_one(jobs=jobs)."""
     refuse((n < 1, f"--{name}={n} must be at least 1") for name, n in flags.items())
 
 
-def pick_device(device: str, dtype: str):
+def pick_device(device: str, dtype: str) -> tuple:
     """(device, dtype, autocast context) of the flags. Raises UserError for a missing device.
 
     A GPU that is named by its number becomes PyTorch's current one.

@@ -16,6 +16,7 @@ from configurator import at_least_one, configure, pick_device, user_errors
 from errors import UserError
 from text.prepare import read_text
 from text.sampling import stream
+from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
 
 # Which model?
@@ -43,7 +44,7 @@ compile = False  # compile the model with torch.compile
 TAIL = 64  # tokens that are decoded together with the next one
 
 
-def prompt_of(start: str, tok) -> tuple[str, list[int]]:
+def prompt_of(start: str, tok: Tokenizer) -> tuple[str, list[int]]:
     """(text, its token ids) of a flag --start. tok: a tokenizer.
 
     Raises UserError for an empty text and for characters without an id.

@@ -150,13 +150,13 @@ sharded = parallel == "fsdp" and world > 1  # each process has a part of every w
 
 # -----------------------------------------------------------------------------
 # one batch, one loss, one learning rate, one evaluation, one checkpoint
-def get_batch(step):
+def get_batch(step: int) -> tuple:
     """This process's rows of a step's global batch, on the device: x and y, (rows / world, T)."""
     x, y = data["train"].batch(step, rows, seed=seed, rank=rank, world=world)
     return to_device(x, y)
 
 
-def to_device(x, y):
+def to_device(x: torch.Tensor, y: torch.Tensor) -> tuple:
     """(x, y) on the device; with --pack=document (x, y, positions in the documents)."""
     batch = [x, y]
     if eot is not None:
@@ -166,13 +166,15 @@ def to_device(x, y):
     return tuple(t.to(device, non_blocking=device_type == "cuda") for t in batch)
 
 
-def loss_of(model, x, y, pos=None):
+def loss_of(
+    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None
+) -> torch.Tensor:
     """The mean loss of a micro-batch."""
     with amp:
         return model(x, y, pos=pos)[1]
 
 
-def get_lr(it):
+def get_lr(it: int) -> float:
     """Linear warm-up; then constant, or down to min_lr, as a cosine or (wsd) late and linear."""
     if not decay_lr:
         return learning_rate
@@ -191,7 +193,7 @@ def get_lr(it):
 
 
 @torch.no_grad()
-def estimate_loss():
+def estimate_loss() -> dict[str, float]:
     """{split: mean loss} over fixed windows, which the processes share. No random numbers."""
     raw_model.eval()
     means = {}
@@ -209,7 +211,9 @@ def estimate_loss():
     return means
 
 
-def largest_scores(x, y, pos=None):
+def largest_scores(
+    x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None
+) -> list[float]:
     """The largest absolute attention score of each layer, on a micro-batch."""
     raw_model.eval()
     with amp, torch.compiler.set_stance("force_eager"):
@@ -218,7 +222,7 @@ def largest_scores(x, y, pos=None):
     return largest
 
 
-def save(it, latest, best):
+def save(it: int, latest: bool, best: bool) -> OSError | None:
     """Saves the state after `it` steps as the latest checkpoint, the best, or both.
 
     Returns the error if the disk is full; the training goes on, and the next save tries again.

@@ -52,11 +52,16 @@ def in_blocks(attend: Callable) -> Callable:
         settings["window"] = window
         c = block_length(window)
         first = c * math.ceil(window / c)
-        if Tq < T or T <= first + c:
+        if min(T, 2 * Tq) <= first + c:
             return attend(q, k, v, **settings)
 
         if bias is not None:
             bias = bias.expand(torch.broadcast_shapes(bias.shape, (Tq, T)))
+        if Tq < T:  # many new tokens after a cache
+            before = (0, 0, T - Tq, 0)  # zeros in the place of the earlier queries
+            if bias is not None:
+                settings["bias"] = F.pad(bias, before)
+            return blocks(F.pad(q, before), k, v, **settings)[..., -Tq:, :]
         outputs = []
         if first:
             if bias is not None:
@@ -72,10 +77,8 @@ def in_blocks(attend: Callable) -> Callable:
             bias = bias_in_blocks(F.pad(bias, (0, pad, 0, pad)), first, window, c)
             settings["bias"] = bias.expand(B, H, -1, -1, -1).flatten(0, 1)
         for name, x in settings.items():
-            if isinstance(x, Tensor) and name not in (
-                "bias",
-                "far",
-            ):  # a decay or a learned scalar
+            per_head = isinstance(x, Tensor) and name not in ("bias", "far")
+            if per_head:  # a decay or a learned scalar
                 settings[name] = x.expand(B, H, 1, 1).reshape(B * H, 1, 1, 1)
         rest = attend(q_blocks, k_blocks, v_blocks, **settings)
         rest = rest.reshape(B, H, -1, v.shape[-1])  # (B, H, T - first + pad, Dv)

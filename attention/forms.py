@@ -37,9 +37,7 @@ class Form:
     short: Callable | None = None
     takes: tuple[str, ...] = ()  # the arguments of attend besides scale and window
     sums: type | None = None  # its running sums (sums.py), which a cache can keep
-    linear_in: tuple[Callable, str] | None = (
-        None  # (f, inner): f(y) = W f(v), W the inner's weights
-    )
+    linear_in: tuple[Callable, str] | None = None  # (f, inner): f(y) = W f(v), W: inner's weights
 
 
 FORM: dict[str, Form] = {
@@ -62,14 +60,14 @@ FORM: dict[str, Form] = {
         written_for="081180dc15324c9f",
         name="running sums",
         long=partial(by_sums, Beta),
-        takes=("decay",),
+        takes=("decay", "dropout"),
         sums=Beta,
     ),
     "beta_squared": Form(
         written_for="f1c466aae466a8b5",
         name="running sums",
         long=partial(by_sums, BetaSquared),
-        takes=("decay",),
+        takes=("decay", "dropout"),
         sums=BetaSquared,
     ),
 }

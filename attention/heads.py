@@ -44,8 +44,9 @@ class HeadGroup:
 
     def choose_form(self, c) -> None:
         """Sets form, form_name, sums and linear for the definition and the schemes."""
-        given = self.given_by_schemes()
-        needs = given | {"dropout"} if c.attn_dropout else given
+        needs = self.given_by_schemes()
+        if c.attn_dropout:
+            needs.add("dropout")
         self.form, self.form_name = form_of(
             self.name, self.definition, window=self.window, needs=needs, tokens=c.block_size
         )
@@ -53,14 +54,16 @@ class HeadGroup:
         self.linear = None
         if self.window is None and unchanged(self.name, self.definition):
             form = FORM[self.name]
-            if given <= set(form.takes):
-                self.sums = form.sums  # text is written without dropout
-        if self.sums is not None and not c.attn_dropout:
+            if needs <= set(form.takes):
+                self.sums = form.sums
+        if self.sums is not None:
             least = self.sums.linear_from(c.head_dim)
-            if c.block_size >= least:
-                self.linear = self.sums
-            else:
+            if c.attn_dropout:
+                self.form_name = "its definition, since attention weights are dropped"
+            elif c.block_size < least:
                 self.form_name = f"its definition, which is faster below {least} tokens"
+            else:
+                self.linear = self.sums
 
     def given_by_schemes(self) -> set[str]:
         """The names of the arguments that the schemes give to the attention, such as bias."""

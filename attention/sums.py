@@ -28,15 +28,16 @@ FEATURES_AT_ONCE = 2**27  # of all queries that a GPU computes at once: 512 MiB 
 def by_sums(sums: type, definition: Callable) -> Callable:
     """The form of an attention's long heads by its running sums (Beta or BetaSquared).
 
-    For few tokens, and for fewer queries than keys (a cache), the definition runs.
+    For few tokens, for fewer queries than keys (a cache), and while weights are dropped, the
+    definition runs.
     """
     general = general_form(definition)
 
-    def attend(q, k, v, *, scale=None, decay=None):
+    def attend(q, k, v, *, scale=None, decay=None, dropout=0.0):
         Tq, D = q.shape[-2:]
-        if k.shape[-2] == Tq >= sums.linear_from(D):
+        if k.shape[-2] == Tq >= sums.linear_from(D) and not dropout:
             return linear_attention(sums, q, k, v, scale=scale, decay=decay)[0]
-        return general(q, k, v, scale=scale, decay=decay)
+        return general(q, k, v, scale=scale, decay=decay, dropout=dropout)
 
     return attend
 

@@ -10,9 +10,8 @@ from attention.fast import CHUNK, in_blocks
 from attention.scores import plain_form
 
 WINDOW = 20  # of the short heads that are tried
-LAST = (
-    16  # short heads are compared for these queries: a definition may need T x T numbers for each
-)
+# Short heads are compared for so many queries: a definition may need T x T numbers for each.
+LAST = 16
 
 
 def fixed_inputs(tokens: int) -> tuple:

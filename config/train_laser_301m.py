@@ -1,7 +1,7 @@
 # The LASER paper's model of 301M parameters, on 168 billion tokens of C4 (section 4.1).
 # Its baseline in the paper: --attention=softmax.
-# Other rows of its table 1: --n_layer=16 --n_hidden=4096, and --n_hidden=4096. Its ablation:
-# --import=lab.lamb --optimizer=lamb.
+# Other rows of its table 1: --n_layer=16 --n_hidden=4096, and --n_hidden=4096. Its ablation, LAMB:
+# docs/choices.md.
 # Prepare the data first:
 # python data/text/prepare.py --source=allenai/c4:en --tokenizer=sentencepiece \
 #     --vocab_size=32000 --out_dir=data/c4

@@ -11,9 +11,10 @@ from training.optimizers import OPTIMIZER, Settings, adam_settings
 class Lamb(torch.optim.Optimizer):
     """LAMB (You et al. 2019, algorithm 2): Adam's update, rescaled to each layer's weights.
 
-        m_t = b1 m_t-1 + (1 - b1) g_t      v_t = b2 v_t-1 + (1 - b2) g_t^2 r_t = (m_t / (1 - b1^t))
-        / (sqrt(v_t / (1 - b2^t)) + eps)      u_t = r_t + weight_decay w_t-1 w_t = w_t-1 - lr
-        phi(||w_t-1||) / ||u_t|| u_t
+        m_t = b1 m_t-1 + (1 - b1) g_t      v_t = b2 v_t-1 + (1 - b2) g_t^2
+        r_t = (m_t / (1 - b1^t)) / (sqrt(v_t / (1 - b2^t)) + eps)
+        u_t = r_t + weight_decay w_t-1
+        w_t = w_t-1 - lr phi(||w_t-1||) / ||u_t|| u_t
 
     The paper leaves phi open; here phi(z) = z. Each norm is of a whole parameter; if one is 0,
     their ratio is 1. The queries, keys and values of a layer are one parameter (c_attn), with one

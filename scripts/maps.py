@@ -35,6 +35,7 @@ from errors import UserError, optional
 from model import ATTENTION, GPT, GPTConfig
 from rules import attentions
 from sample import prompt_of
+from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
 
 # Which model?
@@ -126,7 +127,7 @@ def weights_at_once(attention: str, q: torch.Tensor, k: torch.Tensor, **settings
     return plain_form(ATTENTION[inside])(q, k, with_one_hot(k[..., :0]), **settings)
 
 
-def labels(tok, ids: list[int]) -> list[str]:
+def labels(tok: Tokenizer, ids: list[int]) -> list[str]:
     """Each token as Python writes it, a space as \u2423; half a character and no text as #id.
 
     tok: a tokenizer.
@@ -141,7 +142,7 @@ def labels(tok, ids: list[int]) -> list[str]:
     return texts
 
 
-def draw(rows: list[list[Map]], tokens: list[str]):
+def draw(rows: list[list[Map]], tokens: list[str]) -> object:
     """A matplotlib Figure of a grid of maps, with the tokens on its outer axes where they fit.
 
     All maps share one scale of colours, so that the same colour is the same weight. Raises
@@ -159,7 +160,7 @@ def draw(rows: list[list[Map]], tokens: list[str]):
     font = min(11.0, 115 * side / max(len(line) for m in maps for line in m.title.split("\n")))
     stack = torch.stack([m.weights for m in maps])
     signed = stack.min() < 0
-    most = stack.abs().max().item()
+    most = stack.abs().max().clamp(min=1e-6).item()
     # asinh is linear near 0 and a logarithm further out: a tenth of the largest weight still has
     # a colour.
     norm = colors.AsinhNorm(most / 10, -most if signed else 0.0, most)
@@ -167,7 +168,7 @@ def draw(rows: list[list[Map]], tokens: list[str]):
         for column, m in enumerate(row, 1):
             ax = figure.add_subplot(len(rows), columns, r * columns + column)
             ax.set_title(m.title, fontsize=font)
-            seen = visible(m.weights, m.weights, m.window)
+            seen = visible(m.weights, m.weights, m.window) | (m.weights != 0)  # shows a leak too
             weights = m.weights.where(seen, math.nan).numpy()
             image = ax.imshow(weights, cmap="RdBu" if signed else "YlGnBu", norm=norm)
             _label(ax, tokens, side * 72 / len(tokens))
@@ -200,7 +201,7 @@ def _label(ax, tokens, point):
     ax.label_outer(remove_inner_ticks=True)
 
 
-def save(figure, path: str):
+def save(figure: object, path: str) -> None:
     """Writes a Figure to a file. Raises UserError for a name with another ending."""
     if not path.endswith((".png", ".pdf", ".svg")):
         raise UserError(f"--out={path} must end in .png, .pdf or .svg")
@@ -222,7 +223,9 @@ def in_words(c: GPTConfig) -> str:
     return words
 
 
-def chosen_maps(model: GPT, tok, start, layer, head):
+def chosen_maps(
+    model: GPT, tok: Tokenizer, start: str, layer: int | None, head: int | None
+) -> tuple:
     """(the labels of the tokens, the maps of each layer) of a GPT, as the flags choose them.
 
     Raises UserError for a text that is too long, and for a layer or a head that the model lacks.
@@ -246,7 +249,7 @@ def chosen_maps(model: GPT, tok, start, layer, head):
     return labels(tok, ids), rows
 
 
-def main():
+def main() -> None:
     model, tok, _, about = open_model(init_from, out_dir, which)
     print(about)
     tokens, rows = chosen_maps(model, tok, start, layer, head)

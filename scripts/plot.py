@@ -26,16 +26,16 @@ y = "loss,norm,logit,speed"  # loss, norm (of the gradient), logit (needs --log_
 x: Literal["steps", "tokens", "time"] = "steps"  # time: hours of training, without evaluations
 out = "curves.png"  # the file of the picture
 
-CURVES = {  # each curve's key in the log
-    "loss": "loss",
-    "norm": "norm",
-    "logit": "max_logit",
-    "speed": "tokens_per_s",
-    "lr": "lr",
+CURVES = {  # each curve's key in the log, and the words on its axis
+    "loss": ("loss", "loss (nats per token)"),
+    "norm": ("norm", "gradient norm"),
+    "logit": ("max_logit", "largest |attention score|"),
+    "speed": ("tokens_per_s", "tokens per second"),
+    "lr": ("lr", "learning rate"),
 }
 
 
-def read(folder):
+def read(folder: str) -> list[dict]:
     """The rows of a run's log, with "steps", "tokens" and "time" (hours) from the start until each.
 
     Raises UserError for a folder without a log, or with an empty one.
@@ -65,7 +65,7 @@ def read(folder):
     return rows
 
 
-def running_mean(values, steps, width):
+def running_mean(values: list[float], steps: list[int], width: float) -> np.ndarray:
     """The mean of the values up to each; weights fall by a factor e every `width` steps."""
     finite = np.isfinite(values)  # in float16 the first norms are infinite
     weights = np.exp(np.divide(steps, width)) * finite
@@ -80,7 +80,7 @@ def _column(rows, key, where):
 
 def _draw(ax, name, logs):
     """Draws one curve for each run, smoothed over a 50th of the longest run."""
-    key = CURVES[name]
+    key, words = CURVES[name]
     width = max(rows[-1]["steps"] for rows in logs.values()) / 50
     for i, (run, rows) in enumerate(logs.items()):
         places = _column(rows, x, key)
@@ -93,10 +93,11 @@ def _draw(ax, name, logs):
             places = _column(rows, x, "val_loss")
             values = _column(rows, "val_loss", "val_loss")
             ax.plot(places, values, "o", color=f"C{i}", label=f"{run}, validation")
-    ax.set(xlabel="hours of steps" if x == "time" else x, ylabel=key)
+    ax.set(xlabel="hours of steps" if x == "time" else x, ylabel=words)
+    ax.grid(alpha=0.3)
 
 
-def main():
+def main() -> None:
     logs = {folder.rstrip("/"): read(folder) for folder in runs.split(",") if folder}
     figures = optional("matplotlib.figure", "a plot")
     keys = {key for rows in logs.values() for row in rows for key in row}
@@ -104,7 +105,7 @@ def main():
         keys.add("loss")
     shown = []
     for name in names(y, CURVES):
-        if CURVES[name] in keys:
+        if CURVES[name][0] in keys:
             shown.append(name)
         else:
             print(f"no run has logged {name}: left out")

@@ -6,7 +6,7 @@ import pytest
 
 import bench
 from attention import forms
-from attention.scores import plain_form
+from attention.scores import plain_form, takes
 from model import ATTENTION
 
 TINY = ("--device=cpu", "--n_head=2", "--head_dim=8", "--heads=SL", "--repeats=2", "--quick")
@@ -29,7 +29,11 @@ def timed(run, tmp_path):
 def test_attention(timed):
     rows, out, _ = timed("--what=attention", "--lengths=16,400", "--batch_size=1")
     assert "WRONG" not in out and "left out" not in out
-    names = ["sdpa", *(name + heads for name in ATTENTION for heads in ("", " SL"))]
+    names = ["sdpa"]
+    for name, definition in ATTENTION.items():
+        names += [name, f"{name} SL", f"{name} differential"]
+        if takes(definition, "fade"):
+            names.append(f"{name} decay")
     expected = [(name, n) for n in (16, 400) for name in names]
     assert [(row["subject"], row["n"]) for row in rows] == expected
     assert rows[0]["ratio"] == {"forward": 1, "backward": 1, "both": 1}

@@ -146,6 +146,7 @@ def test_a_save_needs_nothing_of_the_older_files(train, tmp_path, monkeypatch, d
     flags = ("--save_interval=2", "--keep_checkpoints=9")
     code, _, err = train("--dropout=0.1", *flags)
     assert code == 0 and same(state_of(tmp_path)["model"], straight), err
+    assert ("is saved, but the one before it is lost" in err) != damaged
     assert state_of(tmp_path, "ckpt-00000008.pt")["iter_num"] == 8
 
 

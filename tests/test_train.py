@@ -357,15 +357,25 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
 
     torch.save(good, path)
     content = path.read_bytes()
-    for damaged in (content[:-50], b"", b"hello"):
+    place = content.index(good["x"].numpy().tobytes()) + 100
+    flipped = bytearray(content)
+    flipped[place] ^= 1
+    for damaged, says in (
+        (content[:-50], "damaged or no checkpoint"),
+        (b"", "damaged or no checkpoint"),
+        (b"hello", "damaged or no checkpoint"),
+        (flipped, "does not match its checksum"),
+    ):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="damaged or no checkpoint"):
+        with pytest.raises(ValueError, match=says):
             checkpoint.load(str(path))
     for foreign in (good | {"version": 99}, {"model": {}}, [1], good | {"config": Evil()}):
         torch.save(foreign, path)
         with pytest.raises(ValueError, match="damaged or no checkpoint"):
             checkpoint.load(str(path))
     assert not (tmp_path / "executed").exists()
+    with pytest.raises(ValueError, match="has unknown fields: colour, shape"):
+        checkpoint.model_of({"model_args": {"shape": 1, "n_head": 2, "colour": 3}})
     with pytest.raises(ValueError, match="there is no checkpoint .*best.pt; train first"):
         checkpoint.load(str(tmp_path / "best.pt"))
 

@@ -8,7 +8,7 @@ from errors import NotFinite, UserError
 
 
 def stream(
-    model,
+    model: torch.nn.Module,
     idx: torch.Tensor,
     n: int,
     temperature: float = 1.0,

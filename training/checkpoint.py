@@ -11,6 +11,7 @@ import copy
 import glob
 import os
 import shutil
+import zipfile
 from os.path import exists, join
 
 import torch
@@ -29,11 +30,11 @@ VERSION = 2  # of the format; nanoGPT's files have none
 # one file
 
 
-def save(path: str, state: dict, older: str = ""):
+def save(path: str, state: dict, older: str = "") -> OSError | None:
     """Writes the state to a file beside path, and renames the file to path.
 
-    A file that is at path is renamed to older, if that is given. After a crash it is whole. Raises
-    OSError if the state cannot be written.
+    A file that is at path is renamed to older, if that is given; returns the error if it cannot be.
+    After a crash the older file is whole. Raises OSError if the state cannot be written.
     """
     temporary = path + ".tmp"
     try:
@@ -48,16 +49,21 @@ def save(path: str, state: dict, older: str = ""):
             f"cannot write {path}: {first_line(error)}. Is the disk full? "
             "An older file of this name is unchanged"
         ) from None
-    if older:
-        with contextlib.suppress(OSError):  # the new checkpoint matters more
+    problem = None
+    if older and exists(path):
+        try:
             os.replace(path, older)
+        except OSError as error:  # the new checkpoint matters more
+            problem = error
     os.replace(temporary, path)
+    return problem
 
 
-def load(path: str, lazily: bool = False) -> dict:
+def load(path: str, lazily: bool = False, verify: bool = True) -> dict:
     """The checkpoint at path, on the CPU. Raises UserError for a missing, damaged or foreign file.
 
-    lazily: read a tensor when it is used; until then the file must not change.
+    lazily: read a tensor when it is used; until then the file must not change. verify: compare the
+    checksums of all that is in the file.
     """
     if not exists(path):
         raise UserError(
@@ -65,6 +71,10 @@ def load(path: str, lazily: bool = False) -> dict:
             "train first, or name the folder of a run with --out_dir="
         )
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load compares no checksums
+            record = archive.testzip() if verify else None
+        if record:
+            raise ValueError(f"its record {record} does not match its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
         if state.setdefault("version", 1) > VERSION or not state.keys() >= set(KEYS):
             raise ValueError(f"it needs {', '.join(KEYS)}, and a version of {VERSION} or less")
@@ -126,7 +136,13 @@ def open_model(
 
 
 def model_of(state: dict, **overrides) -> GPT:
-    """The model of a checkpoint that load has read. overrides: fields of GPTConfig to change."""
+    """The model of a checkpoint that load has read. overrides: fields of GPTConfig to change.
+
+    Raises UserError for fields that GPTConfig does not have.
+    """
+    unknown = set(state["model_args"]) - set(GPTConfig.__dataclass_fields__)
+    if unknown:
+        raise UserError(f"the checkpoint's model has unknown fields: {', '.join(sorted(unknown))}")
     model = GPT(GPTConfig(**state["model_args"] | overrides))
     model.load_state_dict(state["model"])
     return model
@@ -149,7 +165,7 @@ def tokenizer_of(state: dict) -> tokenizers.Tokenizer:
 # the state of a run
 
 
-def gathered(state):
+def gathered(state: object) -> object:
     """A state dict with whole tensors, on the first process's CPU, in the place of FSDP's shards.
 
     Every process must call this. Tensors that are not sharded stay as they are.
@@ -162,7 +178,7 @@ def gathered(state):
     return full.cpu() if distributed.master else None
 
 
-def check_finite(x, name: str = ""):
+def check_finite(x: object, name: str = "") -> None:
     """Raises NotFinite if a tensor in x, nested dicts and lists, has a NaN or an infinity."""
     if isinstance(x, list):
         x = dict(enumerate(x))
@@ -173,7 +189,7 @@ def check_finite(x, name: str = ""):
         raise NotFinite(f"{name} holds values that are not finite")
 
 
-def restore(saved: dict, optimizers: list, scaler):
+def restore(saved: dict, optimizers: list, scaler: torch.amp.GradScaler) -> None:
     """Puts the saved states into the optimizers and the scaler.
 
     The optimizers keep their settings, since flags may change them.
@@ -215,11 +231,11 @@ class Saver:
         self.keep = keep
         self.step = _step(join(folder, LATEST)) if LATEST in names(folder) else 0  # of ckpt.pt
 
-    def save(self, state: dict, latest: bool, best: bool):
+    def save(self, state: dict, latest: bool, best: bool) -> None:
         """Writes the state as the latest checkpoint of the run, the best, or both.
 
         Raises NotFinite before it writes numbers that are not finite, and OSError if the state
-        cannot be written.
+        cannot be written or, with the state saved, an older file cannot be kept or removed.
         """
         check_finite(state)
         try:
@@ -227,18 +243,19 @@ class Saver:
                 save(join(self.folder, BEST), state)
         finally:
             if latest:
-                save(
-                    join(self.folder, LATEST), state, join(self.folder, f"ckpt-{self.step:08d}.pt")
-                )
+                path = join(self.folder, LATEST)
+                problem = save(path, state, join(self.folder, f"ckpt-{self.step:08d}.pt"))
                 self.step = state["iter_num"]
                 older = [name for name in names(self.folder) if "-" in name]
                 for name in older[self.keep - 1 :]:
                     os.remove(join(self.folder, name))
+                if problem:
+                    raise OSError(f"{path} is saved, but the one before it is lost: {problem}")
 
 
 def _step(path):
     """The number of steps that the run of a checkpoint had made."""
-    return load(path, lazily=True)["iter_num"]
+    return load(path, lazily=True, verify=False)["iter_num"]
 
 
 def names(folder: str) -> list[str]:
@@ -263,7 +280,7 @@ def begun_by(launch: str, out_dir: str) -> bool:
     """Whether out_dir has a checkpoint of this call of torchrun (distributed.launch)."""
     for name in names(out_dir) if launch else ():
         with contextlib.suppress(UserError):  # a damaged file
-            if launch in load(join(out_dir, name), lazily=True).get("launch", ()):
+            if launch in load(join(out_dir, name), lazily=True, verify=False).get("launch", ()):
                 return True
     return False
 

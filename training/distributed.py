@@ -28,13 +28,13 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
-def say(*args, **kwargs):
+def say(*args: object, **kwargs: object) -> None:
     """print, on the first process only."""
     if master:
         print(*args, flush=True, **kwargs)
 
 
-def connect(backend: str):
+def connect(backend: str) -> None:
     """Joins the other processes, if there are any: by NCCL for tensors on GPUs, else by gloo."""
     if world == 1:
         return
@@ -46,7 +46,7 @@ def connect(backend: str):
         raise UserError(f"--backend={backend} does not work here: {first_line(error)}") from None
 
 
-def summed(x):
+def summed(x: torch.Tensor) -> torch.Tensor:
     """Replaces x by its sum over the processes, and returns x. Sums on the CPU wait for no GPU."""
     if world > 1:
         dist.all_reduce(x)
@@ -68,12 +68,14 @@ def by_all(f: Callable) -> list:
     return [result for result, _ in answers]
 
 
-def by_master(f: Callable):
+def by_master(f: Callable) -> object:
     """Calls f() on the first process; returns its result on every process. Errors: see by_all."""
     return by_all(f if master else lambda: None)[0]
 
 
-def data_parallel(model, parallel: str, device: str, dtype):
+def data_parallel(
+    model: torch.nn.Module, parallel: str, device: str, dtype: torch.dtype
+) -> torch.nn.Module:
     """The GPT for several processes; its gradients are the mean of the gradients of their losses.
 
     ddp: each process has the whole model (Li et al. 2020). fsdp: each has its shard of every

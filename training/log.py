@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from os.path import exists, join
 from time import perf_counter
@@ -19,7 +19,7 @@ from training.distributed import by_master, say
 from training.estimate import duration
 
 
-def diverged(step: int, what, where: Callable = str) -> NoReturn:
+def diverged(step: int, what: object, where: Callable = str) -> NoReturn:
     """Ends the run with exit code 1, because its numbers are not finite any more.
 
     what: which numbers. where(): a sentence that says where in the model they are not finite.
@@ -72,7 +72,7 @@ class Log:
         self.began = perf_counter()  # when the steps began that are logged next
         self.logged = self.start  # the number of steps before them
 
-    def open(self):
+    def open(self) -> None:
         """Opens the logs. A resumed run makes the steps after its checkpoint again."""
         c = self.c
         if c.tensorboard:
@@ -110,7 +110,7 @@ class Log:
             settings = "".join(f"    {name} = {x!r}\n" for name, x in self.config.items())
             self.board.add_text("settings", settings)
 
-    def write(self, row: dict, line: str):
+    def write(self, row: dict, line: str) -> None:
         """Writes a row to the logs, and its line to the terminal."""
         if self.file:
             try:
@@ -128,7 +128,7 @@ class Log:
             for name, x in values.items():
                 self.board.add_scalar(name, x, step)
 
-    def evaluation(self, step: int, losses: dict[str, float]):
+    def evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Logs the losses (nats) of the splits after `step` steps."""
         if not all(map(math.isfinite, losses.values())):
             diverged(step, f"the losses of the evaluation are {losses}", self.where)
@@ -145,7 +145,7 @@ class Log:
         lr: float,
         largest: list[float] | None,
         scaled: bool,
-    ):
+    ) -> None:
         """Logs one step: loss (nats), gradient norm, learning rate, each layer's largest score.
 
         scaled: float16 loss scaling is on, so an infinite norm is normal.
@@ -170,7 +170,7 @@ class Log:
         self.began = perf_counter()
         self.logged = step + 1
 
-    def close(self):
+    def close(self) -> None:
         """Waits until wandb and TensorBoard have everything."""
         if self.wandb:
             self.wandb.finish()
@@ -178,7 +178,7 @@ class Log:
             self.board.close()
 
     @contextlib.contextmanager
-    def paused(self):
+    def paused(self) -> Iterator[None]:
         """Exclude the enclosed code from the step times."""
         paused = perf_counter()
         yield

@@ -36,7 +36,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self):
+    def step(self) -> None:
         for group in self.param_groups:
             mu = group["momentum"]
             lr = group["lr"]
@@ -53,7 +53,7 @@ class Muon(torch.optim.Optimizer):
                 p.add_(u, alpha=-lr * math.sqrt(max(1, p.shape[0] / p.shape[1])))
 
 
-def orthogonal(g, steps: int):
+def orthogonal(g: torch.Tensor, steps: int) -> torch.Tensor:
     """Nearly U V^T of a matrix g = U S V^T, by Jordan's quintic Newton-Schulz iteration.
 
     The singular values of the result are 0.7 to 1.2.
@@ -86,11 +86,11 @@ def adam_settings(params: Iterable, s: Settings) -> dict:
     return settings
 
 
-def adamw(params: Iterable, s: Settings):
+def adamw(params: Iterable, s: Settings) -> torch.optim.AdamW:
     return torch.optim.AdamW(**adam_settings(params, s), fused=s.fused)
 
 
-def nadamw(params: Iterable, s: Settings):
+def nadamw(params: Iterable, s: Settings) -> torch.optim.NAdam:
     """AdamW with Nesterov's momentum (Dozat 2016), which is beta1 in all steps, as in optax."""
     return torch.optim.NAdam(
         **adam_settings(params, s),
@@ -99,16 +99,17 @@ def nadamw(params: Iterable, s: Settings):
     )
 
 
-def muon(model, s: Settings):
+def muon(model: torch.nn.Module, s: Settings) -> list[torch.optim.Optimizer]:
     """Muon for the Linears' matrices inside the blocks; AdamW for all other parameters."""
     matrices = [
         m.weight
         for m in model.transformer.h.modules()
         if isinstance(m, torch.nn.Linear) and m.weight.requires_grad
     ]
+    by_muon = set(matrices)
     return [
         Muon(matrices, lr=s.muon_lr, weight_decay=s.weight_decay, momentum=s.muon_beta),
-        adamw((p for p in model.parameters() if p not in set(matrices)), s),
+        adamw([p for p in model.parameters() if p not in by_muon], s),
     ]
 
 

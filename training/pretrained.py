@@ -7,7 +7,7 @@ may add others. `load` returns a model with its weights; `config_of` reads only 
 import contextlib
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -113,7 +113,7 @@ FAMILIES = {"gpt2": Family(gpt2_fields, gpt2_weights)}
 
 
 @contextlib.contextmanager
-def loading(name: str):
+def loading(name: str) -> Iterator[None]:
     """Turn errors of transformers, and of libraries below it, into a sentence with this name."""
     try:
         yield

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
 
@@ -34,12 +35,12 @@ DEFAULTS = {field.name: field.default for field in fields(GPTConfig)}
 NOT_RESUMED = "init_from out_dir eval_only dry_run gpus allow_other_data plain".split()
 
 
-def model_args(config) -> dict:
+def model_args(config: dict) -> dict:
     """The settings that GPTConfig takes."""
     return {name: config[name] for name in DEFAULTS}
 
 
-def resumed(config, given) -> tuple[dict, dict | None]:
+def resumed(config: dict, given: dict) -> tuple[dict, dict | None]:
     """(settings, saved state) of a run that goes on; (config, None) of a new one.
 
     A run goes on if --init_from=resume says so, or if torchrun has started this run's processes
@@ -66,7 +67,7 @@ def resumed(config, given) -> tuple[dict, dict | None]:
     return settings | {"init_from": "resume"}, saved
 
 
-def kept(source: str, values: dict, fixed: Iterable, config, given) -> dict:
+def kept(source: str, values: dict, fixed: Iterable, config: dict, given: dict) -> dict:
     """config with the values of a source, but for the flags on the command line; says what differs.
 
     Raises UserError for a flag in `fixed` on the command line.
@@ -79,7 +80,10 @@ def kept(source: str, values: dict, fixed: Iterable, config, given) -> dict:
         if given[name] != "command line":
             say(f"{source}: keeping {name}={value}, not the {new} of {given[name]}")
         elif name in fixed:
-            raise UserError(f"--{name}={new} does not fit {source}, which has {name}={value}")
+            raise UserError(
+                f"--{name}={new} does not fit {source}, which has {name}={value}: leave it out, "
+                "or start a new run with it (--init_from=scratch, another --out_dir=)"
+            )
         else:
             say(f"{source}: {name} was {value}, now {new}")
             settings[name] = new
@@ -106,7 +110,7 @@ RANGES = (
 )
 
 
-def check_flags(config, given):
+def check_flags(config: dict, given: dict) -> None:
     """Raises UserError for flags that are wrong, or have no effect, with these settings."""
     c = SimpleNamespace(**config)
     for names, must, is_right in RANGES:
@@ -148,7 +152,7 @@ def check_flags(config, given):
     ])  # fmt: skip
 
 
-def print_estimates(config, given):
+def print_estimates(config: dict, given: dict) -> None:
     """Prints the report of --dry_run. It loads no weights and prepares no data."""
     init_from = config["init_from"]
     n_tokens = None
@@ -171,7 +175,7 @@ def print_estimates(config, given):
     say(report(shape, config, n_tokens, config["dtype"], distributed.world))
 
 
-def check_weights(weights: GPTConfig, config, given):
+def check_weights(weights: GPTConfig, config: dict, given: dict) -> None:
     """Says which fields of a config file the weights overrule.
 
     Raises UserError for such a field on the command line.
@@ -180,7 +184,7 @@ def check_weights(weights: GPTConfig, config, given):
     kept(config["init_from"], values, values, config, given)
 
 
-def pretrained_model(config, given, meta) -> GPT:
+def pretrained_model(config: dict, given: dict, meta: dict) -> GPT:
     """The model with --init_from's weights and the user's changes; says what differs."""
     init_from = config["init_from"]
     model = GPT.from_pretrained(init_from, {k: config[k] for k in FREE if k in given})
@@ -197,7 +201,7 @@ def pretrained_model(config, given, meta) -> GPT:
     return model
 
 
-def check_data(config, model: GPTConfig, meta) -> int | None:
+def check_data(config: dict, model: GPTConfig, meta: dict) -> int | None:
     """The token between documents, with --pack=document, else None.
 
     Raises UserError where the data do not fit.
@@ -245,7 +249,7 @@ def attention_in_words(model: GPT) -> list[str]:
     return lines
 
 
-def describe(config, model: GPT, train: Tokens, device: str, dtype: str):
+def describe(config: dict, model: GPT, train: Tokens, device: str, dtype: str) -> None:
     """Says what is trained on what, before the first step."""
     c = SimpleNamespace(**config)
     sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
@@ -269,7 +273,7 @@ def describe(config, model: GPT, train: Tokens, device: str, dtype: str):
     )
 
 
-def compiled(model, sharded: bool):
+def compiled(model: torch.nn.Module, sharded: bool) -> torch.nn.Module:
     """The model for torch.compile. What it cannot trace runs uncompiled, with a warning."""
     say(
         "compiling the model in its first steps (a minute or so; --no-compile trains without it)..."
@@ -282,7 +286,9 @@ def compiled(model, sharded: bool):
     return model
 
 
-def restored(config, saved: dict, meta, optimizers: list, scaler) -> float:
+def restored(
+    config: dict, saved: dict, meta: dict, optimizers: list, scaler: torch.amp.GradScaler
+) -> float:
     """Puts the saved states into the optimizers and the scaler. Returns the best validation loss.
 
     It is infinite if the evaluation uses other windows now. Raises UserError if the run cannot go
@@ -349,7 +355,7 @@ class Signals:
         signal.signal(signal.SIGINT, self.ask)
         signal.signal(signal.SIGTERM, self.ask)
 
-    def ask(self, number, frame):
+    def ask(self, number: int, frame: object) -> None:
         """Remembers a first signal. Within a second another one may be torchrun's copy of it."""
         if not self.number:
             self.number = number
@@ -357,7 +363,8 @@ class Signals:
             if distributed.master:  # no print: the signal may have interrupted one
                 os.write(2, b"\nstopping after this step (a second signal stops at once)\n")
         elif time.monotonic() - self.asked_at > 1:
-            os._exit(128 + number)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def received(self) -> int:
         """The signal that stops the run, or 0; SIGTERM if another process got it.
@@ -369,7 +376,7 @@ class Signals:
         return self.number or signal.SIGTERM
 
 
-def print_sample(config, model: GPT, val: Tokens, amp, device: str):
+def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str) -> None:
     """Prints text from the trained model, after a line end.
 
     If the tokenizer has no line end, the text follows the first token of the validation split.
@@ -391,7 +398,7 @@ def print_sample(config, model: GPT, val: Tokens, amp, device: str):
     )
 
 
-def exit_with_code(it: int, stop: int, unsaved: OSError | None):
+def exit_with_code(it: int, stop: int, unsaved: OSError | None) -> NoReturn:
     """Ends the process with exit code 2 if the last save failed, 128 + the signal `stop`, or 0."""
     code = 0
     if SUSPECTS:
