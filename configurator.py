@@ -119,6 +119,13 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
     return config, given
 
 
+def run_script(script: dict) -> None:
+    """Set the flags of a script, given by its globals(), and call its main()."""
+    script.update(configure(script)[0])
+    with user_errors():
+        script["main"]()
+
+
 def _import(module):
     """Import the module of a flag --import. An error inside the module keeps its traceback."""
     try:
@@ -276,14 +283,17 @@ def at_least_one(**flags: int) -> None:
 def pick_device(device: str, dtype: str) -> tuple:
     """(device, dtype, autocast context) of the flags. Raises UserError for a missing device.
 
-    A GPU that is named by its number becomes PyTorch's current one.
+    The GPU becomes PyTorch's current one. If it has no number, each of torchrun's processes on a
+    machine takes its own.
     """
     import torch
 
     if device == "auto":
         families = ("cuda", "mps", "cpu")
         device = next(name for name in families if getattr(torch, name).device_count())
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
+    if device == "cuda":
+        device += f":{os.environ.get('LOCAL_RANK', 0)}"
+    if not re.fullmatch(r"cpu|mps|cuda:\d+", device):
         raise UserError(f"--device={device} is not one of auto, cpu, cuda, cuda:N, mps")
     family, _, index = device.partition(":")
     count = getattr(torch, family).device_count()

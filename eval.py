@@ -18,11 +18,11 @@ from typing import Literal
 
 import torch
 
-from configurator import at_least_one, configure, pick_device, user_errors
+from configurator import at_least_one, pick_device, run_script
 from errors import NotFinite, UserError
 from text.dataset import Tokens, folder_of, positions
 from training.checkpoint import open_model
-from training.distributed import by_all, connect, count, local_rank, rank, say, world
+from training.distributed import by_all, connect, count, rank, say, world
 
 # Which model?
 init_from = "resume"  # resume: the checkpoint in out_dir; gpt2, ..., a model of the hub, a folder
@@ -59,8 +59,6 @@ def _nats(model, tokens, stride, eot, dev, amp):
 def main() -> None:
     at_least_one(batch_size=batch_size)
     dev, _, amp = pick_device(device, dtype)
-    if dev == "cuda":
-        dev = f"cuda:{local_rank}"
     torch.set_flush_denormal(True)  # as train.py: on a CPU the tiniest numbers become zeros
     connect(backend)
     model, tok, run, about = open_model(init_from, out_dir, which)
@@ -106,9 +104,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    run_script(globals())
     if world > 1:
         torch.distributed.destroy_process_group()

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from attention.cache import run_definitions, why_it_ends
-from configurator import at_least_one, configure, pick_device, user_errors
+from configurator import at_least_one, pick_device, run_script
 from errors import UserError
 from text.prepare import read_text
 from text.sampling import stream
@@ -129,7 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    run_script(globals())

@@ -31,7 +31,6 @@ from training.distributed import (
     by_master,
     connect,
     data_parallel,
-    local_rank,
     rank,
     say,
     summed,
@@ -108,11 +107,7 @@ with user_errors():
     globals().update(config)
     run.check_flags(config, given)
     device, dtype, amp = pick_device(device, dtype)  # amp: the context of mixed precision
-    if device == "cuda":
-        device = f"cuda:{local_rank}"
     device_type = device.split(":")[0]
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if dry_run:
         run.print_estimates(config, given)

@@ -53,7 +53,7 @@ def linear_attention(
         q = scaled(q, scale)
         values = at_least_float32(v)
         if decay is not None:
-            decay = decay.to(q.dtype).expand(q.shape[1], 1, 1).flatten()
+            decay = decay.to(q.dtype).expand(q.shape[1], 1, 1)
         y, state = Linear.apply(sums, q, at_least_float32(k), values, decay, state)
     return y.to(v.dtype), state
 
@@ -66,8 +66,8 @@ def scaled(q: Tensor, scale: float | None) -> Tensor:
 class Linear(torch.autograd.Function):
     """(sums, q, k, v, decay, state) -> (y, state), for q, k (B, H, T, D) and v (B, H, T, Dv).
 
-    decay (H) or None. state (B, H, features, columns): the sums over the tokens before, or None; it
-    has no gradient.
+    decay (H, 1, 1) or None. state (B, H, features, columns): the sums over the tokens before, or
+    None; it has no gradient.
     """
 
     @staticmethod
@@ -93,8 +93,8 @@ class Linear(torch.autograd.Function):
     def backward(ctx, dy, _):
         decay, *saved = ctx.saved_tensors
         n = len(saved) // len(ctx.sizes)  # tensors of each part
-        d_decay = None if decay is None else torch.zeros_like(decay)
         state = None
+        d_decay = 0.0
         gradients = []  # (dq, dk, dv) of each part, the last one first
         parts = dy.split(ctx.sizes, dim=2)
         with torch.autocast(dy.device.type, enabled=False):
@@ -103,10 +103,9 @@ class Linear(torch.autograd.Function):
                 fade = Fade(decay, needed[0].shape[1], parts[i])
                 *of_part, state = ctx.sums.backward(fade.chunks(parts[i]), *needed, fade, state)
                 gradients.append([x.view(*dy.shape[:2], -1, x.shape[-1]) for x in of_part])
-                if decay is not None:
-                    d_decay += fade.gradient
+                d_decay += fade.gradient
         dq, dk, dv = (torch.cat(x[::-1], dim=2) for x in zip(*gradients, strict=True))
-        return None, dq, dk, dv, d_decay, None
+        return None, dq, dk, dv, None if decay is None else d_decay, None
 
 
 def part_sizes(sums: type, T: int, D: int, heads: int, on_cpu: bool) -> list[int]:
@@ -127,22 +126,21 @@ def part_sizes(sums: type, T: int, D: int, heads: int, on_cpu: bool) -> list[int
 class Fade:
     """What a decay does to the weights of one part of the tokens, cut into chunks of c.
 
-    decay (H), or None for no decay. Chunks of a tensor are (B H n, c, E). If m whole chunks lie
-    between key j and query i, their distance is i - j = (i' + 1) + m c + (c - 1 - j'), where i' and
-    j' are their places in their chunks. A power p is a number, or one for each of the E columns:
-    these are decayed by gamma^(p distance).
+    decay (H, 1, 1), or None for no decay. Chunks of a tensor are (B H n, c, E). If m whole chunks
+    lie between key j and query i, their distance is i - j = (i' + 1) + m c + (c - 1 - j'), where i'
+    and j' are their places in their chunks. A power p is a number, or one for each of the E
+    columns: these are decayed by gamma^(p distance).
     """
 
     def __init__(self, decay: Tensor | None, c: int, like: Tensor):
         self.B, self.H = like.shape[:2]
         self.c = c
         self.decay = decay
-        if decay is not None:
-            place = torch.arange(c, dtype=decay.dtype, device=decay.device)[:, None]
-            self.gradient = torch.zeros_like(decay)
-            self.from_before = place + 1  # (c, 1): from the end of the chunk before to a query
-            self.to_end = c - 1 - place  # (c, 1): from a key to the end of its chunk
-            self.distance = (place - place.T).clamp(min=0)  # (c, c)
+        self.gradient = 0.0
+        place = torch.arange(c, dtype=like.dtype, device=like.device)[:, None]
+        self.from_before = place + 1  # (c, 1): from the end of the chunk before to a query
+        self.to_end = c - 1 - place  # (c, 1): from a key to the end of its chunk
+        self.distance = (place - place.T).clamp(min=0)  # (c, c)
 
     def chunks(self, x: Tensor) -> Tensor:
         """x (B, H, T, E), cut into chunks: (B H n, c, E)."""
@@ -152,50 +150,47 @@ class Fade:
         """x (B H n, ., .) of all chunks as (B, H, n, ., .)."""
         return x.view(self.B, self.H, -1, *x.shape[1:])
 
-    def powers(self, n: int, n_squared: int) -> Tensor | None:
-        """The power of each column: 1 for the first n columns, 2 for the next n_squared."""
-        if self.decay is None:
-            return None
-        power = self.decay.new_ones(n + n_squared)
-        power[n:] = 2
-        return power
-
     def over(self, distance: Tensor, x: Tensor, power=1) -> Tensor:
         """x (., c, E), decayed over a distance: (c, 1), or (c, c) where E = c."""
-        factor = (-self.decay[:, None, None] * (power * distance)).exp()  # (H, c, E)
+        if self.decay is None:
+            return x
+        factor = (-self.decay * (power * distance)).exp()  # (H, c, E)
         return (self.per_head(x) * factor[:, None]).flatten(0, 2)
 
     def within(self, x: Tensor) -> Tensor:
         """x (., c, c) of the queries and keys of one chunk, decayed over their distances."""
-        return x if self.decay is None else self.over(self.distance, x)
+        return self.over(self.distance, x)
 
     def since(self, x: Tensor, power=1) -> Tensor:
         """x (., c, E) of queries, decayed since the end of the chunk before."""
-        return x if self.decay is None else self.over(self.from_before, x, power)
+        return self.over(self.from_before, x, power)
 
     def until(self, x: Tensor, power=1) -> Tensor:
         """x (., c, E) of keys, decayed until the end of their own chunk."""
-        return x if self.decay is None else self.over(self.to_end, x, power)
+        return self.over(self.to_end, x, power)
 
     def whole(self, power=1) -> Tensor | None:
         """The decay of a sum over a whole chunk, (H, 1, its columns or 1)."""
         if self.decay is None:
             return None
-        return (-self.c * self.decay[:, None, None] * power).exp()
+        return (-self.c * self.decay * power).exp()
 
-    def derive(self, within, of_queries, of_keys, before, after, power=1) -> None:
-        """Adds the gradient of the decay: -sum (i - j) w_ij dw_ij over all pairs, w_ij decayed.
+    def derive(self, within, of_queries, of_keys, around, power=1) -> None:
+        """Sets the gradient of the decay: -sum (i - j) w_ij dw_ij over all pairs, w_ij decayed.
 
         The three terms of a distance are counted apart. within (., c, c): w dw of the pairs of one
         chunk. of_queries (., c, E): their sum over E is that of w dw over a query's keys in earlier
-        chunks; of_keys: over a key's queries in later chunks. before, after: the sums around a
-        chunk, whose product has all pairs that lie around it.
+        chunks; of_keys: over a key's queries in later chunks. around: the product of the sums
+        before a chunk and after it, which has all pairs around it, but for the chunk's decay.
         """
-        distances = (self.distance, self.from_before, self.to_end)
-        for x, distance in zip((within, of_queries, of_keys), distances, strict=True):
-            self.gradient -= (self.per_head(x).sum((0, 2)) * distance).sum((-2, -1))
-        around = (self.per_head(before * after).sum((0, 2)) * self.whole(power)).sum((-2, -1))
-        self.gradient -= self.c * around
+        around = self.per_head(around) * self.whole(power)[:, None]
+        terms = (
+            self.per_head(within * self.distance),
+            self.per_head(of_queries * self.from_before),
+            self.per_head(of_keys * self.to_end),
+            around * self.c,
+        )
+        self.gradient = -sum(x.sum((0, 2, 3, 4)) for x in terms)[:, None, None]
 
 
 def running_sums(
@@ -303,10 +298,7 @@ class Beta:
         D = k.shape[-1]
         Dv = v.shape[-1]
         if decay is not None:
-            gamma = (-decay).exp()
-            of_S = gamma.expand(-1, 1, Dv)
-            of_G = gamma.square().expand(-1, 1, D)
-            state = state * torch.cat((of_S, of_G), dim=-1)
+            state = state * (-decay * powers(Dv, D, decay)).exp()
         w = torch.cat((v, k), dim=-1)
         state = state + k.mT * w  # for one key `*` takes half the time of `@`
         y, qG = (q @ state).split((Dv, D), dim=-1)
@@ -319,7 +311,7 @@ class Beta:
         D = k.shape[-1]
         Dv = v.shape[-1]
         w = torch.cat((v, k), dim=-1)  # (., c, Dv + D)
-        power = fade.powers(Dv, D)
+        power = powers(Dv, D, q)
         of_chunks = fade.per_head(k.mT @ fade.until(w, power))  # (B, H, n, D, Dv + D)
         before, state = running_sums(of_chunks, state, fade.whole(power))
         past = fade.since(q @ before, power)  # (., c, Dv + D)
@@ -338,7 +330,7 @@ class Beta:
         D = q.shape[-1]
         Dv = y.shape[-1]
         v, k = w.split((Dv, D), dim=-1)
-        power = fade.powers(Dv, D)
+        power = powers(Dv, D, q)
         least = fade.since(rounding(q, before[..., Dv:])).clamp_(min=torch.finfo(r.dtype).eps ** 2)
         p = dy / (1 + r)
         z = (p * y).sum(-1, keepdim=True) / -torch.maximum(r, least)
@@ -349,12 +341,19 @@ class Beta:
         dq = a @ before.mT
         dk = fade.until(w, power) @ after.mT
         if fade.decay is not None:
-            fade.derive(ds * s, q * dq, k * dk, before, after, power)
+            fade.derive(ds * s, q * dq, k * dk, before * after, power)
         ds = fade.within(ds)
         dq = dq.baddbmm_(ds, k)
         dk = dk.baddbmm_(ds.mT, q)
         dv = fade.until(k @ after[..., :Dv]).baddbmm_(s.mT, p)
         return dq, dk, dv, state
+
+
+def powers(n: int, n_squared: int, like: Tensor) -> Tensor:
+    """The power of gamma for each column: 1 for the first n columns, 2 for the next n_squared."""
+    power = like.new_ones(n + n_squared)
+    power[n:] = 2
+    return power
 
 
 def rounding(q: Tensor, G: Tensor) -> Tensor:
@@ -438,7 +437,7 @@ class BetaSquared:
         dq = d_products(q, a_since @ before.mT)
         dk = d_products(k, fade.until(w) @ from_after.mT)
         if fade.decay is not None:  # of degree 2: f(q) . df(q) = q . dq / 2
-            fade.derive(d_weights * weights, q * dq / 2, k * dk / 2, before, after)
+            fade.derive(d_weights * weights, q * dq / 2, k * dk / 2, before * after)
         ds = fade.within(d_weights).mul_(s).mul_(2)
         dq = dq.baddbmm_(ds, k)
         dk = dk.baddbmm_(ds.mT, q)
@@ -463,18 +462,14 @@ def products(x: Tensor) -> Tensor:
 def d_products(x: Tensor, d: Tensor) -> Tensor:
     """The gradient of x, d (..., D (D + 1) / 2) being that of products(x)."""
     D = x.shape[-1]
+    dx = torch.zeros_like(x)
     if by_loops(x):
-        dx = torch.zeros_like(x)
         for a, part in enumerate(d.split([D - a for a in range(D)], dim=-1)):
             dx[..., a:].addcmul_(x[..., a : a + 1], part)
             dx[..., a] += (part * x[..., a:]).sum(-1)
         return dx
-    i = torch.arange(D, device=x.device)
-    a = torch.minimum(i[:, None], i)
-    b = torch.maximum(i[:, None], i)
-    place = a * D - a * (a - 1) // 2 + b - a  # (D, D): of x_a x_b among the products
-    twice = 1 + (a == b)
-    return (d[..., place] * twice * x[..., None, :]).sum(-1)
+    a, b = torch.triu_indices(D, D, device=x.device)
+    return dx.index_add(-1, a, d * x[..., b]).index_add(-1, b, d * x[..., a])
 
 
 def how_often(q: Tensor) -> Tensor:

@@ -30,9 +30,9 @@ from typing import NamedTuple, TextIO
 
 import torch
 
-from configurator import names
+from configurator import names, run_script
 from errors import UserError
-from lab.experiments.results import save, start
+from lab.experiments.results import save
 
 parts = ""  # the parts to run, separated by commas; empty: all
 texts = "shakespeare_char"  # the data of the runs on long texts: a folder in data/, or its path
@@ -268,4 +268,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

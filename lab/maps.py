@@ -1,20 +1,45 @@
-"""Draws attention maps of several runs in one picture: the first picture of README.md.
+"""Draws attention maps: the weight that each token of a text gives to itself and to earlier tokens,
+for each head of each layer.
 
-    python -m lab.maps --out_dir=out-laser,out-beta --layer=2 --head=4 --start="To be, or not to be"
+    python -m lab.maps --out_dir=out-shakespeare-char-cpu --start="To be, or not to be"
+    python -m lab.maps --out_dir=out-laser,out-beta --layer=2 --head=4
+    python -m lab.maps --init_from=gpt2 --layer=5 --start="The cat sat on the mat"
 
-With --head the runs stand side by side, one row for each layer. Without it each run has its own
-rows. The maps of one run are drawn by scripts/maps.py, whose docstring says what they show.
+Of several runs with --head the maps stand side by side, one row for each layer; without it each run
+has its own rows.
+
+A row of a map is a query, a column is a key. A query does not see the grey keys. Weights from 0 to
+1 go from pale yellow to blue. If a picture has weights below 0, its positive weights are blue and
+its negative weights are red. LASER's weights are those of the softmax inside it. A pair of
+differential heads has three maps: A1, A2 and their difference A1 - lambda A2.
+
+In Python, with ids a list of token ids:
+
+    rows = weights_of(model, torch.tensor([ids]))
+    rows[layer][head].weights  # a tensor (T, T)
+    draw(rows, labels(tok, ids)).savefig("maps.png")
 """
 
+import math
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from errors import UserError
-from lab.experiments import results
-from scripts.maps import chosen_maps, draw, in_words, save
+import torch
+
+from attention.forms import FORM
+from attention.probe import probing
+from attention.scores import plain_form, visible, with_one_hot
+from attention.trial import alike, fixed_inputs
+from configurator import run_script
+from errors import UserError, optional
+from model import ATTENTION, GPT, GPTConfig
+from rules import attentions
+from sample import prompt_of
+from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
 
-# Which models?
+# Which model?
+init_from = "resume"  # resume: a checkpoint in out_dir; or gpt2, a model of the hub, a local folder
 out_dir = "out"  # folders of runs of train.py, with commas between them
 which: Literal["best", "latest"] = "best"  # best: the lowest validation loss; latest: the last step
 # Which text, and which maps?
@@ -23,6 +48,205 @@ layer: int | None = None  # only this layer, counted from 0; None: all layers
 head: int | None = None  # only this head, counted from 0, or its differential pair; None: all heads
 # Where does the picture go?
 out = "maps.png"  # its name ends in .png, .pdf or .svg
+
+
+class Map(NamedTuple):
+    """The attention weights of one head for one text."""
+
+    layer: int
+    head: int  # its number in the layer; a difference has the number of its pair's first head
+    title: str
+    window: int | None  # None: a long head
+    weights: torch.Tensor  # (T, T): row i has the weights of query i; 0 for keys that it cannot see
+    difference: bool = False  # A1 - lambda A2 of a differential pair
+
+
+@torch.no_grad()
+def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
+    """The maps of each layer of a GPT for token ids idx (1, T), in the order of the heads.
+
+    A differential pair is followed by its difference, but not in LASER, which subtracts logarithms.
+    Dropout is off. Raises UserError for an attention that has no weights.
+    """
+    c = model.config
+    for name in attentions(c):
+        _check_linear(name)
+    weights = {}  # {(layer, head): (its group, its weights)}
+
+    def keep(attn, group, q, k, v, *, far=None, **settings):
+        of_heads = weights_at_once(group.name, q, k, **settings)[0].cpu()
+        for head, w in zip(group.heads, of_heads, strict=True):
+            weights[attn, head] = group, w
+
+    training = model.training
+    with probing(model.eval(), keep):
+        model(idx)
+    model.train(training)
+    rows = []
+    for layer, block in enumerate(model.transformer.h):
+        row = []
+        for head in range(c.n_head):
+            group, w = weights[block.attn, head]
+            note = "" if group.window is None else f": S, window {group.window}"
+            row.append(Map(layer, head, f"layer {layer}, head {head}{note}", group.window, w))
+            if c.differential and head % 2 and _linear_in(group.name)[1] == group.name:
+                factor = block.attn.lambda_of_pairs()
+                title = f"layer {layer}, head {head - 1} {-factor:+.2f} head {head}{note}"
+                first = row[-2]
+                w = first.weights - factor * w
+                row.append(first._replace(title=title, weights=w, difference=True))
+        rows.append(row)
+    return rows
+
+
+def _linear_in(attention):
+    """(f, inside): f(y) = W f(v), and W are the weights of ATTENTION[inside]."""
+    form = FORM.get(attention)
+    return (form and form.linear_in) or (torch.clone, attention)
+
+
+def _check_linear(attention):
+    """Raises UserError if f(y) = W f(v) does not hold for an attention."""
+    f, _ = _linear_in(attention)
+    q, k, v = fixed_inputs(9)
+    f_y = f(plain_form(ATTENTION[attention])(q, k, v))
+    if not alike(f_y, weights_at_once(attention, q, k) @ f(v)):
+        raise UserError(
+            f"attention={attention!r} has no weights to draw: it is not linear in its values v, "
+            "nor in an f(v) that is known here"
+        )
+
+
+def weights_at_once(attention: str, q: torch.Tensor, k: torch.Tensor, **settings) -> torch.Tensor:
+    """The weights (B, H, Tq, T) of ATTENTION[attention] for q (B, H, Tq, D) and k (B, H, T, D).
+
+    An attention that is linear in its values turns one-hot values into its weights: y = W I = W.
+    settings: the arguments of attention.scores.plain_form.
+    """
+    _, inside = _linear_in(attention)
+    return plain_form(ATTENTION[inside])(q, k, with_one_hot(k[..., :0]), **settings)
+
+
+def labels(tok: Tokenizer, ids: list[int]) -> list[str]:
+    """Each token as Python writes it, a space as \u2423; half a character and no text as #id.
+
+    tok: a tokenizer.
+    """
+    texts = []
+    first = len(tok.decode(ids[:1]))
+    for i in ids:
+        text = tok.decode([ids[0], i])[first:]  # some tokenizers drop the first token's space
+        if not text or "\ufffd" in text:
+            text = f"#{i}"
+        texts.append(repr(text.replace(" ", "\u2423"))[1:-1])
+    return texts
+
+
+def draw(rows: list[list[Map]], tokens: list[str]) -> object:
+    """A matplotlib Figure of a grid of maps, with the tokens on its outer axes where they fit.
+
+    All maps share one scale of colours, so that the same colour is the same weight. Raises
+    UserError without matplotlib.
+    """
+    colors = optional("matplotlib.colors", "a map")
+    from matplotlib.figure import Figure
+
+    maps = sum(rows, [])
+    columns = max(map(len, rows))
+    # Inches of a map: of a few maps enough for a label at each token.
+    side = 2.0 if len(maps) > 4 else max(3.5, min(20.0, len(tokens) / 10))
+    size = columns * side + 0.7, len(rows) * (side + 0.5) + 1.7
+    figure = Figure(size, layout="compressed")
+    font = min(11.0, 115 * side / max(len(line) for m in maps for line in m.title.split("\n")))
+    stack = torch.stack([m.weights for m in maps])
+    signed = stack.min() < 0
+    most = stack.abs().max().clamp(min=1e-6).item()
+    # asinh is linear near 0 and a logarithm further out: a tenth of the largest weight still has
+    # a colour.
+    norm = colors.AsinhNorm(most / 10, -most if signed else 0.0, most)
+    for r, row in enumerate(rows):
+        for column, m in enumerate(row, 1):
+            ax = figure.add_subplot(len(rows), columns, r * columns + column)
+            ax.set_title(m.title, fontsize=font)
+            seen = visible(m.weights, m.weights, m.window) | (m.weights != 0)  # shows a leak too
+            weights = m.weights.where(seen, math.nan).numpy()
+            image = ax.imshow(weights, cmap="RdBu" if signed else "YlGnBu", norm=norm)
+            _label(ax, tokens, side * 72 / len(tokens))
+    figure.colorbar(
+        image,
+        ax=figure.axes,
+        location="bottom",
+        label="weight (asinh scale)",
+        ticks=[-most, -most / 10, 0, most / 10, most],
+        format="%.2g",
+        aspect=40,
+    )
+    return figure
+
+
+def _label(ax, tokens, point):
+    """Names the axes of a map, and labels them with the tokens, or with numbers if they are many.
+
+    point: the room of a token, in points.
+    """
+    ax.set(xlabel="key", ylabel="query", facecolor="0.85")
+    if point >= 5:
+        font = min(10.0, 0.92 * point)
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_ticks(
+                range(len(tokens)), tokens, fontsize=font, family="monospace", parse_math=False
+            )
+        if max(map(len, tokens)) > 1:
+            ax.tick_params("x", rotation=90)
+    ax.label_outer(remove_inner_ticks=True)
+
+
+def save(figure: object, path: str) -> None:
+    """Writes a Figure to a file. Raises UserError for a name with another ending."""
+    if not path.endswith((".png", ".pdf", ".svg")):
+        raise UserError(f"--out={path} must end in .png, .pdf or .svg")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    print(f"wrote {path}")
+
+
+def in_words(c: GPTConfig) -> str:
+    """The attention of a configuration: "softmax, heads SSSL"."""
+    names = []
+    for name in attentions(c):
+        _, inside = _linear_in(name)
+        names.append(name if inside == name else f"{name} (its {inside})")
+    words = ", short heads: ".join(names)
+    if "S" in c.heads:
+        words += f", heads {c.heads}"
+    if c.differential:
+        words += ", differential"
+    return words
+
+
+def chosen_maps(
+    model: GPT, tok: Tokenizer, start: str, layer: int | None, head: int | None
+) -> tuple:
+    """(the labels of the tokens, the maps of each layer) of a GPT, as the flags choose them.
+
+    Raises UserError for a text that is too long, and for a layer or a head that the model lacks.
+    """
+    c = model.config
+    _, ids = prompt_of(start, tok)
+    if len(ids) > c.block_size:
+        raise UserError(
+            f"--start has {len(ids)} tokens, but this model sees at most {c.block_size} at once"
+        )
+    n_map = 1 + c.differential
+    rows = [
+        [m for m in row if head is None or m.head // n_map == head // n_map]
+        for row in weights_of(model, torch.tensor([ids]))
+        if layer in (None, row[0].layer)
+    ]
+    if not any(rows):
+        raise UserError(
+            f"this model has the layers 0 to {c.n_layer - 1} and the heads 0 to {c.n_head - 1}"
+        )
+    return labels(tok, ids), rows
 
 
 def titled(grids: dict, names: dict[str, str]) -> list:
@@ -45,20 +269,25 @@ def main() -> None:
     texts = []
     for folder in out_dir.split(","):
         folder = folder.strip().rstrip("/")
-        model, tok, _, about = open_model("resume", folder, which)
+        model, tok, _, about = open_model(init_from, folder, which)
         print(about)
         names[folder] = in_words(model.config)
         tokens, grids[folder] = chosen_maps(model, tok, start, layer, head)
         texts.append(tokens)
     if any(tokens != texts[0] for tokens in texts):
         raise UserError("these runs have different tokenizers: draw their maps one by one")
-    of_runs = titled(grids, names)
-    if head is None:
-        rows = sum(of_runs, [])
+    if len(grids) == 1:
+        figure = draw(grids[folder], tokens)
+        figure.suptitle(f"{about}\n{names[folder]}")
     else:
-        rows = [sum(layers, []) for layers in zip_longest(*of_runs, fillvalue=[])]
-    save(draw(rows, texts[0]), out)
+        of_runs = titled(grids, names)
+        if head is None:
+            rows = sum(of_runs, [])
+        else:
+            rows = [sum(layers, []) for layers in zip_longest(*of_runs, fillvalue=[])]
+        figure = draw(rows, texts[0])
+    save(figure, out)
 
 
 if __name__ == "__main__":
-    results.start(globals())
+    run_script(globals())

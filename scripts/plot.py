@@ -17,7 +17,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.abspath(__file__ + "/../.."))
 
-from configurator import configure, names, user_errors
+from configurator import names, run_script
 from errors import UserError, optional
 
 # What is drawn, and where does it go?
@@ -126,7 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    run_script(globals())

@@ -269,11 +269,8 @@ def test_a_missing_package_is_named_a_broken_one_keeps_its_error(tmp_path, monke
 # --help of every script
 
 
-SCRIPTS = [
-    path
-    for path in CORE
-    if path != "configurator.py" and re.search(r"(?m)^(    )?config, \w+ = configure\(", read(path))
-]
+SETS_FLAGS = re.compile(r"(?m)^ *(config, .*= configure\(|run_script\(globals)")
+SCRIPTS = [path for path in CORE if path != "configurator.py" and SETS_FLAGS.search(read(path))]
 
 
 def check_help(run, script):

@@ -215,7 +215,6 @@ def test_add_your_own(data, tmp_path):
     assert "step 4: train loss" in out
     out = output("sample.py --out_dir=out --num_samples=1 --max_new_tokens=40 --start='the '")
     assert "-----" in out
-    assert "wrote maps.png" in output("scripts/maps.py --out_dir=out --start='the lord'")
     out = output(
         "bench.py --what=attention --only=sdpa,softmax,sigmoid --lengths=300 --repeats=1 "
         "--device=cpu"

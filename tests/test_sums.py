@@ -34,10 +34,9 @@ def test_sums_go_on_from_a_state(core, decays):
     """Pieces of uneven sizes, and single tokens, give what all tokens at once give."""
     of_core = SUMS[core]
     decay = None
-    of_heads = None
+    decay = None
     if decays is not None:
-        decay = torch.tensor(decays, dtype=torch.float64)
-        of_heads = decay[:, None, None]
+        decay = torch.tensor(decays, dtype=torch.float64)[:, None, None]
     x = [t.detach() for t in qkv(LONG).values()]
     whole, end = Linear.apply(of_core, *x, decay, None)
 
@@ -52,7 +51,7 @@ def test_sums_go_on_from_a_state(core, decays):
     _, state = Linear.apply(of_core, *(t[..., :1, :] for t in x), decay, None)
     for i in range(1, LONG):  # as in decoding
         token = [t[..., [i], :] for t in x]
-        y, state = of_core.one_token(*token, of_heads, state)
+        y, state = of_core.one_token(*token, decay, state)
         assert close(y, whole[..., [i], :], 1e-12)
     assert close(state, end, 1e-12)
     assert state[0, 0].numel() == of_core.state_size(8, 8)

@@ -9,10 +9,8 @@ import torch.distributed as dist
 
 from errors import UserError, first_line
 
-# torchrun starts the processes, and tells each its RANK, its LOCAL_RANK on this machine and the
-# WORLD_SIZE
+# torchrun starts the processes, and tells each its RANK and the WORLD_SIZE
 rank = int(os.environ.get("RANK", 0))
-local_rank = int(os.environ.get("LOCAL_RANK", 0))
 world = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
 master = rank == 0
 # The folder that this call of torchrun has made on this machine, "" without torchrun. Processes

@@ -19,9 +19,9 @@ from attention.forms import unchanged
 from attention.heads import HeadGroup
 from attention.scores import distances, plain_form, with_one_hot
 from errors import UserError
+from lab.maps import weights_at_once
 from model import GPT, CausalSelfAttention, GPTConfig, laser_attention
 from positions import DECAY, POSITION, T5, ALiBi, Relative, RoPE
-from scripts.maps import weights_at_once
 
 
 class BothALiBi(ALiBi):

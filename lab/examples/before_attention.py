@@ -34,8 +34,8 @@ from configurator import configure, names, pick_device, user_errors
 from lab.examples import spelling
 from lab.examples.common import Training, check_training, fit
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
+from lab.maps import weights_at_once
 from model import ATTENTION
-from scripts.maps import weights_at_once
 
 # In which ways are the letters mixed (names, separated by commas)?
 attention = "mean,bahdanau,lecture,softmax"  # mean, bahdanau, lecture, or a name in ATTENTION

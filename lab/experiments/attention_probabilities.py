@@ -19,9 +19,9 @@ from torch import Tensor
 from attention.fast import few_rows_at_a_time
 from attention.probe import probing
 from attention.scores import scores, visible
-from configurator import at_least_one, pick_device
+from configurator import at_least_one, pick_device, run_script
 from errors import UserError
-from lab.experiments.results import measured, saved, show_table, spread, start
+from lab.experiments.results import measured, saved, show_table, spread
 from model import GPT
 from rules import attentions
 from text.dataset import Tokens, folder_of
@@ -132,4 +132,4 @@ def show(models: dict[str, dict]) -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

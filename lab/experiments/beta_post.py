@@ -27,7 +27,7 @@ from torch import Tensor
 from attention.forms import form_of
 from attention.scores import distances, plain_form
 from bench import interleaved, medians, passes, peak_memory, ratios
-from configurator import at_least_one, names, positive
+from configurator import at_least_one, names, positive, run_script
 from lab.experiments.results import (
     check_writable,
     difference,
@@ -36,7 +36,6 @@ from lab.experiments.results import (
     saved,
     show_table,
     spread,
-    start,
 )
 from lab.experiments.runs import as_flags, finals, record
 from model import ATTENTION
@@ -222,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

@@ -23,7 +23,7 @@ import statistics
 
 import torch
 
-from configurator import at_least_one, names
+from configurator import at_least_one, names, run_script
 from lab.experiments.results import (
     check_writable,
     difference,
@@ -32,7 +32,6 @@ from lab.experiments.results import (
     short,
     show_table,
     spread,
-    start,
 )
 from lab.experiments.runs import as_flags, final, record, sooner
 from lab.experiments.tables import TABLES, Table, steps_of
@@ -214,4 +213,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

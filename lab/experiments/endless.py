@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from configurator import names
-from lab.experiments.results import measured, saved, show_table, start
+from configurator import names, run_script
+from lab.experiments.results import measured, saved, show_table
 from lab.experiments.runs import as_flags, finished
 from lab.experiments.times import apart
 from model import GPT
@@ -210,4 +210,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 
 from bench import LS_MODEL, interleaved, milliseconds, models, table
-from configurator import at_least_one, pick_device, positive
-from lab.experiments.results import check_writable, save, start
+from configurator import at_least_one, pick_device, positive, run_script
+from lab.experiments.results import check_writable, save
 
 # How large are the inputs?
 lengths = "2048,8192"  # sequence lengths in tokens
@@ -62,4 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

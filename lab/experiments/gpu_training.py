@@ -28,9 +28,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from bench import clock, tried
-from configurator import at_least_one, names, pick_device
+from configurator import at_least_one, names, pick_device, run_script
 from errors import UserError
-from lab.experiments.results import check_writable, save, start
+from lab.experiments.results import check_writable, save
 from model import GPT, GPTConfig
 from training.estimate import flops, peak_flops
 from training.optimizers import OPTIMIZER, Settings
@@ -163,7 +163,7 @@ def measured(
             loss.item()
         return loss.detach()
 
-    cuda = dev == "cuda"
+    cuda = dev.startswith("cuda")
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     result = timed(step, dev)
@@ -232,7 +232,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     began = time.monotonic()
     peak = peak_flops(dev, name)
-    chip = torch.cuda.get_device_name() if dev == "cuda" else "CPU"
+    chip = torch.cuda.get_device_name() if dev.startswith("cuda") else "CPU"
     print(f"{chip}, torch {torch.__version__}, {name}")
     columns = ("ms", "tokens/s", "x plain", "MFU", "GiB", "first step", "loss")
     print(" " * 24 + "".join(f"{column:>12}" for column in columns))
@@ -253,4 +253,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

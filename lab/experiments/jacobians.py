@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from attention.scores import plain_form
-from lab.experiments.results import check_writable, drawing, show_table, start
+from configurator import run_script
+from lab.experiments.results import check_writable, drawing, show_table
 from model import beta_attention, laser_attention, softmax_attention
 
 picture = "lab/pictures/jacobians.png"  # the picture
@@ -126,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

@@ -16,8 +16,8 @@ from typing import Literal
 
 import torch
 
-from configurator import at_least_one, names
-from lab.experiments.results import check_writable, difference, drawing, show_table, spread, start
+from configurator import at_least_one, names, run_script
+from lab.experiments.results import check_writable, difference, drawing, show_table, spread
 from lab.experiments.runs import as_flags, final, finals, record
 from lab.experiments.times import model_of
 from training.estimate import num_params
@@ -239,4 +239,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from attention.fast import general_form
 from attention.forms import form_of
 from attention.probe import probing
-from configurator import at_least_one, pick_device
-from lab.experiments.results import show_table, start
+from configurator import at_least_one, pick_device, run_script
+from lab.experiments.results import show_table
 from lab.experiments.runs import finished
 from model import ATTENTION, GPT
 from text.dataset import Tokens, folder_of
@@ -115,4 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 
-from configurator import at_least_one, names
+from configurator import at_least_one, names, run_script
 from lab.experiments.beta_post import part_of_the_text
 from lab.experiments.results import (
     check_writable,
@@ -25,7 +25,6 @@ from lab.experiments.results import (
     saved,
     show_table,
     spread,
-    start,
 )
 from lab.experiments.runs import as_flags, finished, result_of
 
@@ -165,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

@@ -24,8 +24,8 @@ import statistics
 import torch
 
 from bench import interleaved, medians, ratios
-from configurator import names, positive
-from lab.experiments.results import drawing, measured, saved, show_table, start
+from configurator import names, positive, run_script
+from lab.experiments.results import drawing, measured, saved, show_table
 from lab.experiments.times import apart, max_rss, timed_step
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
@@ -173,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

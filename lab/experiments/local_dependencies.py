@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from attention.scores import visible
-from configurator import at_least_one, names
+from configurator import at_least_one, names, run_script
 from errors import UserError
-from lab.experiments.results import check_writable, difference, drawing, measured, show_table, start
+from lab.experiments.results import check_writable, difference, drawing, measured, show_table
 
 # What is measured?
 what = "sweep,full,show"  # the parts to run, separated by commas; show: the tables and the picture
@@ -212,4 +212,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

@@ -16,7 +16,7 @@ import math
 import statistics
 from typing import Literal
 
-from configurator import at_least_one, names
+from configurator import at_least_one, names, run_script
 from lab.experiments.results import (
     check_writable,
     difference,
@@ -24,7 +24,6 @@ from lab.experiments.results import (
     measured,
     show_table,
     spread,
-    start,
 )
 from lab.experiments.runs import as_flags, constants, final, finals, record, sooner
 from lab.experiments.times import step_times
@@ -284,4 +283,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

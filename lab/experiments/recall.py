@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from configurator import names
+from configurator import names, run_script
 from errors import UserError
-from lab.experiments.results import check_writable, drawing, save, saved, show_table, start
+from lab.experiments.results import check_writable, drawing, save, saved, show_table
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
 
@@ -275,4 +275,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

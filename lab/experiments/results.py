@@ -7,15 +7,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 
-from configurator import configure, user_errors
 from errors import UserError, optional
-
-
-def start(script: dict) -> None:
-    """Set the flags of a script, given by its globals(), and call its main()."""
-    script.update(configure(script)[0])
-    with user_errors():
-        script["main"]()
 
 
 def saved(path: str, defaults: dict) -> dict:

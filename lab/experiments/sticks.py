@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from attention.forms import form_of
 from attention.scores import scores, visible
 from bench import interleaved, ratios, stopwatch
-from configurator import positive
+from configurator import positive, run_script
 from lab.experiments.laser_precision import layers_of
-from lab.experiments.results import show_table, start
+from lab.experiments.results import show_table
 from lab.experiments.runs import finished
 from lab.ideas import log_sticks
 from lab.stick_breaking import BLOCK, cut, walk
@@ -99,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

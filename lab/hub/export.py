@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from configurator import run_script
 from errors import UserError, note, optional
-from lab.experiments.results import start
 from lab.hub.formats import export
 from lab.hub.tokenizer_json import fast
 from text.dataset import ROOT
@@ -97,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from configurator import run_script
 from errors import UserError
-from lab.experiments.results import start
 from text.dataset import Tokens, read_meta
 from text.prepare import read_text, write
 from text.tokenizers import Tokenizer, tokenizer
@@ -144,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    start(globals())
+    run_script(globals())

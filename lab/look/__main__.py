@@ -8,7 +8,7 @@ models predict after it.
 The page is page.html with numbers put in: of a text's tokens (`look`), of one run (`seen_by`), of
 one map (`packed`). When a user types, or a model writes, the page asks the server for the same
 numbers of the new text. The server answers this machine only. The weights are those of
-scripts/maps.py.
+lab/maps.py.
 """
 
 import base64
@@ -23,11 +23,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from configurator import run_script
 from errors import NotFinite, UserError
-from lab.experiments import results
+from lab.maps import Map, in_words, labels, weights_of
 from model import GPT
 from sample import prompt_of
-from scripts.maps import Map, in_words, labels, weights_of
 from text.sampling import stream
 from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
@@ -251,4 +251,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    results.start(globals())
+    run_script(globals())

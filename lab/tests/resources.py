@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
 
-from configurator import configure, names, user_errors
+from configurator import names, run_script
 from lab import kernels
 
 widths = "32,64,128"  # of heads: 16, 32, 64 or 128
@@ -114,7 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    globals().update(config)
-    with user_errors():
-        main()
+    run_script(globals())

@@ -17,11 +17,10 @@ from lab.experiments.results import saved
 
 PAGES = ["lab/README.md", "lab/RESULTS.md", *sorted(glob.glob("lab/*/README.md", root_dir=ROOT))]
 FILES = sorted(glob.glob("lab/*.py", root_dir=ROOT) + glob.glob("lab/[ehl]*/*.py", root_dir=ROOT))
-SETS_FLAGS = re.compile(r"(?m)^ *(config, .*= configure\(|(results\.)?start\(globals)")
 SCRIPTS = [
     path.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
     for path in FILES
-    if SETS_FLAGS.search(read(path))
+    if test_configurator.SETS_FLAGS.search(read(path))
 ]
 
 

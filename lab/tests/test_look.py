@@ -1,4 +1,4 @@
-"""python -m lab.look in a real browser: the page shows what the models compute. And lab.maps."""
+"""python -m lab.look in a real browser: the page shows what the models compute."""
 
 import http.client
 import threading
@@ -12,9 +12,8 @@ from reference import shaken
 from torch.nn import functional as F
 
 from lab.look.__main__ import Run, Server, look, page
+from lab.maps import weights_of
 from model import ATTENTION, GPTConfig
-from scripts import maps
-from scripts.maps import weights_of
 from text.tokenizers import CharTokenizer
 
 TEXT = "</script> lost"
@@ -175,21 +174,3 @@ def test_the_commands_and_the_server(run, train, tmp_path, port):
     for headers in ({"Host": f"x.com:{port}"}, {"Origin": "http://x.com"}):
         connection.request("GET", "/", headers=headers)
         assert connection.getresponse().status == 403
-
-
-def test_maps_of_several_runs(run, train, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    train("--max_iters=2")
-    train("--max_iters=2", "--attention=beta", "--heads=SL", f"--out_dir={tmp_path}/b")
-    folders = f"{tmp_path}/out, {tmp_path}/b/,{tmp_path}/b/../out"
-    figures = []
-    monkeypatch.setattr(maps, "save", lambda figure, path: figures.append(figure))
-    for flags in ([], ["--layer=1", "--head=2"]):
-        code, _, err = run("lab.maps", f"--out_dir={folders}", "--start=all", *flags)
-        assert code == 0, err
-    assert figures[0].axes[0].get_gridspec().get_geometry() == (6, 4)
-    assert [ax.get_title() for ax in figures[1].axes[:-1]] == [
-        f"softmax, {tmp_path}/out\nlayer 1, head 2",
-        "beta, heads SL\nlayer 1, head 2: S, window 50",
-        f"softmax, {tmp_path}/b/../out\nlayer 1, head 2",
-    ]

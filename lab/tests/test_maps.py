@@ -1,4 +1,4 @@
-"""scripts/maps.py: the weights of every attention against its heads' own outputs, its refusals, its
+"""lab/maps.py: the weights of every attention against its heads' own outputs, its refusals, its
 picture."""
 
 import pytest
@@ -9,8 +9,8 @@ from reference import shaken
 from attention.probe import probing
 from attention.scores import distances, visible
 from errors import UserError
+from lab.maps import Map, chosen_maps, draw, in_words, labels, weights_of
 from model import ATTENTION, GPTConfig
-from scripts.maps import Map, chosen_maps, draw, in_words, labels, weights_of
 from text.tokenizers import ByteTokenizer, CharTokenizer
 
 T = 12
@@ -180,7 +180,7 @@ def test_the_script(run, train, tmp_path):
     picture = tmp_path / "maps.png"
     prompt = tmp_path / "p.txt"
     prompt.write_text("all citizens")
-    flags = ("scripts/maps.py", f"--out_dir={tmp_path / 'out'}/", f"--out={picture}")
+    flags = ("lab.maps", f"--out_dir={tmp_path / 'out'}/", f"--out={picture}")
     code, out, err = run(*flags, f"--start=FILE:{prompt}", "--which=latest")
     assert code == 0 and f"wrote {picture}" in out, err
     assert picture.read_bytes()[:4] == b"\x89PNG"
@@ -192,3 +192,23 @@ def test_the_script(run, train, tmp_path):
     ):
         code, _, err = run(*flags, "--start=all", flag)
         assert code == 2 and says in err, err
+
+
+def test_maps_of_several_runs(run, train, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    train("--max_iters=2")
+    train("--max_iters=2", "--attention=beta", "--heads=SL", f"--out_dir={tmp_path}/b")
+    folders = f"{tmp_path}/out, {tmp_path}/b/,{tmp_path}/b/../out"
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)
+    )
+    for flags in ([], ["--layer=1", "--head=2"]):
+        code, _, err = run("lab.maps", f"--out_dir={folders}", "--start=all", *flags)
+        assert code == 0, err
+    assert figures[0].axes[0].get_gridspec().get_geometry() == (6, 4)
+    assert [ax.get_title() for ax in figures[1].axes[:-1]] == [
+        f"softmax, {tmp_path}/out\nlayer 1, head 2",
+        "beta, heads SL\nlayer 1, head 2: S, window 50",
+        f"softmax, {tmp_path}/b/../out\nlayer 1, head 2",
+    ]
