@@ -36,7 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attention.cache import run_definitions
 from attention.forms import FORM
-from attention.scores import takes
+from attention.scores import has_argument
 from configurator import at_least_one, configure, names, pick_device, positive, user_errors
 from errors import UserError, first_line
 from model import ATTENTION, GPT, GPTConfig
@@ -230,7 +230,7 @@ def chosen_rows(dev: str) -> dict:
         rows[name] = {"attention": name}
         rows[f"{name} {heads}"] = {"attention": name, "heads": heads, "window": window}
         rows[f"{name} differential"] = {"attention": name, "differential": True}
-        if takes(definition, "fade"):
+        if has_argument(definition, "fade"):
             rows[f"{name} decay"] = {"attention": name, "decay": "alibi"}
     for name, (_, scheme) in POSITION.items():
         if scheme and not quick:

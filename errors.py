@@ -6,7 +6,7 @@ A user's mistake is a sentence. Any other error is a bug and keeps its traceback
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -24,6 +24,17 @@ def refuse(rules: Iterable[tuple]) -> None:
             raise UserError(sentence)
 
 
+def out_of_range(values: dict, ranges: Iterable[tuple]) -> Iterator[tuple[bool, str]]:
+    """Yield rules for `refuse`: each of these values is legal, or None.
+
+    ranges: (names with spaces between them, whether a value is legal, what it must be).
+    """
+    for names, is_legal, needed in ranges:
+        for name in names.split():
+            value = values[name]
+            yield value is not None and not is_legal(value), f"{name}={value} must be {needed}"
+
+
 def note(message: str) -> None:
     """Print a line on stderr; on each machine only the first of torchrun's processes prints it."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -35,19 +46,16 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-PIP = {"google": "protobuf", "sklearn": "scikit-learn"}  # packages that have another name in pip
-
-
-def optional(module: str, what: str) -> object:
+def optional(module: str, what: str, package: str = "") -> object:
     """Import and return an optional module, which `what` needs. Raises UserError without it.
 
-    A package that is installed but broken raises its own error.
+    package: its name for pip, if that differs. A package that is installed but broken raises its
+    own error.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):  # the package is there, and needs another
             raise
-        package = module.partition(".")[0]
-        name = PIP.get(package, package)
+        name = package or module.partition(".")[0]
         raise UserError(f"{what} needs {name}: pip install {name}") from None

@@ -61,8 +61,8 @@ def main() -> None:
     dev, _, amp = pick_device(device, dtype)
     torch.set_flush_denormal(True)  # as train.py: on a CPU the tiniest numbers become zeros
     connect(backend)
-    model, tok, run, about = open_model(init_from, out_dir, which)
-    name = dataset or run.get("dataset")
+    model, tok, settings, about = open_model(init_from, out_dir, which)
+    name = dataset or settings.get("dataset")
     if name is None:
         raise UserError(f"{init_from} names no data set: give one as --dataset=, a folder in data/")
     if block_size not in (None, model.config.block_size):
@@ -79,7 +79,7 @@ def main() -> None:
             f"{meta['vocab_size']:,} tokens, this model has another one "
             f"({tok.meta['kind']}, {tok.n_vocab:,} tokens): prepare the text for it"
         )
-    eot = tok.eot if run.get("pack") == "document" else None
+    eot = tok.eot if settings.get("pack") == "document" else None
     n = len(tokens) - 1
     say(
         f"{about}\n{split} of {name}: {n:,} targets; "

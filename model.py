@@ -2,8 +2,8 @@
 
 First the attentions: each is a function of scores, a few lines. Then GPTConfig, with every choice,
 and GPT-2, built from these choices: CausalSelfAttention, MLP, Block, GPT. A new attention is one
-function and one line in ATTENTION. A GPT runs faster forms of these functions (attention/forms.py).
-If you edit a function here, your own code runs.
+function and one line in ATTENTION. Where a faster form of a function is known, a GPT runs that
+instead (attention/forms.py). If you edit a function here, your own code runs.
 
 Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head width, V vocabulary.
 """
@@ -37,8 +37,8 @@ from text.sampling import stream
 #   fade(x), which multiplies by a decay's gamma^(i - j); without it, a decay lowers s;
 #   q (B, H, Tq, D) and k (B, H, T, D), the queries and keys;
 #   b=learned(0.0), with scores.learned: a trained scalar for each head, (H, 1, 1), from 0 on.
-# y_i may use row i of s, and the keys and values that query i sees, but neither T nor the place of
-# a key; the number of keys that a query sees is seen.sum(-1). Short heads are computed in blocks:
+# y_i may use row i of s, and the keys and values that query i sees. It must not use T or a key's
+# index; the number of keys that a query sees is seen.sum(-1). Short heads are computed in blocks:
 # then B counts sequences and heads, and H counts blocks of queries.
 
 
@@ -177,6 +177,7 @@ class CausalSelfAttention(nn.Module):
         self.n_map = 2 if c.differential else 1  # query heads that share one value
         self.c_attn = nn.Linear(c.n_embd, (H + 2 * G) * D, bias=c.bias)
         self.after = AFTER[c.after](c)
+        # n_map = 2 if `after` makes one head of each pair (lab/ideas.py)
         self.c_proj = nn.Linear(H * D // getattr(self.after, "n_map", 1), c.n_embd, bias=c.bias)
         self.resid_dropout = nn.Dropout(c.dropout)
         self.q_norm, self.k_norm = QK_NORM[c.qk_norm](c, D)
@@ -242,7 +243,7 @@ class CausalSelfAttention(nn.Module):
             q = q * temperature
         outputs = []
         for group in self.groups:
-            q_part, k_part, v_part = group.take(q, k, v)
+            q_part, k_part, v_part = group.select(q, k, v)
             settings = {"scale": self.scale}
             if group.window is not None:
                 settings["window"] = group.window
@@ -256,7 +257,7 @@ class CausalSelfAttention(nn.Module):
                 q_part = q_part * F.pad(temperature, (extra, 0), value=1.0)
             q_part = q_part.to(v.dtype)  # norms and rotations give float32
             k_part = k_part.to(v.dtype)
-            if context is None:
+            if context is None:  # the function that HeadGroup chose: for softmax fast.sdpa
                 y = group.form(q_part, *group.share(k_part, v_part), **settings)
             else:
                 y = context.attend(group, q_part, k_part, v_part, **settings)

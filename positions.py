@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from attention.scores import at_least_float32, distances, learned_of, takes
+from attention.scores import at_least_float32, distances, has_argument, learned_of
 from attention.trial import linear_in_values
 
 # -----------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Scheme(nn.Module):
         choice = f"decay={c.decay!r}" if cls is DECAY[c.decay] else f"position={c.position!r}"
         for name, definition in definitions.items():
             yield (
-                cls.biased and takes(definition, "fade"),
+                cls.biased and has_argument(definition, "fade"),
                 f"{choice} adds a number to scores, so that far keys can weigh "
                 f"less. In {name} a low score is no small weight, but a negative or a large one: "
                 "use alibi, rope or relative",
@@ -191,7 +191,7 @@ class ALiBi(Scheme):
 
     def forward(self, q, k, group, past):
         slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
-        if group.fades:
+        if group.takes_decay:
             return q, k, {"decay": slopes[group.q][:, None, None]}
         end = past + q.shape[-2]
         if self.q is not None and end <= self.block_size:

@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from attention.scores import takes
+from attention.scores import has_argument
 from choices import ACTIVATION, AFTER, NORM, QK_NORM, WHERE
-from errors import refuse
+from errors import out_of_range, refuse
 from positions import DECAY, POSITION
 
 Rules = Iterator[tuple[bool, str]]
 SIZES = "block_size vocab_size n_layer n_head n_embd n_kv_head head_dim n_hidden max_distance"
-RANGES = [  # (fields, whether a value is legal, what it must be)
+RANGES = [  # see errors.out_of_range
     (SIZES, lambda x: x >= 1, "at least 1"),
     ("window", lambda x: x >= 0, "0 (a token sees itself alone) or more"),
     ("dropout attn_dropout label_smoothing", lambda x: 0 <= x < 1, "in [0, 1)"),
@@ -38,7 +38,7 @@ def with_defaults(c, ATTENTION: dict[str, Callable]):
     gated = ACTIVATION[c.mlp][1]
     if gated:  # two of three matrices are as wide: about as many weights as with 4 n_embd
         defaults["n_hidden"] = 8 * max(1, round(c.n_embd / 3))
-    if not all(takes(ATTENTION[name], "drop") for name in attentions(c)):
+    if not all(has_argument(ATTENTION[name], "drop") for name in attentions(c)):
         defaults["attn_dropout"] = 0.0
     if "S" in c.heads:
         defaults["window"] = 50 if c.block_size <= 2048 else 100  # long-short paper, section 5.1
@@ -62,10 +62,7 @@ def check(c, ATTENTION: dict[str, Callable]) -> None:
 
 def rules(c, ATTENTION: dict[str, Callable]) -> Rules:
     """Yields (whether a rule is broken, its message). A rule may assume that all before it hold."""
-    for names, is_legal, needed in RANGES:
-        for name in names.split():
-            value = getattr(c, name)
-            yield value is not None and not is_legal(value), f"{name}={value} must be {needed}"
+    yield from out_of_range(vars(c), RANGES)
     yield (
         c.head_dim is None and c.n_embd % c.n_head != 0,
         f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}: set n_head to a divisor of it, "
@@ -74,7 +71,7 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Rules:
     yield from rules_of_names(c, ATTENTION)
     for name in attentions(c):
         yield (
-            bool(c.attn_dropout) and not takes(ATTENTION[name], "drop"),
+            bool(c.attn_dropout) and not has_argument(ATTENTION[name], "drop"),
             f"attention={name!r} allows no dropout on attention weights (its function takes no "
             "`drop`; in LASER a dropped weight can be log(0)): leave attn_dropout out, or set it "
             "to 0",

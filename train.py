@@ -58,11 +58,11 @@ optimizer: "Literal[*OPTIMIZER]" = "adamw"  # muon: for the blocks' matrices, Ad
 weight_decay = 1e-1  # weight decay of matrices and embeddings; biases and norms have none
 beta1 = 0.9  # AdamW and NAdamW: decay rate of the mean of the gradients
 beta2 = 0.95  # AdamW and NAdamW: decay rate of the mean of the squared gradients
-adam_eps: float | None = None  # they divide by that mean's root plus this number; None: 1e-8
+adam_eps: float | None = None  # AdamW's and NAdamW's epsilon; None: 1e-8
 muon_beta = 0.95  # Muon: its momentum
 grad_clip = 1.0  # a gradient with a larger norm is scaled down to this norm; 0.0: never
 # How does the learning rate change?
-learning_rate = 6e-4  # the highest learning rate, but for Muon
+learning_rate = 6e-4  # the highest learning rate, except Muon's
 muon_lr = 0.02  # the highest learning rate, of Muon
 schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: constant, then linear decay
 decay_share = 0.2  # wsd: decay in this share of lr_decay_iters; 1.0: right after the warm-up
@@ -194,7 +194,7 @@ def estimate_loss() -> dict[str, float]:
     means = {}
     for split, tokens in data.items():
         losses = []  # of this process's batches, still on the device
-        sizes = []  # windows; of a process that has a window less one batch is without targets
+        sizes = []  # windows; 0 of a batch without targets, on a process that has a window less
         for x, y in tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world):
             losses.append(loss_of(eval_model, *to_device(x, y)))
             sizes.append((y >= 0).sum().item() / y.shape[1])
@@ -276,17 +276,17 @@ with user_errors():
         wandb_id=(saved or {}).get("wandb_id"),
         flops=flops(raw_model),
         peak=peak_flops(device, dtype),
-        where=lambda: run.first_not_finite(
+        find_not_finite=lambda: run.first_not_finite(
             raw_model, lambda: loss_of(raw_model, *(t[:batch_size] for t in batch))
         ),
     )
     if not eval_only:
         saver = checkpoint.Saver(out_dir, keep_checkpoints)
         signals = run.Signals()
-saved = None  # closes its file
+saved = None  # frees its memory, and the file that holds it
 groups = [group for o in optimizers for group in o.param_groups]
 for group in groups:
-    group["scale"] = group["lr"] / learning_rate  # relative to the schedule's learning rate
+    group["lr_scale"] = group["lr"] / learning_rate  # relative to the schedule's learning rate
 stop = 0  # the signal that stops the run
 
 # -----------------------------------------------------------------------------
@@ -296,9 +296,10 @@ while True:
     # evaluation and checkpoints, of the weights after `it` steps
     last = eval_only or it >= max_iters or stop
     evaluates = eval_only or (not stop and (it % eval_interval == 0 or it == max_iters))
-    saves = evaluates and always_save_checkpoint
     if save_interval:
         saves = it % save_interval == 0
+    else:
+        saves = evaluates and always_save_checkpoint
     best = False
     unsaved = None  # the error of the last save
     with log.paused():
@@ -317,8 +318,8 @@ while True:
     # one step, on the mean of the micro-batches' gradients
     lr = get_lr(it)
     for group in groups:
-        group["lr"] = lr * group["scale"]
-    # of dropout; a resumed run draws the same
+        group["lr"] = lr * group["lr_scale"]
+    # dropout's random numbers depend on seed, step and rank: a resumed run draws the same
     torch.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)
     micro_batches = list(zip(*(t.tensor_split(micro_steps) for t in batch), strict=True))
     logs = it % log_interval == 0
@@ -336,7 +337,7 @@ while True:
     if sharded:
         grad_norm = grad_norm.full_tensor()
     next_batch = get_batch(it + 1)  # while a GPU still computes
-    if logs:  # here the host waits for a GPU, and a loss or gradient that is not finite ends it
+    if logs:  # the host waits for a GPU here; a loss or norm that is not finite ends the run
         loss, norm_of_all = summed(torch.stack((loss, grad_norm)) / world).tolist()
         log.step(it, loss, norm_of_all, lr, largest=largest, scaled=scaler.is_enabled())
     # float16's gradients may overflow: then no optimizer makes a step

@@ -1,8 +1,8 @@
 """The cache of decoding: what a model keeps of the tokens that it has seen.
 
-Long heads keep all keys and values, short heads the last window + 1. Long heads of beta and
-beta_squared keep running sums instead, if these are smaller. A short convolution keeps its last
-inputs. GPT.new_cache() makes a Cache.
+Long heads keep all keys and values, short heads those of the last `window` tokens. Long heads of
+beta and beta_squared keep running sums instead, if these are smaller. A short convolution keeps its
+last inputs. GPT.new_cache() makes a Cache.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from attention.sums import linear_attention, scaled
 
 
 class KeyValues:
-    """Keeps the keys and values of all tokens or, with a window, of the last window + 1."""
+    """Keeps the keys and values of all tokens or, with a window, of the last `window`."""
 
     def __init__(self, window: int | None, capacity: int):
         self.window = window
@@ -46,13 +46,12 @@ class KeyValues:
         return self.k[:, :, :end], self.v[:, :, :end]
 
     def with_last(self, k, v):
-        """Returns the last `window` keys and values and the new ones; keeps the last window + 1."""
+        """Returns the last `window` keys and values and the new ones; keeps the last `window`."""
         new = k.shape[-2]
         if self.k is not None:
-            start = max(0, self.k.shape[-2] - self.window)
-            k = torch.cat((self.k[:, :, start:].to(k.dtype), k), dim=-2)
-            v = torch.cat((self.v[:, :, start:].to(v.dtype), v), dim=-2)
-        start = max(0, k.shape[-2] - self.window - 1)
+            k = torch.cat((self.k.to(k.dtype), k), dim=-2)  # (B, G, window + T, D)
+            v = torch.cat((self.v.to(v.dtype), v), dim=-2)
+        start = max(0, k.shape[-2] - self.window)
         self.k = k[:, :, start:]
         self.v = v[:, :, start:]
         if new > 1:  # a copy, so that the memory of a long prompt is freed
@@ -160,7 +159,7 @@ class Cache:
             raise ValueError(
                 f"the cache is for a batch of {self.rows}, but the new tokens are a batch of {B}"
             )
-        self.broken = True
+        self.broken = True  # until the pass has finished
         with torch.no_grad():
             yield
         self.broken = False

@@ -47,12 +47,12 @@ def in_blocks(attend: Callable) -> Callable:
         T = k.shape[-2]
         if bias is not None:
             settings["bias"] = bias
-        if window is None or window >= T - 1:  # all see all
+        if window is None or window >= T - 1:  # the window hides nothing
             return attend(q, k, v, **settings)
         settings["window"] = window
         c = block_length(window)
         first = c * math.ceil(window / c)
-        if min(T, 2 * Tq) <= first + c:
+        if min(T, 2 * Tq) <= first + c:  # blocks would not save more than they cost
             return attend(q, k, v, **settings)
 
         if bias is not None:
@@ -80,7 +80,7 @@ def in_blocks(attend: Callable) -> Callable:
             per_head = isinstance(x, Tensor) and name not in ("bias", "far")
             if per_head:  # a decay or a learned scalar
                 settings[name] = x.expand(B, H, 1, 1).reshape(B * H, 1, 1, 1)
-        rest = attend(q_blocks, k_blocks, v_blocks, **settings)
+        rest = attend(q_blocks, k_blocks, v_blocks, **settings)  # (B H, blocks, c, Dv)
         rest = rest.reshape(B, H, -1, v.shape[-1])  # (B, H, T - first + pad, Dv)
         outputs.append(rest[..., : T - first, :])
         return torch.cat(outputs, dim=-2)
@@ -137,11 +137,11 @@ def few_rows_at_a_time(attend: Callable, holds_values: bool) -> Callable:
     """The same attention, a few queries at a time where all of them would need too much memory.
 
     holds_values: whether attend holds all values for each query, as LASER does in log space, or
-    scores alone. The backward pass computes them again; since that costs time, 16 scores count as
-    one number.
+    scores alone. The backward pass computes them again. Since that costs time, scores may take 16
+    times as much memory.
     """
 
-    def rows(q, k, v, **settings):
+    def attend_in_parts(q, k, v, **settings):
         budget = AT_ONCE if q.device.type == "cpu" else 4 * AT_ONCE
         per_query = v.numel() if holds_values else k[..., 0].numel() // 16
         n = max(1, budget // max(1, per_query))
@@ -166,7 +166,7 @@ def few_rows_at_a_time(attend: Callable, holds_values: bool) -> Callable:
             outputs.append(checkpoint(run, *inputs, use_reentrant=False))
         return torch.cat(outputs, dim=-2)
 
-    return rows
+    return attend_in_parts
 
 
 def general_form(definition: Callable, holds_values: bool = False) -> Callable:
@@ -186,7 +186,7 @@ def sdpa(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
         width = max(D, Dv)  # fused kernels take one width; they give no gradient of a bias
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     mask = None
-    if window is not None or bias is not None or 1 < Tq < T:
+    if window is not None or bias is not None or 1 < Tq < T:  # a single query sees all keys
         mask = visible(q, k, window)
     if bias is not None:
         mask = bias.to(q.dtype).masked_fill(~mask, -math.inf)

@@ -16,6 +16,7 @@ from functools import cache, partial
 
 import torch
 
+from attention import scores
 from attention.fast import block_length, general_form, in_blocks, laser_by_exp, sdpa
 from attention.scores import plain_form
 from attention.sums import Beta, BetaSquared, by_sums
@@ -35,39 +36,40 @@ class Form:
     name: str  # of the code, for the first lines of a run
     long: Callable | None = None
     short: Callable | None = None
-    takes: tuple[str, ...] = ()  # the arguments of attend besides scale and window
+    arguments: tuple[str, ...] = ()  # of attend, besides scale and window
     sums: type | None = None  # its running sums (sums.py), which a cache can keep
-    linear_in: tuple[Callable, str] | None = None  # (f, inner): f(y) = W f(v), W: inner's weights
+    # (f, inner): f(y) = W f(v), with the weights W of the attention inner. LASER: exp(y) = W exp(v)
+    linear_in: tuple[Callable, str] | None = None
 
 
 FORM: dict[str, Form] = {
     "softmax": Form(
         written_for="07d39b51b8a4bf9f",
         name="PyTorch's fused attention",
-        long=lambda definition: sdpa,
+        long=lambda definition: sdpa,  # it never needs the definition
         short=lambda definition: in_blocks(sdpa),
-        takes=("bias", "dropout"),
+        arguments=("bias", "dropout"),
     ),
     "laser": Form(
         written_for="9404a840506e40a8",
         name="exp and log around PyTorch's fused attention",
         long=partial(laser_by_exp, sdpa),
         short=partial(laser_by_exp, in_blocks(sdpa)),
-        takes=("bias",),
+        arguments=("bias",),
         linear_in=(torch.exp, "softmax"),
     ),
     "beta": Form(
         written_for="081180dc15324c9f",
         name="running sums",
         long=partial(by_sums, Beta),
-        takes=("decay", "dropout"),
+        arguments=("decay", "dropout"),
         sums=Beta,
     ),
     "beta_squared": Form(
         written_for="f1c466aae466a8b5",
         name="running sums",
         long=partial(by_sums, BetaSquared),
-        takes=("decay", "dropout"),
+        arguments=("decay", "dropout"),
         sums=BetaSquared,
     ),
 }
@@ -101,8 +103,7 @@ def fingerprint(*functions: Callable) -> str:
 
 def print_of(definition: Callable) -> str:
     """The fingerprint of a definition together with the scores and the mask that it gets."""
-    module = inspect.getmodule(plain_form)  # with scores and visible as they are now
-    return fingerprint(definition, module.scores, module.visible)
+    return fingerprint(definition, scores.scores, scores.visible)
 
 
 def unchanged(name: str, definition: Callable) -> bool:
@@ -130,7 +131,7 @@ def form_of(
     if unchanged(name, definition):
         form = FORM[name]
         make = form.long if window is None else form.short
-        if make is not None and set(needs) <= set(form.takes):
+        if make is not None and set(needs) <= set(form.arguments):
             return make(definition), form.name + blocks
         return general_form(definition), "its definition" + blocks
     if name in FORM:

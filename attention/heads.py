@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attention.forms import FORM, form_of, unchanged
-from attention.scores import plain_form, takes
+from attention.scores import has_argument, plain_form
 
 
 class HeadGroup:
@@ -39,7 +39,8 @@ class HeadGroup:
         self.v = index(sorted(set(values)))
         self.k_of = [sorted(set(keys)).index(key) for key in keys]  # of each query head: its key
         self.v_of = [sorted(set(values)).index(value) for value in values]
-        self.fades = any(takes(definition, argument) for argument in ("fade", "q", "k"))
+        # It gets a decay as such. ALiBi's extra dimensions would change the q and k that it reads.
+        self.takes_decay = any(has_argument(definition, name) for name in ("fade", "q", "k"))
         self.choose_form(c)
 
     def choose_form(self, c) -> None:
@@ -54,14 +55,14 @@ class HeadGroup:
         self.linear = None
         if self.window is None and unchanged(self.name, self.definition):
             form = FORM[self.name]
-            if needs <= set(form.takes):
+            if needs <= set(form.arguments):
                 self.sums = form.sums
         if self.sums is not None:
             least = self.sums.linear_from(c.head_dim)
             if c.attn_dropout:
-                self.form_name = "its definition, since attention weights are dropped"
+                self.form_name = "its definition in training, since attention weights are dropped"
             elif c.block_size < least:
-                self.form_name = f"its definition, which is faster below {least} tokens"
+                self.form_name = f"its definition in training, which is faster below {least} tokens"
             else:
                 self.linear = self.sums
 
@@ -83,15 +84,15 @@ class HeadGroup:
         self.sums = None
         self.linear = None
 
-    def take(self, q, k, v):
+    def select(self, q, k, v):
         """The group's heads of a layer's q (B, H, T, D), k (B, G, T, D) and v.
 
         v (B, G / n_map, T, n_map D).
         """
-        return taken(q, self.q), taken(k, self.k), taken(v, self.v)
+        return selected(q, self.q), selected(k, self.k), selected(v, self.v)
 
     def share(self, k: Tensor, v: Tensor):
-        """Keys and values for each query head of the group, from those that `take` gave."""
+        """Keys and values for each query head of the group, from those that `select` gave."""
         return per_head(k, self.k_of), per_head(v, self.v_of)
 
 
@@ -101,7 +102,7 @@ def index(heads: list[int]) -> slice | list[int]:
     return slice(heads[0], heads[-1] + 1) if heads == neighbours else heads
 
 
-def taken(x: Tensor, heads: slice | list[int]) -> Tensor:
+def selected(x: Tensor, heads: slice | list[int]) -> Tensor:
     """These heads of x (B, H, T, D); for all heads x itself: a slice costs a backward pass."""
     return x if heads == slice(0, x.shape[1]) else x[:, heads]
 

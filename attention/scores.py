@@ -64,7 +64,7 @@ def learned_of(definition: Callable) -> dict[str, float]:
 
 
 @functools.cache
-def takes(definition: Callable, argument: str) -> bool:
+def has_argument(definition: Callable, argument: str) -> bool:
     """Whether a definition has an argument of this name, such as drop or fade."""
     return argument in inspect.signature(definition).parameters
 

@@ -3,9 +3,13 @@
 Shapes are those of scores.py: q, k (B, H, T, D), v (B, H, T, Dv). The tokens are computed in chunks
 of c. Within a chunk the scores are computed as in the definition; all earlier chunks enter through
 their sums. With a decay, the scores of beta and the squared scores of beta_squared are multiplied
-by gamma^(i - j), gamma = exp(-decay). A chunk needs three powers of gamma, and none is above 1, so
-nothing overflows: from the last token of the chunk before to query i, from key j to the chunk's
-last token, and over the whole chunk.
+by gamma^(i - j), gamma = exp(-decay). This power is a product of three, over these distances:
+
+    from key j to the last token of its chunk
+    over the whole chunks in between
+    from the last token before its own chunk to query i
+
+No factor is above 1, so nothing overflows.
 
 Read by_sums and Linear first, then Beta; BetaSquared is Beta over products of two features.
 """
@@ -28,8 +32,8 @@ FEATURES_AT_ONCE = 2**27  # of all queries that a GPU computes at once: 512 MiB 
 def by_sums(sums: type, definition: Callable) -> Callable:
     """The form of an attention's long heads by its running sums (Beta or BetaSquared).
 
-    For few tokens, for fewer queries than keys (a cache), and while weights are dropped, the
-    definition runs.
+    For few tokens, for fewer queries than keys (a cache of keys and values), and while weights are
+    dropped, the definition runs. A cache of running sums does not come here.
     """
     general = general_form(definition)
 
@@ -194,12 +198,12 @@ class Fade:
 
 
 def running_sums(
-    x: Tensor, state: Tensor | None, fade: Tensor | None, reverse: bool = False
+    x: Tensor, state: Tensor | None, gamma: Tensor | None, reverse: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(the state before each chunk, (B H chunks, D, E); the state after all of them).
 
     The state is the sum of the chunks before: x (B, H, chunks, D, E), state (B, H, D, E) or None
-    for 0. With fade (H, 1, 1 or E) a chunk multiplies the state by it, and then adds its x.
+    for 0. With gamma (H, 1, 1 or E) a chunk multiplies the state by it, and then adds its x.
     reverse: from the last chunk to the first. A chunk's state leaves its own x out: the rounding of
     a large x would cost the earlier terms their precision.
     """
@@ -210,26 +214,26 @@ def running_sums(
         sums = torch.empty_like(x)
         sums[:, :, order[0]] = start
         for a, b in itertools.pairwise(order):
-            if fade is None:
+            if gamma is None:
                 torch.add(sums[:, :, a], x[:, :, a], out=sums[:, :, b])
             else:
-                torch.addcmul(x[:, :, a], sums[:, :, a], fade, out=sums[:, :, b])
+                torch.addcmul(x[:, :, a], sums[:, :, a], gamma, out=sums[:, :, b])
     else:
         in_order = x.flip(2) if reverse else x
         sums = torch.cat((start[:, :, None], in_order[:, :, :-1]), dim=2)
-        sums = sums.cumsum(2) if fade is None else decayed_cumsum(sums, fade)
+        sums = sums.cumsum(2) if gamma is None else decayed_cumsum(sums, gamma)
         sums = sums.flip(2) if reverse else sums
     last = sums[:, :, order[-1]]
-    if fade is not None:
-        last = last * fade
+    if gamma is not None:
+        last = last * gamma
     return sums.flatten(0, 2), last + x[:, :, order[-1]]
 
 
-def decayed_cumsum(x: Tensor, fade: Tensor) -> Tensor:
-    """The sums over chunks a <= b of fade^(b - a) x_a, by log2(n) steps for n chunks."""
+def decayed_cumsum(x: Tensor, gamma: Tensor) -> Tensor:
+    """The sums over chunks a <= b of gamma^(b - a) x_a, by log2(n) steps for n chunks."""
     step = 1
     while step < x.shape[2]:
-        earlier = x[:, :, :-step] * fade[:, None] ** step
+        earlier = x[:, :, :-step] * gamma[:, None] ** step
         x = torch.cat((x[:, :, :step], x[:, :, step:] + earlier), dim=2)
         step *= 2
     return x
@@ -313,7 +317,7 @@ class Beta:
         w = torch.cat((v, k), dim=-1)  # (., c, Dv + D)
         power = powers(Dv, D, q)
         of_chunks = fade.per_head(k.mT @ fade.until(w, power))  # (B, H, n, D, Dv + D)
-        before, state = running_sums(of_chunks, state, fade.whole(power))
+        before, state = running_sums(of_chunks, state, fade.whole(power))  # (., D, Dv + D)
         past = fade.since(q @ before, power)  # (., c, Dv + D)
         s = fade.within((q @ k.mT).tril_())  # (., c, c)
         r = (q * past[..., Dv:]).sum(-1, keepdim=True).clamp_(min=0).sqrt_()
@@ -323,7 +327,7 @@ class Beta:
 
     @staticmethod
     def backward(dy, q, w, before, s, r, y, fade: Fade, state):
-        """(dq, dk, dv, state).
+        """(dq, dk, dv, state), all in chunks: dq (., c, D).
 
         state: the sum of q_i^T a_i of later tokens; the returned one includes these tokens.
         """
@@ -334,18 +338,18 @@ class Beta:
         least = fade.since(rounding(q, before[..., Dv:])).clamp_(min=torch.finfo(r.dtype).eps ** 2)
         p = dy / (1 + r)
         z = (p * y).sum(-1, keepdim=True) / -torch.maximum(r, least)
-        a = fade.since(torch.cat((p, z * q), dim=-1), power)
+        a = fade.since(torch.cat((p, z * q), dim=-1), power)  # (., c, Dv + D)
         of_chunks = fade.per_head(q.mT @ a)
-        after, state = running_sums(of_chunks, state, fade.whole(power), reverse=True)
+        later, state = running_sums(of_chunks, state, fade.whole(power), reverse=True)
         ds = (p @ v.mT).tril_().addcmul_(z, s)  # of the decayed scores, (., c, c)
         dq = a @ before.mT
-        dk = fade.until(w, power) @ after.mT
+        dk = fade.until(w, power) @ later.mT
         if fade.decay is not None:
-            fade.derive(ds * s, q * dq, k * dk, before * after, power)
+            fade.derive(ds * s, q * dq, k * dk, before * later, power)
         ds = fade.within(ds)
         dq = dq.baddbmm_(ds, k)
         dk = dk.baddbmm_(ds.mT, q)
-        dv = fade.until(k @ after[..., :Dv]).baddbmm_(s.mT, p)
+        dv = fade.until(k @ later[..., :Dv]).baddbmm_(s.mT, p)
         return dq, dk, dv, state
 
 
@@ -356,13 +360,13 @@ def powers(n: int, n_squared: int, like: Tensor) -> Tensor:
     return power
 
 
-def rounding(q: Tensor, G: Tensor) -> Tensor:
+def rounding(q: Tensor, gram: Tensor) -> Tensor:
     """The rounding error of r = sqrt(q G q^T), (..., T, 1). A gradient divides by at least this.
 
     r is at most |q| sqrt(trace G). Far below that it is only rounding error, and dividing by it
     would blow it up.
     """
-    trace = G.diagonal(0, -2, -1).sum(-1)[..., None, None]
+    trace = gram.diagonal(0, -2, -1).sum(-1)[..., None, None]
     return (q.square().sum(-1, keepdim=True) * trace).mul(torch.finfo(q.dtype).eps).sqrt()
 
 
@@ -412,16 +416,16 @@ class BetaSquared:
         w = with_ones(v)
         of_chunks = fade.per_head(products(k).mT @ fade.until(w))
         before, state = running_sums(of_chunks, state, fade.whole())
-        before.mul_(how_often(q))
+        weighted = before.mul_(how_often(q))
         weights = fade.within((q @ k.mT).tril_().square_())  # (., c, c)
-        y = fade.since(products(q) @ before).baddbmm_(weights, w)  # (., c, Dv + 1)
+        y = fade.since(products(q) @ weighted).baddbmm_(weights, w)  # (., c, Dv + 1)
         y, total = y.split((Dv, 1), dim=-1)
         total = 1 + total
         y = y / total
-        return y, state, (q, k, v, before, total, y)
+        return y, state, (q, k, v, weighted, total, y)
 
     @staticmethod
-    def backward(dy, q, k, v, before, total, y, fade: Fade, state):
+    def backward(dy, q, k, v, weighted, total, y, fade: Fade, state):
         """(dq, dk, dv, state). state: sum of f(q_i)^T a_i of later tokens, then of these too."""
         Dv = v.shape[-1]
         w = with_ones(v)
@@ -429,19 +433,19 @@ class BetaSquared:
         a = torch.cat((p, -(p * y).sum(-1, keepdim=True)), dim=-1)
         a_since = fade.since(a)
         of_chunks = fade.per_head(products(q).mT @ a_since)
-        after, state = running_sums(of_chunks, state, fade.whole(), reverse=True)
-        from_after = after * how_often(q)
+        later, state = running_sums(of_chunks, state, fade.whole(), reverse=True)
+        from_later = later * how_often(q)
         s = (q @ k.mT).tril_()
         weights = fade.within(s.square())  # (., c, c)
         d_weights = (a @ w.mT).tril_()
-        dq = d_products(q, a_since @ before.mT)
-        dk = d_products(k, fade.until(w) @ from_after.mT)
+        dq = d_products(q, a_since @ weighted.mT)
+        dk = d_products(k, fade.until(w) @ from_later.mT)
         if fade.decay is not None:  # of degree 2: f(q) . df(q) = q . dq / 2
-            fade.derive(d_weights * weights, q * dq / 2, k * dk / 2, before * after)
+            fade.derive(d_weights * weights, q * dq / 2, k * dk / 2, weighted * later)
         ds = fade.within(d_weights).mul_(s).mul_(2)
         dq = dq.baddbmm_(ds, k)
         dk = dk.baddbmm_(ds.mT, q)
-        dv = fade.until(products(k) @ from_after[..., :Dv]).baddbmm_(weights.mT, p)
+        dv = fade.until(products(k) @ from_later[..., :Dv]).baddbmm_(weights.mT, p)
         return dq, dk, dv, state
 
 

@@ -197,12 +197,12 @@ FORM["stick_laser"] = Form(
     name="exp and log around stick-breaking",
     long=by_mean,
     short=by_mean,
-    takes=("bias",),
+    arguments=("bias",),
 )
 FORM["laser_temperature"] = Form(
     written_for="12a9fbb69f262991",
     name=FORM["laser"].name,
     long=partial(by_laser, False),
     short=partial(by_laser, True),
-    takes=("bias", "t"),
+    arguments=("bias", "t"),
 )

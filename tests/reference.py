@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attention.forms import form_of
-from attention.scores import plain_form, takes
+from attention.scores import has_argument, plain_form
 from model import ATTENTION, GPT, GPTConfig
 
 # What each attention means, once more: a function of (s, v, f) that returns y (B, H, Dv) of one
@@ -109,7 +109,7 @@ def one_query(core: str, q, k, v, scale, bias, decay, distance) -> Tensor:
 
 def by_definition(core: str, q, k, v, scale, bias, decay, distance) -> Tensor:
     settings = {}
-    if decay is not None and takes(ATTENTION[core], "fade"):
+    if decay is not None and has_argument(ATTENTION[core], "fade"):
         settings["decay"] = decay
     elif decay is not None:
         bias = (0.0 if bias is None else bias) - decay[:, 0] * distance

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from attention.fast import LASER_RANGE, laser_by_exp, sdpa
 from attention.forms import form_of
-from attention.scores import takes
+from attention.scores import has_argument
 from model import ATTENTION
 
 T = 37
@@ -86,7 +86,7 @@ def test_a_bias_in_blocks(core, window, shape, form):
 
 # gamma^n of the last three is below float32's smallest number
 DECAYS = [0.0, 1e-3, 0.5, 20.0, 200.0]
-DECAYING = [name for name in ATTENTION if takes(ATTENTION[name], "fade")]
+DECAYING = [name for name in ATTENTION if has_argument(ATTENTION[name], "fade")]
 
 
 def with_decays(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import pytest
 
 import bench
 from attention import forms
-from attention.scores import plain_form, takes
+from attention.scores import has_argument, plain_form
 from model import ATTENTION
 
 TINY = ("--device=cpu", "--n_head=2", "--head_dim=8", "--heads=SL", "--repeats=2", "--quick")
@@ -32,7 +32,7 @@ def test_attention(timed):
     names = ["sdpa"]
     for name, definition in ATTENTION.items():
         names += [name, f"{name} SL", f"{name} differential"]
-        if takes(definition, "fade"):
+        if has_argument(definition, "fade"):
             names.append(f"{name} decay")
     expected = [(name, n) for n in (16, 400) for name in names]
     assert [(row["subject"], row["n"]) for row in rows] == expected

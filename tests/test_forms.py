@@ -16,7 +16,7 @@ from attention import fast as parts
 from attention import forms, scores
 from attention.cache import KeyValues, RunningSums, groups_of, new_part, run_definitions
 from attention.forms import FORM, form_of
-from attention.scores import learned, plain_form, takes
+from attention.scores import has_argument, learned, plain_form
 from attention.trial import is_row_local
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION, Scheme
@@ -123,7 +123,7 @@ def test_what_a_position_gives_is_never_dropped(core, monkeypatch):
 def test_a_form_refuses_what_it_cannot_take():
     q, k, v = (torch.randn(1, 2, 300, 8) for _ in "qkv")
     for core, form in FORM.items():
-        for name in {"bias", "decay", "dropout", "far", "misspelt"} - set(form.takes):
+        for name in {"bias", "decay", "dropout", "far", "misspelt"} - set(form.arguments):
             with pytest.raises(TypeError, match=name):
                 form.long(ATTENTION[core])(q, k, v, **{name: torch.zeros(2, 1, 1)})
 
@@ -260,7 +260,7 @@ def test_a_new_attention_has_everything(monkeypatch, capfd):
     for window in (None, 0, 20, 100):
         exact = naive_attention("sigmoid", q, k, v, window=window)
         assert_equal(fast("sigmoid")(q, k, v, window=window), exact, 1e-12)
-    assert not takes(sigmoid_attention, "drop") and capfd.readouterr().err == ""
+    assert not has_argument(sigmoid_attention, "drop") and capfd.readouterr().err == ""
     sizes = SIZES | {"n_layer": 2, "n_head": 4, "n_embd": 32, "attention": "sigmoid"}
     idx = torch.randint(11, (2, 300))
     for fields in (

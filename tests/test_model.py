@@ -366,17 +366,17 @@ def test_generated_text_is_the_same_with_and_without_a_cache(core, span, length)
 KEPT = [  # tokens of a prompt, fields, and how many keys and as many values a layer keeps
     (10, {}, 4 * 400),
     (300, {}, 4 * 400),
-    (300, {"heads": "S"}, 4 * 21),
-    (300, {"heads": "SSSL"}, 3 * 21 + 400),
+    (300, {"heads": "S"}, 4 * 20),
+    (300, {"heads": "SSSL"}, 3 * 20 + 400),
     (10, {"attention": "beta"}, 4 * 8),  # two 8 x 8 states
     (300, {"attention": "beta"}, 4 * 8),
-    (300, {"attention": "beta", "heads": "SSSL"}, 3 * 21 + 8),
+    (300, {"attention": "beta", "heads": "SSSL"}, 3 * 20 + 8),
     (300, {"attention": "beta", "position": "relative"}, 4 * 400),  # no sums with a bias
     (300, {"differential": True}, 4 * 400),  # the value of a pair is kept once
     (300, {"n_kv_head": 2}, 2 * 400),
     (300, {"n_kv_head": 1}, 400),
-    (300, {"n_kv_head": 2, "heads": "SSLL"}, 21 + 400),
-    (300, {"n_kv_head": 1, "heads": "SSSL"}, 21 + 400),  # short and long heads need the one
+    (300, {"n_kv_head": 2, "heads": "SSLL"}, 20 + 400),
+    (300, {"n_kv_head": 1, "heads": "SSSL"}, 20 + 400),  # short and long heads need the one
 ]
 
 

@@ -48,17 +48,17 @@ def stream(
     if use_cache:
         length = idx.shape[1] + n
         cache = model.new_cache(length if endless else min(length, block_size))
-    new = idx
+    unseen = idx  # what the cache has not seen yet
     for _ in range(n):
         if idx.shape[1] > block_size and not endless:
             cache = None
             idx = idx[:, -block_size:]
         with torch.inference_mode():
-            logits, _ = model(idx if cache is None else new, cache=cache)  # (B, 1, V)
-        new = _draw(logits[:, -1, :vocab_size], temperature, top_k, top_p, generator)
+            logits, _ = model(idx if cache is None else unseen, cache=cache)  # (B, 1, V)
+        unseen = _draw(logits[:, -1, :vocab_size], temperature, top_k, top_p, generator)
         if not endless:
-            idx = torch.cat((idx, new), dim=1)
-        yield new
+            idx = torch.cat((idx, unseen), dim=1)
+        yield unseen
 
 
 def _draw(logits, temperature, top_k, top_p, generator):

@@ -30,8 +30,10 @@ class Tokenizer:
 
         Raises UserError for characters that are not in the vocabulary.
         """
+        if self.eot is None:
+            return self.ids(text).tolist()
         ids = []
-        for document in text.split(END) if self.eot is not None else [text]:
+        for document in text.split(END):
             ids += [*self.ids(document).tolist(), self.eot]
         return ids[:-1]
 

@@ -123,7 +123,7 @@ def open_model(
     init_from: "resume", the folder of a run in the place of out_dir, or the name of pretrained
     weights, which have no settings of a run. which: see path_of.
     """
-    if names(init_from):
+    if checkpoints_in(init_from):
         out_dir = init_from
     elif init_from != "resume":
         model = GPT.from_pretrained(init_from)
@@ -229,7 +229,9 @@ class Saver:
     def __init__(self, folder: str, keep: int):
         self.folder = folder
         self.keep = keep
-        self.step = _step(join(folder, LATEST)) if LATEST in names(folder) else 0  # of ckpt.pt
+        self.step = 0  # of ckpt.pt
+        if LATEST in checkpoints_in(folder):
+            self.step = _step(join(folder, LATEST))
 
     def save(self, state: dict, latest: bool, best: bool) -> None:
         """Writes the state as the latest checkpoint of the run, the best, or both.
@@ -246,7 +248,7 @@ class Saver:
                 path = join(self.folder, LATEST)
                 problem = save(path, state, join(self.folder, f"ckpt-{self.step:08d}.pt"))
                 self.step = state["iter_num"]
-                older = [name for name in names(self.folder) if "-" in name]
+                older = [name for name in checkpoints_in(self.folder) if "-" in name]
                 for name in older[self.keep - 1 :]:
                     os.remove(join(self.folder, name))
                 if problem:
@@ -258,7 +260,7 @@ def _step(path):
     return load(path, lazily=True, verify=False)["iter_num"]
 
 
-def names(folder: str) -> list[str]:
+def checkpoints_in(folder: str) -> list[str]:
     """The checkpoints in a run's folder: the latest, older ones (ckpt-00000500.pt), the best."""
     older = sorted(glob.glob(f"ckpt-{'[0-9]' * 8}.pt", root_dir=folder), reverse=True)
     return [name for name in (LATEST, *older, BEST) if exists(join(folder, name))]
@@ -266,19 +268,19 @@ def names(folder: str) -> list[str]:
 
 def path_of(out_dir: str, which: str) -> str:
     """The path of a run's "latest" or "best" checkpoint; if there is no best one, the latest."""
-    best = which == "best" and BEST in names(out_dir)
+    best = which == "best" and BEST in checkpoints_in(out_dir)
     return join(out_dir, BEST if best else LATEST)
 
 
 def load_newest(out_dir: str) -> tuple[str, dict]:
     """(path, state) of the checkpoint with the most steps, perhaps the best. Errors: see load."""
-    path = max((join(out_dir, name) for name in names(out_dir) or [LATEST]), key=_step)
+    path = max((join(out_dir, name) for name in checkpoints_in(out_dir) or [LATEST]), key=_step)
     return path, load(path, lazily=True)
 
 
 def begun_by(launch: str, out_dir: str) -> bool:
     """Whether out_dir has a checkpoint of this call of torchrun (distributed.launch)."""
-    for name in names(out_dir) if launch else ():
+    for name in checkpoints_in(out_dir) if launch else ():
         with contextlib.suppress(UserError):  # a damaged file
             if launch in load(join(out_dir, name), lazily=True, verify=False).get("launch", ()):
                 return True
@@ -290,7 +292,7 @@ def move_to_previous(out_dir: str) -> list[str]:
 
     Without a checkpoint there is no run to keep: the log of a run that died early is overwritten.
     """
-    files = names(out_dir)
+    files = checkpoints_in(out_dir)
     if not files:
         return []
     previous = join(out_dir, "previous")

@@ -80,8 +80,8 @@ def peak_flops(device: str, dtype: str) -> float | None:
     return next((rate for known, rate in GPUS.items() if f" {known} " in name), None)
 
 
-def report(config: GPTConfig, run: dict, n_tokens: int | None, dtype: str, world: int) -> str:
-    """The lines of a dry run. run: train.py's settings; n_tokens: of the train split, or None.
+def report(config: GPTConfig, settings: dict, n_tokens: int | None, dtype: str, world: int) -> str:
+    """The lines of a dry run. settings: train.py's; n_tokens: of the train split, or None.
 
     dtype: the flag; auto is 16 bits.
     """
@@ -89,20 +89,20 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, dtype: str, world
         model = GPT(config)
     n = num_params(model, non_embedding=False)
     per_token = flops(model)
-    rows = run["batch_size"] * run["gradient_accumulation_steps"]
+    rows = settings["batch_size"] * settings["gradient_accumulation_steps"]
     per_step = rows * config.block_size  # tokens
-    total = per_step * run["max_iters"]  # tokens
+    total = per_step * settings["max_iters"]  # tokens
     epochs = f", {total / n_tokens:.2f} epochs of {n_tokens:,}" if n_tokens else ""
     gpus = ["A100", "H100"]
-    if run["gpus"]:
-        world, gpu = gpus_of(run["gpus"])
+    if settings["gpus"]:
+        world, gpu = gpus_of(settings["gpus"])
         gpus = [gpu]
 
     # bytes: a weight, its gradient, two numbers of AdamW's (Muon has one), and autocast's copy
     held = (16 if dtype == "float32" else 18) * n
-    if run["optimizer"] == "muon":
+    if settings["optimizer"] == "muon":
         held -= 4 * sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
-    if run["parallel"] == "fsdp":
+    if settings["parallel"] == "fsdp":
         held /= world
     work = per_token * total / (MFU * world)
     if config.activation_checkpointing:
@@ -113,8 +113,8 @@ def report(config: GPTConfig, run: dict, n_tokens: int | None, dtype: str, world
         f"FLOPs: {per_token:,} per token, forward and backward; "
         f"{per_token * per_step:.3g} per step; {per_token * total:.3g} in all",
         f"tokens: {per_step:,} per step ({rows} x {config.block_size}), "
-        f"{total:,} in {run['max_iters']:,} steps{epochs}",
+        f"{total:,} in {settings['max_iters']:,} steps{epochs}",
         f"memory of a process: {held / 2**30:.2f} GiB for weights, gradients "
-        f"and {run['optimizer']}; activations come on top",
+        f"and {settings['optimizer']}; activations come on top",
         f"time in half precision, at {MFU:.0%} of the peak rate: {', '.join(times)}",
     ])  # fmt: skip

@@ -19,17 +19,17 @@ from training.distributed import by_master, say
 from training.estimate import duration
 
 
-def diverged(step: int, what: object, where: Callable = str) -> NoReturn:
+def diverged(step: int, what: object, find: Callable = str) -> NoReturn:
     """Ends the run with exit code 1, because its numbers are not finite any more.
 
-    what: which numbers. where(): a sentence that says where in the model they are not finite.
+    what: which numbers. find(): a sentence that says where in the model they are not finite.
     """
     say(
         f"\nstep {step}: {what}: the training has diverged. No checkpoint has such numbers; "
         "a smaller --learning_rate, --grad_clip or --dtype=float32 may help",
         file=sys.stderr,
     )
-    say(where(), file=sys.stderr)
+    say(find(), file=sys.stderr)
     sys.exit(1)
 
 
@@ -59,7 +59,7 @@ class Log:
     wandb_id: str | None  # of a resumed run
     flops: int  # per token
     peak: float | None  # FLOP/s of a GPU
-    where: Callable  # for `diverged`
+    find_not_finite: Callable  # for `diverged`
     file = None
     wandb = None
     board = None
@@ -131,7 +131,7 @@ class Log:
     def evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Logs the losses (nats) of the splits after `step` steps."""
         if not all(map(math.isfinite, losses.values())):
-            diverged(step, f"the losses of the evaluation are {losses}", self.where)
+            diverged(step, f"the losses of the evaluation are {losses}", self.find_not_finite)
         self.write(
             {"iter": step, "train_loss": losses["train"], "val_loss": losses["val"]},
             f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}",
@@ -151,7 +151,7 @@ class Log:
         scaled: float16 loss scaling is on, so an infinite norm is normal.
         """
         if not math.isfinite(loss) or not (math.isfinite(norm) or scaled):
-            diverged(step, f"the loss is {loss} and the gradient norm {norm}", self.where)
+            diverged(step, f"the loss is {loss} and the gradient norm {norm}", self.find_not_finite)
         c = self.c
         seconds = (perf_counter() - self.began) / (step + 1 - self.logged)
         speed = c.batch_size * c.gradient_accumulation_steps * c.block_size / seconds

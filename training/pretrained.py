@@ -24,31 +24,12 @@ GPT2 = {
     "gpt2-xl": (48, 1600),
 }
 # fields that matter only in training
-TRAINING = (
-    "dropout",
-    "attn_dropout",
-    "zero_init",
-    "label_smoothing",
-    "z_loss",
-    "activation_checkpointing",
-)
+TRAINING = "dropout attn_dropout zero_init label_smoothing z_loss activation_checkpointing".split()
 # fields that may differ from what the weights were trained with
 FREE = (
-    "dropout",
-    "attn_dropout",
-    "label_smoothing",
-    "z_loss",
-    "activation_checkpointing",
-    "attention",
-    "short_attention",
-    "heads",
-    "window",
-    "temperature",
-    "logit_softcap",
-    "block_size",
-    "decay",
-    "conv",
-)
+    "dropout attn_dropout label_smoothing z_loss activation_checkpointing attention "
+    "short_attention heads window temperature logit_softcap block_size decay conv"
+).split()
 # weights that a free field may add to a model; they begin as in a new model
 NEW = ("attn.conv.weight", "attn.decay.log_slopes")
 USER = "a model of Hugging Face"  # what needs the package transformers
@@ -161,7 +142,7 @@ def config_of(name: str, changes: dict) -> tuple:
                 f"{field} is fixed: {name}'s weights were trained with it. "
                 f"You can change {', '.join(FREE)}"
             )
-    if checkpoint.names(name):
+    if checkpoint.checkpoints_in(name):
         config = None
         fields = run_in(name)["model_args"]
     else:
@@ -172,7 +153,7 @@ def config_of(name: str, changes: dict) -> tuple:
     return config, args
 
 
-def tokens_of(name: str) -> dict | None:
+def tokenizer_meta(name: str) -> dict | None:
     """The meta of the tokenizer that a model was trained with; None if its name does not tell."""
     if name in GPT2 and not os.path.isdir(name):
         return {"kind": "gpt2"}

@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch
 
 from attention.forms import SUSPECTS
-from errors import UserError, refuse
+from errors import UserError, out_of_range, refuse
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of, read_meta
 from text.tokenizers import GPT2_VOCAB_SIZE, tokenizer
@@ -28,7 +28,7 @@ from training import checkpoint, distributed
 from training.distributed import by_all, count, say, summed
 from training.estimate import VOCAB_SIZE, gpus_of, num_params, report
 from training.optimizers import OPTIMIZER
-from training.pretrained import FREE, TRAINING, config_of, tokens_of
+from training.pretrained import FREE, TRAINING, config_of, tokenizer_meta
 
 DEFAULTS = {field.name: field.default for field in fields(GPTConfig)}
 # Flags of one call only: a resumed run does not take them from its checkpoint
@@ -90,35 +90,29 @@ def kept(source: str, values: dict, fixed: Iterable, config: dict, given: dict) 
     return settings
 
 
-# (flags, what their values must do, whether a value does it)
-RANGES = (
+RANGES = [  # see errors.out_of_range
     (
         "batch_size gradient_accumulation_steps eval_interval log_interval eval_iters "
         "keep_checkpoints",
-        "be at least 1",
         lambda x: x >= 1,
+        "at least 1",
     ),
     (
         "seed max_iters save_interval sample_tokens warmup_iters min_lr weight_decay adam_eps "
         "grad_clip muon_lr",
-        "not be negative",
         lambda x: x >= 0,
+        "0 or more",
     ),
-    ("beta1 beta2 muon_beta", "be in [0, 1)", lambda x: 0 <= x < 1),
-    ("decay_share", "be above 0 and at most 1", lambda x: 0 < x <= 1),
-    ("learning_rate", "be positive", lambda x: x > 0),
-)
+    ("beta1 beta2 muon_beta", lambda x: 0 <= x < 1, "in [0, 1)"),
+    ("decay_share", lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    ("learning_rate", lambda x: x > 0, "a positive number"),
+]
 
 
 def check_flags(config: dict, given: dict) -> None:
     """Raises UserError for flags that are wrong, or have no effect, with these settings."""
     c = SimpleNamespace(**config)
-    for names, must, is_right in RANGES:
-        for name in names.split():
-            value = config[name]
-            if value is not None and not is_right(value):
-                raise UserError(f"--{name}={value} must {must}")
-
+    refuse(out_of_range(config, RANGES))
     decays = c.decay_lr and c.schedule != "constant"
     is_muon = c.optimizer == "muon"
     has_effect = {
@@ -188,7 +182,7 @@ def pretrained_model(config: dict, given: dict, meta: dict) -> GPT:
     """The model with --init_from's weights and the user's changes; says what differs."""
     init_from = config["init_from"]
     model = GPT.from_pretrained(init_from, {k: config[k] for k in FREE if k in given})
-    tokens = tokens_of(init_from)
+    tokens = tokenizer_meta(init_from)
     if tokens is None and model.config.vocab_size == GPT2_VOCAB_SIZE:
         tokens = {"kind": "gpt2"}
     if meta["tokenizer"] != tokens:

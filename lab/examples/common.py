@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from configurator import at_least_one
-from errors import NotFinite, UserError
+from errors import NotFinite, UserError, out_of_range, refuse
 from model import GPTConfig
 from training.optimizers import OPTIMIZER, Settings
 
@@ -52,19 +52,15 @@ def gpt_config(config: dict, given: dict, unused: Iterable[str] = (), **sizes: i
 def check_training(config: dict, given: dict, *counts: str) -> None:
     """Raise UserError for wrong flags of the training. counts: other flags that must be >= 1."""
     at_least_one(**{name: config[name] for name in ("steps", "batch_size", *counts)})
-    for name in ("weight_decay", "adam_eps"):
-        if config[name] is not None and config[name] < 0:
-            raise UserError(f"--{name}={config[name]} must not be negative")
-    for name in ("beta1", "beta2", "warmup_share"):
-        if not 0 <= config[name] < 1:
-            raise UserError(f"--{name}={config[name]} must be in [0, 1)")
-    for name in ("learning_rate", "muon_lr"):
-        if not config[name] > 0:
-            raise UserError(f"--{name}={config[name]} must be above 0")
+    ranges = [
+        ("weight_decay adam_eps", lambda x: x >= 0, "0 or more"),
+        ("beta1 beta2 warmup_share", lambda x: 0 <= x < 1, "in [0, 1)"),
+        ("learning_rate muon_lr", lambda x: x > 0, "above 0"),
+        ("seed", lambda x: 0 <= x < 2**31, "in 0 to 2^31 - 1"),
+    ]
+    refuse(out_of_range(config, ranges))
     if "muon_lr" in given and config["optimizer"] != "muon":
         raise UserError(f"--muon_lr has no effect with {config['optimizer']}")
-    if not 0 <= config["seed"] < 2**31:
-        raise UserError(f"--seed={config['seed']} must be in 0 to 2^31 - 1")
 
 
 def fit(model: torch.nn.Module, batch: Callable, config: dict, device: str) -> None:

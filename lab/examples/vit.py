@@ -81,7 +81,7 @@ def digits() -> tuple[Tensor, ...]:
 
     The test images do not depend on --seed.
     """
-    data = optional("sklearn.datasets", "vit.py").load_digits()
+    data = optional("sklearn.datasets", "vit.py", "scikit-learn").load_digits()
     x = torch.tensor(data.images * 255 / 16).byte()[:, None]
     y = torch.tensor(data.target)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))

@@ -21,7 +21,7 @@ from errors import UserError
 from text.dataset import Tokens, read_meta
 from text.prepare import read_text, write
 from text.tokenizers import Tokenizer, tokenizer
-from training.pretrained import GPT2, tokens_of
+from training.pretrained import GPT2, tokenizer_meta
 
 # Which examples, for which model?
 source: str | None = None  # a folder with train.jsonl and val.jsonl
@@ -134,7 +134,7 @@ def open_split(folder: str, split: str, block_size: int) -> Tokens:
 def main() -> None:
     if source is None:
         raise UserError("--source= says which examples: a folder with train.jsonl and val.jsonl")
-    meta = tokens_of(init_from)
+    meta = tokenizer_meta(init_from)
     if meta is None:
         raise UserError(
             f"--init_from={init_from} is no folder of a run, nor one of {', '.join(GPT2)}"

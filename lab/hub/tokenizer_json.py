@@ -93,7 +93,7 @@ def sentencepiece(hf: ModuleType, tok: Tokenizer) -> object:
     SentencePiece adds up scores in float32, tokenizers in float64. Where two cuts of a word have
     almost equal scores, they may choose differently (lab/hub/README.md says how often).
     """
-    optional("google.protobuf", "the file of a SentencePiece model")
+    optional("google.protobuf", "the file of a SentencePiece model", "protobuf")
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto.FromString(tok._sp.serialized_model_proto())

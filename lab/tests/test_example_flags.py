@@ -13,10 +13,10 @@ MISTAKES = {
     "bert": {
         "--vocab_size=7": "--vocab_size has no effect in this example: leave it out",
         "--steps=0": "--steps=0 must be at least 1",
-        "--seed=2147483648": "--seed=2147483648 must be in 0 to 2^31 - 1",
-        "--learning_rate=-1": "--learning_rate=-1.0 must be above 0",
-        "--adam_eps=-1": "--adam_eps=-1.0 must not be negative",
-        "--beta2=1": "--beta2=1.0 must be in [0, 1)",
+        "--seed=2147483648": "seed=2147483648 must be in 0 to 2^31 - 1",
+        "--learning_rate=-1": "learning_rate=-1.0 must be above 0",
+        "--adam_eps=-1": "adam_eps=-1.0 must be 0 or more",
+        "--beta2=1": "beta2=1.0 must be in [0, 1)",
         "--muon_lr=0.1": "--muon_lr has no effect with adamw",
     },
     "vit": {
