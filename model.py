@@ -177,7 +177,7 @@ class CausalSelfAttention(nn.Module):
         self.n_map = 2 if c.differential else 1  # query heads that share one value
         self.c_attn = nn.Linear(c.n_embd, (H + 2 * G) * D, bias=c.bias)
         self.after = AFTER[c.after](c)
-        # n_map = 2 if `after` makes one head of each pair (lab/ideas.py)
+        # n_map is 2 if `after` makes one head of each pair
         self.c_proj = nn.Linear(H * D // getattr(self.after, "n_map", 1), c.n_embd, bias=c.bias)
         self.resid_dropout = nn.Dropout(c.dropout)
         self.q_norm, self.k_norm = QK_NORM[c.qk_norm](c, D)

@@ -66,9 +66,9 @@ NEEDS = [  # fields of GPTConfig, and which code short and long heads then run
     ("softmax", {"dropout": 0.1}, "PyTorch's fused attention"),
     ("laser", {"position": "t5"}, "exp and log around PyTorch's fused attention"),
     ("beta", {"decay": "learned"}, "running sums"),
-    ("beta", {"dropout": 0.1}, "its definition, since attention weights are dropped"),
+    ("beta", {"dropout": 0.1}, "its definition in training, since attention weights are dropped"),
     ("beta", {"position": "relative"}, "its definition"),
-    ("beta", {"block_size": 64}, "its definition, which is faster below 256 tokens"),
+    ("beta", {"block_size": 64}, "its definition in training, which is faster below 256 tokens"),
     ("softcap", {}, "its definition"),
 ]
 

@@ -130,7 +130,7 @@ def test_a_file_imports_what_stands_before_it(name):
 
 
 @pytest.mark.parametrize(
-    ("part", "most", "per_line"), [("core", 43_850, 7.5), ("lab", 65_000, 9), ("tests", 90_000, 9)]
+    ("part", "most", "per_line"), [("core", 42_000, 7.5), ("lab", 65_000, 9), ("tests", 90_000, 9)]
 )
 def test_the_code_is_light_and_airy(part, most, per_line):
     """Whoever adds tokens takes as many away. Lines do not count: more lines are better."""
