@@ -16,7 +16,6 @@ from functools import cache, partial
 
 import torch
 
-from attention import scores
 from attention.fast import block_length, general_form, in_blocks, laser_by_exp, sdpa
 from attention.scores import plain_form
 from attention.sums import Beta, BetaSquared, by_sums
@@ -103,7 +102,8 @@ def fingerprint(*functions: Callable) -> str:
 
 def print_of(definition: Callable) -> str:
     """The fingerprint of a definition together with the scores and the mask that it gets."""
-    return fingerprint(definition, scores.scores, scores.visible)
+    module = inspect.getmodule(plain_form)  # with scores and visible as they are now
+    return fingerprint(definition, module.scores, module.visible)
 
 
 def unchanged(name: str, definition: Callable) -> bool:
