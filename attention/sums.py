@@ -109,7 +109,7 @@ class Linear(torch.autograd.Function):
                 gradients.append([x.view(*dy.shape[:2], -1, x.shape[-1]) for x in of_part])
                 d_decay += fade.gradient
         dq, dk, dv = (torch.cat(x[::-1], dim=2) for x in zip(*gradients, strict=True))
-        return None, dq, dk, dv, None if decay is None else d_decay, None
+        return None, dq, dk, dv, d_decay if ctx.needs_input_grad[4] else None, None
 
 
 def part_sizes(sums: type, T: int, D: int, heads: int, on_cpu: bool) -> list[int]:
@@ -140,7 +140,8 @@ class Fade:
         self.B, self.H = like.shape[:2]
         self.c = c
         self.decay = decay
-        self.gradient = 0.0
+        self.learned = decay is not None and decay.requires_grad
+        self.gradient = 0.0  # of a learned decay
         place = torch.arange(c, dtype=like.dtype, device=like.device)[:, None]
         self.from_before = place + 1  # (c, 1): from the end of the chunk before to a query
         self.to_end = c - 1 - place  # (c, 1): from a key to the end of its chunk
@@ -187,14 +188,14 @@ class Fade:
         chunks; of_keys: over a key's queries in later chunks. around: the product of the sums
         before a chunk and after it, which has all pairs around it, but for the chunk's decay.
         """
-        around = self.per_head(around) * self.whole(power)[:, None]
         terms = (
-            self.per_head(within * self.distance),
-            self.per_head(of_queries * self.from_before),
-            self.per_head(of_keys * self.to_end),
-            around * self.c,
+            (within, self.distance),
+            (of_queries, self.from_before),
+            (of_keys, self.to_end),
+            (around, self.c * self.whole(power)),
         )
-        self.gradient = -sum(x.sum((0, 2, 3, 4)) for x in terms)[:, None, None]
+        of_terms = [(self.per_head(x).sum((0, 2)) * factor).sum((-2, -1)) for x, factor in terms]
+        self.gradient = -sum(of_terms)[:, None, None]
 
 
 def running_sums(
@@ -344,7 +345,7 @@ class Beta:
         ds = (p @ v.mT).tril_().addcmul_(z, s)  # of the decayed scores, (., c, c)
         dq = a @ before.mT
         dk = fade.until(w, power) @ later.mT
-        if fade.decay is not None:
+        if fade.learned:
             fade.derive(ds * s, q * dq, k * dk, before * later, power)
         ds = fade.within(ds)
         dq = dq.baddbmm_(ds, k)
@@ -440,7 +441,7 @@ class BetaSquared:
         d_weights = (a @ w.mT).tril_()
         dq = d_products(q, a_since @ weighted.mT)
         dk = d_products(k, fade.until(w) @ from_later.mT)
-        if fade.decay is not None:  # of degree 2: f(q) . df(q) = q . dq / 2
+        if fade.learned:  # of degree 2: f(q) . df(q) = q . dq / 2
             fade.derive(d_weights * weights, q * dq / 2, k * dk / 2, weighted * later)
         ds = fade.within(d_weights).mul_(s).mul_(2)
         dq = dq.baddbmm_(ds, k)

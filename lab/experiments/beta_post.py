@@ -152,20 +152,20 @@ def times(n: int) -> dict:
     x = [torch.randn(1, 6, n, 32, requires_grad=grad) for grad in (True, True, True, False)]
     tasks = {name: functools.partial(passes, attend, x, "cpu") for name, attend in FORMS.items()}
     rounds = interleaved(tasks, "cpu", repeats)
-    found = {}
+    of_forms = {}
     for name, task in tasks.items():
         softmax = f"softmax, {name.partition(', ')[2]}"
-        found[name] = {"ms": medians(rounds[name])[0], "ratio": ratios(rounds, name, softmax)}
-        found[name]["bytes"] = peak_memory(task, "cpu")
-    return found
+        of_forms[name] = {"ms": medians(rounds[name])[0], "ratio": ratios(rounds, name, softmax)}
+        of_forms[name]["bytes"] = peak_memory(task, "cpu")
+    return of_forms
 
 
-def draw(found: dict) -> None:
+def draw(runs: dict) -> None:
     """Losses of both splits over the steps, with dropout and without."""
     with drawing(picture, 1, 2, 12, 4.5) as axes:
         for ax, dropout in zip(axes, DROPOUT, strict=True):
             for row, color in (("softmax", "black"), ("beta", "C0")):
-                for i, result in enumerate(found[row, dropout]):
+                for i, result in enumerate(runs[row, dropout]):
                     for split, line in (("val", "-"), ("train", ":")):
                         curve = result["curves"][f"{split}_loss"]
                         label = None if i else f"{row}, {split}"
@@ -174,17 +174,17 @@ def draw(found: dict) -> None:
             ax.set(title=f"dropout {dropout:g}", xlabel="step", ylabel="loss", ylim=(0.4, 4.0))
 
 
-def show_losses(found: dict) -> None:
+def show_losses(runs: dict) -> None:
     """Print the table of the losses."""
     rows = []
-    for (row, dropout), results in found.items():
+    for (row, dropout), results in runs.items():
         best = [result["best"] for result in results]
         cells = [row, f"{dropout:g}", spread(best), spread(finals(results))]
         cells.append(spread([result["train"] for result in results]))
         if row == "softmax":
             cells += ["", ""]
         else:
-            softmax = found["softmax", dropout]
+            softmax = runs["softmax", dropout]
             cells.append(difference(best, [result["best"] for result in softmax]))
             cells.append(difference(finals(results), finals(softmax)))
         rows.append([*cells, POST[row] if dropout else ""])
@@ -213,10 +213,10 @@ def main() -> None:
             measured(out, "backward", "passes", n, times, n)
     if parts == ["backward"]:
         return
-    found = train("train" in parts)
+    runs = train("train" in parts)
     if "show" in parts:
-        draw(found)
-        show_losses(found)
+        draw(runs)
+        show_losses(runs)
         show_times()
 
 

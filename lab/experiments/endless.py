@@ -162,11 +162,11 @@ def read_far(folder: str, data: str) -> dict:
     x = torch.from_numpy(text.ids.astype("int64"))[None]
     losses = {"sums": through_a_cache(gpt, x)[0], "slides": in_windows(gpt, text)}
     n = x.shape[1] - 1
-    found = {name: {} for name in losses}
+    means = {name: {} for name in losses}
     for a, b in itertools.pairwise([*(band for band in BANDS if band < n), n]):
         for name, loss in losses.items():
-            found[name][f"{a}-{b}"] = loss[a:b].mean().item()
-    return found
+            means[name][f"{a}-{b}"] = loss[a:b].mean().item()
+    return means
 
 
 def show() -> None:
@@ -174,11 +174,11 @@ def show() -> None:
     results = saved(out, {"decode": {}, "far": {}})
     rows = []
     for name, by_size in results["decode"].items():
-        found = next(iter(by_size.values()))
+        by_text = next(iter(by_size.values()))
         for text in ("slides", "endless"):
-            first = found[text]["first"]["cache_bytes"]
-            last = found[text]["last"]
-            faster = f"{found['as_fast']:.2f}x" if text == "endless" else ""
+            first = by_text[text]["first"]["cache_bytes"]
+            last = by_text[text]["last"]
+            faster = f"{by_text['as_fast']:.2f}x" if text == "endless" else ""
             cells = [name, text, f"{last['tokens_per_s']:.0f}", faster]
             rows.append([*cells, f"{first:,} and {last['cache_bytes']:,}"])
     columns = "model | text | tokens/s | at the end, against a new text | cache, first and last"
@@ -187,9 +187,11 @@ def show() -> None:
     columns = "loss of sums (sliding) | block_size"
     bands = []
     for name, by_size in results["far"].items():
-        for n, found in by_size.items():
-            bands = bands or list(found["sums"])
-            cells = [f"{found['sums'][band]:.3f} ({found['slides'][band]:.3f})" for band in bands]
+        for n, by_text in by_size.items():
+            bands = bands or list(by_text["sums"])
+            cells = [
+                f"{by_text['sums'][band]:.3f} ({by_text['slides'][band]:.3f})" for band in bands
+            ]
             rows.append([name, n, *cells])
     show_table(" | ".join([columns, *bands]), rows)
 

@@ -94,14 +94,14 @@ def train(make: bool) -> tuple[dict, dict]:
         best[key] = min(losses, key=losses.get)
     counted = range(2, seeds + 2)
     others = results_of([(*key, best[key], seed) for seed in counted for key in keys], make)
-    found = {}
+    tuned = {}
     for key in keys:
-        found[key] = best[key], [others[*key, best[key], seed] for seed in counted]
+        tuned[key] = best[key], [others[*key, best[key], seed] for seed in counted]
     same_rate = {}
     for key in rates:
         rate = best[*key, "softmax"]
         same_rate[key] = [first[*key, attention, rate, 1] for attention in ATTENTIONS]
-    return found, same_rate
+    return tuned, same_rate
 
 
 def results_of(runs: list[tuple], make: bool) -> dict:
@@ -134,13 +134,13 @@ def power_law(n: list[int], losses: list[float]) -> tuple[float, float]:
     return math.exp(log_a), b
 
 
-def laws(found: dict) -> dict[str, list]:
+def laws(tuned: dict) -> dict[str, list]:
     """(a, b) of each attention's power law with AdamW, one for each seed."""
     sizes = list(SCALES[scale]["sizes"])
     n = list(map(parameters, sizes))
     by_attention = {}
     for attention in ATTENTIONS:
-        by_size = [finals(found[size, "adamw", attention][1]) for size in sizes]
+        by_size = [finals(tuned[size, "adamw", attention][1]) for size in sizes]
         by_attention[attention] = [power_law(n, losses) for losses in zip(*by_size, strict=True)]
     return by_attention
 
@@ -151,11 +151,11 @@ def saved_share(loss: float, softmax: tuple, laser: tuple) -> float:
     return 1 - fewer / n
 
 
-def shares(found: dict) -> list[float]:
+def shares(tuned: dict) -> list[float]:
     """What LASER saves at the loss of softmax's largest model, by each seed's power laws."""
     largest = list(SCALES[scale]["sizes"])[-1]
-    losses = finals(found[largest, "adamw", "softmax"][1])
-    return list(map(saved_share, losses, *laws(found).values()))
+    losses = finals(tuned[largest, "adamw", "softmax"][1])
+    return list(map(saved_share, losses, *laws(tuned).values()))
 
 
 def norm_ratio(softmax: dict, laser: dict) -> list[float]:
@@ -164,7 +164,7 @@ def norm_ratio(softmax: dict, laser: dict) -> list[float]:
     return [a / b for a, b in zip(*norms, strict=False)]
 
 
-def draw(found: dict, same_rate: dict) -> None:
+def draw(tuned: dict, same_rate: dict) -> None:
     """The power law (figure 4), losses (2), the gradient norms' ratio (3), the first losses (6)."""
     sizes = list(SCALES[scale]["sizes"])
     n = list(map(parameters, sizes))
@@ -172,7 +172,7 @@ def draw(found: dict, same_rate: dict) -> None:
     with drawing(picture, 2, 2, 13, 8) as (law, loss, norm, first):
         for i, color in enumerate(("black", "C1")):
             attention = ATTENTIONS[i]
-            by_size = [finals(found[size, "adamw", attention][1]) for size in sizes]
+            by_size = [finals(tuned[size, "adamw", attention][1]) for size in sizes]
             a, b = power_law(n, list(map(statistics.mean, by_size)))
             label = f"{attention}: {a:.2f} n^{b:.4f}"
             law.plot(n, [a * x**b for x in n], color=color, label=label)
@@ -191,7 +191,7 @@ def draw(found: dict, same_rate: dict) -> None:
             ratio = norm_ratio(*pair)
             norm.plot(pair[0]["curves"]["norm"]["iter"][: len(ratio)], ratio, label=size)
         norm.axhline(1, color="0.6", linewidth=1)
-        less = ", ".join(f"{share:.1%}" for share in shares(found))
+        less = ", ".join(f"{share:.1%}" for share in shares(tuned))
         law.set_title(f"power law; fewer parameters: {less} (paper: 15.65%)")
         law.set(xscale="log", yscale="log", xlabel="parameters", ylabel="validation loss")
         loss.set_title(f"losses, {large} (paper's 301M: LASER 2.595, softmax 2.641)")
@@ -205,7 +205,7 @@ def draw(found: dict, same_rate: dict) -> None:
         first.set_xlabel("step")
 
 
-def show(found: dict, same_rate: dict) -> None:
+def show(tuned: dict, same_rate: dict) -> None:
     """Print the table of all sizes, and the power laws."""
     rows = []
     for (size, recipe), pair in same_rate.items():
@@ -213,7 +213,7 @@ def show(found: dict, same_rate: dict) -> None:
         losses = []
         spikes = []
         for attention in ATTENTIONS:
-            rate, results = found[size, recipe, attention]
+            rate, results = tuned[size, recipe, attention]
             losses.append(finals(results))
             spikes.append(str(sum(result["spikes"] for result in results)))
             cells += [spread(losses[-1]), f"{rate:g}"]
@@ -222,10 +222,10 @@ def show(found: dict, same_rate: dict) -> None:
         rows.append([*cells, ", ".join(spikes)])
     columns = "size | parameters |  | softmax | its rate | LASER | its rate | LASER - softmax"
     show_table(f"{columns} | ratio of norms | spikes: softmax, LASER", rows)
-    for attention, by_seed in laws(found).items():
+    for attention, by_seed in laws(tuned).items():
         exponents = ", ".join(f"{b:.4f}" for _, b in by_seed)
         print(f"\n{attention}: L = a n^b, b = {exponents} (one for each seed)", end="")
-    print(f"\nfewer parameters with LASER: {', '.join(f'{x:.1%}' for x in shares(found))}")
+    print(f"\nfewer parameters with LASER: {', '.join(f'{x:.1%}' for x in shares(tuned))}")
 
 
 def main() -> None:

@@ -76,13 +76,13 @@ def errors(name: str, inputs: list[tuple], factor: float) -> list[float]:
     way, core = WAYS[name]
     # a few queries at a time: LASER's definition holds T x T x D numbers
     definition = general_form(ATTENTION[core], holds_values=True)
-    found = []
+    relative = []
     for q, k, v in inputs:
         v = v * factor
         exact = definition(q.double(), k.double(), v.double())
         error = ((way(q, k, v).double() - exact).norm() / exact.norm()).item()
-        found.append(math.inf if math.isnan(error) else error)
-    return found
+        relative.append(math.inf if math.isnan(error) else error)
+    return relative
 
 
 @torch.no_grad()

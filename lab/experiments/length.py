@@ -103,8 +103,8 @@ def doubled(flags: dict, short: int, long: int, repeats: int) -> dict:
     tasks = {n: functools.partial(step_in, gpt, adamw, n) for n in (short, long)}
     rounds = interleaved(tasks, "cpu", repeats)
     ratio = ratios(rounds, long, short)
-    found = {f"s_{n}": medians(rounds[n])[0]["s"] for n in rounds}
-    return found | {"ratio": ratio["s"], "own_ratio": ratio["own_s"]}
+    seconds = {f"s_{n}": medians(rounds[n])[0]["s"] for n in rounds}
+    return seconds | {"ratio": ratio["s"], "own_ratio": ratio["own_s"]}
 
 
 def measure_steps() -> None:

@@ -69,15 +69,15 @@ def pieces(p: Tensor, window: int | None, rows: int = 125) -> list[tuple]:
     the loss: its target is NaN.
     """
     n = len(p)
-    found = []
+    parts = []
     for i in range(0, n, rows):
         part = slice(i, min(n, i + rows))
         keys = slice(0 if window is None else max(0, i - window), part.stop)
         wanted = p[part, keys]
         hidden = ~visible(p[part], p[keys], window)
         mask = torch.zeros_like(wanted).masked_fill(hidden, -torch.inf)
-        found.append((part, keys, mask, wanted.where(p[part].any(-1, keepdim=True), torch.nan)))
-    return found
+        parts.append((part, keys, mask, wanted.where(p[part].any(-1, keepdim=True), torch.nan)))
+    return parts
 
 
 @torch.no_grad()
@@ -112,19 +112,19 @@ def fit(n: int, d: int, init: float, attention: str, rate: float, seed: int, ste
     size = p.square().sum().item()
     hidden = ~visible(p, p, WINDOWS[attention])
     adam = torch.optim.Adam((q, k), lr=rate, fused=device != "mps")
-    found = {"step": [], "missed": [], "largest": []}
+    curves = {"step": [], "missed": [], "largest": []}
     for step in range(steps + 1):
         missed, q.grad, k.grad = gradients(q, k, task)
         if step % max(1, steps // 20) == 0:
             scores = (q @ k.T).detach()
-            found["step"].append(step)
-            found["missed"].append(missed.item() / size)
-            found["largest"].append(scores.masked_fill(hidden, 0).abs().max().item())
+            curves["step"].append(step)
+            curves["missed"].append(missed.item() / size)
+            curves["largest"].append(scores.masked_fill(hidden, 0).abs().max().item())
         adam.param_groups[0]["lr"] = rate * (0.5 + 0.5 * math.cos(math.pi * step / steps))
         adam.step()
     weights = (q @ k.T).detach().masked_fill(hidden, -torch.inf).softmax(-1)
     values = torch.linalg.svdvals(weights)
-    return found | {"rank": int((values > 0.01 * values[0]).sum())}
+    return curves | {"rank": int((values > 0.01 * values[0]).sum())}
 
 
 def recorded(row: tuple, attention: str, rate: float, seed: int, steps: int) -> dict:
@@ -136,7 +136,7 @@ def recorded(row: tuple, attention: str, rate: float, seed: int, steps: int) -> 
 
 def fits(rows: list[tuple], steps: int) -> dict:
     """{(row, attention): (its best learning rate, its fits with the seeds)}."""
-    found = {}
+    fitted = {}
     for row in rows:
         for attention in WINDOWS:
             missed = {}
@@ -144,8 +144,8 @@ def fits(rows: list[tuple], steps: int) -> dict:
                 missed[rate] = recorded(row, attention, rate, 101, steps // 10)["missed"][-1]
             best = min(missed, key=missed.get)
             chosen = [recorded(row, attention, best, int(seed), steps) for seed in seeds.split(",")]
-            found[row, attention] = best, chosen
-    return found
+            fitted[row, attention] = best, chosen
+    return fitted
 
 
 def last(fits: list[dict], key: str) -> list[float]:
@@ -153,14 +153,14 @@ def last(fits: list[dict], key: str) -> list[float]:
     return [fit[key][-1] for fit in fits]
 
 
-def show(found: dict) -> None:
+def show(fitted: dict) -> None:
     """Print the table of fits: means over the seeds, and long attention against short."""
     lines = []
-    for (row, attention), (rate, fits) in found.items():
+    for (row, attention), (rate, fits) in fitted.items():
         missed = last(fits, "missed")
         cells = [*row, attention, f"{rate:g}", f"{fits[0]['step'][-1]:,}"]
         cells.append(f"{statistics.mean(missed):.4f}")
-        short = last(found[row, "short"][1], "missed")
+        short = last(fitted[row, "short"][1], "missed")
         cells.append(difference(missed, short, 4) if attention == "long" else "")
         cells.append(f"{statistics.mean(last(fits, 'largest')):.1f}")
         lines.append([*cells, min(fit["rank"] for fit in fits)])
@@ -168,22 +168,22 @@ def show(found: dict) -> None:
     show_table(f"{columns} | largest score | rank", lines)
 
 
-def draw(found: dict) -> None:
+def draw(fitted: dict) -> None:
     """Shares missed and largest scores over steps (figures 2c, 2d); shares missed by d and n."""
     full = (n, 25, 0.1)
-    if (full, "long") not in found:
+    if (full, "long") not in fitted:
         full = BY_N[-1]
     with drawing(picture, 1, 4, 18, 4) as (missed, largest, by_d, by_n):
         for attention, color in (("long", "black"), ("short", "C0")):
-            for i, fit in enumerate(found[full, attention][1]):
+            for i, fit in enumerate(fitted[full, attention][1]):
                 x = [step / 1000 for step in fit["step"][1:]]
                 style = {"color": color, "label": None if i else attention}
                 missed.plot(x, fit["missed"][1:], **style)
                 largest.plot(x, fit["largest"][1:], **style)
             for ax, column, rows in ((by_d, 1, BY_D), (by_n, 0, BY_N)):
-                if all((row, attention) in found for row in rows):
+                if all((row, attention) in fitted for row in rows):
                     x = [row[column] for row in rows]
-                    y = [statistics.mean(last(found[row, attention][1], "missed")) for row in rows]
+                    y = [statistics.mean(last(fitted[row, attention][1], "missed")) for row in rows]
                     ax.plot(x, y, "o-", color=color, label=attention)
         title = f"share missed, n = {full[0]}, d = {full[1]} (figure 2c)"
         missed.set(title=title, xlabel="thousand steps", yscale="log")
@@ -197,18 +197,18 @@ def main() -> None:
     check_writable(out, picture)
     torch.set_flush_denormal(True)
     parts = names(what, ["sweep", "full", "show"])
-    found = {}
+    fitted = {}
     if "sweep" in parts:
-        found |= fits(SWEEP, sweep_steps)
+        fitted |= fits(SWEEP, sweep_steps)
     if "full" in parts:
-        found |= fits([(n, 25, 0.1)], steps)
-    if not found:
+        fitted |= fits([(n, 25, 0.1)], steps)
+    if not fitted:
         raise UserError(
             "--what=show needs the part that it shows beside it: sweep,show or full,show"
         )
     if "show" in parts:
-        show(found)
-        draw(found)
+        show(fitted)
+        draw(fitted)
 
 
 if __name__ == "__main__":

@@ -127,15 +127,15 @@ def lengths(make: bool) -> dict:
 def times() -> dict:
     """{(n, heads, model): [ms of a training step, ratio to long heads]}, of the pocket scale."""
     s = SCALES[scale]
-    found = {}
+    ms_of = {}
     for n, heads in itertools.product(s["lengths"], (6, 2)):
         if s["file"] == CPU:
             rows = {model: flags(n, heads, model) for model in s["models"]}
             against = dict.fromkeys(rows, "long")
             row = f"{scale}, {heads} heads"
             ms = measured(out, "times", row, n, step_times, CPU, rows, 65, 15, against)
-            found |= {(n, heads, model): ms[model] for model in rows}
-    return found
+            ms_of |= {(n, heads, model): ms[model] for model in rows}
+    return ms_of
 
 
 def border(make: bool, by_length: dict) -> dict:
@@ -144,7 +144,7 @@ def border(make: bool, by_length: dict) -> dict:
     From the usual learning rate up to the first at which every run breaks.
     """
     n, rates = SCALES[scale]["border"]
-    found = {(usual_rate(), model): by_length[n, 6, model] for model in COMPARED}
+    by_rate = {(usual_rate(), model): by_length[n, 6, model] for model in COMPARED}
     usual = by_length[n, 6, "LS"]
     for rate in rates:
         rows = {}
@@ -152,10 +152,10 @@ def border(make: bool, by_length: dict) -> dict:
             rows["border", rate, model] = flags(n, 6, model) | {"learning_rate": rate}
         at_rate = results(rows, make)
         for model in COMPARED:
-            found[rate, model] = at_rate["border", rate, model]
+            by_rate[rate, model] = at_rate["border", rate, model]
         if all(breaks(run, usual) for runs in at_rate.values() for run in runs):
             break
-    return found
+    return by_rate
 
 
 def bfloat16(make: bool, by_length: dict, by_rate: dict) -> dict:
@@ -163,16 +163,16 @@ def bfloat16(make: bool, by_length: dict, by_rate: dict) -> dict:
     sizes, rates = SCALES[scale]["bfloat16"]
     usual = usual_rate()
     settings = [(n, usual) for n in sizes] + [(SCALES[scale]["border"][0], rate) for rate in rates]
-    found = {}
+    runs = {}
     rows = {}
     for (n, rate), precision, model in itertools.product(settings, PRECISIONS, COMPARED):
         key = n, rate, model + precision
-        found[key] = by_length[n, 6, model] if rate == usual else by_rate[rate, model]
+        runs[key] = by_length[n, 6, model] if rate == usual else by_rate[rate, model]
         if precision:
             rows[key] = flags(n, 6, model) | PRECISIONS[precision]
             if rate != usual:
                 rows[key]["learning_rate"] = rate
-    return found | results(rows, make)
+    return runs | results(rows, make)
 
 
 def breaks(result: dict, usual: list[dict]) -> bool:

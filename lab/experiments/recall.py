@@ -147,9 +147,9 @@ def fit(task: str, flags: dict, rate: float, seed: int) -> dict:
     torch.manual_seed(seed)
     gpt = GPT(GPTConfig(**SIZES | flags, block_size=t.per_unit * t.larger[-1] + 1))
     steps, diverged = train(gpt, task, rate, torch.Generator().manual_seed(seed))
-    found = {str(n): 0.0 if diverged else test(gpt, task, n) for n in t.sizes}
-    mean = statistics.mean(found[str(n)] for n in t.trained)
-    return {"steps": steps, "trained": round(mean, 4), "accuracy": found}
+    accuracy = {str(n): 0.0 if diverged else test(gpt, task, n) for n in t.sizes}
+    mean = statistics.mean(accuracy[str(n)] for n in t.trained)
+    return {"steps": steps, "trained": round(mean, 4), "accuracy": accuracy}
 
 
 def train(gpt: GPT, task: str, rate: float, g: torch.Generator) -> tuple[int, bool]:
@@ -193,11 +193,11 @@ def results(task: str = "", model: str = "") -> list[dict]:
     A run is {"task": , "model": , "rate": , "seed": } and what `fit` returns.
     """
     settings = SIZES | SCALES[scale]
-    found = saved(out, {"settings": settings, "runs": []})
-    if found["settings"] != settings:
+    stored = saved(out, {"settings": settings, "runs": []})
+    if stored["settings"] != settings:
         raise UserError(f"--out={out} has results of other settings: name another file")
     return [
-        run for run in found["runs"] if task in ("", run["task"]) and model in ("", run["model"])
+        run for run in stored["runs"] if task in ("", run["task"]) and model in ("", run["model"])
     ]
 
 
@@ -246,9 +246,9 @@ def draw() -> None:
 def show(task: str) -> None:
     """Print a table of the mean accuracies, the best model first."""
     t = TASKS[task]
-    found = [best(task, model) for model in ALL]
+    chosen = [best(task, model) for model in ALL]
     rows = []
-    for runs in sorted(filter(None, found), key=lambda runs: -sum(means(runs))):
+    for runs in sorted(filter(None, chosen), key=lambda runs: -sum(means(runs))):
         steps = ", ".join(str(run["steps"]) for run in runs)
         accuracies = [f"{mean:.2f}" for mean in means(runs)]
         rows.append([runs[0]["model"], *accuracies, runs[0]["rate"], steps])
