@@ -408,7 +408,7 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
         recompute = self.config.activation_checkpointing and self.training
         for block in self.transformer.h:
-            if recompute and not isinstance(context, Cache):
+            if recompute:
                 x = checkpoint(block, x, context, use_reentrant=False)
             else:
                 x = block(x, context)

@@ -131,9 +131,10 @@ with user_errors():
     if plain:
         run_definitions(model)
     fields = vars(model.config) | {"window": model.config.resolved().window}
-    config |= fields  # a new block_size will not change the window
+    config |= fields  # the window too: its default depends on block_size, which may change
     globals().update(fields)  # from here on block_size, n_embd, vocab_size ... are the model's
-    eot = run.check_data(config, model.config, meta)  # of --pack=document: between two documents
+    run.check_vocabulary(model.config, meta, dataset)
+    eot = run.end_of_documents(config, meta)  # a token id, or None without --pack=document
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
 run.describe(config, model, data["train"], device, dtype)
 if compile is None:
@@ -217,6 +218,12 @@ def largest_scores(
     return largest
 
 
+def find_not_finite() -> str:
+    """A sentence that says where in the model numbers are not finite, for the end of a run."""
+    micro_batch = [t[:batch_size] for t in batch]
+    return run.first_not_finite(raw_model, lambda: loss_of(raw_model, *micro_batch))
+
+
 def save(it: int, latest: bool, best: bool) -> OSError | None:
     """Saves the state after `it` steps as the latest checkpoint, the best, or both.
 
@@ -276,16 +283,14 @@ with user_errors():
         wandb_id=(saved or {}).get("wandb_id"),
         flops=flops(raw_model),
         peak=peak_flops(device, dtype),
-        find_not_finite=lambda: run.first_not_finite(
-            raw_model, lambda: loss_of(raw_model, *(t[:batch_size] for t in batch))
-        ),
+        find_not_finite=find_not_finite,
     )
     if not eval_only:
         saver = checkpoint.Saver(out_dir, keep_checkpoints)
         signals = run.Signals()
 saved = None  # frees its memory, and the file that holds it
-groups = [group for o in optimizers for group in o.param_groups]
-for group in groups:
+param_groups = [group for o in optimizers for group in o.param_groups]
+for group in param_groups:
     group["lr_scale"] = group["lr"] / learning_rate  # relative to the schedule's learning rate
 stop = 0  # the signal that stops the run
 
@@ -317,7 +322,7 @@ while True:
 
     # one step, on the mean of the micro-batches' gradients
     lr = get_lr(it)
-    for group in groups:
+    for group in param_groups:
         group["lr"] = lr * group["lr_scale"]
     # dropout's random numbers depend on seed, step and rank: a resumed run draws the same
     torch.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)

@@ -105,11 +105,12 @@ class Linear(torch.autograd.Function):
             for i in reversed(range(len(parts))):
                 needed = saved[n * i : n * (i + 1)]
                 fade = Fade(decay, needed[0].shape[1], parts[i])
+                fade.learned = ctx.needs_input_grad[4]
                 *of_part, state = ctx.sums.backward(fade.chunks(parts[i]), *needed, fade, state)
                 gradients.append([x.view(*dy.shape[:2], -1, x.shape[-1]) for x in of_part])
                 d_decay += fade.gradient
         dq, dk, dv = (torch.cat(x[::-1], dim=2) for x in zip(*gradients, strict=True))
-        return None, dq, dk, dv, d_decay if ctx.needs_input_grad[4] else None, None
+        return None, dq, dk, dv, d_decay if fade.learned else None, None
 
 
 def part_sizes(sums: type, T: int, D: int, heads: int, on_cpu: bool) -> list[int]:
@@ -140,8 +141,8 @@ class Fade:
         self.B, self.H = like.shape[:2]
         self.c = c
         self.decay = decay
-        self.learned = decay is not None and decay.requires_grad
-        self.gradient = 0.0  # of a learned decay
+        self.learned = False  # whether `derive` is to set the gradient of the decay
+        self.gradient = 0.0
         place = torch.arange(c, dtype=like.dtype, device=like.device)[:, None]
         self.from_before = place + 1  # (c, 1): from the end of the chunk before to a query
         self.to_end = c - 1 - place  # (c, 1): from a key to the end of its chunk

@@ -195,22 +195,25 @@ def pretrained_model(config: dict, given: dict, meta: dict) -> GPT:
     return model
 
 
-def check_data(config: dict, model: GPTConfig, meta: dict) -> int | None:
-    """The token between documents, with --pack=document, else None.
-
-    Raises UserError where the data do not fit.
-    """
-    dataset = config["dataset"]
+def check_vocabulary(model: GPTConfig, meta: dict, dataset: str) -> None:
+    """Raises UserError if the model has fewer tokens than the data."""
     if model.vocab_size < meta["vocab_size"]:
         raise UserError(
             f"vocab_size={model.vocab_size} is less than "
             f"the {meta['vocab_size']} tokens of {dataset}"
         )
+
+
+def end_of_documents(config: dict, meta: dict) -> int | None:
+    """The token between documents, for --pack=document; else None.
+
+    Raises UserError for data without it.
+    """
     if config["pack"] == "none":
         return None
     eot = tokenizer(meta["tokenizer"]).eot
     if eot is None:
-        raise UserError(f"--pack=document: {dataset} has no boundaries between documents")
+        raise UserError(f"--pack=document: {config['dataset']} has no boundaries between documents")
     return eot
 
 
