@@ -83,6 +83,26 @@ def test_resume_is_exact_with_two_processes(train, tmp_path, core, parallel):
     assert same(state_of(tmp_path)["model"], straight) and rows(tmp_path, "loss") == log
 
 
+def test_each_process_drops_other_numbers(train, tmp_path):
+    """All rows are one window: two processes have the loss of one, except for their dropout."""
+    same_rows = (
+        "from text.dataset import Tokens\n"
+        "windows = Tokens._windows\n"
+        "Tokens._windows = lambda self, offsets: windows(self, offsets * 0)\n"
+        "def after(): Tokens._windows = windows\n"
+    )
+    first = {}
+    for dropout in (0.0, 0.5):
+        for n in (1, 2):
+            flags = (f"--dropout={dropout}", "--batch_size=1", "--max_iters=1")
+            steps = f"--gradient_accumulation_steps={n}"
+            codes, _, err = train(n, *flags, steps, before=same_rows)
+            assert codes == [0] * n, err
+            first[dropout, n] = rows(tmp_path, "loss")[0]
+    assert first[0.0, 2] == pytest.approx(first[0.0, 1], abs=1e-6)
+    assert abs(first[0.5, 2] - first[0.5, 1]) > 1e-3
+
+
 def test_a_checkpoint_for_any_number_of_processes(train, workers, tmp_path):
     """Sharded by 2, then by 3, by 1, whole in 2, and sharded again: always the same run."""
     out = tmp_path / "out"

@@ -39,6 +39,14 @@ def test_every_attention_learns(train, tmp_path, core):
     assert saved["best_val_loss"] == min(loss for it, loss in rows(tmp_path, "val_loss") if it)
 
 
+def test_gradients_are_clipped(train, tmp_path):
+    losses = []
+    for clip in ("0.0", "1e9", "1e-2"):  # 0.0 clips nothing
+        assert train(f"--grad_clip={clip}", "--adam_eps=1.0", "--max_iters=3")[0] == 0
+        losses.append(rows(tmp_path))
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_log_lines(train):
     _, out, _ = train("--max_iters=4", "--log_interval=2")
     line = r"^iter (\d): loss .+, time .+ms, .+ tok/s, norm \d+\.\d{3}$"
