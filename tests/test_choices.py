@@ -10,6 +10,7 @@ from test_model import C, D, T, V, config, saved_bytes, tokens
 from torch.nn import functional as F
 
 import attention.fast
+from attention.fast import general_form
 from attention.forms import FORM
 from choices import ACTIVATION, WHERE
 from model import ATTENTION, GPT
@@ -126,6 +127,15 @@ def test_a_position_without_a_bias_costs_no_memory_that_grows_with_the_square(
     (saved, largest), (saved_of_long, largest_of_long) = nbytes
     assert saved_of_long <= 4.5 * saved
     assert largest_of_long <= 4.5 * largest
+
+
+def test_laser_in_log_space_holds_a_few_queries_at_once(monkeypatch):
+    """Each query needs T x Dv numbers."""
+    monkeypatch.setattr(attention.fast, "AT_ONCE", 2**16)
+    q, k, v = torch.randn(3, 1, 1, 256, 16)
+    with Largest() as largest:
+        general_form(ATTENTION["laser"], holds_values=True)(q, k, v)
+    assert largest.nbytes <= 4 * 2**16
 
 
 SPANS = [

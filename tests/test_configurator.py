@@ -108,6 +108,7 @@ def test_flags_are_taken(script, flags, expected):
         ("--nhead=3", "did you mean `n_head`?"),
         ("--max-iters=3", "did you mean `max_iters`?"),
         ("--max_iters=1.5", "needs an integer"),
+        ("--learning_rate=1e999", "needs a number"),
         ("--max_iters", "needs a value, an integer: --max_iters=..."),
         ("--compile=2", "needs True or False"),
         ("--kind=c", "needs a or b"),

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import time
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from model import ATTENTION, GPT, MLP, GPTConfig
 from text import dataset
 from text.tokenizers import CharTokenizer
 from training import checkpoint
+from training.log import Log
 
 
 def rows(tmp_path, key="loss") -> list:
@@ -53,6 +55,25 @@ def test_log_lines(train):
     assert re.findall(line, out, re.M) == ["0", "2"]
     assert re.search(r"^step 0: train loss .+, val loss \d", out, re.M)
     assert "\r" not in out and "\x1b" not in out  # plain where it is no terminal
+
+
+def test_what_is_not_a_step_is_not_in_its_time(tmp_path):
+    config = {
+        "out_dir": str(tmp_path),
+        "init_from": "scratch",
+        "eval_only": False,
+        "tensorboard": False,
+        "wandb_log": False,
+        "batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "block_size": 1,
+        "max_iters": 1,
+    }
+    log = Log(config, start=0, wandb_id=None, flops=0, peak=None, find_not_finite=str)
+    with log.paused():
+        time.sleep(0.5)
+    log.step(0, loss=1.0, norm=1.0, lr=1.0, largest=None, scaled=False)
+    assert json.loads((tmp_path / "log.jsonl").read_text())["ms"] < 250
 
 
 @pytest.mark.parametrize(
