@@ -13,6 +13,9 @@ A row of a map is a query, a column is a key. A query does not see the grey keys
 its negative weights are red. LASER's weights are those of the softmax inside it. A pair of
 differential heads has three maps: A1, A2 and their difference A1 - lambda A2.
 
+--json=maps.json writes {"tokens": [...], "maps": [...]}; a map has the folder of its run, "run", and
+the fields of Map below.
+
 In Python, with ids a list of token ids:
 
     rows = weights_of(model, torch.tensor([ids]))
@@ -22,6 +25,7 @@ In Python, with ids a list of token ids:
 
 import math
 from itertools import zip_longest
+from json import dump
 from typing import Literal, NamedTuple
 
 import torch
@@ -46,8 +50,9 @@ which: Literal["best", "latest"] = "best"  # best: the lowest validation loss; l
 start = "To be, or not to be"  # the text; FILE:path reads it from a file
 layer: int | None = None  # only this layer, counted from 0; None: all layers
 head: int | None = None  # only this head, counted from 0, or its differential pair; None: all heads
-# Where does the picture go?
-out = "maps.png"  # its name ends in .png, .pdf or .svg
+# What is written?
+out = "maps.png"  # the picture; its name ends in .png, .pdf or .svg
+json: str | None = None  # a file for the weights as numbers; None: no such file
 
 
 class Map(NamedTuple):
@@ -267,8 +272,10 @@ def main() -> None:
     names = {}
     grids = {}
     texts = []
-    for folder in out_dir.split(","):
-        folder = folder.strip().rstrip("/")
+    folders = [init_from]
+    if init_from == "resume":
+        folders = [folder.strip().rstrip("/") for folder in out_dir.split(",")]
+    for folder in folders:
         model, tok, _, about = open_model(init_from, folder, which)
         print(about)
         names[folder] = in_words(model.config)
@@ -286,6 +293,14 @@ def main() -> None:
         else:
             rows = [sum(layers, []) for layers in zip_longest(*of_runs, fillvalue=[])]
         figure = draw(rows, texts[0])
+    if json is not None:
+        maps = [
+            m._asdict() | {"run": folder, "weights": m.weights.tolist()}
+            for folder, rows in grids.items()
+            for m in sum(rows, [])
+        ]
+        with open(json, "w", encoding="utf-8") as f:
+            dump({"tokens": tokens, "maps": maps}, f)
     save(figure, out)
 
 

@@ -1,6 +1,8 @@
 """lab/maps.py: the weights of every attention against its heads' own outputs, its refusals, its
 picture."""
 
+import json
+
 import pytest
 import torch
 from harness import assert_equal, legal, pairwise
@@ -180,10 +182,19 @@ def test_the_script(run, train, tmp_path):
     picture = tmp_path / "maps.png"
     prompt = tmp_path / "p.txt"
     prompt.write_text("all citizens")
+    numbers = tmp_path / "maps.json"
     flags = ("lab.maps", f"--out_dir={tmp_path / 'out'}/", f"--out={picture}")
-    code, out, err = run(*flags, f"--start=FILE:{prompt}", "--which=latest")
+    more = (f"--start=FILE:{prompt}", "--which=latest", f"--json={numbers}")
+    code, out, err = run(*flags, *more)
     assert code == 0 and f"wrote {picture}" in out, err
     assert picture.read_bytes()[:4] == b"\x89PNG"
+    written = json.loads(numbers.read_text())
+    assert written["tokens"] == [*"all\u2423citizens"]
+    assert len(written["maps"]) == 8  # 2 layers, 4 heads
+    assert [m["layer"] for m in written["maps"]] == [0] * 4 + [1] * 4
+    for m in written["maps"]:
+        assert m["run"] == str(tmp_path / "out")
+        assert torch.tensor(m["weights"]).sum(-1).allclose(torch.ones(12), atol=1e-5)
 
     for flag, says in (
         (f"--out_dir={tmp_path / 'none'}", "there is no checkpoint"),
