@@ -13,8 +13,8 @@ A row of a map is a query, a column is a key. A query does not see the grey keys
 its negative weights are red. LASER's weights are those of the softmax inside it. A pair of
 differential heads has three maps: A1, A2 and their difference A1 - lambda A2.
 
---json=maps.json writes {"tokens": [...], "maps": [...]}; a map has the folder of its run, "run", and
-the fields of Map below.
+--json=maps.json writes {"tokens": [...], "maps": [...]}; a map has the folder of its run, "run",
+and the fields of Map below.
 
 In Python, with ids a list of token ids:
 
