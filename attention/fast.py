@@ -77,8 +77,7 @@ def in_blocks(attend: Callable) -> Callable:
             bias = bias_in_blocks(F.pad(bias, (0, pad, 0, pad)), first, window, c)
             settings["bias"] = bias.expand(B, H, -1, -1, -1).flatten(0, 1)
         for name, x in settings.items():
-            per_head = isinstance(x, Tensor) and name not in ("bias", "far")
-            if per_head:  # a decay or a learned scalar
+            if isinstance(x, Tensor) and name not in ("bias", "far"):  # a decay, a learned scalar
                 settings[name] = x.expand(B, H, 1, 1).reshape(B * H, 1, 1, 1)
         rest = attend(q_blocks, k_blocks, v_blocks, **settings)  # (B H, blocks, c, Dv)
         rest = rest.reshape(B, H, -1, v.shape[-1])  # (B, H, T - first + pad, Dv)

@@ -39,7 +39,7 @@ class HeadGroup:
         self.v = index(sorted(set(values)))
         self.k_of = [sorted(set(keys)).index(key) for key in keys]  # of each query head: its key
         self.v_of = [sorted(set(values)).index(value) for value in values]
-        # It gets a decay as such. ALiBi's extra dimensions would change the q and k that it reads.
+        # Such a definition gets the decay itself: ALiBi's extra dimensions would change q and k
         self.takes_decay = any(has_argument(definition, name) for name in ("fade", "q", "k"))
         self.choose_form(c)
 

@@ -143,10 +143,11 @@ class Fade:
         self.decay = decay
         self.learned = False  # whether `derive` is to set the gradient of the decay
         self.gradient = 0.0
-        place = torch.arange(c, dtype=like.dtype, device=like.device)[:, None]
-        self.from_before = place + 1  # (c, 1): from the end of the chunk before to a query
-        self.to_end = c - 1 - place  # (c, 1): from a key to the end of its chunk
-        self.distance = (place - place.T).clamp(min=0)  # (c, c)
+        if decay is not None:
+            place = torch.arange(c, dtype=decay.dtype, device=decay.device)[:, None]
+            self.from_before = place + 1  # (c, 1): from the end of the chunk before to a query
+            self.to_end = c - 1 - place  # (c, 1): from a key to the end of its chunk
+            self.distance = (place - place.T).clamp(min=0)  # (c, c)
 
     def chunks(self, x: Tensor) -> Tensor:
         """x (B, H, T, E), cut into chunks: (B H n, c, E)."""
@@ -158,22 +159,20 @@ class Fade:
 
     def over(self, distance: Tensor, x: Tensor, power=1) -> Tensor:
         """x (., c, E), decayed over a distance: (c, 1), or (c, c) where E = c."""
-        if self.decay is None:
-            return x
         factor = (-self.decay * (power * distance)).exp()  # (H, c, E)
         return (self.per_head(x) * factor[:, None]).flatten(0, 2)
 
     def within(self, x: Tensor) -> Tensor:
         """x (., c, c) of the queries and keys of one chunk, decayed over their distances."""
-        return self.over(self.distance, x)
+        return x if self.decay is None else self.over(self.distance, x)
 
     def since(self, x: Tensor, power=1) -> Tensor:
         """x (., c, E) of queries, decayed since the end of the chunk before."""
-        return self.over(self.from_before, x, power)
+        return x if self.decay is None else self.over(self.from_before, x, power)
 
     def until(self, x: Tensor, power=1) -> Tensor:
         """x (., c, E) of keys, decayed until the end of their own chunk."""
-        return self.over(self.to_end, x, power)
+        return x if self.decay is None else self.over(self.to_end, x, power)
 
     def whole(self, power=1) -> Tensor | None:
         """The decay of a sum over a whole chunk, (H, 1, its columns or 1)."""

@@ -77,10 +77,12 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("core", "window", "shape"), pairwise(ATTENTION, LONG_WINDOWS, SHAPES))
-def test_a_bias_in_blocks(core, window, shape):
+@pytest.mark.parametrize(
+    ("core", "window", "shape", "form"), pairwise(ATTENTION, LONG_WINDOWS, SHAPES, [fast, plain])
+)
+def test_a_bias_in_blocks(core, window, shape, form):
     bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    assert_exact(fast(core), core, qkv(LONG) | {"bias": bias}, 1e-12, window=window)
+    assert_exact(form(core), core, qkv(LONG) | {"bias": bias}, 1e-12, window=window)
 
 
 # gamma^n of the last three is below float32's smallest number

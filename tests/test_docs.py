@@ -188,7 +188,7 @@ PYTHON_BLOCK = re.compile(r"(?ms)^```python\n(.*?)^```$")
 
 @pytest.mark.slow
 def test_add_your_own(data, tmp_path):
-    """README's own attention, put where README says, trains, decodes, is drawn, timed, tested."""
+    """README's own attention, put where README says, trains, decodes, is timed and tested."""
     section = read("README.md").split("## Add your own")[1].split("\n## ")[0]
     (block,) = PYTHON_BLOCK.findall(section)
     assert len([line for line in block.splitlines() if line]) <= 10

@@ -71,10 +71,11 @@ def load(path: str, lazily: bool = False, verify: bool = True) -> dict:
             "train first, or name the folder of a run with --out_dir="
         )
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load compares no checksums
-            record = archive.testzip() if verify else None
-        if record:
-            raise ValueError(f"its record {record} does not match its checksum")
+        if verify:  # torch.load compares no checksums
+            with zipfile.ZipFile(path) as archive:
+                record = archive.testzip()
+            if record:
+                raise ValueError(f"its record {record} does not match its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
         if state.setdefault("version", 1) > VERSION or not state.keys() >= set(KEYS):
             raise ValueError(f"it needs {', '.join(KEYS)}, and a version of {VERSION} or less")

@@ -176,6 +176,16 @@ def test_a_picture():
     assert left.x1 < right.x0
 
 
+def test_a_new_attention_is_drawn(run, train, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(ATTENTION, "new", sigmoid_attention)
+    train("--max_iters=2", "--attention=new", "--heads=SSSL", "--window=8")
+    out = tmp_path / "maps.png"
+    flags = (f"--out_dir={tmp_path / 'out'}", "--start=the lord", f"--out={out}")
+    code, printed, err = run("lab.maps", *flags)
+    assert code == 0 and f"wrote {out}" in printed, err
+
+
 def test_the_script(run, train, tmp_path):
     pytest.importorskip("matplotlib")
     train("--max_iters=5")
