@@ -53,7 +53,8 @@ def browser():
 
 
 @pytest.fixture
-def port():
+def port(monkeypatch):
+    monkeypatch.setattr("lab.look.__main__.temperature", 0.0)
     first = page(True, TEXT, look(RUNS, TOK, TOK.encode(TEXT)))
     with Server(deepcopy(RUNS), TOK, first, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -125,7 +126,10 @@ def test_the_page_shows_what_the_models_compute(browser, port):
     tab.keyboard.press("Escape")
     tab.wait_for_selector("#write:has-text('Write on')")
     text = tab.input_value("#text")
-    assert text.startswith(TYPED)
+    idx = torch.tensor([TOK.encode(TYPED)])
+    n = len(text) - len(TYPED)
+    written = RUNS[2].model.generate(idx, n, 0.0, vocab_size=TOK.n_vocab)
+    assert text == TOK.decode(written[0].tolist())
     check_numbers(tab, text[-64:], 0, 3, 63)
     tab.fill("#text", "a!")
     tab.wait_for_selector(".problem:has-text('the text holds')")
@@ -155,9 +159,12 @@ def test_an_attention_without_weights(monkeypatch):
 def test_the_commands_and_the_server(run, train, tmp_path, port):
     out = tmp_path / "look.html"
     flags = ("lab.look", f"--out_dir={tmp_path}/out", "--start=the lord")
-    train("--max_iters=2")
-    code, _, err = run(*flags, f"--out={out}")
-    assert code == 0 and '"tokens": ["t", "h", "e", "\\u2423"' in out.read_text(), err
+    train("--max_iters=2", "--heads=SL", "--window=9")
+    code, printed, err = run(*flags, f"--out={out}", "--which=latest")
+    assert code == 0 and "/out/ckpt.pt: " in printed, err
+    shown = out.read_text()
+    assert '"tokens": ["t", "h", "e", "\\u2423"' in shown
+    assert '"attention": "softmax, heads SL, window 9", "trained": "step 2, ' in shown
 
     run("data/text/prepare.py", f"--source={__file__}", f"--out_dir={tmp_path}/data")
     train("--max_iters=2", f"--dataset={tmp_path}/data", f"--out_dir={tmp_path}/other")
