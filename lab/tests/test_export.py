@@ -186,6 +186,7 @@ def test_their_tokenizer_gives_our_tokens(tmp_path, name, text):
     fast(tok, T).save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert len(theirs) == tok.n_vocab
+    assert theirs.padding_side == "left" and theirs.model_max_length == T
     assert theirs.eos_token_id == theirs.bos_token_id == tok.eot
     documents = [f"the lord{tokenizers.END}of all", tokenizers.END] if tok.eot is not None else []
     for sample in ["", "the", " the  lord ", text[:500], ODD, *documents]:
@@ -259,8 +260,8 @@ def test_a_process_without_the_repository_loads_and_samples_it(export, train, tm
 
 def test_a_plain_export_is_sampled(run, export, train, tmp_path):
     assert train("--max_iters=5")[0] == 0
-    code, _, err = export()
-    assert code == 0, err
+    code, out, err = export("--which=latest")
+    assert code == 0 and "/out/ckpt.pt is " in out, err
     texts = []
     for model in (f"--out_dir={tmp_path / 'out'}", f"--init_from={tmp_path / 'exported'}"):
         flags = "--start=the --num_samples=1 --max_new_tokens=40 --device=cpu".split()
