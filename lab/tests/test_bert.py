@@ -115,10 +115,12 @@ def test_a_run_is_repeatable_and_takes_every_flag(run, data):
         assert code == 0 and "nan" not in out, err
         results += [line for line in out.splitlines() if line.startswith("result: ")]
     assert results[0] == results[1] != results[2]
+    loss = float(results[0].split()[-1])
+    assert loss == pytest.approx(math.log(24), abs=0.3)  # 24 characters; little is learned
     assert results[3].startswith("result: attention=laser seed=1 ")
 
 
-def test_the_flags_of_the_training():
+def test_the_flags_of_the_training(capsys):
     """By hand with PyTorch's NAdam; the rate is highest after the warm-up's share of the steps."""
     model = torch.nn.Module()
     p = model.p = torch.nn.Parameter(torch.ones(2, 2))
@@ -132,7 +134,8 @@ def test_the_flags_of_the_training():
         warmup_share=0.5,
     )
     config = vars(flags) | {"steps": 3, "learning_rate": 0.1}
-    common.fit(model, lambda step: (torch.full((2, 2), 0.1 * step),), config, "cpu")
+    common.fit(model, lambda step: (torch.full((2, 2), 3.0 * step),), config, "cpu")
+    printed = capsys.readouterr().out
     q = torch.nn.Parameter(torch.ones(2, 2))
     nadam = torch.optim.NAdam(
         [q],
@@ -145,6 +148,10 @@ def test_the_flags_of_the_training():
     for step, rate in ((1, 0.004), (2, 0.1), (3, 0.05)):  # PyTorch's warm-up begins at a 25th
         nadam.param_groups[0]["lr"] = rate
         nadam.zero_grad()
-        (q.cos() * 0.1 * step).sum().backward()
+        loss = (q.cos() * 3 * step).sum()
+        loss.backward()
+        q.grad /= q.grad.norm()  # gradients are clipped to a norm of 1
         nadam.step()
+        assert f"step {step}: loss {loss:.3f}, " in printed
     assert_equal(p, q, 1e-6)
+    assert common.generator(1, 2).initial_seed() != common.generator(2, 1).initial_seed()

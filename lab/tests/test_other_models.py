@@ -102,7 +102,7 @@ def test_vit_tests_on_the_same_digits_for_every_seed():
 
 def test_vit_learns(run):
     pytest.importorskip("sklearn")
-    flags = ["--steps=100", "--n_layer=1", "--shift=0", "--batch_size=32"]
+    flags = ["--steps=100", "--n_layer=1", "--shift=0", "--batch_size=32", "--patch_size=4"]
     code, out, err = run("lab/examples/vit.py", *flags, "--device=cpu")
     assert code == 0 and float(out.split()[-1]) < 0.2, err
 
@@ -181,19 +181,10 @@ def test_a_conformer_block_is_equation_1():
     assert_equal(y[seen], expected[seen], 1e-10)
 
 
-@pytest.mark.parametrize(("split", "n"), [("train", 270), ("test", 370)])
-def test_the_words_of_the_japanese_vowels(split, n):
-    pytest.importorskip("sktime")
-    words, labels = conformer.vowels(split)
-    assert len(words) == len(labels) == n
-    assert set(labels.tolist()) == set(range(9))
-    for word in words:
-        assert 7 <= len(word) <= 29 and word.shape[1] == 12
-        assert word.isfinite().all()
-
-
 def test_conformer_learns(run):
+    """Its weights by hand, with C = 64: the convolution module has 5 C of a kernel of 5."""
     pytest.importorskip("sktime")
-    code, out, err = run("lab/examples/conformer.py", "--steps=60", "--n_layer=1", "--device=cpu")
-    assert code == 0, err
-    assert float(re.search(r"test recordings ([\d.]+)", out)[1]) < 0.2
+    flags = ["--steps=60", "--n_layer=1", "--kernel=5"]
+    code, out, err = run("lab/examples/conformer.py", *flags, "--device=cpu")
+    assert code == 0 and "97,865 parameters" in out, err
+    assert float(re.search(r"370 test recordings ([\d.]+)", out)[1]) < 0.2
