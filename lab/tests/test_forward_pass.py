@@ -3,7 +3,6 @@
 import json
 
 from lab.experiments import forward_pass
-from model import ATTENTION
 
 
 def test_forward_pass(tmp_path, monkeypatch):
@@ -13,6 +12,7 @@ def test_forward_pass(tmp_path, monkeypatch):
         "lengths": "16,160",
         "heads": "SL",
         "repeats": 2,
+        "tokens": 330,
         "device": "cpu",
         "out": str(out_file),
     }
@@ -20,9 +20,5 @@ def test_forward_pass(tmp_path, monkeypatch):
         monkeypatch.setattr(forward_pass, name, value)
     forward_pass.main()
     rows = json.loads(out_file.read_text())["model"]
-    names = [f"{name} {heads}" for name in ATTENTION for heads in ("L", "SL")]
-    names += ["softmax/beta conv SL", "softmax/beta_squared conv SL"]
-    names += ["softmax L, GQA 2", "softmax L, MQA"]
-    expected = [(name, n) for n in (16, 160) for name in names]
-    assert [(row["subject"], row["n"]) for row in rows] == expected
-    assert all(row["median"]["ms"] > 0 for row in rows)
+    softmax = [(row["n"], row["batch"]) for row in rows if row["subject"] == "softmax SL"]
+    assert softmax == [(16, 20), (160, 2)]
