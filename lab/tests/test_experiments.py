@@ -21,6 +21,7 @@ from lab.experiments import (
 from lab.experiments.tables import TABLES
 from model import GPT, GPTConfig
 from text.dataset import Tokens
+from training.checkpoint import open_model
 
 pytestmark = pytest.mark.usefixtures("quick")
 SMALL = """
@@ -72,15 +73,16 @@ def test_compare(experiment, small, tmp_path):
     flags = [f"--config_file={small}", f"--out_dir={tmp_path / 'runs'}", f"--extra={STEPS}"]
     flags += ["--seeds=2", "--repeats=2", "--jobs=2"]
     out, results = experiment("compare", *flags, "--table=choices", "--only=swiglu;muon")
-    ((gpt2, swiglu, muon),) = tables(out)
+    ((gpt2, swiglu, _),) = tables(out)
     assert swiglu[:2] == ["swiglu", "`--mlp=swiglu`"]
-    names = [f"{row}, {STEPS}, seed {n}" for n in (1, 2) for row in ("GPT-2", "swiglu", "muon")]
-    assert sorted(results["runs"]) == sorted(f"choices, {name}" for name in names)
-    assert muon[5][-1] == "x"
-    flags.append("--what=train,show")
-    again, _ = experiment("compare", *flags, "--table=choices", "--only=swiglu")
+    vals = {run["val"] for run in results["runs"].values()}
+    assert len(vals) == len(results["runs"]) == 3 * 2
+    flags += ["--what=train,show", "--table=choices", "--only=swiglu"]
+    again, _ = experiment("compare", *flags)
     assert "seed 1" not in again
     assert tables(again) == [[gpt2, swiglu]]
+    (rows,) = tables(experiment("compare", *flags, "--against=muon")[0])
+    assert [(row[0], row[3] == "") for row in rows] == [("swiglu", False), ("muon", True)]
 
 
 def test_mistakes(run, small, tmp_path):
@@ -116,13 +118,12 @@ def test_compare_in_equal_time(experiment, data, tmp_path):
     flags += ["--table=256", "--only=LS, conv (rope)"]
     out, results = experiment("compare", *flags)
     steps = {name: round(1500 / ratio) for name, (_, ratio) in results["times"].items()}
-    assert steps["256, softmax (rope)"] == 1500
+    (ms, one), (others_ms, ratio) = results["times"].values()  # of one round
+    assert (one, ratio) == (1.0, pytest.approx(others_ms / ms))
     assert [int(row[6]) for row in tables(out)[0]] == list(steps.values())
-    made = set()
-    for name in ("256, softmax (rope)", "256, LS, conv (rope)"):
-        for n in (1500, steps[name]):
-            made.add(f"{name}, {n} steps, {extra}, seed 1")
-    assert set(results["runs"]) == made
+    n = steps["256, LS, conv (rope)"]
+    assert f"256, LS, conv (rope), {n} steps, {extra}, seed 1" in results["runs"]
+    assert len(results["runs"]) == 3
     again, _ = experiment("compare", *flags, "--what=train,equal,show")
     assert "seed 1" not in again
     assert tables(again) == tables(out)
@@ -168,10 +169,11 @@ def test_lasers_precision_and_probabilities(experiment, run, small, tmp_path):
     assert max(map(float, large[2][1:])) < 0.005
 
     out, _ = experiment("attention_probabilities", *flags)
-    assert "laser, 10 windows of 32 tokens" in out
     layers, (model,) = tables(out)
-    assert [row[2] for row in layers] == ["0.0%"] * 3
     assert model[:3] == ["laser, 32 tokens", "1", layers[2][1]]
+    sums = torch.tensor([[50.0, 10, 5, 8, 6, 4], [50.0, 20, 0, 0, 0, 4]])
+    shares = attention_probabilities.summary(sums).values()
+    assert [*shares] == pytest.approx([10 / 50, 20 / 50, 5 / 50, 8 / 4, 6 / 4])
 
 
 def test_attention_probabilities_and_jacobians():
@@ -209,13 +211,12 @@ def test_fits_have_the_gradients_of_autograd(window):
 
 def test_local_dependencies(experiment, tmp_path):
     flags = [f"--picture={tmp_path / 'x.png'}", "--what=full,show"]
-    out, results = experiment("local_dependencies", *flags, "--n=60", "--steps=20", "--seeds=1")
+    _, results = experiment("local_dependencies", *flags, "--n=60", "--steps=20", "--seeds=1")
     fits = results["fits"]
     assert len(fits) == 2 * 3 + 2  # three rates for a tenth of the steps, and the best one
     *_, fit = fits.values()  # of short attention at its best rate
     missed = fit["1"]["missed"]
-    assert missed[-1] < 0.9 * missed[0]
-    assert [row[3] for row in tables(out)[0]] == ["long", "short"]
+    assert missed[-1] < 0.9 * missed[0] < 0.9  # equal weights miss less than all
 
 
 @pytest.mark.usefixtures("no_new_processes")
@@ -225,16 +226,12 @@ def test_endless(experiment, data, small, tmp_path):
     out, results = experiment("endless", *flags)
     written = results["decode"]["beta, alibi"]["32"]["endless"]
     assert written["first"]["cache_bytes"] == written["last"]["cache_bytes"] > 0
-    sums, slides = results["far"]["beta, alibi"]["32"].values()
-    assert list(sums) == list(slides)
-    assert list(sums)[:2] == ["0-64", "64-256"]
-    assert [len(table) for table in tables(out)] == [2, 1]
     again, _ = experiment("endless", *flags)
     assert "far, " not in again
     assert tables(again) == tables(out)
 
 
-def test_losses_by_position(data):
+def test_losses_by_position(data, monkeypatch):
     """Through a cache as without one; in windows each loss is that of a window that ends there."""
     sizes = {"window": 4, "vocab_size": 29, "n_layer": 2, "n_head": 4, "n_embd": 32}
     fields = endless.MIXED | endless.ROPE | sizes
@@ -252,6 +249,11 @@ def test_losses_by_position(data):
     want = F.cross_entropy(logits.mT, x[:, 1:], reduction="none")
     cached = endless.through_a_cache(gpt, x, piece=13)
     torch.testing.assert_close(cached, want, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(endless, "open_model", lambda *_: [gpt])
+    monkeypatch.setattr(endless, "BANDS", [0, 10, 60, 2**30])
+    means = endless.read_far("", data)
+    for name, losses in (("sums", want), ("slides", found)):
+        assert means[name]["10-60"] == pytest.approx(losses[0, 10:60].mean().item(), rel=1e-4)
 
 
 @pytest.mark.usefixtures("no_new_processes")
@@ -260,11 +262,10 @@ def test_length(experiment, tmp_path):
     picture = tmp_path / "x.png"
     flags = [f"--picture={picture}", "--repeats=1", "--double=64,128"]
     flags += ["--lengths=64,128", "--only=softmax;beta, decay"]
-    out, results = experiment("length", *flags)
-    for part in ("steps", "double"):
-        assert list(results[part]) == ["softmax", "beta, decay"]
+    _, results = experiment("length", *flags)
+    for row in results["double"].values():  # of one round
+        assert row["128"]["ratio"] == pytest.approx(row["128"]["s_128"] / row["128"]["s_64"])
     assert picture.stat().st_size > 10_000
-    assert [row[0] for row in tables(out)[0]] == ["softmax", "beta, decay"]
     flags += ["--what=steps", "--lengths=64,128,256", "--patience=0"]
     assert "steps, softmax: no 128 tokens (--patience" in experiment("length", *flags)[0]
 
@@ -276,8 +277,10 @@ def test_lecture(data, monkeypatch, tmp_path):
     monkeypatch.setattr(beta_post, "dataset", data)
     for script in (lecture, beta_post):
         monkeypatch.setattr(script, "out_dir", str(tmp_path))
-    found = lecture.decay(0.1, "cosine", 1)
+    found = lecture.decay(0.3, "constant", 1)
     losses = found["val_losses"]
     assert found["val"] == pytest.approx(losses[-1], abs=1e-3)
     assert 0 < found["train"] < losses[0]
     assert list(tmp_path.glob("*-0-02/train.bin"))
+    settings = open_model("resume", str(tmp_path / "constant-0-3-1"), "latest")[2]
+    assert (settings["weight_decay"], settings["schedule"]) == (0.3, "constant")
