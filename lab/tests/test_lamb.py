@@ -1,7 +1,5 @@
 """LAMB against its paper's equations, and as an optimizer of train.py."""
 
-import json
-
 import pytest
 import torch
 from harness import same, state_of
@@ -64,9 +62,6 @@ def test_resume_is_exact(train, tmp_path, monkeypatch):
     train(*flags, "--max_iters=6")
     assert train(lamb, "--init_from=resume", "--max_iters=10")[0] == 0
     assert same(state_of(tmp_path)["model"], straight)
-    with open(tmp_path / "out" / "log.jsonl") as f:
-        losses = [row["loss"] for row in map(json.loads, f) if "loss" in row]
-    assert len(losses) == 10 and losses[-1] < losses[0]
 
     monkeypatch.delitem(OPTIMIZER, "lamb")
     code, _, err = train("--init_from=resume", "--max_iters=11")
