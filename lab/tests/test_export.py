@@ -186,7 +186,8 @@ def test_their_tokenizer_gives_our_tokens(tmp_path, name, text):
     fast(tok, T).save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert len(theirs) == tok.n_vocab
-    assert theirs.padding_side == "left" and theirs.model_max_length == T
+    assert theirs.padding_side == "left"
+    assert theirs.model_max_length == T
     assert theirs.eos_token_id == theirs.bos_token_id == tok.eot
     documents = [f"the lord{tokenizers.END}of all", tokenizers.END] if tok.eot is not None else []
     for sample in ["", "the", " the  lord ", text[:500], ODD, *documents]:
