@@ -121,7 +121,10 @@ def test_large_files_are_checked_batch_by_batch(broken, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "damage", "says"),
     [
-        ("meta.json", lambda content: content[:50], "missing or damaged. Run: python"),
+        ("meta.json", lambda content: content[:50], "damaged or of another program. Run: python"),
+        ("meta.json", lambda _: b'{"vocab_size": 65}', "of another program"),  # another program's
+        ("meta.json", lambda _: b"[1, 2]", "of another program"),
+        ("meta.json", lambda content: content.replace(b"sha256", b"md5"), "of another program"),
         ("meta.json", lambda content: re.sub(rb"size\W+", b"\\g<0>-", content), "vocabulary has -"),
         ("train.bin", lambda content: content[:99], "is not the file of "),
         ("train.bin", lambda content: content[::-1], "is not the file of "),
@@ -147,7 +150,7 @@ def test_an_unknown_data_set_names_the_known(monkeypatch, tmp_path):
     assert os.path.isdir(dataset.folder_of("shakespeare_char"))
     with pytest.raises(ValueError, match="there are: .*shakespeare_char"):
         dataset.folder_of("shakespear")
-    with pytest.raises(ValueError, match="missing or damaged. Run: python"):
+    with pytest.raises(ValueError, match="missing, damaged or of another"):
         dataset.read_meta(tmp_path)
 
 

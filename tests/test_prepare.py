@@ -114,6 +114,7 @@ def test_every_kind_of_file_and_number_of_processes(kind, folder, tmp_path, monk
             "tokens": len(tokens),
             "bytes": sum(len(text.encode()) for text in expected),
             "words": sum(len(text.split()) for text in expected),
+            "end_marks": 0,
         }
         if kind != "sentencepiece":  # which normalises
             assert tok.decode(tokens.ids) == "".join(text + END for text in expected)
@@ -168,8 +169,97 @@ def test_a_spawned_process_does_not_run_the_script_again(script, monkeypatch):
     runpy.run_path(str(script), run_name="__mp_main__")
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "expected"),
+    [
+        ("a.ndjson", '{"text": "a"}\n{"text": "b"}\n', b"a\xff"),
+        ("a.JSONLINES", '{"text": "a"}\n{"text": "b"}\n', b"a\xff"),
+        ("a.TSV", "id\ttext\n1\ta, b\n2\tc\n", b"a, b\xff"),
+        ("a.TXT", "a\tb\t", b"a\t"),
+        ("a.md", "# a ", b"# "),
+    ],
+)
+def test_endings_in_any_case_and_their_other_names(name, rows, expected, tmp_path):
+    (tmp_path / name).write_text(rows)
+    assert written(tmp_path / "out", str(tmp_path / name), val_share=0.5)[0] == expected
+
+
+def test_a_folder_of_files_of_many_kinds(tmp_path, capsys):
+    """The kind with the most bytes is read, in linked folders too; the rest is counted and named.
+
+    Files about the data are no data, and the folder may be the one that is written to.
+    """
+    folder = tmp_path / "source"
+    write_files(tmp_path / "elsewhere", ["linked"])
+    (folder / "old").mkdir(parents=True)
+    for name in ("b.TXT", "old/a.text", "notes.pdf", ".hidden.txt"):
+        (folder / name).write_text("text " * 3)
+    (folder / "dataset-metadata.json").write_text('{"text": "' + "x" * 100 + '"}')
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "loop").symlink_to(folder)
+    (folder / "lost.txt").symlink_to(tmp_path / "nowhere")
+    names = ["b.TXT", "linked/00.txt", "old/a.text"]
+    assert prepare._files(str(folder)) == {"train": [str(folder / name) for name in names]}
+    printed = capsys.readouterr().out
+    assert ".txt files: 3 for train" in printed
+    assert "not read: 3 (dataset-metadata.json, lost.txt, notes.pdf)" in printed
+    for again in (False, True):
+        prepare.run(str(folder), str(folder), "bytes", val_share=0.4, num_workers=1)
+        assert ("nothing to do" in capsys.readouterr().out) == again
+
+
+def test_a_data_set_saved_by_datasets(tmp_path):
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    datasets.DatasetDict(train=rows, validation=rows.select([1])).save_to_disk(tmp_path / "a")
+    assert written(tmp_path / "out", str(tmp_path / "a")) == (b"a\xffb\xff", b"b\xff")
+
+
 # -----------------------------------------------------------------------------
 # splits, licences, vocabularies
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("a-train.000.jsonl", "train"),  # C4's names
+        ("a-validation.000.jsonl", "val"),
+        ("TinyStories-valid.txt", "val"),
+        ("wiki.DEV.txt", "val"),
+        ("val_0.csv", "val"),
+        ("my testing set/1.txt", "test"),
+        ("eval2/1.txt", "test"),
+        ("train/part-test.txt", "test"),  # a file's own name comes first
+        ("train/dev/1.txt", "val"),
+        ("Trainer.txt", "train"),  # no words for a split
+        ("latest/contest.txt", "train"),
+        ("evaluations.txt", "train"),
+    ],
+)
+def test_a_files_split_is_a_word_in_its_name(name, split, tmp_path, capsys):
+    path = tmp_path / "test" / name  # the source's own name does not count
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert prepare._files(str(tmp_path / "test")) == {split: [str(path)]}
+    assert f"files: 1 for {split}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["bytes", "char", "sentencepiece"])
+def test_marks_between_documents(kind, tmp_path, capsys):
+    """<|endoftext|> in a text is plain text, which a line says, or with a flag ends a document."""
+    stories = ["once upon a time", "the end of it", "a whale"] * 10
+    path = tmp_path / "stories.txt"
+    path.write_text(f"\n{END}\n".join(stories) + f"\n{END}\n")
+    settings = {"kind": kind, "val_share": 0.5, "vocab_size": 278}
+    prepared(tmp_path / "plain", str(path), **settings)
+    assert f"there {END} stands 15 times as plain text: with" in capsys.readouterr().out
+    prepared(tmp_path / "out", str(path), split_documents=True, **settings)
+    assert "plain text" not in capsys.readouterr().out
+    meta = dataset.read_meta(tmp_path / "out")
+    assert {file["documents"] for file in meta["files"].values()} == {15}
+    tok = tokenizer_of(tmp_path / "out")
+    ids = Tokens(tmp_path / "out", "train", 0).ids.tolist()
+    assert tok.decode(ids) == "".join(story + END for story in stories[:15])
+    assert "|" not in tok.meta.get("vocab", "")
 
 
 def test_the_sources_own_splits(tmp_path):
@@ -342,6 +432,11 @@ NO_TEXT = {
     "a.jsonl": b'{"text": "a"}\n{"story": "b"}\n{',
     "blank.txt": b" \n" * 100,
     "no.txt": b"",
+    "utf16.txt": "text".encode("utf-16"),
+    "utf16.bin": "text".encode("utf-16-be"),
+    "zip.txt": b"PK\x03\x04\xff",
+    "gz.txt": gzip.compress(b"text"),
+    "rows.log": b'{"text": "a"}\n{"text": "b"}\n',
 }
 MISTAKES = [
     ("", "--source= says which text"),
@@ -354,6 +449,12 @@ MISTAKES = [
     ("--source=in/broken.parquet", "cannot read"),
     ("--source=in/notes.pdf", "holds no files of these kinds: .parquet, .txt, .jsonl"),
     ("--source=in/a.jsonl", "cannot read"),
+    ("--source=in/utf16.txt", "is UTF-16 text: iconv -f UTF-16 -t UTF-8"),
+    ("--source=in/utf16.bin/utf16.bin", "no UTF-8 text: it holds bytes that are 0"),
+    ("--source=in/notes.pdf/notes.pdf", "is a PDF: pdftotext"),
+    ("--source=in/zip.txt/zip.txt", "is a zip archive"),
+    ("--source=in/gz.txt", "is compressed by gzip: give it a name such as a.txt.gz"),
+    ("--source=in/rows.log/rows.log", "looks like JSON: name it .jsonl"),
     ("--source=in/blank.txt/blank.txt --tokenizer=sentencepiece", "it holds no words"),
     ("--source=in/blank.txt/blank.txt --val_share=1.5", "between 0 and 1"),
     ("--source=a.parquet --val_share=0.01", "leave a document for val: "),

@@ -6,6 +6,7 @@ A prepared data set is a folder with train.bin and val.bin (token ids, nothing e
 
 import hashlib
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,11 +62,15 @@ def sha256(path: str | Path) -> str:
 def read_meta(folder: str) -> dict:
     """Return the content of meta.json of a prepared folder. Raises UserError if it has none."""
     try:
-        return json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        meta = json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
+        np.dtype(meta["dtype"]), meta["vocab_size"], meta["tokenizer"]["kind"]
+        [(entry["tokens"], entry["sha256"]) for entry in meta["files"].values()]
+        return meta
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
         raise UserError(
-            f"{folder} is not prepared: meta.json is missing or damaged. "
-            f"Run: python {folder}/prepare.py, or for your own text data/text/prepare.py"
+            f"{folder} is not prepared: meta.json is missing, damaged or of another program. "
+            f"Run: python {shlex.quote(f'{folder}/prepare.py')}, "
+            "or for your own text data/text/prepare.py"
         ) from None
 
 

@@ -15,6 +15,7 @@ import json
 import operator
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,28 +24,48 @@ import numpy as np
 
 from errors import UserError, optional
 from text import dataset, tokenizers
-from text.tokenizers import Tokenizer
+from text.tokenizers import END, Tokenizer
 
 SAMPLE = 2 * 10**7  # characters that SentencePiece is trained on
 PER_DOCUMENT = 10**5  # of them from one document; more if there are fewer than 200 documents
 # Names a version of this code. What is cached was made by the same code, or is made anew.
 CODE = dataset.sha256(__file__) + dataset.sha256(tokenizers.__file__)
-# Our name of a split, by its names elsewhere.
-SPLITS = {
-    "train": "train",
-    "validation": "val",
-    "valid": "val",
-    "val": "val",
-    "dev": "val",
-    "test": "test",
+# The words for a split, between separators, and our names of them. The hub has the same words.
+SPLIT = re.compile(
+    r"(?i)(?<![^-._ 0-9])(?:(?P<train>train|training)|(?P<val>val|valid|validation|dev)"
+    r"|(?P<test>test|testing|eval|evaluation))(?![^-._ 0-9])"
+)
+# Each kind of file, by its ending: the builder of `datasets` that reads it, and options.
+KINDS = {
+    ".parquet": ("parquet", {}),
+    ".txt": ("text", {"sample_by": "document"}),
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    ".arrow": ("arrow", {}),
 }
-# The builder of `datasets` that reads a file, by the file's ending.
-BUILDERS = {
-    ".parquet": "parquet",
-    ".txt": "text",
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
+ALIASES = {
+    ".text": ".txt",
+    ".ndjson": ".jsonl",
+    ".jsonlines": ".jsonl",
+    ".tab": ".tsv",
+    ".pq": ".parquet",
+}
+COMPRESSED = re.compile(r"\.(gz|zst|xz|bz2)$", re.IGNORECASE)
+# Files about data, which hold none: Kaggle's, those of `datasets`, and ours.
+ABOUT = ("dataset-metadata.json", "dataset_info", "dataset_dict.json", "state.json", "meta.json")
+# What a file is that is no UTF-8 text, by its first bytes, and what makes text of it.
+NO_TEXT = {
+    b"\xff\xfe\0\0": "UTF-32 text: iconv -f UTF-32 -t UTF-8 converts it",
+    b"\xff\xfe": "UTF-16 text: iconv -f UTF-16 -t UTF-8 converts it",
+    b"\xfe\xff": "UTF-16 text: iconv -f UTF-16 -t UTF-8 converts it",
+    b"PK\x03\x04": "a zip archive or an office program's document: unzip it, or save it as text",
+    b"%PDF": "a PDF: pdftotext converts it",
+    b"\x1f\x8b": "compressed by gzip: give it a name such as a.txt.gz",
+    b"BZh91AY": "compressed by bzip2: give it a name such as a.txt.bz2",
+    b"\xfd7zXZ": "compressed by xz: give it a name such as a.txt.xz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: give it a name such as a.txt.zst",
 }
 # From the beginning of a book to the last line of Project Gutenberg's header, and from the first
 # line of its licence to the end. The header is looked for in the first million characters.
@@ -62,18 +83,20 @@ def run(
     column: str = "text",
     val_share: float = 0.1,
     gutenberg: bool = False,
+    split_documents: bool = False,
     vocab_size: int = 8000,
     num_workers: int | None = None,
 ) -> None:
     """Write the tokens of a source into out_dir and print a report, unless they are there already.
 
-    source: a text file (one document); a .parquet, .jsonl or .csv file (each row is a document); a
-    folder of such files; owner/name or owner/name:config on the Hugging Face hub.
+    source: a text file (one document); a file of KINDS (each row is a document); a folder of such
+    files; owner/name or owner/name:config on the Hugging Face hub.
     column: the column of the rows that holds the text.
     tokenizer: a name in TOKENIZER (the vocabularies of char and sentencepiece are made from this
     text), or a prepared data set, whose tokenizer is taken.
     val_share: the share of the documents for val, if the source has no val split.
     gutenberg: leave out Project Gutenberg's headers and licences.
+    split_documents: <|endoftext|> in a text ends a document.
     num_workers: processes, which do not change the tokens; None: one for each core.
 
     Raises UserError for a mistake, OSError for a full disk.
@@ -83,11 +106,14 @@ def run(
     meta = _requested(tokenizer)
     if tokenizer != "sentencepiece":
         vocab_size = None  # no other tokenizer depends on it
+    files = _files(source)
     contents = [
-        (os.path.relpath(path, source), _builder_of(path), dataset.sha256(path))
-        for path in _paths(source)
+        (split, os.path.relpath(path, source), dataset.sha256(path))
+        for split, paths in files.items()
+        for path in paths
     ]
-    settings = [contents or source, column, meta, vocab_size, val_share, gutenberg, CODE]
+    cleaning = {"gutenberg": gutenberg, "split": split_documents}
+    settings = [contents or source, column, meta, vocab_size, val_share, cleaning, CODE]
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     with contextlib.suppress(UserError, OSError):  # not prepared, or damaged
         prepared = dataset.read_meta(out_dir)
@@ -97,32 +123,35 @@ def run(
             print(f"{out_dir} is already prepared and intact: nothing to do")
             return
 
-    splits = _read(source, column, contents)
+    splits = _read(source, column, files, contents)
     if "train" not in splits:
         raise UserError(f"{source} has no train split, but {', '.join(splits)}")
-    several = sum(map(len, splits.values())) > 1
+    several = split_documents or sum(map(len, splits.values())) > 1
     longest = max(PER_DOCUMENT, SAMPLE // max(1, len(splits["train"])))
     if "val" not in splits:
         splits |= _train_and_val(splits["train"], val_share, gutenberg)
     if vocab_size is not None:
-        lines = _sample(splits["train"], longest, gutenberg)
+        lines = _sample(splits["train"], longest, cleaning)
         tok = tokenizers.train_sentencepiece(lines, vocab_size)
     elif meta == {"kind": "char"}:
-        texts = (_clean(row["text"], gutenberg) for rows in splits.values() for row in rows)
-        vocab = sorted(set(itertools.chain.from_iterable(texts)))
-        tok = tokenizers.CharTokenizer("".join(vocab), several)
+        vocab = set()
+        for row in itertools.chain(*splits.values()):
+            vocab.update(*_documents(row["text"], **cleaning))
+        tok = tokenizers.CharTokenizer("".join(sorted(vocab)), several)
     else:
         tok = tokenizers.tokenizer(meta)
     end = several and tok.eot is not None
     if several and not end:
         print("this tokenizer has no token for the end of a document: nothing separates documents")
-    options = {"tok": tok, "end": end, "gutenberg": gutenberg, "code": CODE}
-    documents = (
-        (split, document)
+    options = {"tok": tok, "end": end, "code": CODE} | cleaning
+    tokenised_rows = (
+        (split, row)
         for split, rows in splits.items()
-        for document in _tokenised_rows(rows, options, num_workers)
+        for row in _tokenised_rows(rows, options, num_workers)
     )
-    _report(write(out_dir, tok, documents, {"from": source, "tokenizer": tokenizer}, id=digest))
+    _report(
+        write(out_dir, tok, tokenised_rows, {"from": source, "tokenizer": tokenizer}, id=digest)
+    )
 
 
 def _requested(tokenizer):
@@ -138,30 +167,82 @@ def _requested(tokenizer):
         ) from None
 
 
-def _paths(source):
-    """Return the paths of a folder's files, or of the one file; none for a name of the hub."""
-    inside = glob.glob(os.path.join(glob.escape(source), "**"), recursive=True)
-    return sorted(filter(os.path.isfile, [source, *inside]))
+def _files(source):
+    """Return the files of a source by split: {split: paths}; nothing for a name of the hub.
+
+    All are of one kind: of that which has the most bytes. Prints how many files are read for which
+    split, and which are not. A split's name stands between separators in a file's name or, if it
+    has none, in the name of a folder above it.
+    """
+    if os.path.isfile(source):
+        return {"train": [source]}
+    kinds = {path: os.path.isfile(path) and _kind_of(path) for path in _paths_in(source)}
+    sizes = collections.Counter()
+    for path in filter(kinds.get, kinds):
+        sizes[kinds[path]] += os.path.getsize(path)
+    if not sizes:
+        if os.path.exists(source):
+            raise UserError(f"{source} holds no files of these kinds: {', '.join(KINDS)}")
+        return {}
+    kind = max(sizes, key=sizes.get)
+    files = collections.defaultdict(list)
+    others = []
+    for path in kinds:
+        inside = os.path.relpath(path, source)
+        if kinds[path] != kind:
+            others.append(inside)
+            continue
+        words = filter(None, map(SPLIT.search, reversed(Path(inside).parts)))
+        files[next((word.lastgroup for word in words), "train")].append(path)
+    counts = ", ".join(f"{len(files[split])} for {split}" for split in files)
+    print(f"{source}: {kind} files: {counts}")
+    if others:
+        print(f"other files, not read: {len(others)} ({', '.join(others[:5])})")
+    return files
 
 
-def _read(source, column, contents):
+def _paths_in(folder):
+    """Return the paths of all files in a folder and in linked folders, but for hidden ones."""
+    paths = []
+    seen = set()  # a link may lead back to a folder above it
+    for root, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(root) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(root))
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        paths += [os.path.join(root, name) for name in names if name[0] != "."]
+    return sorted(paths)
+
+
+def _kind_of(path):
+    """Return a file's kind, a key of KINDS; None if it is of another kind, or about data."""
+    name = COMPRESSED.sub("", os.path.basename(path).lower())
+    ending = os.path.splitext(name)[1]
+    ending = ALIASES.get(ending, ending)
+    return ending if ending in KINDS and not name.startswith(ABOUT) else None
+
+
+def _read(source, column, files, contents):
     """Return the splits of a source: {split: rows}.
 
-    rows: a Dataset of the column "text" alone; for a single text file a list of one row.
+    files: see _files. rows: a Dataset of the column "text" alone; for a single text file a list of
+    one row. contents: what identifies the files.
     """
-    builder = _builder_of(source)
-    if os.path.isfile(source) and (source.endswith(".txt") or builder is None):
-        return {"train": [{"text": read_text(source)}]}
-    files = {}
-    if os.path.exists(source):
-        builder, files = _local(source)
-        options = {
-            "data_files": files,
+    paths = [*itertools.chain(*files.values())]
+    kind = _kind_of(paths[0]) if paths else None
+    if paths == [source] and kind in (None, ".txt") and not COMPRESSED.search(source):
+        text = read_text(source)
+        if kind is None and re.match(r'\s*\[?\s*{\s*"', text):
+            raise UserError(f"{source} looks like JSON: name it .jsonl, or .txt if it is text")
+        return {"train": [{"text": text}]}
+    if kind:
+        builder, options = KINDS[kind]
+        options = options | {
+            "data_files": {split: list(map(glob.escape, files[split])) for split in files},
             "description": str(contents),  # `datasets` itself knows files by their names and times
         }
-        if builder == "text":
-            options["sample_by"] = "document"
-    elif builder is None and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source):
+    elif not _kind_of(source) and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source):
         builder, _, config = source.partition(":")
         options = {"name": config or None}
     else:
@@ -172,35 +253,11 @@ def _read(source, column, contents):
     try:
         found = datasets.load_dataset(builder, **options)
     except Exception as error:  # of the classes of several libraries
-        raise _cannot_read(source, files, error) from None
-    return {SPLITS.get(name, name): _text_of(found[name], source, column) for name in found}
-
-
-def _builder_of(path):
-    """Return the builder of `datasets` that reads a file; None for unknown endings."""
-    return BUILDERS.get(os.path.splitext(re.sub(r"\.(gz|zst|xz|bz2)$", "", path))[1])
-
-
-def _local(source):
-    """Return (builder, {split: glob patterns}) of a file, or of a folder's files for one builder.
-
-    The first word of a file's name, or of the name of a folder above it, may be its split.
-    """
-    paths = _paths(source)
-    counts = collections.Counter(map(_builder_of, paths))
-    builder = next(filter(counts.get, BUILDERS.values()), None)
-    if builder is None:
-        raise UserError(f"{source} holds no files of these kinds: {', '.join(BUILDERS)}")
-    files = collections.defaultdict(list)
-    for path in paths:
-        if _builder_of(path) == builder:
-            inside = path.removeprefix(source).lower()
-            split = re.search(rf"(?:^|[/\\])({'|'.join(SPLITS)})(?![a-z])", inside)
-            files[SPLITS[split[1]] if split else "train"].append(glob.escape(path))
-    others = len(paths) - counts[builder]
-    if others:
-        print(f"{source}: {counts[builder]} {builder} files are read, {others} others are not")
-    return builder, files
+        raise _cannot_read(source, paths, error) from None
+    return {
+        SPLIT.sub(lambda word: word.lastgroup, name): _text_of(found[name], source, column)
+        for name in found
+    }
 
 
 def read_text(path: str) -> str:
@@ -208,25 +265,31 @@ def read_text(path: str) -> str:
 
     Raises UserError if the file is not UTF-8.
     """
+    content = Path(path).read_bytes()
+    for first_bytes, what in NO_TEXT.items():
+        if content.startswith(first_bytes):
+            raise UserError(f"{path} is {what}")
+    if 0 in content[:4096]:
+        raise UserError(f"{path} is no UTF-8 text: it holds bytes that are 0")
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return re.sub("\r\n?", "\n", content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not UTF-8 text ({error.reason}); "
-            f"if it is latin-1: iconv -f LATIN1 -t UTF-8 {path} converts it"
+            f"if it is latin-1: iconv -f LATIN1 -t UTF-8 {shlex.quote(path)} converts it"
         ) from None
 
 
-def _cannot_read(source, files, error):
+def _cannot_read(source, paths, error):
     """Return the sentence for an error of `datasets`."""
     if type(error).__name__ == "DatasetGenerationError":
         error = error.__cause__ or error
     if isinstance(error, UnicodeDecodeError):
-        for path in _paths(source):
-            if path.endswith((".txt", ".jsonl", ".json", ".csv")):  # not compressed
+        for path in paths:
+            if not COMPRESSED.search(path) and _kind_of(path) not in (".parquet", ".arrow"):
                 read_text(path)  # raises the sentence that names the file
     why = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-    advice = "" if files else ". --source= takes local files as well"
+    advice = "" if paths else ". --source= takes local files as well"
     return UserError(f"cannot read {source} ({why}){advice}")
 
 
@@ -244,9 +307,17 @@ def _text_of(rows, source, column):
 
 
 def _clean(text, gutenberg):
-    """Return a document's text with \\n as its line ends; gutenberg: without header and licence."""
+    """Return a row's text with \\n as its line ends; gutenberg: without header and licence."""
     text = re.sub("\r\n?", "\n", (text or "").removeprefix("\ufeff"))
     return GUTENBERG.sub("", text) if gutenberg else text
+
+
+def _documents(text, gutenberg=False, split=False):
+    """Return the documents of a row's text: one, or with split those before and after each END."""
+    text = _clean(text, gutenberg)
+    if not split:
+        return [text]
+    return [part.strip("\n") for part in text.split(END) if part.strip()]
 
 
 def _train_and_val(rows, share, gutenberg):
@@ -271,12 +342,12 @@ def _train_and_val(rows, share, gutenberg):
     }
 
 
-def _sample(rows, longest, gutenberg):
-    """Yield lines to train SentencePiece on: SAMPLE characters, `longest` of each document."""
+def _sample(rows, longest, cleaning):
+    """Yield lines to train SentencePiece on: SAMPLE characters, `longest` of each row."""
     total = 0  # characters so far
     for row in rows:
-        taken = 0  # characters of this document
-        for piece in pieces(_clean(row["text"], gutenberg)):
+        taken = 0  # characters of this row
+        for piece in pieces("\n".join(_documents(row["text"], **cleaning))):
             if taken >= longest:
                 break
             yield from filter(str.strip, piece.split("\n"))
@@ -298,23 +369,31 @@ def pieces(text: str, size: int = 2**14) -> Iterator[str]:
     return (match[0] for match in cut.finditer(text))
 
 
-def tokenised(
-    text: str | None, tok: Tokenizer, end: bool = False, gutenberg: bool = False, code: str = ""
-) -> dict:
-    """Return a document's ids as bytes, and its numbers of bytes (in UTF-8) and of words.
+COUNTS = ("documents", "bytes", "words", "end_marks")
 
-    end: eot follows the ids. code: a version, since `datasets` knows a cached result by this
-    function's name and arguments. It calls this function in its processes.
+
+def tokenised(
+    text: str | None, tok: Tokenizer, end: bool = False, code: str = "", **cleaning: bool
+) -> dict:
+    """Return the ids of a row's text as bytes, and its numbers of documents, bytes and words.
+
+    end: eot follows each document. cleaning: see _documents. "end_marks" counts END as plain text.
+    code: a version, since `datasets` knows a cached result by this function's name and arguments.
+    It calls this function in its processes.
     """
-    text = _clean(text, gutenberg)
     dtype = np.min_scalar_type(tok.n_vocab - 1)
-    ids = b"".join(tok.ids(piece).astype(dtype).tobytes() for piece in pieces(text))
-    if end:
-        ids += np.array([tok.eot], dtype).tobytes()
+    documents = _documents(text, **cleaning)
+    ids = []
+    for document in documents:
+        ids += [tok.ids(piece).astype(dtype).tobytes() for piece in pieces(document)]
+        if end:
+            ids.append(np.array([tok.eot], dtype).tobytes())
     return {
-        "ids": ids,
-        "bytes": len(text.encode("utf-8", "surrogatepass")),
-        "words": len(text.split()),
+        "ids": b"".join(ids),
+        "documents": len(documents),
+        "bytes": sum(len(document.encode("utf-8", "surrogatepass")) for document in documents),
+        "words": sum(len(document.split()) for document in documents),
+        "end_marks": sum(document.count(END) for document in documents),
     }
 
 
@@ -331,32 +410,31 @@ def _tokenised_rows(rows, options, num_workers):
         remove_columns=["text"],
         fn_kwargs=options,
         num_proc=n if n > 1 else None,
-        features=Features(ids=Value("large_binary"), bytes=Value("int64"), words=Value("int64")),
+        features=Features(ids=Value("large_binary"), **dict.fromkeys(COUNTS, Value("int64"))),
         writer_batch_size=100,  # documents that each process has in memory
     )
 
 
 def write(
-    folder: str, tok: Tokenizer, documents: Iterable[tuple[str, dict]], source: dict, **fields
+    folder: str, tok: Tokenizer, rows: Iterable[tuple[str, dict]], source: dict, **fields
 ) -> dict:
     """Write <split>.bin and meta.json, each whole or not at all. Return the content of meta.json.
 
-    documents: (split, what `tokenised` returns) of each document, one split after the other.
+    rows: (split, what `tokenised` returns) of each row, one split after the other.
     source, fields: what else meta.json holds. Raises UserError for a split without tokens.
     """
     os.makedirs(folder, exist_ok=True)
     dtype = np.min_scalar_type(tok.n_vocab - 1)
     files = {}
     with tempfile.TemporaryDirectory(dir=folder, suffix=".tmp") as temporary:
-        for split, group in itertools.groupby(documents, key=operator.itemgetter(0)):
+        for split, group in itertools.groupby(rows, key=operator.itemgetter(0)):
             path = Path(temporary, f"{split}.bin")
-            entry = {"tokens": 0, "documents": 0, "bytes": 0, "words": 0}
+            entry = dict.fromkeys(("tokens", *COUNTS), 0)
             with open(path, "wb") as f:
-                for _, document in group:
-                    f.write(document["ids"])
-                    entry["documents"] += 1
-                    entry["bytes"] += document["bytes"]
-                    entry["words"] += document["words"]
+                for _, row in group:
+                    f.write(row["ids"])
+                    for key in COUNTS:
+                        entry[key] += row[key]
                 entry["tokens"] = f.tell() // dtype.itemsize
             if not entry["tokens"]:
                 raise UserError(f"there is too little text: {path.name} would be empty")
@@ -369,8 +447,7 @@ def write(
             **fields,
             "files": files,
         }
-        text = json.dumps(meta, indent=1, ensure_ascii=False)
-        Path(temporary, "meta.json").write_text(text, "utf-8")
+        Path(temporary, "meta.json").write_text(json.dumps(meta, indent=1))
         for name in (*files, "meta.json"):
             Path(temporary, name).replace(Path(folder, name))
     return meta
@@ -384,3 +461,8 @@ def _report(meta):
             f"{name.removesuffix('.bin')} has {file['tokens']:,} tokens "
             f"({file['documents']:,} documents, {file['words']:,} words, {file['bytes']:,} bytes)"
         )
+        if file["end_marks"]:
+            print(
+                f"there {END} stands {file['end_marks']:,} times as plain text: "
+                "with data/text/prepare.py --split_documents it ends a document"
+            )

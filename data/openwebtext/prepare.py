@@ -1,7 +1,7 @@
 """Prepare OpenWebText in GPT-2's tokens.
 
     python data/openwebtext/prepare.py
-    python data/openwebtext/prepare.py --source=FOLDER   # of .parquet, .txt, .jsonl or .csv files
+    python data/openwebtext/prepare.py --source=FOLDER   # of .parquet, .txt, .jsonl, ... files
 
 Writes train.bin (9 billion tokens, 17 GB), val.bin and meta.json.
 
@@ -20,7 +20,7 @@ from text import prepare
 
 # Which text?
 source = "Skylion007/openwebtext"  # owner/name on the Hugging Face hub, or a file or folder
-column = "text"  # of .parquet, .jsonl and .csv files: the column that holds the text
+column = "text"  # of files with rows: the column that holds the text
 tokenizer = "gpt2"  # char, bytes, gpt2, sentencepiece, or the name of a prepared data set
 val_share = 0.0005  # the share of the documents for val: every 2000th, as many as in nanoGPT
 # Where does it go?

@@ -22,7 +22,7 @@ from text import prepare
 
 # Which text?
 source = "emozilla/pg19"  # owner/name on the Hugging Face hub, or a file or folder
-column = "text"  # of .parquet, .jsonl and .csv files: the column that holds the text
+column = "text"  # of files with rows: the column that holds the text
 tokenizer = "sentencepiece"  # char, bytes, gpt2, sentencepiece, or a prepared data set's name
 vocab_size = 10000  # number of tokens in the vocabulary of the sentencepiece tokenizer
 val_share = 0.1  # the share of the books for val (every 10th) if the source has no validation split

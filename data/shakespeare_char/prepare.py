@@ -17,5 +17,5 @@ out_dir = os.path.dirname(__file__)  # the folder for train.bin, val.bin and met
 if __name__ == "__main__":
     config, _ = configure(globals())
     with user_errors():
-        source = os.path.relpath(os.path.dirname(__file__) + "/input.txt")
+        source = os.path.abspath(__file__ + "/../input.txt")
         prepare.run(source=source, tokenizer="char", **config)

@@ -5,17 +5,19 @@
     python data/text/prepare.py --source=books --tokenizer=sentencepiece --out_dir=data/books
     python data/text/prepare.py --source=my.txt --tokenizer=pg19 --out_dir=data/my
 
-Writes train.bin, val.bin and meta.json. A text file is one document; in .parquet, .jsonl and .csv
-files each row is one. A file of a folder belongs to a split if its name, or the name of its folder,
-begins with train, val or test. Without a val split, every 10th document goes to val
-(--val_share=0.1). If there is only one document, the end of its text goes to val. --tokenizer=pg19
-takes the tokenizer of the data set pg19, for a model that was trained on pg19.
+Writes train.bin, val.bin and meta.json. A text file is one document; in .parquet, .jsonl, .csv,
+.tsv and .arrow files each row is one. A file of a folder belongs to a split if train, val or test
+stands between separators in its name, or in the name of a folder above it: a-val.000.jsonl. Without
+a val split, every 10th document goes to val (--val_share=0.1). If there is only one document, the
+end of its text goes to val. --tokenizer=pg19 takes the tokenizer of the data set pg19, for a model
+that was trained on pg19.
 
 Disk: `datasets` keeps what it downloads, the text and the tokens in ~/.cache/huggingface (HF_HOME
 moves it). This cache can be deleted at the end. A single text file is just read.
 """
 
 import os
+import shlex
 import sys
 
 sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
@@ -26,7 +28,8 @@ from text import dataset, prepare
 
 # Which text?
 source: str | None = None  # a file, a folder of files, or owner/name on the Hugging Face hub
-column = "text"  # of .parquet, .jsonl and .csv files: the column that holds the text
+column = "text"  # of files with rows: the column that holds the text
+split_documents = False  # <|endoftext|> in a text ends a document
 tokenizer = "char"  # char, bytes, gpt2, sentencepiece, or the name of a prepared data set
 vocab_size = 8000  # number of tokens in the vocabulary of the sentencepiece tokenizer
 val_share = 0.1  # the share of the documents that go to val, or of the text of a single document
@@ -44,13 +47,16 @@ if __name__ == "__main__":
             )
         prepare.run(**config)
         folder = config["out_dir"]
-        name = os.path.basename(os.path.abspath(folder))
+        flags = [
+            f"--dataset={folder}",
+            f"--out_dir=out-{os.path.basename(os.path.abspath(folder))}",
+        ]
         print(
-            "to train on it: python train.py config/train_shakespeare_char_cpu.py "
-            f"--dataset={folder} --out_dir=out-{name}"
+            "to train on it: python train.py config/train_shakespeare_char_cpu.py",
+            shlex.join(flags),
         )
         if dataset.read_meta(folder)["vocab_size"] > 10000:
             print(
-                "(--tokenizer=char, or sentencepiece with --vocab_size=1000, "
+                "(--tokenizer=bytes, or sentencepiece with --vocab_size=1000, "
                 "makes this small model many times as fast)"
             )

@@ -19,7 +19,7 @@ import torch
 from configurator import run_script
 from errors import UserError
 from text.dataset import Tokens, read_meta
-from text.prepare import read_text, write
+from text.prepare import COUNTS, read_text, write
 from text.tokenizers import Tokenizer, tokenizer
 from training.pretrained import GPT2, tokenizer_meta
 
@@ -72,7 +72,8 @@ def prepare(folder: str, source: str, tok: Tokenizer) -> dict:
     Its entry "answers" says where answers are: {split: [[begin, end], ...]}. source: a folder with
     train.jsonl and val.jsonl.
     """
-    documents = []
+    rows = []
+    counts = dict.fromkeys(COUNTS, 0) | {"documents": 1}  # bytes and words are those of texts
     answers = {}
     dtype = np.min_scalar_type(tok.n_vocab - 1)
     for split in ("train", "val"):
@@ -85,10 +86,10 @@ def prepare(folder: str, source: str, tok: Tokenizer) -> dict:
             ids, n = encode(tok, prompt, answer)
             answers[split].append([end + n, end + len(ids)])
             end += len(ids)
-            documents.append((split, {"ids": ids.astype(dtype).tobytes(), "bytes": 0, "words": 0}))
+            rows.append((split, counts | {"ids": ids.astype(dtype).tobytes()}))
         if not answers[split]:
             raise UserError(f"{path} holds no examples")
-    return write(folder, tok, documents, {"from": source}, answers=answers)
+    return write(folder, tok, rows, {"from": source}, answers=answers)
 
 
 class Examples(Tokens):
