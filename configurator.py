@@ -35,13 +35,14 @@ from collections.abc import Iterable, Iterator
 
 from errors import UserError, first_line, note, refuse
 
+HOME = re.compile(r"(?<![^,:])~(?=[/\\])")  # in a path, in a list of paths, in FILE:~/path
 WORDS = configparser.ConfigParser.BOOLEAN_STATES | {"none": None}  # "yes": True, "off": False, ...
 PLAIN = types.NoneType | bool | int | float | str  # the types of a flag's value
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 # The files of the core, by their paths below ROOT, and of libraries. All other files are the user's
 OURS = (
-    "^(attention|data|scripts|text|training)/"
+    "^(attention|data|text|training)/"
     r"|^(bench|choices|configurator|errors|eval|model|positions|rules|sample|train)\.py$"
     f"|^<|site-packages|dist-packages|torchinductor|{sysconfig.get_path('stdlib')}"
 )
@@ -99,6 +100,9 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
     where the script assigns the same name, the script's default wins. Exits with code 2 on a
     mistake and with 0 after --help.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # not in a notebook
+            stream.reconfigure(errors="backslashreplace")  # for what the terminal's encoding lacks
     args = []
     for arg in sys.argv[1:]:
         if re.match("--import=.", arg):
@@ -211,6 +215,8 @@ def _read_config(path, flags):
         raise UserError(message) from None
     values = {}
     for name, value in namespace.items():
+        if getattr(value, "shape", None) == ():  # a number of NumPy or PyTorch
+            value = value.item()
         if name in flags:
             values[name] = _checked(value, flags[name].legal, f"{path}: {name} = {value!r}")
         elif isinstance(value, PLAIN) and not name.startswith("_"):
@@ -246,11 +252,18 @@ def _unknown(name, flags):
 
 
 def _checked(value, legal, given):
-    """A value as a legal type: float takes an int, int takes 1e3; nothing takes nan and inf."""
+    """A value as a legal type: float takes an int, int takes 1e3; nothing takes nan and inf.
+
+    In paths ~ is the home folder.
+    """
     if type(value) is int and float in legal:
         value = float(value)
     elif isinstance(value, float) and int in legal and value.is_integer():
         value = int(value)
+    if isinstance(value, str):
+        value = HOME.sub(os.path.expanduser("~"), value)
+    if isinstance(value, int) and abs(value) >= 2**63:  # seeds and sizes are numbers of 64 bits
+        raise UserError(f"{given}: the number is too large")
     finite = not isinstance(value, float) or math.isfinite(value)
     if finite and (type(value) in legal or value in legal):
         return value
@@ -278,6 +291,19 @@ def positive(flag: str, given: str) -> list[int]:
 def at_least_one(**flags: int) -> None:
     """Raise UserError for a flag below 1: at_least_one(jobs=jobs)."""
     refuse((n < 1, f"--{name}={n} must be at least 1") for name, n in flags.items())
+
+
+def can_compile(device: str) -> bool:
+    """Whether torch.compile works here; if not, a line says why. A compiler may be missing."""
+    import torch
+
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
+    except Exception as error:  # of several libraries
+        note(f"going on uncompiled: torch.compile fails here ({first_line(error)})")
+        return False
+    torch._dynamo.config.suppress_errors = True  # what it cannot trace runs uncompiled
+    return True
 
 
 def pick_device(device: str, dtype: str) -> tuple:

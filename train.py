@@ -22,7 +22,7 @@ import torch
 
 from attention.cache import run_definitions
 from attention.probe import largest_logits
-from configurator import configure, pick_device, user_errors
+from configurator import can_compile, configure, pick_device, user_errors
 from errors import NotFinite
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of, positions, prepare_shakespeare, read_meta
@@ -82,7 +82,6 @@ sample_tokens = 300  # length of the text that the model writes at the end, in t
 wandb_log = False  # also log to Weights & Biases
 wandb_project = "owt"  # name of the project in Weights & Biases
 wandb_run_name = "gpt2"  # name of the run in Weights & Biases
-tensorboard = False  # also log to TensorBoard: tensorboard --logdir=.
 # What is saved, and where?
 out_dir = "out"  # the folder for checkpoints and log.jsonl
 always_save_checkpoint = True  # at every evaluation; False: at the end and if interrupted
@@ -218,12 +217,6 @@ def largest_scores(
     return largest
 
 
-def find_not_finite() -> str:
-    """A sentence that says where in the model numbers are not finite, for the end of a run."""
-    micro_batch = [t[:batch_size] for t in batch]
-    return run.first_not_finite(raw_model, lambda: loss_of(raw_model, *micro_batch))
-
-
 def save(it: int, latest: bool, best: bool) -> OSError | None:
     """Saves the state after `it` steps as the latest checkpoint, the best, or both.
 
@@ -257,7 +250,7 @@ def save(it: int, latest: bool, best: bool) -> OSError | None:
 it = start
 batch = get_batch(it)
 raw_model = model if sharded else model.to(device)  # without compilation and DDP around it
-if compile:
+if compile and can_compile(device):
     model = run.compiled(model, sharded)
 eval_model = model  # without DDP: its processes would need equal numbers of batches
 if world > 1:
@@ -276,17 +269,17 @@ scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
 best_val_loss = math.inf
 with user_errors():
     if saved:
-        best_val_loss = run.restored(config, saved, meta, optimizers, scaler)
+        best_val_loss = run.restored(config, saved, data["val"], optimizers, scaler)
     log = Log(
         config=config,
         start=start,
         wandb_id=(saved or {}).get("wandb_id"),
         flops=flops(raw_model),
         peak=peak_flops(device, dtype),
-        find_not_finite=find_not_finite,
     )
     if not eval_only:
-        saver = checkpoint.Saver(out_dir, keep_checkpoints)
+        other_best = saved is not None and best_val_loss == math.inf
+        saver = checkpoint.Saver(out_dir, keep_checkpoints, other_best)
         signals = run.Signals()
 saved = None  # frees its memory, and the file that holds it
 param_groups = [group for o in optimizers for group in o.param_groups]

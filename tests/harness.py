@@ -72,7 +72,7 @@ def run(capsys, monkeypatch):
     def run(script, *args):
         monkeypatch.setattr(sys, "argv", [script, *map(str, args)])
         importlib.reload(distributed)  # it reads the environment
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
         capsys.readouterr()
         code = 0
         try:
@@ -84,7 +84,8 @@ def run(capsys, monkeypatch):
             code = stop.code or 0
         finally:
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                if signal.getsignal(number) != handler:
+                    signal.signal(number, handler)
         out, err = capsys.readouterr()
         return code, out, err
 

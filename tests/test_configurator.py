@@ -1,6 +1,7 @@
 """Flags and config files: what they accept, and how they answer a mistake. Missing packages."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -67,6 +68,7 @@ def values(result):
     return json.loads(result.stdout)[0]
 
 
+HOME = os.path.expanduser("~")
 DEFAULTS = {
     "out_dir": "out",
     "learning_rate": 6e-4,
@@ -94,6 +96,8 @@ DEFAULTS = {
         ("--compile --maybe --top_k=None", {"compile": True, "maybe": True, "top_k": None}),
         ("--no-compile --bias=yes --maybe=0", {"compile": False, "bias": True, "maybe": False}),
         ("--no_maybe --bias=true", {"maybe": False, "bias": True}),
+        ("--out_dir=~/a,~/b~", {"out_dir": f"{HOME}/a,{HOME}/b~"}),
+        ("--out_dir=FILE:~/a", {"out_dir": f"FILE:{HOME}/a"}),
     ],
 )
 def test_flags_are_taken(script, flags, expected):
@@ -108,6 +112,8 @@ def test_flags_are_taken(script, flags, expected):
         ("--nhead=3", "did you mean `n_head`?"),
         ("--max-iters=3", "did you mean `max_iters`?"),
         ("--max_iters=1.5", "needs an integer"),
+        ("--max_iters=99999999999999999999", "--max_iters=99999999999999999999: the number is too"),
+        ("--top_k=-1e30", "the number is too large"),
         ("--learning_rate=1e999", "needs a number"),
         ("--max_iters", "needs a value, an integer: --max_iters=..."),
         ("--compile=2", "needs True or False"),
@@ -166,6 +172,27 @@ def test_a_mistake_in_a_config_file(script, tmp_path, config, says):
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("script.py: config/my.py") and says in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_config_file_may_set_numbers_of_numpy(script):
+    text = """
+        import numpy as np
+        max_iters = np.arange(9)[5]
+        learning_rate = np.float32(0.5)
+        compile = np.bool_(False)
+    """
+    expected = {"max_iters": 5, "learning_rate": 0.5, "compile": False}
+    assert values(script("config/my.py", config=text)) == DEFAULTS | expected
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(script, tmp_path, monkeypatch):
+    """In the encodings of a redirected output on Windows, and half a character in UTF-8."""
+    (tmp_path / "script.py").write_text(SCRIPT + r'print("\u6f22\udcff")')
+    for encoding, line in (("cp1252", r"\u6f22\udcff"), ("utf-8", r"漢\udcff")):
+        monkeypatch.setenv("PYTHONIOENCODING", encoding)
+        command = [sys.executable, tmp_path / "script.py"]
+        printed = subprocess.run(command, capture_output=True, check=True).stdout
+        assert printed.decode(encoding).splitlines()[-1] == line
 
 
 def test_an_imported_module_may_add_choices(script, tmp_path):

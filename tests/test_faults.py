@@ -1,9 +1,12 @@
 """Runs that are disturbed: what they lose, what they print, and where the next run goes on."""
 
+import concurrent.futures
 import contextlib
+import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +18,7 @@ from harness import QUICK, ROOT, SMALL, same, state_of, write
 
 from model import GPT
 from text import dataset, tokenizers
-from training import checkpoint, distributed
+from training import checkpoint, distributed, run
 
 
 def files(tmp_path) -> list[str]:
@@ -83,6 +86,39 @@ def test_resume_from_the_best_if_it_is_newer(train, tmp_path):
     os.replace(tmp_path / "old.pt", tmp_path / "out" / "ckpt.pt")
     code, out, _ = train("--init_from=resume", "--max_iters=10")
     assert code == 0 and "best.pt, step 6" in out and same(state_of(tmp_path)["model"], straight)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_same"),
+    [
+        (["--eval_iters=3"], False),  # 12 windows and not 8
+        (["--batch_size=8", "--eval_iters=1"], True),  # the same 8 windows
+        (["--dataset=COPY"], True),
+        (["--allow_other_data", "--dataset=OTHER"], False),
+    ],
+)
+def test_the_best_checkpoint_survives_another_evaluation(
+    train, data, tmp_path, text, flags, is_same
+):
+    """The old best.pt is kept if its loss and the new ones are of other windows."""
+    shutil.copytree(data, tmp_path / "COPY")
+    write(tmp_path / "OTHER", tokenizers.tokenizer(dataset.read_meta(data)["tokenizer"]),
+          {"train": text, "val": text[::-1]}, {})  # fmt: skip
+    train()
+    best = state_of(tmp_path, "best.pt")
+    step, loss = best["iter_num"], best["best_val_loss"]
+    flags = [flag.replace("=COPY", f"={tmp_path}/COPY") for flag in flags]
+    flags = [flag.replace("=OTHER", f"={tmp_path}/OTHER") for flag in flags]
+    worse = ("--learning_rate=1", "--decay_lr=False", "--max_iters=15")
+    code, out, err = train("--init_from=resume", *worse, *flags)
+    assert code == 0, err
+    kept = tmp_path / "out" / f"best-{step:08d}.pt"
+    assert kept.exists() != is_same and ("starts anew" in out) != is_same
+    if not is_same:
+        assert same(checkpoint.load(str(kept))["model"], best["model"])
+    assert (state_of(tmp_path)["best_val_loss"] == pytest.approx(loss, rel=1e-5)) == is_same
+    train("--max_iters=1")  # a new run
+    assert not kept.exists()
 
 
 def test_weights_that_are_not_finite_are_not_saved(train, tmp_path, monkeypatch):
@@ -229,7 +265,8 @@ def test_data_replaced_under_a_run(train, tmp_path, text, monkeypatch):
     write(own, tok, {"train": text, "val": val}, {})
     train(f"--dataset={own}")
     straight = state_of(tmp_path)["model"]
-    meanwhile(monkeypatch, 7, lambda: write(own, tok, {"train": text[::-1], "val": val}, {}))
+    changed = {"train": text[::-1], "val": val[::-1]}
+    meanwhile(monkeypatch, 7, lambda: write(own, tok, changed, {}))
     assert train(f"--dataset={own}")[0] == 0 and same(state_of(tmp_path)["model"], straight)
     monkeypatch.undo()
     again = ("--init_from=resume", f"--dataset={own}", "--max_iters=12")
@@ -260,6 +297,68 @@ def test_ctrl_c_saves_and_resume_goes_on(train, tmp_path, monkeypatch):
     assert code == 128 + signal.SIGINT and "step 5: train" not in out  # it could take long
     assert "stopped by signal after 5 steps and saved: --init_from=resume" in out
     assert train("--init_from=resume")[0] == 0 and same(state_of(tmp_path)["model"], straight)
+
+
+@pytest.mark.parametrize("name", "SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split())
+def test_other_signals_stop_a_run_as_sigterm_does(train, tmp_path, monkeypatch, name):
+    """A closed terminal's SIGHUP, and a scheduler's warnings."""
+    number = getattr(signal, name)
+    meanwhile(monkeypatch, 5, lambda: os.kill(os.getpid(), number))
+    assert train("--eval_interval=99")[0] == 128 + number
+    assert state_of(tmp_path)["iter_num"] == 5
+
+
+def test_nohup_keeps_its_run(train, monkeypatch):
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
+    names = []
+    monkeypatch.setattr(signal, "signal", lambda number, _: names.append(number.name))
+    run.Signals()
+    assert "SIGTERM" in names and "SIGHUP" not in names
+    monkeypatch.setattr(distributed, "world", 2)  # torchrun passes it on, and then kills
+    run.Signals()
+    assert "SIGHUP" in names
+
+
+def test_signals_reach_only_the_main_thread(monkeypatch):
+    """A notebook may run train.py in a thread."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run.Signals).result().number == 0
+
+
+class Closed(io.StringIO):
+    """A terminal that is closed, or a file on a full disk, after two lines."""
+
+    error = OSError("No space left on device")
+
+    def write(self, text):
+        if self.getvalue().count("\n") > 1:
+            raise self.error
+        return super().write(text)
+
+
+def test_a_line_that_cannot_be_printed_is_lost_alone(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(sys, "stderr", Closed())
+    assert train("--eval_interval=99")[0] == 0
+    assert state_of(tmp_path)["iter_num"] == 10
+    assert sum(key == "loss" for _, key, _ in log_of(tmp_path)) == 10
+
+
+def test_a_closed_pipe_stops_and_saves(train, tmp_path, monkeypatch):
+    """`train.py | head`: the rest of the lines goes to os.devnull."""
+    reader, writer = os.pipe()
+    pipe = os.fdopen(writer, "w")
+    meanwhile(monkeypatch, 5, lambda: os.close(reader))
+    monkeypatch.setattr(sys, "stdout", pipe)
+    assert train("--eval_interval=99")[0] == 128 + signal.SIGTERM
+    assert state_of(tmp_path)["iter_num"] in (5, 6)
+
+
+def test_a_script_without_checkpoints_ends_at_a_closed_pipe(monkeypatch):
+    monkeypatch.setattr(Closed, "error", BrokenPipeError())
+    monkeypatch.setattr(sys, "stdout", Closed("\n\n"))
+    with pytest.raises(BrokenPipeError):
+        distributed.say("x")
 
 
 def by_torchrun(monkeypatch, attempt, call="none_a"):
@@ -303,7 +402,8 @@ def test_a_restart_leaves_an_older_run_alone(train, tmp_path, monkeypatch, owner
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, lambda *_, **__: {}["died"])
         if name == "init_process_group":
-            patch.setenv("WORLD_SIZE", "2")
+            for variable in distributed.LAUNCHED:
+                patch.setenv(variable, "2" if variable == "WORLD_SIZE" else "0")
         with pytest.raises(KeyError, match="died"):
             train()
     by_torchrun(monkeypatch, 1)

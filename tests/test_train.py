@@ -237,6 +237,30 @@ def test_resume_restores_the_config_and_flags_win(train, tmp_path):
     assert [g["weight_decay"] for g in groups] == [0.3, 0.0] and groups[0]["betas"] == (0.9, 0.9)
 
 
+def test_a_run_beyond_its_schedule_says_so(train):
+    train("--max_iters=2")
+    for more, says in (("--max_iters=25", True), ("--lr_decay_iters=30", False)):
+        _, out, _ = train("--init_from=resume", "--max_iters=25", "--eval_only", more)
+        assert ("from step 20 on the learning rate is min_lr=6e-05: --lr_decay" in out) == says
+
+
+def test_without_a_compiler_it_trains_uncompiled(train, monkeypatch):
+    def fails(_):
+        raise RuntimeError("No working C++ compiler found\nand a thousand lines more")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    code, _, err = train("--compile", "--max_iters=2")
+    assert code == 0 and err.count("\n") == 1
+    assert "going on uncompiled: torch.compile fails here (No working C++ compiler found)" in err
+
+
+def test_a_cpu_that_multiplies_bfloat16(train, monkeypatch):
+    """A line says so where nobody has chosen a precision."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    for flags, says in (([], True), (["--dtype=float32"], False)):
+        assert ("this CPU multiplies bfloat16" in train("--max_iters=0", *flags)[1]) == says
+
+
 def test_train_short_test_long(train):
     """A position without weights for each place takes another context; learned ones do not."""
     train("--max_iters=3", "--position=alibi")
@@ -367,7 +391,12 @@ def test_from_a_local_gpt2(train, tmp_path, data):
 
 
 def test_micro_batches_that_cannot_be_shared(train, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("WORLD_SIZE", "3")  # left over from another job
+    code, _, err = train()
+    assert code == 2 and "the environment has WORLD_SIZE, but not all of RANK, WORLD_SIZE" in err
+    assert "unset WORLD_SIZE" in err
+    for variable in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(variable, "0")
     code, _, err = train()
     assert code == 2 and "among 3 processes: make --gradient_accumulation_steps a multiple" in err
 

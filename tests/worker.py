@@ -48,6 +48,7 @@ for line in sys.stdin:
             undo.get("after", lambda: None)()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
     print(json.dumps([code, out.getvalue(), err.getvalue()]), file=answers)

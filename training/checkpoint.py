@@ -22,7 +22,6 @@ from text import dataset, tokenizers
 from training import distributed
 
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"  # files in a run's folder
-BOARD = "tensorboard"  # a folder in a run's folder
 KEYS = ("model", "model_args", "iter_num", "best_val_loss", "config")
 VERSION = 2  # of the format; nanoGPT's files have none
 
@@ -225,11 +224,17 @@ def _placed(x, p):
 
 
 class Saver:
-    """Writes the checkpoints of a run, and keeps the last `keep`. Saving reads nothing back."""
+    """Writes the checkpoints of a run, and keeps the last `keep`. Saving reads nothing back.
 
-    def __init__(self, folder: str, keep: int):
+    other_best: best.pt is of another evaluation, so it is kept under a name with its step.
+    """
+
+    def __init__(self, folder: str, keep: int, other_best: bool = False):
         self.folder = folder
         self.keep = keep
+        self.best = ""  # what best.pt is renamed to, before another one is written
+        if other_best and BEST in checkpoints_in(folder):
+            self.best = join(folder, f"best-{_step(join(folder, BEST)):08d}.pt")
         self.step = 0  # of ckpt.pt
         if LATEST in checkpoints_in(folder):
             self.step = _step(join(folder, LATEST))
@@ -243,13 +248,14 @@ class Saver:
         check_finite(state)
         try:
             if best:
-                save(join(self.folder, BEST), state)
+                save(join(self.folder, BEST), state, self.best)
+                self.best = ""
         finally:
             if latest:
                 path = join(self.folder, LATEST)
                 problem = save(path, state, join(self.folder, f"ckpt-{self.step:08d}.pt"))
                 self.step = state["iter_num"]
-                older = [name for name in checkpoints_in(self.folder) if "-" in name]
+                older = [name for name in checkpoints_in(self.folder) if name.startswith("ckpt-")]
                 for name in older[self.keep - 1 :]:
                     os.remove(join(self.folder, name))
                 if problem:
@@ -262,8 +268,11 @@ def _step(path):
 
 
 def checkpoints_in(folder: str) -> list[str]:
-    """The checkpoints in a run's folder: the latest, older ones (ckpt-00000500.pt), the best."""
-    older = sorted(glob.glob(f"ckpt-{'[0-9]' * 8}.pt", root_dir=folder), reverse=True)
+    """The checkpoints in a run's folder: the latest, older ones (ckpt-00000500.pt), the best.
+
+    Before the best one come those of evaluations with other windows (best-00000500.pt).
+    """
+    older = sorted(glob.glob(f"????-{'[0-9]' * 8}.pt", root_dir=folder), reverse=True)
     return [name for name in (LATEST, *older, BEST) if exists(join(folder, name))]
 
 
@@ -299,7 +308,8 @@ def move_to_previous(out_dir: str) -> list[str]:
     previous = join(out_dir, "previous")
     shutil.rmtree(previous, ignore_errors=True)
     os.makedirs(previous)
-    files += [name for name in (LOG, BOARD) if exists(join(out_dir, name))]
+    if exists(join(out_dir, LOG)):
+        files.append(LOG)
     for name in files:
         os.replace(join(out_dir, name), join(previous, name))
     return files

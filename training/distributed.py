@@ -2,7 +2,10 @@
 
 import inspect
 import os
+import signal
+import sys
 from collections.abc import Callable
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -10,8 +13,9 @@ import torch.distributed as dist
 from errors import UserError, first_line
 
 # torchrun starts the processes, and tells each its RANK and the WORLD_SIZE
-rank = int(os.environ.get("RANK", 0))
-world = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+rank = int(os.environ.get("RANK") or 0)
+world = int(os.environ.get("WORLD_SIZE") or 1)  # the number of processes
 master = rank == 0
 # The folder that this call of torchrun has made on this machine, "" without torchrun. Processes
 # that torchrun starts again have the same one; another call has another one. The file is
@@ -26,14 +30,38 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
-def say(*args: object, **kwargs: object) -> None:
-    """print, on the first process only."""
-    if master:
-        print(*args, flush=True, **kwargs)
+def say(*args: object, file: TextIO | None = None, sep: str = " ") -> None:
+    """print, on the first process only. An error in printing ends no training: the line is lost.
+
+    If nobody reads the lines any more (`| head`), a training ends as with SIGTERM.
+    """
+    if not master:
+        return
+    file = file or sys.stdout
+    try:
+        print(*args, flush=True, file=file, sep=sep)
+    except BrokenPipeError:
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            raise  # no training, or none that could be saved
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        signal.raise_signal(signal.SIGTERM)
+    except OSError:  # a full disk, a closed terminal
+        pass
+
+
+def check_environment() -> None:
+    """Raises UserError if the environment has only some of LAUNCHED, perhaps from another job."""
+    there = [name for name in LAUNCHED if name in os.environ]
+    if there and len(there) < len(LAUNCHED):
+        raise UserError(
+            f"the environment has {', '.join(there)}, but not all of {', '.join(LAUNCHED)}: "
+            f"torchrun sets them. For a single process: unset {' '.join(there)}"
+        )
 
 
 def connect(backend: str) -> None:
     """Joins the other processes, if there are any: by NCCL for tensors on GPUs, else by gloo."""
+    check_environment()
     if world == 1:
         return
     if backend in ("auto", "nccl"):

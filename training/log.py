@@ -1,4 +1,4 @@
-"""The log of a run while it trains: log.jsonl, the terminal, Weights & Biases, TensorBoard."""
+"""The log of a run while it trains: log.jsonl, the terminal, Weights & Biases."""
 
 import contextlib
 import json
@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from os.path import exists, join
 from time import perf_counter
@@ -19,17 +19,14 @@ from training.distributed import by_master, say
 from training.estimate import duration
 
 
-def diverged(step: int, what: object, find: Callable = str) -> NoReturn:
-    """Ends the run with exit code 1, because its numbers are not finite any more.
-
-    what: which numbers. find(): a sentence that says where in the model they are not finite.
-    """
+def diverged(step: int, what: object) -> NoReturn:
+    """Ends the run with exit code 1, because its numbers, what, are not finite any more."""
     say(
         f"\nstep {step}: {what}: the training has diverged. No checkpoint has such numbers; "
-        "a smaller --learning_rate, --grad_clip or --dtype=float32 may help",
+        "a smaller --learning_rate, --grad_clip or --dtype=float32 may help, and "
+        "--import=lab.not_finite shows where in the model they begin",
         file=sys.stderr,
     )
-    say(find(), file=sys.stderr)
     sys.exit(1)
 
 
@@ -52,17 +49,15 @@ def rows_to_keep(path: str, start: int, evaluates: bool) -> list[str]:
 
 @dataclass
 class Log:
-    """log.jsonl, the terminal, wandb and TensorBoard. An older run moves to previous/."""
+    """log.jsonl, the terminal and wandb. An older run moves to previous/."""
 
     config: dict  # train.py's settings
     start: int  # the first step
     wandb_id: str | None  # of a resumed run
     flops: int  # per token
     peak: float | None  # FLOP/s of a GPU
-    find_not_finite: Callable  # for `diverged`
     file = None
     wandb = None
-    board = None
 
     def __post_init__(self):
         self.c = SimpleNamespace(**self.config)
@@ -75,8 +70,6 @@ class Log:
     def open(self) -> None:
         """Opens the logs. A resumed run makes the steps after its checkpoint again."""
         c = self.c
-        if c.tensorboard:
-            optional("tensorboard", "--tensorboard")
         if c.wandb_log:
             self.wandb = optional("wandb", "--wandb_log")
             try:
@@ -102,13 +95,6 @@ class Log:
             f.writelines(kept)
         os.replace(self.path + ".tmp", self.path)
         self.file = open(self.path, "a", buffering=1)
-        if c.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            folder = join(c.out_dir, checkpoint.BOARD)
-            self.board = SummaryWriter(folder, purge_step=self.start)
-            settings = "".join(f"    {name} = {x!r}\n" for name, x in self.config.items())
-            self.board.add_text("settings", settings)
 
     def write(self, row: dict, line: str) -> None:
         """Writes a row to the logs, and its line to the terminal."""
@@ -118,20 +104,16 @@ class Log:
             except OSError as error:  # a full disk ends no run
                 say(f"\ncannot write {self.path} ({error}): training continues without this row")
         say(line)
-        values = dict(row)
-        step = values.pop("iter")
-        for layer, largest in enumerate(values.pop("max_logit", ())):
-            values[f"max_logit/{layer}"] = largest
         if self.wandb:
-            self.wandb.log(values | {"iter": step}, step=step)
-        if self.board:
-            for name, x in values.items():
-                self.board.add_scalar(name, x, step)
+            values = dict(row)
+            for layer, largest in enumerate(values.pop("max_logit", ())):
+                values[f"max_logit/{layer}"] = largest
+            self.wandb.log(values, step=row["iter"])
 
     def evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Logs the losses (nats) of the splits after `step` steps."""
         if not all(map(math.isfinite, losses.values())):
-            diverged(step, f"the losses of the evaluation are {losses}", self.find_not_finite)
+            diverged(step, f"the losses of the evaluation are {losses}")
         self.write(
             {"iter": step, "train_loss": losses["train"], "val_loss": losses["val"]},
             f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}",
@@ -151,7 +133,7 @@ class Log:
         scaled: float16 loss scaling is on, so an infinite norm is normal.
         """
         if not math.isfinite(loss) or not (math.isfinite(norm) or scaled):
-            diverged(step, f"the loss is {loss} and the gradient norm {norm}", self.find_not_finite)
+            diverged(step, f"the loss is {loss} and the gradient norm {norm}")
         c = self.c
         seconds = (perf_counter() - self.began) / (step + 1 - self.logged)
         speed = c.batch_size * c.gradient_accumulation_steps * c.block_size / seconds
@@ -171,11 +153,9 @@ class Log:
         self.logged = step + 1
 
     def close(self) -> None:
-        """Waits until wandb and TensorBoard have everything."""
+        """Waits until wandb has everything."""
         if self.wandb:
             self.wandb.finish()
-        if self.board:
-            self.board.close()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

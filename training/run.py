@@ -5,15 +5,16 @@ meta: the content of the data set's meta.json.
 """
 
 import atexit
+import contextlib
 import math
 import os
+import shlex
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
-from functools import partial
 from types import SimpleNamespace
 from typing import NoReturn
 
@@ -112,6 +113,7 @@ RANGES = [  # see errors.out_of_range
 def check_flags(config: dict, given: dict) -> None:
     """Raises UserError for flags that are wrong, or have no effect, with these settings."""
     c = SimpleNamespace(**config)
+    distributed.check_environment()
     refuse(out_of_range(config, RANGES))
     decays = c.decay_lr and c.schedule != "constant"
     is_muon = c.optimizer == "muon"
@@ -212,8 +214,11 @@ def end_of_documents(config: dict, meta: dict) -> int | None:
     if config["pack"] == "none":
         return None
     eot = tokenizer(meta["tokenizer"]).eot
-    if eot is None:
-        raise UserError(f"--pack=document: {config['dataset']} has no boundaries between documents")
+    if eot is None or meta["files"]["train.bin"].get("documents") == 1:
+        raise UserError(
+            f"--pack=document: {config['dataset']} has no boundaries between documents "
+            "(data/text/prepare.py --split_documents makes some of <|endoftext|>)"
+        )
     return eot
 
 
@@ -269,13 +274,16 @@ def describe(config: dict, model: GPT, train: Tokens, device: str, dtype: str) -
         sep="\n",
     )
 
+    natively = map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "bf16"))
+    if device == "cpu" and c.dtype == "auto" and any(natively):
+        say("this CPU multiplies bfloat16: --dtype=bfloat16 is faster in most models")
+
 
 def compiled(model: torch.nn.Module, sharded: bool) -> torch.nn.Module:
     """The model for torch.compile. What it cannot trace runs uncompiled, with a warning."""
     say(
         "compiling the model in its first steps (a minute or so; --no-compile trains without it)..."
     )
-    torch._dynamo.config.suppress_errors = True
     if not sharded:
         return torch.compile(model)
     for block in model.transformer.h:  # FSDP2 wraps blocks, DDP the compiled model
@@ -284,7 +292,7 @@ def compiled(model: torch.nn.Module, sharded: bool) -> torch.nn.Module:
 
 
 def restored(
-    config: dict, saved: dict, meta: dict, optimizers: list, scaler: torch.amp.GradScaler
+    config: dict, saved: dict, val: Tokens, optimizers: list, scaler: torch.amp.GradScaler
 ) -> float:
     """Puts the saved states into the optimizers and the scaler. Returns the best validation loss.
 
@@ -292,6 +300,7 @@ def restored(
     on with this data set or this optimizer.
     """
     c = SimpleNamespace(**config)
+    meta = val.meta
     before = {"pack": "none", "optimizer": "adamw"} | saved["config"]
     if saved["iter_num"] >= c.max_iters and not c.eval_only:
         say(
@@ -309,48 +318,48 @@ def restored(
         ("optimizer" not in saved
          or ("tokenizer" not in saved and saved["model_args"].get("bias", True)),
          "the checkpoint has no optimizer state, or nanoGPT's, where biases have another order: "
-         f"--init_from={c.out_dir} with another --out_dir= starts a new optimizer"),
+         f"--init_from={shlex.quote(c.out_dir)} with another --out_dir= starts a new optimizer"),
         (before["optimizer"] != c.optimizer,
          f"--optimizer={c.optimizer} cannot go on: "
          f"the saved run used --optimizer={before['optimizer']}"),
     ])  # fmt: skip
     checkpoint.restore(saved, optimizers, scaler)
-    windows = ("dataset", "eval_iters", "batch_size", "block_size", "pack")
-    same_windows = all(config[name] == before.get(name) for name in windows)
-    if "data" in saved and not changed and same_windows:
+    if c.decay_lr and c.schedule != "constant" and c.max_iters > c.lr_decay_iters:
+        say(
+            f"resume: from step {c.lr_decay_iters} on the learning rate is min_lr={c.min_lr}: "
+            f"--lr_decay_iters={c.max_iters} lets it fall until the end"
+        )
+    if "data" in saved and windows(before, val, saved["data"]) == windows(config, val, data):
         return saved["best_val_loss"]
-    say("resume: the evaluation uses other windows now, so the best validation loss starts anew")
+    say(
+        "resume: the evaluation uses other windows now, so the best validation loss starts anew; "
+        "the best checkpoint until now will be kept under another name"
+    )
     return math.inf
 
 
-def first_not_finite(model: GPT, loss_of: Callable) -> str:
-    """A sentence on the module whose output first has a NaN or an infinity; empty without one.
+def windows(config: dict, val: Tokens, data: dict) -> tuple:
+    """What decides which windows an evaluation uses. data: the checksum of each file."""
+    number = min(config["eval_iters"] * config["batch_size"], val.apart)
+    return number, config["block_size"], config["pack"], data["val.bin"]
 
-    loss_of(): the loss of a batch. Its forward pass is made once more. After a step the weights
-    themselves may not be finite, and then every module's output is not.
-    """
-    params = model.parameters()
-    if distributed.world > 1 or not all(p.isfinite().all() for p in params):
-        return "(One process with --log_interval=1 finds where it begins)"
-    names = []
 
-    def look(name, module, args, output):
-        if torch.is_tensor(output) and not output.isfinite().all():
-            names.append(name)
-
-    for name, module in model.named_modules():  # the run ends after this, so the hooks can stay
-        module.register_forward_hook(partial(look, name))
-    loss_of()
-    return f"It begins in the output of {names[0]}" if names else ""
+# Ctrl-C; a scheduler's end; a closed terminal; a scheduler's warnings (SLURM, SGE); a time limit
+STOPS = "SIGINT SIGTERM SIGHUP SIGBREAK SIGUSR1 SIGUSR2 SIGXCPU".split()
 
 
 class Signals:
-    """SIGINT and SIGTERM end the run after its step, with a checkpoint; a second one, at once."""
+    """A signal of STOPS ends the run after its step, with a checkpoint; a second one, at once."""
 
     def __init__(self):
         self.number = 0
-        signal.signal(signal.SIGINT, self.ask)
-        signal.signal(signal.SIGTERM, self.ask)
+        stops = signal.valid_signals() & {getattr(signal, name, None) for name in STOPS}
+        for number in stops:
+            ignored = signal.getsignal(number) == signal.SIG_IGN
+            by_nohup = ignored and number.name == "SIGHUP" and distributed.world == 1
+            if not by_nohup:
+                with contextlib.suppress(ValueError):  # not the main thread: it alone gets signals
+                    signal.signal(number, self.ask)
 
     def ask(self, number: int, frame: object) -> None:
         """Remembers a first signal. Within a second another one may be torchrun's copy of it."""
@@ -358,7 +367,8 @@ class Signals:
             self.number = number
             self.asked_at = time.monotonic()
             if distributed.master:  # no print: the signal may have interrupted one
-                os.write(2, b"\nstopping after this step (a second signal stops at once)\n")
+                with contextlib.suppress(OSError):  # the terminal is closed
+                    os.write(2, b"\nstopping after this step (a second signal stops at once)\n")
         elif time.monotonic() - self.asked_at > 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -389,10 +399,13 @@ def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str
         ids = model.eval().generate(
             idx, config["sample_tokens"], 0.8, vocab_size=tok.n_vocab, seed=config["seed"]
         )
-    say(
-        f"\na sample (more of them: python sample.py --out_dir={config['out_dir']}):\n"
-        f"{tok.decode(ids[0].tolist())}"
-    )
+    command = ["python", "sample.py", f"--out_dir={config['out_dir']}"]
+    if not prompt:
+        command.append(f"--start={tok.decode(idx[0].tolist())}")
+    more = f" (more of them: {shlex.join(command)})"
+    if not checkpoint.checkpoints_in(config["out_dir"]):
+        more = ""  # no step was made, and nothing is saved
+    say(f"\na sample{more}:\n{tok.decode(ids[0].tolist())}")
 
 
 def exit_with_code(it: int, stop: int, unsaved: OSError | None) -> NoReturn:
@@ -405,9 +418,13 @@ def exit_with_code(it: int, stop: int, unsaved: OSError | None) -> NoReturn:
     elif stop:
         code = 128 + stop
         say(f"\nstopped by signal after {count(it, 'step')} and saved: --init_from=resume goes on")
-    if distributed.world > 1:
+    at_once = distributed.world > 1  # a thread of PyTorch that still runs could abort the process
+    if at_once:
         torch.distributed.destroy_process_group()
+    try:
         sys.stdout.flush()
-        # At once: a thread of PyTorch that still runs could abort the process
+    except OSError:  # the same error at the exit would change the exit code
+        at_once = True
+    if at_once:
         atexit.register(os._exit, code)
     sys.exit(code)
