@@ -56,6 +56,11 @@ def _nats(model, tokens, stride, eot, dev, amp):
     return total
 
 
+def perplexity(nats: float) -> str:
+    """exp(nats) in digits. A text without spaces is one word, whose perplexity is no number."""
+    return f"{math.exp(nats):.2f}" if nats < 700 else "too large"
+
+
 def main() -> None:
     at_least_one(batch_size=batch_size)
     dev, _, amp = pick_device(device, dtype)
@@ -90,11 +95,11 @@ def main() -> None:
     if not math.isfinite(total):
         raise NotFinite("the loss is not finite; has the model's training diverged?")
     say(f"loss                 {total / n:.4f} nats per token")
-    say(f"perplexity           {math.exp(total / n):.2f} per token")
+    say(f"perplexity           {perplexity(total / n)} per token")
     entry = meta["files"][f"{split}.bin"]
     if words := entry.get("words"):  # not for prompts and answers
         say(
-            f"perplexity           {math.exp(total / words):.2f} per word "
+            f"perplexity           {perplexity(total / words)} per word "
             f"({words:,} words between whitespace)"
         )
         say(

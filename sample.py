@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from attention.cache import run_definitions, why_it_ends
-from configurator import at_least_one, pick_device, run_script
+from configurator import at_least_one, can_compile, pick_device, run_script
 from errors import UserError
 from text.prepare import read_text
 from text.sampling import stream
@@ -101,8 +101,7 @@ def main() -> None:
         raise UserError(
             f"--endless: this model cannot go on past its block_size={block_size}: {why}"
         )
-    if compile:
-        torch._dynamo.config.suppress_errors = True  # if compiling fails, go on without and say why
+    if compile and can_compile(dev):
         model.compile()
     text, prompt = prompt_of(start, tok)
     if len(prompt) > block_size and not endless:

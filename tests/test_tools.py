@@ -5,6 +5,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import struct
 import sys
 import unittest.mock
@@ -67,6 +68,24 @@ def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path):
     assert printed["perplexity word"] == pytest.approx(math.exp(total / entry["words"]), rel=1e-3)
     bits = total / math.log(2) / entry["bytes"]
     assert printed["bits per byte"] == pytest.approx(bits, abs=1e-4)
+
+
+def test_a_text_without_a_line_end_or_a_space(train, run, tmp_path):
+    """The command that train.py prints works, and a word may be too long for its perplexity."""
+    out_dir = tmp_path / "out dir"
+    tok = tokenizers.CharTokenizer("ACGT")
+    write(tmp_path / "dna", tok, {"train": "GATTACA" * 900, "val": "TAGA" * 500}, {})
+    flags = (f"--dataset={tmp_path / 'dna'}", f"--out_dir={out_dir}", "--sample_tokens=9")
+    code, out, err = train(*flags, "--max_iters=0")
+    assert code == 0 and "\na sample:\n" in out, err  # of nothing that is saved
+    code, out, err = train(*flags, "--max_iters=1")
+    command = shlex.split(re.search(r"a sample \(more of them: python (.*)\):\n", out)[1])
+    assert command == ["sample.py", f"--out_dir={out_dir}", "--start=T"]
+    code, out, err = run(*command, "--max_new_tokens=5", "--num_samples=1", "--device=cpu")
+    assert code == 0 and re.search("\nT[ACGT]{5}\n", out), err
+    code, out, err = run("eval.py", f"--out_dir={out_dir}", "--device=cpu")
+    assert code == 0 and "too large per word (1 words between whitespace)" in out, err
+    assert 1 < measures(out)["bits per byte"] < 4
 
 
 def test_eval_says_what_does_not_fit(train, run, tmp_path, text):

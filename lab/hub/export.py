@@ -82,6 +82,8 @@ def main() -> None:
         raise UserError(f"{error}. With --custom every model can be exported") from None
     try:
         tok = checkpoint.tokenizer_of(state)
+        padding = [*range(tok.n_vocab, model.config.vocab_size)]  # ids that stand for no text
+        exported.generation_config.suppress_tokens = padding or None
         exported_tok = fast(tok, model.config.block_size)
     except (UserError, OSError) as error:
         note(f"no tokenizer is exported: {error}")

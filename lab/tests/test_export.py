@@ -271,6 +271,22 @@ def test_a_plain_export_is_sampled(run, export, train, tmp_path):
     assert texts[0] == texts[1] and texts[0]
 
 
+@pytest.mark.parametrize("flags", [["--custom"], []])
+def test_a_padded_vocabulary_is_never_written(export, train, tmp_path, flags):
+    assert train("--max_iters=2", "--vocab_size=64")[0] == 0
+    tok = checkpoint.open_model("resume", str(tmp_path / "out"), "latest")[1]
+    assert export("--which=latest", *flags)[0] == 0
+    config = transformers.GenerationConfig.from_pretrained(tmp_path / "exported")
+    assert config.suppress_tokens == [*range(tok.n_vocab, 64)]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", trust_remote_code=True
+    )
+    for p in theirs.parameters():
+        p.data.zero_()  # every id is as likely
+    ids = theirs.generate(torch.ones(1, 1, dtype=torch.long), max_new_tokens=30, do_sample=True)
+    assert ids.max() < tok.n_vocab
+
+
 def test_what_is_not_exported(export, train, tmp_path):
     """A choice that no family has, without --custom; and into a folder that is not empty."""
     assert train(*LASER, "--max_iters=1")[0] == 0
