@@ -47,16 +47,12 @@ class KeyValues:
 
     def with_last(self, k, v):
         """Returns the last `window` keys and values and the new ones; keeps the last `window`."""
-        new = k.shape[-2]
         if self.k is not None:
             k = torch.cat((self.k.to(k.dtype), k), dim=-2)  # (B, G, window + T, D)
             v = torch.cat((self.v.to(v.dtype), v), dim=-2)
         start = max(0, k.shape[-2] - self.window)
-        self.k = k[:, :, start:]
-        self.v = v[:, :, start:]
-        if new > 1:  # a copy, so that the memory of a long prompt is freed
-            self.k = self.k.clone()
-            self.v = self.v.clone()
+        self.k = k[:, :, start:].clone()  # a view would keep the memory of all of k
+        self.v = v[:, :, start:].clone()
         return k, v
 
 

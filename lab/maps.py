@@ -35,7 +35,8 @@ from attention.probe import probing
 from attention.scores import plain_form, visible, with_one_hot
 from attention.trial import alike, fixed_inputs
 from configurator import run_script
-from errors import UserError, optional
+from errors import UserError, note, optional
+from lab.plot import paths
 from model import ATTENTION, GPT, GPTConfig
 from rules import attentions
 from sample import prompt_of
@@ -147,6 +148,29 @@ def labels(tok: Tokenizer, ids: list[int]) -> list[str]:
     return texts
 
 
+def fonts_with(text: str) -> list[str]:
+    """Families of installed fonts that have the characters of a text, the usual one first.
+
+    Prints a line if no font has some of them: boxes stand in their place.
+    """
+    from matplotlib import font_manager
+
+    families = ["monospace"]
+    files = [(font_manager.findfont("monospace"), "")]
+    files += [(font.fname, font.name) for font in font_manager.fontManager.ttflist]
+    missing = set(text)
+    for file, family in files:
+        if not missing:
+            break
+        there = missing.intersection(map(chr, font_manager.get_font(file).get_charmap()))
+        missing -= there
+        if there and family:
+            families.append(family)
+    if missing:
+        note(f"no installed font has {''.join(sorted(missing))}: boxes stand for these characters")
+    return families
+
+
 def draw(rows: list[list[Map]], tokens: list[str]) -> object:
     """A matplotlib Figure of a grid of maps, with the tokens on its outer axes where they fit.
 
@@ -169,6 +193,7 @@ def draw(rows: list[list[Map]], tokens: list[str]) -> object:
     # asinh is linear near 0 and a logarithm further out: a tenth of the largest weight still has
     # a colour.
     norm = colors.AsinhNorm(most / 10, -most if signed else 0.0, most)
+    fonts = fonts_with("".join(tokens))
     for r, row in enumerate(rows):
         for column, m in enumerate(row, 1):
             ax = figure.add_subplot(len(rows), columns, r * columns + column)
@@ -176,7 +201,7 @@ def draw(rows: list[list[Map]], tokens: list[str]) -> object:
             seen = visible(m.weights, m.weights, m.window) | (m.weights != 0)  # shows a leak too
             weights = m.weights.where(seen, math.nan).numpy()
             image = ax.imshow(weights, cmap="RdBu" if signed else "YlGnBu", norm=norm)
-            _label(ax, tokens, side * 72 / len(tokens))
+            _label(ax, tokens, side * 72 / len(tokens), fonts)
     figure.colorbar(
         image,
         ax=figure.axes,
@@ -189,17 +214,17 @@ def draw(rows: list[list[Map]], tokens: list[str]) -> object:
     return figure
 
 
-def _label(ax, tokens, point):
+def _label(ax, tokens, point, fonts):
     """Names the axes of a map, and labels them with the tokens, or with numbers if they are many.
 
-    point: the room of a token, in points.
+    point: the room of a token, in points. fonts: families, for the tokens.
     """
     ax.set(xlabel="key", ylabel="query", facecolor="0.85")
     if point >= 5:
         font = min(10.0, 0.92 * point)
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_ticks(
-                range(len(tokens)), tokens, fontsize=font, family="monospace", parse_math=False
+                range(len(tokens)), tokens, fontsize=font, family=fonts, parse_math=False
             )
         if max(map(len, tokens)) > 1:
             ax.tick_params("x", rotation=90)
@@ -274,7 +299,7 @@ def main() -> None:
     texts = []
     folders = [init_from]
     if init_from == "resume":
-        folders = [folder.strip().rstrip("/") for folder in out_dir.split(",")]
+        folders = [folder.strip().rstrip("/") for folder in paths(out_dir)]
     for folder in folders:
         model, tok, _, about = open_model(init_from, folder, which)
         print(about)

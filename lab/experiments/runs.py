@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def finished(
         else:
             sys.stderr.write(run.stderr)
             if run.returncode:
-                raise UserError(f"this run failed: python {' '.join(run.args[1:])}")
+                raise UserError(f"this run failed: python {shlex.join(run.args[1:])}")
         done.write_text(checksum)
     return [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -80,7 +81,7 @@ def example(name: str, command: list[str], threads: int | None = None) -> dict:
     if run.returncode:
         if ": the loss is " in run.stderr:
             return {"diverged": True}
-        raise UserError(f"python {' '.join(run.args[1:])}: {run.stderr.strip()}")
+        raise UserError(f"python {shlex.join(run.args[1:])}: {run.stderr.strip()}")
     lines = re.findall(r"^result: .*?seed=\d+ (.*)$", run.stdout, re.MULTILINE)
     numbers = {}
     for part in lines[-1].split(", "):

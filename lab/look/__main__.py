@@ -26,6 +26,7 @@ import torch
 from configurator import run_script
 from errors import NotFinite, UserError
 from lab.maps import Map, in_words, labels, weights_of
+from lab.plot import paths
 from model import GPT
 from sample import prompt_of
 from text.sampling import stream
@@ -61,7 +62,7 @@ def open_runs(init_from: str, out_dir: str, which: str) -> tuple[list[Run], Toke
     tokenizers = []
     resume = init_from == "resume"
     listed = out_dir if resume else init_from
-    for name in dict.fromkeys(x.strip().rstrip("/") for x in listed.split(",")):
+    for name in dict.fromkeys(x.strip().rstrip("/") for x in paths(listed)):
         model, tok, _, about = open_model(init_from if resume else name, name, which)
         print(about)
         attention = in_words(model.config)

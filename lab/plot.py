@@ -1,7 +1,7 @@
 """Draws the curves of one or several runs, from their log.jsonl.
 
-    python scripts/plot.py --runs=out-shakespeare-char-cpu
-    python scripts/plot.py --runs=out-a,out-b --y=loss,norm,logit --x=tokens --out=curves.png
+    python -m lab.plot --runs=out-shakespeare-char-cpu
+    python -m lab.plot --runs=out-a,out-b --y=loss,norm,logit --x=tokens --out=curves.png
 
 A training loss is drawn twice: each value as a faint line, and the running mean as a strong one.
 Validation losses are points.
@@ -10,12 +10,9 @@ Validation losses are points.
 import json
 import os
 import pathlib
-import sys
 from typing import Literal
 
 import numpy as np
-
-sys.path.insert(0, os.path.abspath(__file__ + "/../.."))
 
 from configurator import names, run_script
 from errors import UserError, optional
@@ -33,6 +30,17 @@ CURVES = {  # each curve's key in the log, and the words on its axis
     "speed": ("tokens_per_s", "tokens per second"),
     "lr": ("lr", "learning rate"),
 }
+
+
+def paths(given: str) -> list[str]:
+    """The paths that a flag lists, with commas between them. A path that exists may hold commas."""
+    if not given:
+        return []
+    parts = given.split(",")
+    n = len(parts)
+    while n > 1 and not os.path.exists(",".join(parts[:n])):
+        n -= 1
+    return [",".join(parts[:n]), *paths(",".join(parts[n:]))]
 
 
 def read(folder: str) -> list[dict]:
@@ -98,7 +106,7 @@ def _draw(ax, name, logs):
 
 
 def main() -> None:
-    logs = {folder.rstrip("/"): read(folder) for folder in runs.split(",") if folder}
+    logs = {folder.rstrip("/"): read(folder) for folder in paths(runs)}
     figures = optional("matplotlib.figure", "a plot")
     keys = {key for rows in logs.values() for row in rows for key in row}
     if "val_loss" in keys:
