@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from attention.cache import run_definitions
 from attention.sums import LINEAR_FROM
 from model import ATTENTION, GPT, GPTConfig
-from positions import POSITION, alibi_slopes, t5_bucket
+from positions import POSITION, t5_bucket
 
 V, C, H, D = 29, 32, 4, 8
 LONG = LINEAR_FROM + 34  # more than beta's and beta_squared's chunks, and no whole number of them
@@ -53,7 +53,9 @@ def by_hand(attn, c, letters, x):
         y.append(head_by_hand(attn, c, letter, h, q[:, [h]], k[:, [key]], v[:, [value]]))
     y = torch.cat(y, dim=1)  # (B, H, T, D)
     if c.differential:
-        y = y[:, ::2] - attn.lambda_of_pairs() * y[:, 1::2]
+        first = (attn.lambda_q1 @ attn.lambda_k1).exp()
+        second = (attn.lambda_q2 @ attn.lambda_k2).exp()
+        y = y[:, ::2] - (first - second + attn.lambda_init) * y[:, 1::2]
         y = F.rms_norm(y, (2 * D,), attn.ln_head.weight, 1e-5) * (1 - attn.lambda_init)
     if c.after == "xsa":
         v = v.repeat_interleave(y.shape[1] // v.shape[1], dim=1)
@@ -105,7 +107,7 @@ def head_by_hand(attn, c, letter, h, q, k, v):
         settings["decay"] = attn.decay.log_slopes[[h], None, None].exp()
     elif "alibi" in (c.decay, position):
         n_map = 2 if c.differential else 1
-        slope = alibi_slopes(H // n_map)[h // n_map]
+        slope = 2 ** (-8 * (h // n_map + 1) / (H // n_map))  # of a power of two of heads
         settings["decay"] = torch.full((1, 1, 1), slope, dtype=q.dtype)
     return naive_attention(core, q, k, v, **settings)
 
