@@ -339,6 +339,14 @@ PRECISIONS = [
 ]
 
 
+SLOPES = {  # the papers', by the number of heads
+    2: [1 / 16, 1 / 256],
+    3: [1 / 16, 1 / 256, 1 / 4],
+    4: [1 / 4, 1 / 16, 1 / 64, 1 / 256],
+    6: [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8],
+}
+
+
 @pytest.mark.parametrize("n_head", [4, 6])  # slopes that are powers of two, and some that are not
 @pytest.mark.parametrize("differential", [False, True])  # the maps of a pair decay alike
 @pytest.mark.parametrize("past", [0, 1700])
@@ -348,8 +356,7 @@ def test_alibis_products_are_slopes_times_distances(n_head, differential, past, 
     fields |= {"block_size": 2000, "temperature": 3.0}
     c = config(position="alibi", **fields)
     n_map = 2 if differential else 1
-    slopes = torch.tensor(alibi_slopes(n_head // n_map))
-    slopes = slopes.repeat_interleave(n_map)[:, None, None]
+    slopes = torch.tensor(SLOPES[n_head // n_map]).repeat_interleave(n_map)[:, None, None]
     i = torch.arange(300)
     expected = -slopes * (i[:, None] - i)
     x = torch.zeros(2, n_head, 300, D, dtype=dtype)
@@ -363,7 +370,7 @@ def test_alibi_stays_within_float16(past):
     fields = {"n_embd": 512, "head_dim": 128, "temperature": 8.0, "block_size": 65536}
     x = torch.zeros(1, 4, 100, 128, dtype=torch.float16)
     s = alibi_scores(config(position="alibi", **fields), x, past)[0]
-    expected = -50 * torch.tensor(alibi_slopes(4))[:, None]
+    expected = -50 * torch.tensor(SLOPES[4])[:, None]
     error = (s.diagonal(-50, -2, -1) - expected).abs()
     assert (error <= 0.02 * expected.abs() + 0.1).all()
 
@@ -518,6 +525,29 @@ def test_mlps_are_the_papers(mlp, n_hidden):
     assert_equal(m(x), m.c_proj(y), 1e-9)
     if n_hidden is None:
         assert m.c_fc.weight.numel() + m.c_proj.weight.numel() == 8 * 96 * 96
+
+
+@pytest.mark.parametrize("core", ["softmax", "softcap", "beta", "beta_squared"])
+def test_where_and_how_often_dropout_drops(core):
+    """A fifth of the embedding and of the layers' outputs, half of the attention weights.
+
+    What is kept grows by as much. With values of ones and zeros an output is its weights.
+    """
+    gpt = GPT(config(attention=core, head_dim=T, dropout=0.2, attn_dropout=0.5))
+    block = gpt.transformer.h[0]
+    drops = [gpt.transformer.drop, block.attn.resid_dropout, block.mlp.dropout]
+    outputs = [outputs_of(module) for module in drops]
+    gpt(tokens(16))
+    for (y,) in outputs:
+        assert (y == 0).float().mean().item() == pytest.approx(0.2, abs=0.03)
+    q, k = torch.randn(2, 16, 4, T, T)
+    v = torch.eye(T).expand_as(q)
+    weights = block.attn.mix(q, k, v)
+    seen = torch.ones(T, T).tril().bool()
+    assert (weights == 0)[..., seen].float().mean().item() == pytest.approx(0.5, abs=0.03)
+    all_weights = gpt.eval().transformer.h[0].attn.mix(q, k, v)
+    assert (all_weights != 0)[..., seen].all()
+    assert_equal(weights, 2 * all_weights * (weights != 0), 1e-5)
 
 
 # -----------------------------------------------------------------------------
