@@ -8,6 +8,7 @@ import textwrap
 import traceback
 
 import pytest
+import torch
 from harness import ROOT
 from test_house import CORE, read
 
@@ -245,6 +246,20 @@ def test_an_error_in_the_users_own_code_keeps_its_traceback(script, tmp_path, en
     (tmp_path / "script.py").write_text(f"{SCRIPT}{ending}\n")
     err = script().stderr
     assert f'script.py", line {SCRIPT.count(chr(10)) + 1}' in err and err.endswith(last), err
+
+
+@pytest.mark.parametrize(("bfloat16", "dtype"), [(True, "bfloat16"), (False, "float16")])
+def test_each_process_takes_its_own_gpu(bfloat16, dtype, monkeypatch):
+    taken = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bfloat16)
+    for device, index in (("auto", 1), ("cuda:0", 0)):
+        device, chosen, amp = configurator.pick_device(device, "auto")
+        assert (device, chosen) == (f"cuda:{index}", dtype)
+        assert taken.pop() == device and amp.fast_dtype == getattr(torch, dtype)
 
 
 def test_which_files_are_the_users(monkeypatch):

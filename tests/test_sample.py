@@ -8,6 +8,8 @@ import pytest
 import torch
 from harness import ROOT
 
+from model import GPT
+from text import sampling
 from text.tokenizers import ByteTokenizer
 
 
@@ -36,6 +38,26 @@ def test_sample(run, trained, tmp_path):
     out = sample(f"--start=FILE:{prompt}", "--num_samples=1", "--stop= ")
     assert "the model sees the last 32" in out
     assert " " not in out.partition(prompt.read_text())[2].splitlines()[0]
+
+
+def test_what_each_flag_decides(run, trained, monkeypatch):
+    """What text.sampling.stream is called with, under which autocast."""
+    calls = []
+
+    def stream(model, ids, n, **settings):
+        calls.append((n, settings, torch.get_autocast_dtype("cpu")))
+        return []
+
+    monkeypatch.setattr(sampling, "stream", stream)
+    monkeypatch.setattr(GPT, "compile", lambda self: calls.append("compiled"))
+    flags = "--num_samples=2 --max_new_tokens=7 --temperature=0.5 --top_k=3 --top_p=0.9 --seed=5"
+    code, _, err = run(
+        "sample.py", *trained, *flags.split(), "--no-use_cache", "--compile", "--dtype=float16"
+    )
+    settings = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "vocab_size": 24}
+    settings |= {"use_cache": False, "endless": False}
+    expected = [(7, settings | {"seed": seed}, torch.float16) for seed in (5, 6)]
+    assert calls == ["compiled", *expected], err
 
 
 MISTAKES = {
