@@ -183,10 +183,10 @@ def test_the_largest_score_of_each_layer(core, position, heads, packed, monkeypa
 
 
 def test_logits_in_the_log(train, tmp_path):
-    """They change no loss."""
+    """They change no loss, with dropout."""
     losses = []
     for flag in ("--no-log_logits", "--log_logits"):
-        _, out, err = train(flag, "--log_interval=2", "--max_iters=4")
+        _, out, err = train(flag, "--log_interval=2", "--max_iters=4", "--dropout=0.2")
         log = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
         rows = [row for row in map(json.loads, log) if "loss" in row]
         losses.append([row["loss"] for row in rows])
