@@ -106,6 +106,13 @@ def test_medians_and_ratios():
     }
 
 
+def test_rows_of_short_heads_have_the_flags(monkeypatch):
+    monkeypatch.setattr(bench, "heads", "SL")
+    monkeypatch.setattr(bench, "window", 5)
+    row = bench.chosen_rows("cpu")["beta SL"]
+    assert row == {"attention": "beta", "heads": "SL", "window": 5}
+
+
 def test_the_passes_in_milliseconds(monkeypatch):
     """The forward passes take 1 and 2 s, the backward pass 3 s."""
     times = iter((0, 1, 10, 12, 20, 23))

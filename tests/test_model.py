@@ -469,7 +469,7 @@ DRAWN = [  # settings; the share of each token of these probabilities
     ({"top_k": 2}, TWO),
     ({"top_p": 0.7}, TWO),
     ({"top_p": 0.1}, ONE),
-    ({"temperature": 0.05}, ONE),
+    ({"temperature": 0.5}, [0.685, 0.247, 0.062, 0.007]),  # their squares
     ({"temperature": 1e-45}, ONE),
 ]
 

@@ -161,6 +161,29 @@ def test_the_first_use_prepares_shakespeare(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().out == ""
 
 
+ALL = {"num_workers": 3, "out_dir": "out", "source": "a", "column": "b", "tokenizer": "c"}
+BOOKS = ALL | {"val_share": 0.3, "vocab_size": 9, "gutenberg": False}
+FLAGS = [  # a script, and a value unlike the default of each flag
+    ("openwebtext", ALL | {"val_share": 0.3}),
+    ("pg19", BOOKS),
+    ("text", BOOKS | {"gutenberg": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "flags"), FLAGS)
+def test_each_flag_arrives(name, flags, run, monkeypatch):
+    """Every 2000th document is for val, as in nanoGPT; PG-19 has 10,000 tokens, as in the paper."""
+    seen = {}
+    monkeypatch.setattr(prepare, "run", lambda **settings: seen.update(settings))
+    script = f"data/{name}/prepare.py"
+    run(script, *(f"--{flag}={value}" for flag, value in flags.items()))
+    assert seen == flags
+    run(script, "--source=a")
+    assert all(seen[flag] != value for flag, value in flags.items() if flag != "source")
+    assert seen["val_share"] == (0.0005 if name == "openwebtext" else 0.1)
+    assert seen.get("vocab_size", 0) == {"pg19": 10000, "text": 8000}.get(name, 0)
+
+
 @pytest.mark.parametrize("script", sorted(Path(ROOT).glob("data/*/prepare.py")), ids=str)
 def test_a_spawned_process_does_not_run_the_script_again(script, monkeypatch):
     """On macOS and Windows each new process imports the script, under this name."""
@@ -173,12 +196,12 @@ def test_a_spawned_process_does_not_run_the_script_again(script, monkeypatch):
 
 
 def test_the_sources_own_splits(tmp_path):
-    for name, n in (("train", 3), ("Validation", 1), ("test", 5)):
+    for name, n in (("train", 3), ("Validation", 1), ("dev", 2), ("test", 5)):
         write_files(tmp_path / "books" / name, TEXTS[:n])
     prepared(tmp_path / "out", f"{tmp_path / 'books'}/")
     files = dataset.read_meta(tmp_path / "out")["files"]
     documents = {name: files[name]["documents"] for name in files}
-    assert documents == {"train.bin": 3, "val.bin": 1, "test.bin": 5}
+    assert documents == {"train.bin": 3, "val.bin": 1 + 2, "test.bin": 5}
 
 
 def test_what_is_without_text_is_an_empty_document(tmp_path):
@@ -313,6 +336,8 @@ def test_again_there_is_nothing_to_do(tmp_path, capsys):
         assert is_done(source, **flags, vocab_size=9)
     os.truncate(out / "val.bin", 5)
     assert not is_done(books)
+    titles = written(tmp_path / "titles", rows, column="title")[1]
+    assert titles == b"".join(title.encode() + b"\xff" for title in TEXTS[::-1][3::4])
     moved = shutil.copytree(books, tmp_path / "moved", copy_function=shutil.copyfile)
     assert is_done(str(moved))
     path = Path(books, "03.txt")

@@ -295,7 +295,7 @@ def test_plot(run, train, tmp_path):
     train("--log_logits")
     logs = {
         "b": '{"iter": 0, "loss": 2, "norm": Infinity, "ms": 1, "tokens_per_s": 1}\n{"iter": 9, "l',
-        "c": '{"iter": 0, "val_loss": 3.0}\n',
+        "c": '{"iter": 0, "val_loss": 3.0}\n{"iter": 5, "val_loss": 3.5}\n',
         "bad": "{1",
     }
     for name, log in logs.items():
@@ -313,7 +313,7 @@ def test_plot(run, train, tmp_path):
 
     wide, out = plot("out,b,c/", "--x=tokens")
     assert "out: 10 steps, 2,560 tokens, best validation loss" in out
-    assert "c: 0 steps, 0 tokens, best validation loss 3.0000" in out
+    assert "c: 5 steps, 0 tokens, best validation loss 3.0000" in out
     width, out = plot("b,c", "--x=time", "--y=loss,logit")
     assert wide == 4 * width and "no run has logged logit" in out  # four curves, and one
     assert plot("c")[0] == width
@@ -333,7 +333,8 @@ def test_the_axes_of_a_plot(tmp_path):
     rows = []
     for i in (0, 10):
         ms = 1000.0 * (i + 1)
-        rows.append({"iter": i, "loss": 1.0, "ms": ms, "tokens_per_s": 100.0 / (i + 1)})
+        row = {"iter": i, "loss": 4.0 - i / 5, "ms": ms, "tokens_per_s": 100.0 / (i + 1)}
+        rows.append(row | {"max_logit": [5.0, 6.0, i]})
     rows += [{"iter": i, "val_loss": 2.0} for i in (0, 6, 21)]  # before their steps
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     read = module["read"](str(tmp_path))
@@ -342,10 +343,20 @@ def test_the_axes_of_a_plot(tmp_path):
     seconds = [row["time"] * 3600 for row in read]
     assert seconds == pytest.approx([1, 111, 0, 1 + 5 * 11, 111 + 10 * 11])
 
+    draw = module["_draw"]
+    draw.__globals__["x"] = "tokens"
+    ax = unittest.mock.MagicMock()
+    last = {"steps": 50 * 10 / math.log(2)}  # ten steps later a value weighs a half
+    for name in ("loss", "logit"):
+        draw(ax, name, {"a": read, "b": [last]})
+    calls = [call.args for call in ax.plot.call_args_list]
+    places = pytest.approx([100, 1100])
+    assert calls[0] == (places, [4.0, 2.0])
+    assert calls[1] == (places, pytest.approx([4, (0.5 * 4 + 2) / 1.5]))
+    assert calls[2] == (pytest.approx([0, 600, 2100]), [2.0] * 3, "o")
+    assert calls[6] == (places, [6.0, 10.0])
     mean = module["running_mean"]
     assert mean([math.inf, 4.0, 2.0], [1, 2, 3], 1e9)[1:] == pytest.approx([4, 3])
-    half = 10 / math.log(2)  # ten steps later a value weighs a half, however often a run was logged
-    assert mean([4.0, 2.0], [1, 11], half) == pytest.approx([4, (0.5 * 4 + 2) / 1.5])
 
 
 def logged(tmp_path) -> list[dict]:
