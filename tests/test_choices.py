@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import assert_equal, legal, pairwise
 from reference import fast, naive_attention, shaken
-from test_model import C, D, T, V, config, saved_bytes, tokens
+from test_model import C, D, T, config, saved_bytes, tokens
 from torch.nn import functional as F
 
 import attention.fast
@@ -190,7 +190,7 @@ for where in WHERE:
     pairwise(POSITION, ATTENTION, BLOCKS, legal=is_legal),
 )
 def test_causal_and_every_parameter_learns(position, core, block):
-    """Checked by gradients and by changing a later token. Every parameter has a gradient."""
+    """No gradient comes from a later token. Every parameter has a gradient."""
     fields = {"heads": "SSSL", "window": 4, "n_kv_head": 2} | block
     gpt = shaken(config(attention=core, position=position, **fields), by=0.1)
     x = tokens()
@@ -203,9 +203,6 @@ def test_causal_and_every_parameter_learns(position, core, block):
         assert reached[0]
         assert reached[i]
         assert not reached[i + 1 :].any()
-    changed = x.clone()
-    changed[:, -1] = (x[:, -1] + 1) % V
-    assert_equal(gpt(changed, x)[0][:, :-1], logits[:, :-1], 1e-5)
     loss.backward()
     for name, p in gpt.named_parameters():
         assert p.grad.isfinite().all(), name
@@ -214,7 +211,7 @@ def test_causal_and_every_parameter_learns(position, core, block):
 
 @positions
 def test_bfloat16_autocast_stays_near_float32(position):
-    """Far from initialisation. A model without its position differs far more."""
+    """Far from initialisation."""
     fields = {"norm": "rmsnorm", "qk_norm": "rmsnorm", "n_kv_head": 2}
     fields |= {"heads": "SSSL", "window": 4}
     gpt = shaken(config(position=position, **fields))
@@ -223,12 +220,7 @@ def test_bfloat16_autocast_stays_near_float32(position):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits, loss = gpt(x, x)
     loss.backward()
-    error = relative_error(logits, exact)
-    assert error < 0.03
-    if position in SCHEMES:
-        plain = GPT(config(position="none", **fields)).eval()
-        plain.load_state_dict(gpt.state_dict(), strict=False)
-        assert relative_error(plain(x, x)[0], exact) > 3 * error
+    assert relative_error(logits, exact) < 0.03
 
 
 @pytest.mark.parametrize("position", SCHEMES)
@@ -237,19 +229,6 @@ def test_a_model_cast_to_bfloat16_keeps_its_positions(position):
     x = tokens()
     exact = gpt(x, x)[0]
     assert relative_error(gpt.bfloat16()(x, x)[0], exact) < 0.05
-
-
-def test_without_positions_a_model_with_one_layer_sees_a_bag_of_tokens():
-    x = tokens()
-    order = [*torch.randperm(T - 1), T - 1]
-    for position in POSITION:
-        gpt = shaken(config(position=position, n_layer=1))
-        logits = gpt(x)[0]
-        difference = (gpt(x[:, order])[0] - logits).abs().max()
-        if position == "none":
-            assert difference <= 1e-5
-        else:
-            assert difference > 1e-3, position
 
 
 @positions
@@ -375,17 +354,6 @@ def test_alibi_stays_within_float16(past):
     assert (error <= 0.02 * expected.abs() + 0.1).all()
 
 
-def test_alibi_of_slope_zero_is_no_position():
-    x = tokens()
-    gpt = shaken(config(position="alibi"))
-    plain = GPT(config(position="none")).eval()
-    plain.load_state_dict(gpt.state_dict())
-    expected = plain(x, x)[0]
-    assert (gpt(x, x)[0] - expected).abs().max() > 1e-3
-    gpt.transformer.h[0].attn.position.q.zero_()
-    assert_equal(gpt(x, x)[0], expected, 1e-5)
-
-
 @pytest.mark.parametrize("max_distance", [20, 64, 128, 1000])
 def test_t5_buckets_are_the_papers(max_distance):
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
@@ -414,10 +382,6 @@ def test_sinusoids_are_the_papers():
 
 # -----------------------------------------------------------------------------
 # heads
-
-
-def test_as_many_heads_of_keys_as_of_queries_is_plain():
-    assert vars(config(n_kv_head=4).resolved()) == vars(config().resolved())
 
 
 # -----------------------------------------------------------------------------
@@ -541,13 +505,13 @@ def test_where_and_how_often_dropout_drops(core):
     for (y,) in outputs:
         assert (y == 0).float().mean().item() == pytest.approx(0.2, abs=0.03)
     q, k = torch.randn(2, 16, 4, T, T)
-    v = torch.eye(T).expand_as(q)
-    weights = block.attn.mix(q, k, v)
+    qkv = q, k, torch.eye(T).expand_as(q)
     seen = torch.ones(T, T).tril().bool()
-    assert (weights == 0)[..., seen].float().mean().item() == pytest.approx(0.5, abs=0.03)
-    all_weights = gpt.eval().transformer.h[0].attn.mix(q, k, v)
-    assert (all_weights != 0)[..., seen].all()
-    assert_equal(weights, 2 * all_weights * (weights != 0), 1e-5)
+    weights = block.attn.mix(*qkv)[..., seen]
+    kept = weights != 0
+    assert kept.float().mean().item() == pytest.approx(0.5, abs=0.03)
+    assert_equal(weights, 2 * block.eval().attn.mix(*qkv)[..., seen] * kept, 1e-5)
+    assert (block.attn.mix(*qkv)[..., seen] != 0).all()
 
 
 # -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ HEADS = [
     {},
     {"heads": "SL", "window": 5},
     {"heads": "SSLL", "window": 5, "differential": True},
-    {"n_kv_head": 2},
+    {"n_kv_head": 2, "conv": 4},
 ]
 # (row, start, end) of the documents of a batch of four rows, of which two are alike
 DOCUMENTS = [

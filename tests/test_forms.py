@@ -235,15 +235,6 @@ def test_a_fingerprint_knows_the_functions_that_a_definition_calls(monkeypatch):
     assert before != forms.fingerprint(uses_helper) != ""
 
 
-@cores
-def test_plain_and_fast_give_the_same_text(core, train, run, tmp_path):
-    train(f"--attention={core}", "--heads=SL", "--window=5")
-    flags = [f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--start=the"]
-    fast_text = run("sample.py", *flags, "--max_new_tokens=40")[1]
-    plain_text = run("sample.py", *flags, "--max_new_tokens=40", "--plain")[1]
-    assert fast_text == plain_text and len(fast_text) > 60
-
-
 # -----------------------------------------------------------------------------
 # a new attention, of which nothing else is known
 

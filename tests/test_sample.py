@@ -31,8 +31,6 @@ def test_sample(run, trained, tmp_path):
     assert [len(text) for text in samples] == [48, 48, 48]
     assert len(set(samples)) == 3
     assert out == sample(*three)
-    likeliest = ("--start=t", "--temperature=0", "--num_samples=1", "--max_new_tokens=40")
-    assert sample(*likeliest, "--seed=1") == sample(*likeliest, "--seed=2")
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("noble and citizens, of all the lord speaks: " * 3)
     out = sample(f"--start=FILE:{prompt}", "--num_samples=1", "--stop= ")

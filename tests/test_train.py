@@ -51,14 +51,6 @@ def test_gradients_are_clipped(train, tmp_path):
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_log_lines(train):
-    _, out, _ = train("--max_iters=4", "--log_interval=2")
-    line = r"^iter (\d): loss .+, time .+ms, .+ tok/s, norm \d+\.\d{3}$"
-    assert re.findall(line, out, re.M) == ["0", "2"]
-    assert re.search(r"^step 0: train loss .+, val loss \d", out, re.M)
-    assert "\r" not in out and "\x1b" not in out  # plain where it is no terminal
-
-
 def test_the_times_of_steps(tmp_path, capsys, monkeypatch):
     """Of two processes. Steps take 2 s, from step 10 on 4 s; an evaluation is in none of them.
 
@@ -319,6 +311,8 @@ def test_resume_restores_the_config_and_flags_win(train, tmp_path):
     assert saved["config"]["weight_decay"] == 0.3
     groups = saved["optimizer"][0]["param_groups"]
     assert groups[0]["weight_decay"] == 0.3 and groups[0]["betas"] == (0.9, 0.9)
+    for flag in ("--eval_iters=1", "--batch_size=2"):
+        assert "best validation loss starts anew" in train("--init_from=resume", flag)[1]
 
 
 def test_train_short_test_long(train):
