@@ -150,6 +150,29 @@ def test_scores_past_float16s_largest_number(core, window):
 # what an output depends on
 
 
+@cores
+@some_spans
+def test_causal_by_gradient(core, T, window):
+    """Output i depends on its query, and on the keys and values that it sees and weighs."""
+    x = qkv(T)
+    y = fast(core)(**x, window=window)
+    exact = naive_attention(core, **x, window=window)
+
+    def gradients(y: Tensor, i: int) -> tuple[Tensor, ...]:
+        output = y[..., i, :]
+        return torch.autograd.grad((output + output**2).sum(), [*x.values()], retain_graph=True)
+
+    for i in (0, 5, T // 2, T - 1):
+        dq, dk, dv = gradients(y, i)
+        distance = i - torch.arange(T)
+        seen = (distance >= 0) & (distance <= (T if window is None else window))
+        assert not dk[..., ~seen, :].any()
+        assert not dv[..., ~seen, :].any()
+        assert not dq[..., distance != 0, :].any()
+        weighs = gradients(exact, i)[2].abs() > 1e-12
+        assert (dv[weighs] != 0).all()
+
+
 # A rounding step of the largest numbers: it may turn over, no more.
 STEP = {
     torch.float64: 1e-5,

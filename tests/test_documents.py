@@ -127,7 +127,7 @@ def test_training_with_packed_documents(train, run, tmp_path, docs):
         loss = validation_loss(models[-1], docs, packed)
         out_dir = f"--out_dir={tmp_path / 'out'}"
         _, out, err = run("eval.py", out_dir, "--which=latest", "--device=cpu")
-        assert f"{loss:.4f}" in out, err
+        assert f"{loss:.4f}" in out and "windows of 32 tokens, 16 apart" in out, err
     none, document = (state["model"] for state in models)
     assert not same(none, document)
 

@@ -21,7 +21,6 @@ from attention.trial import is_row_local
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION, Scheme
 
-cores = pytest.mark.parametrize("core", ATTENTION)
 SIZES = {"block_size": 300, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16}
 SMALL = SIZES | {"block_size": 8}
 

@@ -343,15 +343,3 @@ def test_bfloat16_autocast_stays_near_float32(core):
         exact = gradients(end, half=False)
         error = gradients(end, half=True) - exact
         assert 0 < error.norm() < 4 * 2**-8 * exact.norm(), end
-
-
-def test_activation_checkpointing_of_all_of_it():
-    """A convolution in packed documents and learned slopes: the same gradients, bit for bit."""
-    gpt = model(attention="beta_squared", short_attention="laser", **ALL).train()
-    x = tokens()
-    pos = torch.cat((torch.arange(20), torch.arange(LONG - 20))).expand(2, -1)
-    gradients = []
-    for again in (False, True):
-        gpt.config.activation_checkpointing = again
-        gradients.append(torch.autograd.grad(gpt(x, x, pos=pos)[1], gpt.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -49,20 +49,22 @@ def saved_bytes():
 @cores
 @pytest.mark.parametrize("position", ["learned", "t5"])
 def test_activation_checkpointing_changes_memory_alone(core, position):
-    """The same loss and gradients, bit for bit, with dropout; less is kept for the backward."""
+    """The same loss and gradients, bit for bit, with dropout and documents; less is kept."""
     if not legal(config, attention=core, position=position):
         pytest.skip("refused")
-    c = config(attention=core, heads="SL", window=4, position=position, dropout=0.2, n_layer=4)
+    fields = {"heads": "SL", "window": 4, "dropout": 0.2, "n_layer": 4, "conv": 3}
+    c = config(attention=core, position=position, **fields)
     plain = GPT(c)
     recomputing = GPT(replace(c, activation_checkpointing=True))
     recomputing.load_state_dict(plain.state_dict())
     x = tokens()
+    pos = torch.arange(T).remainder(10).expand(2, -1)
     results = []
     kept = []
     for gpt in (plain, recomputing):
         torch.manual_seed(3)
         with saved_bytes() as sizes:
-            loss = gpt(x, x)[1]
+            loss = gpt(x, x, pos=pos)[1]
         kept.append(sum(sizes.values()))
         grads = torch.autograd.grad(loss, gpt.parameters())
         results.append([loss, *grads, gpt.eval()(x)[0]])
@@ -228,16 +230,16 @@ def merged(attn, y) -> torch.Tensor:
     return attn.c_proj(y.transpose(1, 2).flatten(2))
 
 
-def normalised(x, norm, qk_norm):
+def normalised(x, module, norm, eps=1e-5):
     """x with its norm, by hand: Henry et al. for l2, a learned g on the queries alone."""
-    if qk_norm == "none":
+    if norm == "none":
         return x
-    if qk_norm == "l2":
-        g = 1.0 if norm.scale is None else norm.scale * D**0.5
+    if norm == "l2":
+        g = 1.0 if module.scale is None else module.scale * D**0.5
         return g * x / x.norm(dim=-1, keepdim=True)
-    if qk_norm == "layernorm":
-        return F.layer_norm(x, (D,), norm.weight, norm.bias)
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    if norm == "layernorm":
+        return F.layer_norm(x, x.shape[-1:], module.weight, module.bias, eps)
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * module.weight
 
 
 @cores

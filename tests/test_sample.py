@@ -65,7 +65,6 @@ MISTAKES = {
     f"--start=FILE:{sys.executable}": "is not UTF-8 text",
     "--start==1+1=": "'+', '1', '='",  # unknown to this vocabulary, but it arrives whole
     "--temperature=-1": "temperature >= 0",
-    "--top_k=0": "top_k >= 1",
     "--init_from=resum": "'resum' is not one of gpt2",
     "--max_new_tokens=-1": "at least 1",
 }

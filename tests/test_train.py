@@ -139,16 +139,6 @@ def test_the_globals_of_the_loop_are_the_models(train, run, tmp_path, data, monk
     assert seen | sizes | others == seen
 
 
-def test_the_logged_loss_is_the_mean_over_micro_batches(train, tmp_path):
-    """8 sequences as 1 x 8 or 4 x 2 micro-batches are the same step."""
-    curves = []
-    for batch, accumulation in ((8, 1), (2, 4)):
-        flags = (f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}")
-        train(*flags, "--max_iters=5")
-        curves.append(dict(rows(tmp_path)))
-    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
-
-
 def evaluated(state, data, n) -> float:
     """The mean loss of a checkpoint on n windows of the validation split, evenly spaced."""
     gpt = checkpoint.model_of(state).eval()
