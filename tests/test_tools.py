@@ -360,8 +360,11 @@ def test_the_axes_of_a_plot(tmp_path):
 
 
 def logged(tmp_path) -> list[dict]:
-    """The rows of log.jsonl."""
-    return [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").open()]
+    """The rows of log.jsonl, with a key for each layer's largest score."""
+    rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").open()]
+    for row in rows:
+        row |= {f"max_logit/{i}": x for i, x in enumerate(row.pop("max_logit", ()))}
+    return rows
 
 
 def test_wandb(train, tmp_path, monkeypatch):
@@ -373,7 +376,7 @@ def test_wandb(train, tmp_path, monkeypatch):
     names = {"project": "p", "name": "n", "id": None, "resume": "allow"}
     for flags in (["--max_iters=5"], ["--init_from=resume", "--max_iters=7"]):
         wandb.log.reset_mock()
-        train("--wandb_log", "--wandb_project=p", "--wandb_run_name=n", *flags)
+        train("--wandb_log", "--wandb_project=p", "--wandb_run_name=n", "--log_logits", *flags)
         settings = wandb.init.call_args.kwargs
         assert settings.pop("config")["attention"] == "softmax"
         assert settings == names
@@ -392,8 +395,6 @@ def test_tensorboard(train, tmp_path):
         assert code == 0, err
         rows = logged(tmp_path)
         board = events.EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
-        for row in rows:
-            row |= {f"max_logit/{i}": x for i, x in enumerate(row.pop("max_logit", ()))}
         for key in ("loss", "norm", "lr", "val_loss", "max_logit/0", "max_logit/1"):
             curve = {event.step: event.value for event in board.Scalars(key)}
             assert curve == pytest.approx({row["iter"]: row[key] for row in rows if key in row})
