@@ -472,21 +472,22 @@ def test_where_and_how_often_dropout_drops(core):
 
     What is kept grows by as much. With values of ones and zeros an output is its weights.
     """
-    gpt = GPT(config(attention=core, head_dim=T, dropout=0.2, attn_dropout=0.5))
+    gpt = GPT(config(attention=core, dropout=0.2, attn_dropout=0.5))
     block = gpt.transformer.h[0]
     drops = [gpt.transformer.drop, block.attn.resid_dropout, block.mlp.dropout]
     outputs = [outputs_of(module) for module in drops]
     gpt(tokens(16))
     for (y,) in outputs:
         assert (y == 0).float().mean().item() == pytest.approx(0.2, abs=0.03)
-    q, k = torch.randn(2, 16, 4, T, T)
-    qkv = q, k, torch.eye(T).expand_as(q)
-    seen = torch.ones(T, T).tril().bool()
+    q, k = torch.randn(2, 1, 4, 260, D)  # from 256 tokens on beta has running sums
+    qkv = q, k, torch.eye(260).expand(1, 4, 260, 260)
+    seen = torch.ones(260, 260).tril().bool()
     weights = block.attn.mix(*qkv)[..., seen]
     kept = weights != 0
+    whole = block.eval().attn.mix(*qkv)[..., seen]
     assert kept.float().mean().item() == pytest.approx(0.5, abs=0.03)
-    assert_equal(weights, 2 * block.eval().attn.mix(*qkv)[..., seen] * kept, 1e-5)
-    assert (block.attn.mix(*qkv)[..., seen] != 0).all()
+    assert_equal(weights, 2 * whole * kept, 1e-5)
+    assert (whole != 0).all()
 
 
 # -----------------------------------------------------------------------------
@@ -535,6 +536,7 @@ def test_zero_init_starts_from_the_embedding(where):
     gpt(x, x)[1].backward()
     expected = gpt.transformer.wte(x) + gpt.transformer.wpe.weight
     torch.testing.assert_close(outputs[0], expected)
-    grads = [p.grad.norm() for p in gpt.parameters()]
-    assert max(grads) < 10  # an output norm of what is zero would have a slope of 300
-    assert sum(bool(g) for g in grads) > 4
+    grads = {name: p.grad.norm() for name, p in gpt.named_parameters()}
+    assert max(grads.values()) < 10  # an output norm of what is zero would have a slope of 300
+    zeros = "c_proj.weight" if where == "pre" else "_after.weight"
+    assert all(g > 0 for name, g in grads.items() if name.endswith(zeros))

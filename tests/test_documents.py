@@ -192,6 +192,5 @@ def test_logits_in_the_log(train, tmp_path):
         losses.append([row["loss"] for row in rows])
     logits = [row["max_logit"] for row in rows]
     assert [len(layers) for layers in logits] == [2, 2], err
-    assert min(logits[0] + logits[1]) > 0
     assert f"largest logit {max(logits[0]):.2f}" in out
     assert losses[0] == losses[1]
