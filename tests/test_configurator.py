@@ -248,6 +248,7 @@ def test_an_error_in_the_users_own_code_keeps_its_traceback(script, tmp_path, en
     assert f'script.py", line {SCRIPT.count(chr(10)) + 1}' in err and err.endswith(last), err
 
 
+@pytest.mark.filterwarnings("ignore")  # without a GPU its autocast warns
 def test_each_process_takes_its_own_gpu(monkeypatch):
     """And bfloat16, if the GPU has it."""
     taken = []
