@@ -1,10 +1,12 @@
 """bench.py: its rows, its checks against the definitions, its refusals."""
 
+import itertools
 import json
 import math
 from functools import partial
 
 import pytest
+import torch
 
 import bench
 from attention import forms
@@ -38,17 +40,18 @@ def test_attention(timed):
             names.append(f"{name} decay")
     expected = [(name, n) for n in (16, 400) for name in names]
     assert [(row["subject"], row["n"]) for row in rows] == expected
-    assert rows[0]["ratio"] == {"forward": 1, "backward": 1, "both": 1}
     for row in rows:
-        assert row["peak bytes"] > 4 * 2 * 8 * row["n"] and row["median"]["both"] > 0
+        assert row["peak bytes"] > 4 * 2 * 8 * row["n"] and row["batch"] == 1
         assert row["error"] < 1e-5
+    (softcap,) = (row for row in rows if (row["subject"], row["n"]) == ("softcap", 400))
+    assert 3 < softcap["peak bytes"] / (4 * 2 * 400 * 400) < 9  # a few times its scores
 
 
 def test_positions_head_dims_and_tokens_at_once(timed):
     names = ["softmax", "rope", "alibi", "t5", "relative"]
     flags = ("--no-quick", "--lengths=16,64", "--head_dim=16,8", "--tokens=128")
-    rows, out, _ = timed(*flags, f"--only={','.join(names)}")
-    assert "WRONG" not in out
+    rows, out, _ = timed(*flags, "--dtype=bfloat16", f"--only={','.join(names)}")
+    assert "WRONG" not in out and all(1e-3 < row["error"] < 2e-2 for row in rows)
     expected = [(name, d, n, 128 // n) for d in (16, 8) for n in (16, 64) for name in names]
     assert [(row["subject"], row["d"], row["n"], row["batch"]) for row in rows] == expected
 
@@ -91,8 +94,24 @@ def test_medians_and_ratios():
         "a": [{"ms": ms} for ms in (1.0, 2.0, 8.0)],
         "b": [{"ms": ms} for ms in (3.0, 6.0, 8.0)],
     }
-    assert bench.medians(rounds["b"]) == ({"ms": 6.0}, {"ms": (7.0 - 4.5) / 2 / 6.0})
-    assert bench.ratios(rounds, "b", "a") == {"ms": 3.0}  # the median of 3, 3 and 1
+    _, b = bench.table("a and b", {"n": 5}, rounds, {name: {"bytes": 7} for name in rounds})
+    assert b == {
+        "subject": "b",
+        "median": {"ms": 6.0},
+        "spread": {"ms": (7.0 - 4.5) / 2 / 6.0},
+        "ratio": {"ms": 3.0},  # the median of 3, 3 and 1
+        "n": 5,
+        "bytes": 7,
+    }
+
+
+def test_the_passes_in_milliseconds(monkeypatch):
+    """The forward passes take 1 and 2 s, the backward pass 3 s."""
+    times = iter((0, 1, 10, 12, 20, 23))
+    monkeypatch.setattr(bench, "clock", lambda dev: next(times))
+    x = torch.ones(4, 1, 1, 2, 2, requires_grad=True).unbind()
+    passes = bench.passes(lambda q, k, v: q * k * v, x, "cpu")
+    assert passes == {"forward": 1000, "backward": 3000, "both": 5000}
 
 
 def test_rounds_are_interleaved_after_a_warm_up():
@@ -110,14 +129,18 @@ def test_rounds_are_interleaved_after_a_warm_up():
 
 
 def test_steps_and_decoding(tmp_path, monkeypatch):
-    """With models that are less wide and have fewer layers."""
+    """With models that are less wide and have fewer layers. Half a second passes at each look."""
+    clock = itertools.count(0, 0.5)
+    monkeypatch.setattr(bench, "clock", lambda dev: next(clock))
     small = {"n_layer": 2, "n_embd": 48}
     settings = {
         "what": "step,decode",
         "step_length": 16,
         "decode_length": 8,
         "heads": "SL",
+        "window": 5,
         "repeats": 2,
+        "seed": 5,
         "device": "cpu",
         "out": tmp_path / "b.json",
         "LS_MODEL": bench.LS_MODEL | small | {"vocab_size": 99},
@@ -125,13 +148,18 @@ def test_steps_and_decoding(tmp_path, monkeypatch):
     }
     for name, value in settings.items():
         monkeypatch.setattr(bench, name, value)
+    row = bench.chosen_rows("cpu")["beta SL"]
+    assert row == {"attention": "beta", "heads": "SL", "window": 5}
     bench.main()
     results = json.loads((tmp_path / "b.json").read_text())
     names = [f"{name} {heads}" for name in ATTENTION for heads in ("L", "SL")]
     names += ["softmax/beta conv SL", "softmax/beta_squared conv SL"]
     names += ["softmax L, GQA 2", "softmax L, MQA"]
-    for part in ("step", "decode"):
+    measured = {"step": (16, {"ms": 500}), "decode": (8, {"tokens/s": 16})}
+    for part, of_each in measured.items():
         assert [row["subject"] for row in results[part]] == names
+        assert all((row["n"], row["median"]) == of_each for row in results[part])
+    assert torch.initial_seed() == 5
     size = {row["subject"]: row["cache, bytes"] for row in results["decode"]}
     assert size["softmax L"] == 2 * 2 * 48 * 8 * 4  # layers, k and v, width, tokens, bytes
     assert size["softmax L"] == 3 * size["softmax L, GQA 2"] == 6 * size["softmax L, MQA"]

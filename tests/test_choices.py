@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import assert_equal, legal, pairwise
 from reference import fast, naive_attention, shaken
-from test_model import C, D, T, V, config, saved_bytes, tokens
+from test_model import C, D, T, config, normalised, saved_bytes, tokens
 from torch.nn import functional as F
 
 import attention.fast
@@ -189,24 +189,11 @@ for where in WHERE:
     ("position", "core", "block"),
     pairwise(POSITION, ATTENTION, BLOCKS, legal=is_legal),
 )
-def test_causal_and_every_parameter_learns(position, core, block):
-    """Checked by gradients and by changing a later token. Every parameter has a gradient."""
+def test_every_parameter_learns(position, core, block):
     fields = {"heads": "SSSL", "window": 4, "n_kv_head": 2} | block
     gpt = shaken(config(attention=core, position=position, **fields), by=0.1)
     x = tokens()
-    embedded = outputs_of(gpt.transformer.drop)
-    logits, loss = gpt(x, x)
-    for i in (0, T // 2, T - 2):
-        y = logits[:, i].square().sum()
-        (g,) = torch.autograd.grad(y, embedded, retain_graph=True)
-        reached = g.abs().sum((0, 2)) > 0
-        assert reached[0]
-        assert reached[i]
-        assert not reached[i + 1 :].any()
-    changed = x.clone()
-    changed[:, -1] = (x[:, -1] + 1) % V
-    assert_equal(gpt(changed, x)[0][:, :-1], logits[:, :-1], 1e-5)
-    loss.backward()
+    gpt(x, x)[1].backward()
     for name, p in gpt.named_parameters():
         assert p.grad.isfinite().all(), name
         assert p.grad.any(), name
@@ -214,7 +201,7 @@ def test_causal_and_every_parameter_learns(position, core, block):
 
 @positions
 def test_bfloat16_autocast_stays_near_float32(position):
-    """Far from initialisation. A model without its position differs far more."""
+    """Far from initialisation."""
     fields = {"norm": "rmsnorm", "qk_norm": "rmsnorm", "n_kv_head": 2}
     fields |= {"heads": "SSSL", "window": 4}
     gpt = shaken(config(position=position, **fields))
@@ -223,12 +210,7 @@ def test_bfloat16_autocast_stays_near_float32(position):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits, loss = gpt(x, x)
     loss.backward()
-    error = relative_error(logits, exact)
-    assert error < 0.03
-    if position in SCHEMES:
-        plain = GPT(config(position="none", **fields)).eval()
-        plain.load_state_dict(gpt.state_dict(), strict=False)
-        assert relative_error(plain(x, x)[0], exact) > 3 * error
+    assert relative_error(logits, exact) < 0.03
 
 
 @pytest.mark.parametrize("position", SCHEMES)
@@ -237,19 +219,6 @@ def test_a_model_cast_to_bfloat16_keeps_its_positions(position):
     x = tokens()
     exact = gpt(x, x)[0]
     assert relative_error(gpt.bfloat16()(x, x)[0], exact) < 0.05
-
-
-def test_without_positions_a_model_with_one_layer_sees_a_bag_of_tokens():
-    x = tokens()
-    order = [*torch.randperm(T - 1), T - 1]
-    for position in POSITION:
-        gpt = shaken(config(position=position, n_layer=1))
-        logits = gpt(x)[0]
-        difference = (gpt(x[:, order])[0] - logits).abs().max()
-        if position == "none":
-            assert difference <= 1e-5
-        else:
-            assert difference > 1e-3, position
 
 
 @positions
@@ -311,15 +280,19 @@ def test_rope_is_the_papers(compiling, monkeypatch):
     assert_equal(k, 2 * expected, 1e-5)
 
 
+SLOPES = {  # the papers', by the number of heads
+    2: [1 / 16, 1 / 256],
+    3: [1 / 16, 1 / 256, 1 / 4],
+    4: [1 / 4, 1 / 16, 1 / 64, 1 / 256],
+    6: [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8],
+}
+
+
 def test_alibi_slopes_are_the_papers():
     eight = [2.0**-h for h in range(1, 9)]
     between = [2.0**-h for h in (0.5, 1.5, 2.5, 3.5)]
-    assert alibi_slopes(1) == [2.0**-8]
-    assert alibi_slopes(8) == eight
-    assert alibi_slopes(12) == eight + between
-    assert alibi_slopes(16) == [2.0 ** (-h / 2) for h in range(1, 17)]
-    for n in range(1, 40):
-        assert len(set(alibi_slopes(n))) == n
+    for n, slopes in (SLOPES | {1: [2.0**-8], 12: eight + between}).items():
+        assert alibi_slopes(n) == slopes
 
 
 def alibi_scores(c, x, past):
@@ -348,8 +321,7 @@ def test_alibis_products_are_slopes_times_distances(n_head, differential, past, 
     fields |= {"block_size": 2000, "temperature": 3.0}
     c = config(position="alibi", **fields)
     n_map = 2 if differential else 1
-    slopes = torch.tensor(alibi_slopes(n_head // n_map))
-    slopes = slopes.repeat_interleave(n_map)[:, None, None]
+    slopes = torch.tensor(SLOPES[n_head // n_map]).repeat_interleave(n_map)[:, None, None]
     i = torch.arange(300)
     expected = -slopes * (i[:, None] - i)
     x = torch.zeros(2, n_head, 300, D, dtype=dtype)
@@ -363,20 +335,9 @@ def test_alibi_stays_within_float16(past):
     fields = {"n_embd": 512, "head_dim": 128, "temperature": 8.0, "block_size": 65536}
     x = torch.zeros(1, 4, 100, 128, dtype=torch.float16)
     s = alibi_scores(config(position="alibi", **fields), x, past)[0]
-    expected = -50 * torch.tensor(alibi_slopes(4))[:, None]
+    expected = -50 * torch.tensor(SLOPES[4])[:, None]
     error = (s.diagonal(-50, -2, -1) - expected).abs()
     assert (error <= 0.02 * expected.abs() + 0.1).all()
-
-
-def test_alibi_of_slope_zero_is_no_position():
-    x = tokens()
-    gpt = shaken(config(position="alibi"))
-    plain = GPT(config(position="none")).eval()
-    plain.load_state_dict(gpt.state_dict())
-    expected = plain(x, x)[0]
-    assert (gpt(x, x)[0] - expected).abs().max() > 1e-3
-    gpt.transformer.h[0].attn.position.q.zero_()
-    assert_equal(gpt(x, x)[0], expected, 1e-5)
 
 
 @pytest.mark.parametrize("max_distance", [20, 64, 128, 1000])
@@ -409,23 +370,8 @@ def test_sinusoids_are_the_papers():
 # heads
 
 
-def test_as_many_heads_of_keys_as_of_queries_is_plain():
-    assert vars(config(n_kv_head=4).resolved()) == vars(config().resolved())
-
-
 # -----------------------------------------------------------------------------
 # blocks
-
-
-def normalised(x, module, norm, bias):
-    """x with its layernorm or rmsnorm, by hand."""
-    if norm == "layernorm":
-        x = x - x.mean(-1, keepdim=True)
-    variance = x.square().mean(-1, keepdim=True)
-    y = x / (variance + 1e-3).sqrt() * module.weight
-    if norm == "layernorm" and bias:
-        y = y + module.bias
-    return y
 
 
 @pytest.mark.parametrize("fields", BLOCKS)
@@ -438,7 +384,7 @@ def test_blocks_are_the_papers(fields, norm, bias):
     x = torch.randn(2, T, C, dtype=torch.float64)
 
     def n(module, x):
-        return normalised(x, module, norm, bias)
+        return normalised(x, module, norm, eps=1e-3)
 
     where = fields["where"]
     if fields["block"] == "parallel":
@@ -520,6 +466,30 @@ def test_mlps_are_the_papers(mlp, n_hidden):
         assert m.c_fc.weight.numel() + m.c_proj.weight.numel() == 8 * 96 * 96
 
 
+@pytest.mark.parametrize("core", ["softmax", "softcap", "beta", "beta_squared"])
+def test_where_and_how_often_dropout_drops(core):
+    """A fifth of the embedding and of the layers' outputs, half of the attention weights.
+
+    What is kept grows by as much. With values of ones and zeros an output is its weights.
+    """
+    gpt = GPT(config(attention=core, dropout=0.2, attn_dropout=0.5))
+    block = gpt.transformer.h[0]
+    drops = [gpt.transformer.drop, block.attn.resid_dropout, block.mlp.dropout]
+    outputs = [outputs_of(module) for module in drops]
+    gpt(tokens(16))
+    for (y,) in outputs:
+        assert (y == 0).float().mean().item() == pytest.approx(0.2, abs=0.03)
+    q, k = torch.randn(2, 1, 4, 260, D)  # from 256 tokens on beta has running sums
+    qkv = q, k, torch.eye(260).expand(1, 4, 260, 260)
+    seen = torch.ones(260, 260).tril().bool()
+    weights = block.attn.mix(*qkv)[..., seen]
+    kept = weights != 0
+    whole = block.eval().attn.mix(*qkv)[..., seen]
+    assert kept.float().mean().item() == pytest.approx(0.5, abs=0.03)
+    assert_equal(weights, 2 * whole * kept, 1e-5)
+    assert (whole != 0).all()
+
+
 # -----------------------------------------------------------------------------
 # the head and the loss
 
@@ -566,6 +536,7 @@ def test_zero_init_starts_from_the_embedding(where):
     gpt(x, x)[1].backward()
     expected = gpt.transformer.wte(x) + gpt.transformer.wpe.weight
     torch.testing.assert_close(outputs[0], expected)
-    grads = [p.grad.norm() for p in gpt.parameters()]
-    assert max(grads) < 10  # an output norm of what is zero would have a slope of 300
-    assert sum(bool(g) for g in grads) > 4
+    grads = {name: p.grad.norm() for name, p in gpt.named_parameters()}
+    assert max(grads.values()) < 10  # an output norm of what is zero would have a slope of 300
+    zeros = "c_proj.weight" if where == "pre" else "_after.weight"
+    assert all(g > 0 for name, g in grads.items() if name.endswith(zeros))

@@ -9,6 +9,7 @@ import textwrap
 import traceback
 
 import pytest
+import torch
 from harness import ROOT
 from test_house import CORE, read
 
@@ -272,6 +273,21 @@ def test_an_error_in_the_users_own_code_keeps_its_traceback(script, tmp_path, en
     (tmp_path / "script.py").write_text(f"{SCRIPT}{ending}\n")
     err = script().stderr
     assert f'script.py", line {SCRIPT.count(chr(10)) + 1}' in err and err.endswith(last), err
+
+
+@pytest.mark.filterwarnings("ignore")  # without a GPU its autocast warns
+def test_each_process_takes_its_own_gpu(monkeypatch):
+    """And bfloat16, if the GPU has it."""
+    taken = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for dtype in ("bfloat16", "float16"):
+        has = dtype == "bfloat16"
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has, **_: has)
+        chosen = configurator.pick_device("auto", "auto")
+        assert chosen[:2] == (taken.pop(), dtype) == ("cuda:1", dtype)
 
 
 def test_which_files_are_the_users(monkeypatch):

