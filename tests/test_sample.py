@@ -47,6 +47,7 @@ def test_what_each_flag_decides(run, trained, monkeypatch):
         return []
 
     monkeypatch.setattr(sampling, "stream", stream)
+    monkeypatch.setattr(torch, "compile", lambda model: model)
     monkeypatch.setattr(GPT, "compile", lambda self: calls.append("compiled"))
     flags = "--num_samples=2 --max_new_tokens=7 --temperature=0.5 --top_k=3 --top_p=0.9 --seed=5 "
     flags += "--no-use_cache --compile --dtype=float16"

@@ -1,4 +1,4 @@
-"""Tools around a run: eval.py, --dry_run, the configs, scripts/plot.py, wandb, TensorBoard."""
+"""Tools around a run: eval.py, --dry_run, the configs, wandb."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shlex
-import struct
 import sys
 import unittest.mock
 
@@ -249,11 +248,6 @@ def test_the_peak_rates_of_gpus(monkeypatch):
     assert estimate.peak_flops("cuda:0", "float32") is None
 
 
-def test_durations():
-    times = {119: "119 s", 150: "2.5 min", 9000: "2.5 hours", 950400: "11.0 days"}
-    assert [estimate.duration(x) for x in times] == [*times.values()]
-
-
 def test_refusals_of_a_dry_run_for_gpus(run):
     for flag, says in (
         ("--gpus=8 A100", "known GPUs are A100"),
@@ -305,77 +299,7 @@ def test_the_configs_have_the_papers_sizes(run, name, vocab_size, millions):
 
 
 # -----------------------------------------------------------------------------
-# scripts/plot.py, wandb
-
-
-def test_plot(run, train, tmp_path):
-    """Of whole runs, an evaluation alone, a norm that overflowed, a line that is being written."""
-    pytest.importorskip("matplotlib")
-    train("--log_logits")
-    logs = {
-        "b": '{"iter": 0, "loss": 2, "norm": Infinity, "ms": 1, "tokens_per_s": 1}\n{"iter": 9, "l',
-        "c": '{"iter": 0, "val_loss": 3.0}\n{"iter": 5, "val_loss": 3.5}\n',
-        "bad": "{1",
-    }
-    for name, log in logs.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "log.jsonl").write_text(log)
-
-    def plot(runs, *flags):
-        paths = ",".join(f"{tmp_path}/{name}" for name in runs.split(","))
-        picture = tmp_path / "p.png"
-        picture.unlink(missing_ok=True)
-        code, out, err = run("scripts/plot.py", f"--runs={paths}", f"--out={picture}", *flags)
-        assert (code == 0) == picture.exists()
-        width = struct.unpack(">I", picture.read_bytes()[16:20])[0] if code == 0 else None
-        return width, out + err
-
-    wide, out = plot("out,b,c/", "--x=tokens")
-    assert "out: 10 steps, 2,560 tokens, best validation loss" in out
-    assert "c: 5 steps, 0 tokens, best validation loss 3.0000" in out
-    width, out = plot("b,c", "--x=time", "--y=loss,logit")
-    assert wide == 4 * width and "no run has logged logit" in out  # four curves, and one
-    assert plot("c")[0] == width
-    for runs, y, says in (
-        ("none", "loss", "there is no"),
-        ("bad", "loss", "is empty"),
-        ("out", "los", "is not one of loss, norm"),
-        ("b", "logit", "none of these runs has logged logit"),
-    ):
-        width, err = plot(runs, f"--y={y}")
-        assert width is None and says in err
-
-
-def test_the_axes_of_a_plot(tmp_path):
-    """Tokens and hours are sums over the steps, which need not be logged each."""
-    module = runpy.run_path(f"{ROOT}/scripts/plot.py")
-    rows = []
-    for i in (0, 10):
-        ms = 1000.0 * (i + 1)
-        row = {"iter": i, "loss": 4.0 - i / 5, "ms": ms, "tokens_per_s": 100.0 / (i + 1)}
-        rows.append(row | {"max_logit": [5.0, 6.0, i]})
-    rows += [{"iter": i, "val_loss": 2.0} for i in (0, 6, 21)]  # before their steps
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = module["read"](str(tmp_path))
-    assert [row["steps"] for row in read] == [1, 11, 0, 6, 21]
-    assert [row["tokens"] for row in read] == pytest.approx([100, 1100, 0, 600, 2100])
-    seconds = [row["time"] * 3600 for row in read]
-    assert seconds == pytest.approx([1, 111, 0, 1 + 5 * 11, 111 + 10 * 11])
-
-    draw = module["_draw"]
-    draw.__globals__["x"] = "tokens"
-    ax = unittest.mock.MagicMock()
-    last = {"steps": 50 * 10 / math.log(2)}  # ten steps later a value weighs a half
-    for name in ("loss", "logit"):
-        draw(ax, name, {"a": read, "b": [last]})
-    calls = [call.args for call in ax.plot.call_args_list]
-    places = pytest.approx([100, 1100])
-    assert calls[0] == (places, [4.0, 2.0])
-    assert calls[1] == (places, pytest.approx([4, (0.5 * 4 + 2) / 1.5]))
-    assert calls[2] == (pytest.approx([0, 600, 2100]), [2.0] * 3, "o")
-    assert calls[6] == (places, [6.0, 10.0])
-    mean = module["running_mean"]
-    assert mean([math.inf, 4.0, 2.0], [1, 2, 3], 1e9)[1:] == pytest.approx([4, 3])
+# wandb
 
 
 def logged(tmp_path) -> list[dict]:
@@ -404,18 +328,3 @@ def test_wandb(train, tmp_path, monkeypatch):
         for call, row in zip(wandb.log.mock_calls, rows, strict=True):
             assert call == unittest.mock.call(row, step=row["iter"])
     assert rows[0]["iter"] == 5
-
-
-def test_tensorboard(train, tmp_path):
-    """Its curves are log.jsonl's, also after a resume. A new run replaces the older one's."""
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for flags in ("--max_iters=10", "--init_from=resume --max_iters=15", "--max_iters=7"):
-        code, _, err = train("--tensorboard", "--log_logits", *flags.split())
-        assert code == 0, err
-        rows = logged(tmp_path)
-        board = events.EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
-        for key in ("loss", "norm", "lr", "val_loss", "max_logit/0", "max_logit/1"):
-            curve = {event.step: event.value for event in board.Scalars(key)}
-            assert curve == pytest.approx({row["iter"]: row[key] for row in rows if key in row})
-        settings = board.Tensors("settings/text_summary")[-1]
-        assert b"attention = 'softmax'" in settings.tensor_proto.string_val[0]

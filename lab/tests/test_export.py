@@ -278,13 +278,6 @@ def test_a_padded_vocabulary_is_never_written(export, train, tmp_path, flags):
     assert export("--which=latest", *flags)[0] == 0
     config = transformers.GenerationConfig.from_pretrained(tmp_path / "exported")
     assert config.suppress_tokens == [*range(tok.n_vocab, 64)]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "exported", trust_remote_code=True
-    )
-    for p in theirs.parameters():
-        p.data.zero_()  # every id is as likely
-    ids = theirs.generate(torch.ones(1, 1, dtype=torch.long), max_new_tokens=30, do_sample=True)
-    assert ids.max() < tok.n_vocab
 
 
 def test_what_is_not_exported(export, train, tmp_path):

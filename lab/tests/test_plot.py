@@ -1,0 +1,114 @@
+"""Curves of runs: lab/plot.py, lab/tensorboard.py. lab/not_finite.py."""
+
+import json
+import math
+import struct
+import sys
+
+import pytest
+import torch
+from test_tools import logged
+
+from lab import plot
+from model import GPT, GPTConfig
+from training.log import Log
+
+
+def test_plot(run, train, tmp_path):
+    """Of whole runs, an evaluation alone, a norm that overflowed, a line that is being written."""
+    pytest.importorskip("matplotlib")
+    train("--log_logits")
+    logs = {
+        "b": '{"iter": 0, "loss": 2, "norm": Infinity, "ms": 1, "tokens_per_s": 1}\n{"iter": 9, "l',
+        "c": '{"iter": 0, "val_loss": 3.0}\n{"iter": 5, "val_loss": 3.5}\n',
+        "bad": "{1",
+    }
+    for name, log in logs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.jsonl").write_text(log)
+
+    def draw(runs, *flags):
+        paths = ",".join(f"{tmp_path}/{name}" for name in runs.split(","))
+        picture = tmp_path / "p.png"
+        picture.unlink(missing_ok=True)
+        code, out, err = run("lab.plot", f"--runs={paths}", f"--out={picture}", *flags)
+        assert (code == 0) == picture.exists()
+        width = struct.unpack(">I", picture.read_bytes()[16:20])[0] if code == 0 else None
+        return width, out + err
+
+    wide, out = draw("out,b,c/", "--x=tokens")
+    assert "out: 10 steps, 2,560 tokens, best validation loss" in out
+    assert "c: 5 steps, 0 tokens, best validation loss 3.0000" in out
+    width, out = draw("b,c", "--x=time", "--y=loss,logit")
+    assert wide == 4 * width and "no run has logged logit" in out  # four curves, and one
+    assert draw("c")[0] == width
+    for runs, y, says in (
+        ("none", "loss", "there is no"),
+        ("bad", "loss", "is empty"),
+        ("out", "los", "is not one of loss, norm"),
+        ("b", "logit", "none of these runs has logged logit"),
+    ):
+        width, err = draw(runs, f"--y={y}")
+        assert width is None and says in err
+
+
+def test_the_axes_of_a_plot(tmp_path):
+    """Tokens and hours are sums over the steps, which need not be logged each."""
+    rows = []
+    for i in (0, 10):
+        ms = 1000.0 * (i + 1)
+        rows.append({"iter": i, "loss": 4.0, "ms": ms, "tokens_per_s": 100.0 / (i + 1)})
+    rows += [{"iter": i, "val_loss": 2.0} for i in (0, 6, 21)]  # before their steps
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = plot.read(str(tmp_path))
+    assert [row["steps"] for row in read] == [1, 11, 0, 6, 21]
+    assert [row["tokens"] for row in read] == pytest.approx([100, 1100, 0, 600, 2100])
+    seconds = [row["time"] * 3600 for row in read]
+    assert seconds == pytest.approx([1, 111, 0, 1 + 5 * 11, 111 + 10 * 11])
+
+    halves = plot.running_mean([4.0, 2.0], [1, 11], 10 / math.log(2))  # ten steps later a half
+    assert halves == pytest.approx([4, (0.5 * 4 + 2) / 1.5])
+    assert plot.running_mean([math.inf, 4.0, 2.0], [1, 2, 3], 1e9)[1:] == pytest.approx([4, 3])
+
+
+def test_names_with_commas(tmp_path, monkeypatch):
+    """A comma separates, if no such file is there."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a,b", "c", "d,e,f", "d"):
+        (tmp_path / name).mkdir()
+    assert plot.paths("a,b,c,d,e,f,g") == ["a,b", "c", "d,e,f", "g"]
+    assert plot.paths("d,a,b") == ["d", "a,b"]
+    assert plot.paths("") == []
+
+
+def test_tensorboard(train, tmp_path, monkeypatch):
+    """Its curves are log.jsonl's, also after a resume. A new run replaces the older one's."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for name in ("open", "write", "close"):
+        monkeypatch.setattr(Log, name, getattr(Log, name))  # undone afterwards
+    monkeypatch.delitem(sys.modules, "lab.tensorboard", raising=False)
+    for flags in ("--max_iters=10", "--init_from=resume --max_iters=15", "--max_iters=7"):
+        code, _, err = train("--import=lab.tensorboard", "--log_logits", *flags.split())
+        assert code == 0, err
+        rows = logged(tmp_path)
+        board = events.EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
+        for key in ("loss", "val_loss", "max_logit/1"):
+            curve = {event.step: event.value for event in board.Scalars(key)}
+            assert curve == pytest.approx({row["iter"]: row[key] for row in rows if key in row})
+
+
+def test_where_numbers_are_first_not_finite(capsys):
+    from lab import not_finite
+
+    gpt = GPT(GPTConfig(block_size=8, vocab_size=9, n_layer=2, n_head=2, n_embd=8))
+    x = torch.zeros(1, 8, dtype=torch.long)
+    try:
+        gpt(x, x)
+        gpt.transformer.h[1].mlp.c_proj.bias.data[3] = math.inf
+        with pytest.raises(SystemExit, match="1"):
+            gpt(x, x)
+    finally:
+        for hook in not_finite.hooks:
+            hook.remove()
+    says = "output of transformer.h.1.mlp.c_proj is the first that is not finite: its weights"
+    assert says in capsys.readouterr().err
