@@ -114,7 +114,6 @@ def test_flags_are_taken(script, flags, expected):
         ("--max-iters=3", "did you mean `max_iters`?"),
         ("--max_iters=1.5", "needs an integer"),
         ("--max_iters=99999999999999999999", "--max_iters=99999999999999999999: the number is too"),
-        ("--top_k=-1e30", "the number is too large"),
         ("--learning_rate=1e999", "needs a number"),
         ("--max_iters", "needs a value, an integer: --max_iters=..."),
         ("--compile=2", "needs True or False"),
@@ -136,19 +135,21 @@ def test_a_mistake_is_a_sentence_and_code_2(script, flag, says):
 
 
 def test_a_config_file_overrides_defaults_and_flags_override_it(script, tmp_path):
-    (tmp_path / "base.py").write_text("n_head = 4\nmax_iters = 3")
+    (tmp_path / "base.py").write_text("import numpy as np\nn_head = np.int64(4)")
     text = """
         from base import *
         import time
         import os.path as _p
         from math import pi as _pi
         max_iters = 5 * 8
-        learning_rate = 1  # an int for a float
+        learning_rate = np.float32(0.5)
+        compile = np.bool_(False)
         out_dir = "out-" + str(2 * 3)
         def helper(): pass
     """
     result = script("config/my.py", config=text)
-    expected = {"max_iters": 40, "learning_rate": 1.0, "out_dir": "out-6", "n_head": 4}
+    expected = {"max_iters": 40, "learning_rate": 0.5, "out_dir": "out-6", "n_head": 4}
+    expected["compile"] = False
     assert values(result) == DEFAULTS | expected
     assert json.loads(result.stdout)[1] == dict.fromkeys(expected, "config/my.py")
     for order in (["config/my.py", "--max_iters=7"], ["--max_iters=7", "config/my.py"]):
@@ -173,17 +174,6 @@ def test_a_mistake_in_a_config_file(script, tmp_path, config, says):
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("script.py: config/my.py") and says in result.stderr
     assert len(result.stderr.splitlines()) == 1
-
-
-def test_a_config_file_may_set_numbers_of_numpy(script):
-    text = """
-        import numpy as np
-        max_iters = np.arange(9)[5]
-        learning_rate = np.float32(0.5)
-        compile = np.bool_(False)
-    """
-    expected = {"max_iters": 5, "learning_rate": 0.5, "compile": False}
-    assert values(script("config/my.py", config=text)) == DEFAULTS | expected
 
 
 def test_characters_that_the_terminal_lacks_are_escaped(script, tmp_path, monkeypatch):

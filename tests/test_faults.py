@@ -107,12 +107,10 @@ def test_the_best_checkpoint_survives_another_evaluation(
     write(tmp_path / "data" / "OTHER", tok, {"train": text, "val": text[::-1]}, {})
     train()
     best = checkpoints(tmp_path)["best.pt"]
-    loss = state_of(tmp_path)["best_val_loss"]
     worse = ("--learning_rate=1", "--decay_lr=False", "--max_iters=15")
     code, out, err = train("--init_from=resume", *worse, *flags)
     assert code == 0 and ("starts anew" in out) != is_same, err
     assert (checkpoints(tmp_path).get("best-00000010.pt") == best) != is_same
-    assert (state_of(tmp_path)["best_val_loss"] == pytest.approx(loss, rel=1e-5)) == is_same
     train("--max_iters=1")  # a new run
     assert "best-00000010.pt" not in files(tmp_path)
 

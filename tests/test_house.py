@@ -36,11 +36,10 @@ FLOORS = [
     ["training.log", "training.pretrained"],
     ["training.run"],
     ["train", "sample", "eval", "bench"],
-    ["scripts.plot"],
 ]
 # Inside the function that needs it, since that file imports this one. Of our own only this one.
 INSIDE = {("model", "training.pretrained")}
-FOLDERS = (["attention"], ["training"], ["text"], ["scripts"], ["data"])
+FOLDERS = (["attention"], ["training"], ["text"], ["data"])
 LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}
 LAYOUT = (
     tokenize.COMMENT,

@@ -279,7 +279,6 @@ def test_marks_between_documents(kind, tmp_path, capsys):
     tok = tokenizer_of(tmp_path / "out")
     ids = Tokens(tmp_path / "out", "train", 0).ids.tolist()
     assert tok.decode(ids) == "".join(story + END for story in stories[:15])
-    assert "|" not in tok.meta.get("vocab", "")
 
 
 def test_the_sources_own_splits(tmp_path):

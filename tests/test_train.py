@@ -381,7 +381,7 @@ def test_latest_and_best_are_apart(train, run, tmp_path):
         (
             lambda s, seen, v: (s * math.nan).where(seen, 0.0) @ v,
             1,
-            r"the losses of the evaluation are {.train.: nan[^$]+--import=lab.not_finite",
+            r"the losses of the evaluation are {.train.: nan[^$]+docs/training.md",
         ),
         (
             lambda s, seen, v: (s * 0).sqrt().where(seen, 0.0) @ v,

@@ -23,8 +23,8 @@ def diverged(step: int, what: object) -> NoReturn:
     """Ends the run with exit code 1, because its numbers, what, are not finite any more."""
     say(
         f"\nstep {step}: {what}: the training has diverged. No checkpoint has such numbers; "
-        "a smaller --learning_rate, --grad_clip or --dtype=float32 may help, and "
-        "--import=lab.not_finite shows where in the model they begin",
+        "a smaller --learning_rate, --grad_clip or --dtype=float32 may help. "
+        "docs/training.md says how to see where in the model they begin",
         file=sys.stderr,
     )
     sys.exit(1)
