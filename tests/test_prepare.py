@@ -167,7 +167,7 @@ BOOKS = ALL | {"val_share": 0.3, "vocab_size": 9, "gutenberg": False}
 FLAGS = [  # a script, values unlike its defaults, and two defaults: nanoGPT's, the paper's
     ("openwebtext", ALL | {"val_share": 0.3}, ("val_share", 0.0005)),
     ("pg19", BOOKS, ("vocab_size", 10000)),
-    ("text", BOOKS | {"gutenberg": True}, ("val_share", 0.1)),
+    ("text", BOOKS | {"gutenberg": True, "split_documents": True}, ("val_share", 0.1)),
 ]
 
 
@@ -474,7 +474,7 @@ MISTAKES = [
     ("--source=in/utf16.bin/utf16.bin", "no UTF-8 text: it holds bytes that are 0"),
     ("--source=in/notes.pdf/notes.pdf", "is a PDF: pdftotext"),
     ("--source=in/zip.txt/zip.txt", "is a zip archive"),
-    ("--source=in/gz.txt", "is compressed by gzip: give it a name such as a.txt.gz"),
+    ("--source=in/gz.txt/gz.txt", "is compressed by gzip: give it a name such as a.txt.gz"),
     ("--source=in/rows.log/rows.log", "looks like JSON: name it .jsonl"),
     ("--source=in/blank.txt/blank.txt --tokenizer=sentencepiece", "it holds no words"),
     ("--source=in/blank.txt/blank.txt --val_share=1.5", "between 0 and 1"),

@@ -62,7 +62,7 @@ MISTAKES = {
     "--start=été": "'é'",
     "--start=": "prompt is empty",
     "--start=FILE:/nowhere.txt": "No such file",
-    f"--start=FILE:{sys.executable}": "is not UTF-8 text",
+    f"--start=FILE:{sys.executable}": "is no UTF-8 text",
     "--start==1+1=": "'+', '1', '='",  # unknown to this vocabulary, but it arrives whole
     "--temperature=-1": "temperature >= 0",
     "--init_from=resum": "'resum' is not one of gpt2",

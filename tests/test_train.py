@@ -296,7 +296,7 @@ def test_resume_restores_the_config_and_flags_win(train, tmp_path):
     assert saved["config"]["weight_decay"] == 0.3
     groups = saved["optimizer"][0]["param_groups"]
     assert groups[0]["weight_decay"] == 0.3 and groups[0]["betas"] == (0.9, 0.9)
-    for flag in ("--eval_iters=1", "--batch_size=2"):
+    for flag in ("--eval_iters=1", "--batch_size=3"):
         assert "best validation loss starts anew" in train("--init_from=resume", flag)[1]
 
 
@@ -457,7 +457,7 @@ def test_from_a_local_gpt2(train, tmp_path, data):
     assert losses[9] < losses[0]
 
 
-def test_micro_batches_that_cannot_be_shared(train, monkeypatch):
+def test_environments_of_no_process_group(train, run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")  # left over from another job
     code, _, err = train()
     assert code == 2 and "the environment has WORLD_SIZE, but not all of RANK, WORLD_SIZE" in err
@@ -466,6 +466,9 @@ def test_micro_batches_that_cannot_be_shared(train, monkeypatch):
         monkeypatch.setenv(variable, "0")
     code, _, err = train()
     assert code == 2 and "among 3 processes: make --gradient_accumulation_steps a multiple" in err
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda name: int(name))
+    for code, _, err in (train("--batch_size=3", "--backend=mpi"), run("eval.py", "--backend=mpi")):
+        assert code == 2 and "--backend=mpi does not work here: invalid literal" in err
 
 
 # -----------------------------------------------------------------------------
