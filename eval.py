@@ -57,8 +57,8 @@ def _nats(model, tokens, stride, eot, dev, amp):
 
 
 def perplexity(nats: float) -> str:
-    """exp(nats) in digits. A text without spaces is one word, whose perplexity is no number."""
-    return f"{math.exp(nats):.2f}" if nats < 700 else "too large"
+    """exp(nats), in digits. A text without spaces is one word, whose perplexity is too large."""
+    return f"{math.exp(nats):.2f}" if nats < 690 else "above 1e299"
 
 
 def main() -> None:

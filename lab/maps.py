@@ -24,6 +24,7 @@ In Python, with ids a list of token ids:
 """
 
 import math
+import warnings
 from itertools import zip_longest
 from json import dump
 from typing import Literal, NamedTuple
@@ -157,7 +158,8 @@ def fonts_with(text: str) -> list[str]:
 
     families = ["monospace"]
     files = [(font_manager.findfont("monospace"), "")]
-    files += [(font.fname, font.name) for font in font_manager.fontManager.ttflist]
+    installed = font_manager.fontManager.ttflist
+    files += [(f.fname, f.name) for f in installed if "Last Resort" not in f.name]  # of boxes
     missing = set(text)
     for file, family in files:
         if not missing:
@@ -167,6 +169,7 @@ def fonts_with(text: str) -> list[str]:
         if there and family:
             families.append(family)
     if missing:
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # matplotlib's, for each of them
         note(f"no installed font has {''.join(sorted(missing))}: boxes stand for these characters")
     return families
 

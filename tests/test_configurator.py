@@ -97,8 +97,7 @@ DEFAULTS = {
         ("--compile --maybe --top_k=None", {"compile": True, "maybe": True, "top_k": None}),
         ("--no-compile --bias=yes --maybe=0", {"compile": False, "bias": True, "maybe": False}),
         ("--no_maybe --bias=true", {"maybe": False, "bias": True}),
-        ("--out_dir=~/a,~/b~", {"out_dir": f"{HOME}/a,{HOME}/b~"}),
-        ("--out_dir=FILE:~/a", {"out_dir": f"FILE:{HOME}/a"}),
+        ("--out_dir=~/a,FILE:~/b~", {"out_dir": f"{HOME}/a,FILE:{HOME}/b~"}),
     ],
 )
 def test_flags_are_taken(script, flags, expected):

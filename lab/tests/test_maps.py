@@ -186,6 +186,11 @@ def test_a_new_attention_is_drawn(run, train, tmp_path, monkeypatch):
     assert code == 0 and f"wrote {out}" in printed, err
 
 
+def test_characters_that_no_font_has_are_named(capsys):
+    assert maps.fonts_with("a\U0010fffd") == ["monospace"]
+    assert "no installed font has \U0010fffd: " in capsys.readouterr().err
+
+
 def test_the_script(run, train, tmp_path):
     pytest.importorskip("matplotlib")
     train("--max_iters=5")
