@@ -11,7 +11,7 @@ from reference import shaken
 from attention.probe import probing
 from attention.scores import distances, visible
 from errors import UserError
-from lab.maps import Map, chosen_maps, draw, in_words, labels, weights_of
+from lab.maps import Map, chosen_maps, draw, fonts_with, in_words, labels, weights_of
 from model import ATTENTION, GPTConfig
 from text.tokenizers import ByteTokenizer, CharTokenizer
 
@@ -187,7 +187,7 @@ def test_a_new_attention_is_drawn(run, train, tmp_path, monkeypatch):
 
 
 def test_characters_that_no_font_has_are_named(capsys):
-    assert maps.fonts_with("a\U0010fffd") == ["monospace"]
+    assert fonts_with("a\U0010fffd") == ["monospace"]
     assert "no installed font has \U0010fffd: " in capsys.readouterr().err
 
 
