@@ -54,7 +54,10 @@ ALIASES = {
 }
 COMPRESSED = re.compile(r"\.(gz|zst|xz|bz2)$", re.IGNORECASE)
 # Files about data, which hold none: Kaggle's, those of `datasets`, and ours.
-ABOUT = ("dataset-metadata.json", "dataset_info", "dataset_dict.json", "state.json", "meta.json")
+ABOUT = (
+    "dataset-metadata.json dataset_info.json dataset_infos.json dataset_dict.json state.json "
+    "meta.json"
+).split()
 # What a file is that is no UTF-8 text, by its first bytes, and what makes text of it.
 NO_TEXT = {
     b"\xff\xfe\0\0": "UTF-32 text: iconv -f UTF-32 -t UTF-8 converts it",
@@ -220,7 +223,7 @@ def _kind_of(path):
     name = COMPRESSED.sub("", os.path.basename(path).lower())
     ending = os.path.splitext(name)[1]
     ending = ALIASES.get(ending, ending)
-    return ending if ending in KINDS and not name.startswith(ABOUT) else None
+    return ending if ending in KINDS and name not in ABOUT else None
 
 
 def _read(source, column, files, contents):
@@ -231,7 +234,8 @@ def _read(source, column, files, contents):
     """
     paths = [*itertools.chain(*files.values())]
     kind = _kind_of(paths[0]) if paths else None
-    if paths == [source] and kind in (None, ".txt") and not COMPRESSED.search(source):
+    compressed = COMPRESSED.search(source)
+    if paths == [source] and (kind is None or (kind == ".txt" and not compressed)):
         text = read_text(source)
         if kind is None and re.match(r'\s*\[?\s*{\s*"', text):
             raise UserError(f"{source} looks like JSON: name it .jsonl, or .txt if it is text")

@@ -366,7 +366,7 @@ class Signals:
         if not self.number:
             self.number = number
             self.asked_at = time.monotonic()
-            if distributed.master:  # no print: the signal may have interrupted one
+            if distributed.master and sys.stderr:  # no print: the signal may have interrupted one
                 with contextlib.suppress(OSError):  # the terminal is closed
                     os.write(2, b"\nstopping after this step (a second signal stops at once)\n")
         elif time.monotonic() - self.asked_at > 1:
@@ -422,7 +422,7 @@ def exit_with_code(it: int, stop: int, unsaved: OSError | None) -> NoReturn:
     if at_once:
         torch.distributed.destroy_process_group()
     try:
-        sys.stdout.flush()
+        print(end="", flush=True)
     except OSError:  # the same error at the exit would change the exit code
         at_once = True
     if at_once:
