@@ -272,6 +272,12 @@ def test_laser_on_both_sides_of_its_range(spread):
     assert bool(calls) == (widest.item() >= LASER_RANGE)
 
 
+def test_a_cpu_computes_short_texts_of_bfloat16_in_float32():
+    for n in (300, 600):
+        x = torch.randn(3, 1, 2, n, 16).bfloat16()
+        assert sdpa(*x).equal(sdpa(*x.float()).bfloat16()) == (n == 300)
+
+
 def test_laser_of_a_key_that_softmax_gives_no_weight():
     """A weight of exp(-200) on a value of 500: softmax rounds it to 0, LASER must not."""
     q = torch.full((1, 1, 2, 1), 20.0)

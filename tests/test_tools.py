@@ -232,8 +232,6 @@ NAMES = {  # NVIDIA's names of GPUs, and their peak rates in its data sheets
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H100 PCIe": 756e12,
-    "Tesla V100-SXM2-16GB": 125e12,
-    "NVIDIA L40S": 362e12,
     "NVIDIA L4": 121e12,
     "NVIDIA GeForce RTX 4090": None,
 }
