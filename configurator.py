@@ -56,12 +56,12 @@ def user_frames(trace):
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a UserError or OSError into a sentence and exit code 2. Other errors are bugs."""
+    """Turn an error of the user's, or of a file, into a sentence and exit code 2."""
     try:
         yield
     except BrokenPipeError:  # an OSError, but no mistake: _excepthook handles it
         raise
-    except (UserError, OSError) as error:
+    except (UserError, OSError, UnicodeDecodeError) as error:  # the last: of a file's text
         note(f"{os.path.basename(sys.argv[0].removesuffix('/__main__.py'))}: {error}")
         sys.exit(2)
 
@@ -261,7 +261,7 @@ def _checked(value, legal, given):
     elif isinstance(value, float) and int in legal and value.is_integer():
         value = int(value)
     if isinstance(value, str):
-        value = HOME.sub(os.path.expanduser("~"), value)
+        value = HOME.sub(lambda _: os.path.expanduser("~"), value)
     if isinstance(value, int) and abs(value) >= 2**63:  # seeds and sizes are numbers of 64 bits
         raise UserError(f"{given}: the number is too large")
     finite = not isinstance(value, float) or math.isfinite(value)

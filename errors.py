@@ -3,6 +3,7 @@
 A user's mistake is a sentence. Any other error is a bug and keeps its traceback.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -37,8 +38,9 @@ def out_of_range(values: dict, ranges: Iterable[tuple]) -> Iterator[tuple[bool, 
 
 def note(message: str) -> None:
     """Print a line on stderr; on each machine only the first of torchrun's processes prints it."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(message, file=sys.stderr)
+    if os.environ.get("LOCAL_RANK", "0") == "0" or "RANK" not in os.environ:
+        with contextlib.suppress(OSError):  # a full disk
+            print(message, file=sys.stderr)
 
 
 def first_line(error: BaseException) -> str:

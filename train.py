@@ -56,9 +56,9 @@ batch_size = 12  # sequences per micro-batch; a step has batch_size * gradient_a
 # Which optimizer?
 optimizer: "Literal[*OPTIMIZER]" = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
 weight_decay = 1e-1  # weight decay of matrices and embeddings; biases and norms have none
-beta1 = 0.9  # AdamW and NAdamW: decay rate of the mean of the gradients
-beta2 = 0.95  # AdamW and NAdamW: decay rate of the mean of the squared gradients
-adam_eps: float | None = None  # AdamW's and NAdamW's epsilon; None: 1e-8
+beta1 = 0.9  # AdamW: decay rate of the mean of the gradients
+beta2 = 0.95  # AdamW: decay rate of the mean of the squared gradients
+adam_eps: float | None = None  # AdamW's epsilon; None: 1e-8
 muon_beta = 0.95  # Muon: its momentum
 grad_clip = 1.0  # a gradient with a larger norm is scaled down to this norm; 0.0: never
 # How does the learning rate change?
@@ -278,8 +278,7 @@ with user_errors():
         peak=peak_flops(device, dtype),
     )
     if not eval_only:
-        other_best = saved is not None and best_val_loss == math.inf
-        saver = checkpoint.Saver(out_dir, keep_checkpoints, other_best)
+        saver = checkpoint.Saver(out_dir, keep_checkpoints, best_val_loss == math.inf)
         signals = run.Signals()
 saved = None  # frees its memory, and the file that holds it
 param_groups = [group for o in optimizers for group in o.param_groups]

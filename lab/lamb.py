@@ -1,7 +1,9 @@
-"""LAMB, for train.py and the examples: --import=lab.lamb --optimizer=lamb.
+"""LAMB and NAdamW, for train.py and the examples: --import=lab.lamb --optimizer=lamb.
 
---beta1, --beta2 and --adam_eps are its flags too; without --adam_eps its eps is 1e-6.
+--beta1, --beta2 and --adam_eps are their flags too; without --adam_eps LAMB's eps is 1e-6.
 """
+
+import math
 
 import torch
 
@@ -58,4 +60,15 @@ def lamb(model: torch.nn.Module, s: Settings) -> list[Lamb]:
     return [Lamb(**adam_settings(list(model.parameters()), s))]
 
 
+def nadamw(model: torch.nn.Module, s: Settings) -> list[torch.optim.NAdam]:
+    """AdamW with Nesterov's momentum (Dozat 2016), which is beta1 in all steps, as in optax."""
+    nadam = torch.optim.NAdam(
+        **adam_settings(list(model.parameters()), s),
+        momentum_decay=math.inf,  # the momentum of step t is beta1 (1 - 0.96^(t inf) / 2) = beta1
+        decoupled_weight_decay=True,
+    )
+    return [nadam]
+
+
 OPTIMIZER["lamb"] = lamb
+OPTIMIZER["nadamw"] = nadamw

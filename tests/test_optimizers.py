@@ -40,35 +40,6 @@ def test_every_trained_parameter_is_in_one_optimizer_and_matrices_alone_are_deca
         assert names == {"c_attn", "c_proj", "c_fc"}
 
 
-def test_nadamw_is_optaxs():
-    """Nesterov's momentum in Adam, with a constant momentum, over three steps; decay is apart.
-
-    m^ = b1 m_t / (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t), as in optax.nadamw (Dozat 2016,
-    algorithm 2).
-    """
-    b1 = 0.9
-    b2 = 0.95
-    gpt = model()
-    settings = Settings(lr=0.01, betas=(b1, b2), weight_decay=0.1, eps=1e-3)
-    (o,) = OPTIMIZER["nadamw"](gpt, settings)
-    p = gpt.lm_head.weight
-
-    w = p.detach().double()
-    m = 0.0
-    v = 0.0
-    for t in (1, 2, 3):
-        p.grad = torch.randn_like(p)
-        g = p.grad.double()
-        m = b1 * m + (1 - b1) * g
-        v = b2 * v + (1 - b2) * g**2
-        nesterov = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
-        deviation = (v / (1 - b2**t)).sqrt()
-        w = (1 - 0.01 * 0.1) * w - 0.01 * nesterov / (deviation + 1e-3)
-
-        o.step()
-        torch.testing.assert_close(p.double(), w, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("name", OPTIMIZER)
 @pytest.mark.parametrize(("given", "eps"), [(None, 1e-8), (0.0, 0.0), (1e-24, 1e-24)])
 def test_epsilon(name, given, eps):

@@ -246,8 +246,7 @@ def test_a_data_set_saved_by_datasets(tmp_path):
         ("a-validation.000.jsonl", "val"),
         ("TinyStories-valid.txt", "val"),
         ("wiki.DEV.txt", "val"),
-        ("my testing set/1.txt", "test"),
-        ("eval2/1.txt", "test"),
+        ("my eval2 set/1.txt", "test"),
         ("train/part-test.txt", "test"),  # a file's own name comes first
         ("latest/Trainer.txt", "train"),  # no words for a split
     ],
@@ -451,8 +450,8 @@ NO_TEXT = {
     "blank.txt": b" \n" * 100,
     "no.txt": b"",
     "utf16.txt": "text".encode("utf-16"),
-    "utf16.bin": "text".encode("utf-16-be"),
     "gz.txt": gzip.compress(b"text"),
+    "latin.jsonl": b'{"text": "%s"}' % LATIN,
     "rows.log": b'{"text": "a"}\n{"text": "b"}\n',
 }
 MISTAKES = [
@@ -466,8 +465,8 @@ MISTAKES = [
     ("--source=in/broken.parquet", "cannot read"),
     ("--source=in/notes.pdf", "holds no files of these kinds: .parquet, .txt, .jsonl"),
     ("--source=in/a.jsonl", "cannot read"),
+    ("--source=in/latin.jsonl --tokenizer=bytes", "'utf-8' codec can't decode byte"),
     ("--source=in/utf16.txt", "is UTF-16 text: iconv -f UTF-16 -t UTF-8"),
-    ("--source=in/utf16.bin/utf16.bin", "no UTF-8 text: it holds bytes that are 0"),
     ("--source=in/notes.pdf/notes.pdf", "is a PDF: pdftotext"),
     ("--source=in/gz.txt/gz.txt", "is compressed by gzip: give it a name such as a.txt.gz"),
     ("--source=in/rows.log/rows.log", "looks like JSON: name it .jsonl"),

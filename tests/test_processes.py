@@ -36,8 +36,7 @@ def rows(tmp_path, *keys) -> list:
 @pytest.mark.parametrize(
     "flags",
     [  # the first: 10 sequences, five micro-batches of 2; for each of two processes 2, 2 and 1
-        "--batch_size=2 --gradient_accumulation_steps=5 --n_kv_head=2 --position=t5 "
-        "--optimizer=nadamw",
+        "--batch_size=2 --gradient_accumulation_steps=5 --n_kv_head=2 --position=t5",
         "--attention=laser --heads=SSSL --window=4 --position=alibi --optimizer=muon "
         "--muon_lr=2e-3",
         "--attention=beta --position=relative --import=lab.lamb --optimizer=lamb --n_layer=1 "

@@ -241,8 +241,6 @@ def test_the_peak_rates_of_gpus(monkeypatch):
     for name, rate in NAMES.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert estimate.peak_flops("cuda:0", "bfloat16") == rate
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
-    assert estimate.peak_flops("cuda:0", "float32") is None
 
 
 def test_refusals_of_a_dry_run_for_gpus(run):

@@ -188,7 +188,7 @@ def test_the_seed_decides_weights_batches_and_dropout(train, tmp_path, monkeypat
 
 RESUMED = {core: (f"--attention={core}", "--heads=SL", "--window=5") for core in ATTENTION}
 RESUMED["muon"] = ("--optimizer=muon", "--schedule=wsd", "--decay_share=0.9", "--position=t5")
-RESUMED["nadamw"] = ("--optimizer=nadamw", "--schedule=constant", "--adam_eps=1e-3")
+RESUMED["constant"] = ("--schedule=constant", "--adam_eps=1e-3")
 RESUMED["bfloat16"] = ("--dtype=bfloat16", "--attention=laser")
 RESUMED["float16"] = ("--dtype=float16", "--attention=laser")
 
@@ -226,7 +226,7 @@ def test_resume_in_another_dtype(train, tmp_path):
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
-        ("--optimizer=nadamw", "cannot go on: the saved run used --optimizer=adamw"),
+        ("--optimizer=muon", "cannot go on: the saved run used --optimizer=adamw"),
         ("--block_size=16", "does not fit the saved run, which has block_size=32"),
         ("--dataset={other}", "another vocabulary"),
     ],
@@ -460,10 +460,10 @@ def test_from_a_local_gpt2(train, tmp_path, data):
 def test_environments_of_no_process_group(train, run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")  # left over from another job
     code, _, err = train()
-    assert code == 2 and "the environment has WORLD_SIZE, but not all of RANK, WORLD_SIZE" in err
+    assert code == 2 and "the environment has WORLD_SIZE, but not all of RANK, LOCAL_RANK" in err
     assert "unset WORLD_SIZE" in err
-    for variable in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(variable, "0")
+    for variable in distributed.LAUNCHED:
+        monkeypatch.setenv(variable, "3" if variable == "WORLD_SIZE" else "0")
     code, _, err = train()
     assert code == 2 and "among 3 processes: make --gradient_accumulation_steps a multiple" in err
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda name: int(name))

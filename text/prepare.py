@@ -49,8 +49,6 @@ ALIASES = {
     ".text": ".txt",
     ".ndjson": ".jsonl",
     ".jsonlines": ".jsonl",
-    ".tab": ".tsv",
-    ".pq": ".parquet",
 }
 COMPRESSED = re.compile(r"\.(gz|zst|xz|bz2)$", re.IGNORECASE)
 # Files about data, which hold none: Kaggle's, those of `datasets`, and ours.
@@ -66,9 +64,6 @@ NO_TEXT = {
     b"PK\x03\x04": "a zip archive or an office program's document: unzip it, or save it as text",
     b"%PDF": "a PDF: pdftotext converts it",
     b"\x1f\x8b": "compressed by gzip: give it a name such as a.txt.gz",
-    b"BZh91AY": "compressed by bzip2: give it a name such as a.txt.bz2",
-    b"\xfd7zXZ": "compressed by xz: give it a name such as a.txt.xz",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd: give it a name such as a.txt.zst",
 }
 # From the beginning of a book to the last line of Project Gutenberg's header, and from the first
 # line of its licence to the end. The header is looked for in the first million characters.
@@ -111,8 +106,8 @@ def run(
         vocab_size = None  # no other tokenizer depends on it
     files = _files(source)
     contents = [
-        (split, os.path.relpath(path, source), dataset.sha256(path))
-        for split, paths in files.items()
+        (os.path.relpath(path, source), dataset.sha256(path))
+        for paths in files.values()
         for path in paths
     ]
     cleaning = {"gutenberg": gutenberg, "split": split_documents}
@@ -132,7 +127,7 @@ def run(
     several = split_documents or sum(map(len, splits.values())) > 1
     longest = max(PER_DOCUMENT, SAMPLE // max(1, len(splits["train"])))
     if "val" not in splits:
-        splits |= _train_and_val(splits["train"], val_share, gutenberg)
+        splits |= _train_and_val(splits["train"], val_share, cleaning)
     if vocab_size is not None:
         lines = _sample(splits["train"], longest, cleaning)
         tok = tokenizers.train_sentencepiece(lines, vocab_size)
@@ -179,14 +174,14 @@ def _files(source):
     """
     if os.path.isfile(source):
         return {"train": [source]}
+    if not os.path.exists(source):
+        return {}
     kinds = {path: os.path.isfile(path) and _kind_of(path) for path in _paths_in(source)}
     sizes = collections.Counter()
     for path in filter(kinds.get, kinds):
         sizes[kinds[path]] += os.path.getsize(path)
     if not sizes:
-        if os.path.exists(source):
-            raise UserError(f"{source} holds no files of these kinds: {', '.join(KINDS)}")
-        return {}
+        raise UserError(f"{source} holds no files of these kinds: {', '.join(KINDS)}")
     kind = max(sizes, key=sizes.get)
     files = collections.defaultdict(list)
     others = []
@@ -197,8 +192,8 @@ def _files(source):
             continue
         words = filter(None, map(SPLIT.search, reversed(Path(inside).parts)))
         files[next((word.lastgroup for word in words), "train")].append(path)
-    counts = ", ".join(f"{len(files[split])} for {split}" for split in files)
-    print(f"{source}: {kind} files: {counts}")
+    counts = [f"{len(files[split])} for {split}" for split in files]
+    print(f"{source}: {kind} files: {', '.join(counts)}")
     if others:
         print(f"other files, not read: {len(others)} ({', '.join(others[:5])})")
     return files
@@ -207,14 +202,23 @@ def _files(source):
 def _paths_in(folder):
     """Return the paths of all files in a folder and in linked folders, but for hidden ones."""
     paths = []
-    seen = set()  # a link may lead back to a folder above it
-    for root, folders, names in os.walk(folder, followlinks=True):
+    seen = set()
+    folders = [folder]
+    links = []  # they come last: their folders may also be here, under their own names, or above
+    while folders or links:
+        root = (folders or links).pop()
         if os.path.realpath(root) in seen:
-            folders.clear()
             continue
         seen.add(os.path.realpath(root))
-        folders[:] = sorted(name for name in folders if name[0] != ".")
-        paths += [os.path.join(root, name) for name in names if name[0] != "."]
+        for entry in os.scandir(root):
+            if entry.name[0] == ".":
+                continue
+            if not entry.is_dir():
+                paths.append(entry.path)
+            elif entry.is_symlink():
+                links.append(entry.path)
+            else:
+                folders.append(entry.path)
     return sorted(paths)
 
 
@@ -223,7 +227,8 @@ def _kind_of(path):
     name = COMPRESSED.sub("", os.path.basename(path).lower())
     ending = os.path.splitext(name)[1]
     ending = ALIASES.get(ending, ending)
-    return ending if ending in KINDS and name not in ABOUT else None
+    if ending in KINDS and name not in ABOUT:
+        return ending
 
 
 def _read(source, column, files, contents):
@@ -234,8 +239,8 @@ def _read(source, column, files, contents):
     """
     paths = [*itertools.chain(*files.values())]
     kind = _kind_of(paths[0]) if paths else None
-    compressed = COMPRESSED.search(source)
-    if paths == [source] and (kind is None or (kind == ".txt" and not compressed)):
+    is_plain = kind == ".txt" and not COMPRESSED.search(source)
+    if paths == [source] and (is_plain or not kind):
         text = read_text(source)
         if kind is None and re.match(r'\s*\[?\s*{\s*"', text):
             raise UserError(f"{source} looks like JSON: name it .jsonl, or .txt if it is text")
@@ -273,8 +278,8 @@ def read_text(path: str) -> str:
     for first_bytes, what in NO_TEXT.items():
         if content.startswith(first_bytes):
             raise UserError(f"{path} is {what}")
-    if 0 in content[:4096]:
-        raise UserError(f"{path} is no UTF-8 text: it holds bytes that are 0")
+    if 0 in content:
+        raise UserError(f"{path} is no UTF-8 text: it holds bytes that are 0, as binary files do")
     try:
         return re.sub("\r\n?", "\n", content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -288,10 +293,9 @@ def _cannot_read(source, paths, error):
     """Return the sentence for an error of `datasets`."""
     if type(error).__name__ == "DatasetGenerationError":
         error = error.__cause__ or error
-    if isinstance(error, UnicodeDecodeError):
-        for path in paths:
-            if not COMPRESSED.search(path) and _kind_of(path) not in (".parquet", ".arrow"):
-                read_text(path)  # raises the sentence that names the file
+    for path in paths:
+        if not COMPRESSED.search(path) and _kind_of(path) not in (".parquet", ".arrow"):
+            read_text(path)  # raises a sentence that names the file if it is no UTF-8 text
     why = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     advice = "" if paths else ". --source= takes local files as well"
     return UserError(f"cannot read {source} ({why}){advice}")
@@ -324,7 +328,7 @@ def _documents(text, gutenberg=False, split=False):
     return [part.strip("\n") for part in text.split(END) if part.strip()]
 
 
-def _train_and_val(rows, share, gutenberg):
+def _train_and_val(rows, share, cleaning):
     """Split the rows of train: every 1/share-th is for val.
 
     Of a single document the last characters are for val, as in nanoGPT.
@@ -336,8 +340,10 @@ def _train_and_val(rows, share, gutenberg):
             f"the source has no validation split and {n} documents"
         )
     if n == 1:
-        text = _clean(rows[0]["text"], gutenberg)
+        text = _clean(rows[0]["text"], cleaning["gutenberg"])
         cut = int(len(text) * (1 - share))
+        if cleaning["split"]:
+            cut = len(text[:cut].rpartition(END)[0]) or cut  # the end of a document
         return {"train": [{"text": text[:cut]}], "val": [{"text": text[cut:]}]}
     is_val = np.diff(np.floor(np.arange(n + 1) * share)) > 0
     return {

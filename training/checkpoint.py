@@ -235,6 +235,7 @@ class Saver:
         self.best = ""  # what best.pt is renamed to, before another one is written
         if other_best and BEST in checkpoints_in(folder):
             self.best = join(folder, f"best-{_step(join(folder, BEST)):08d}.pt")
+            distributed.say(f"the best checkpoint until now will be kept as {self.best}")
         self.step = 0  # of ckpt.pt
         if LATEST in checkpoints_in(folder):
             self.step = _step(join(folder, LATEST))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from errors import UserError, first_line
 
 # torchrun starts the processes, and tells each its RANK and the WORLD_SIZE
-LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 rank = int(os.environ.get("RANK") or 0)
 world = int(os.environ.get("WORLD_SIZE") or 1)  # the number of processes
 master = rank == 0

@@ -1,4 +1,4 @@
-"""The optimizers: AdamW or NAdamW for everything; Muon for the blocks' matrices, beside AdamW."""
+"""The optimizers: AdamW for everything; Muon for the blocks' matrices, beside AdamW."""
 
 import math
 from collections.abc import Iterable
@@ -12,9 +12,9 @@ class Settings:
     """The flags of train.py that optimizers read."""
 
     lr: float  # the schedule's largest learning rate, but for Muon
-    betas: tuple[float, float]  # of AdamW and NAdamW
+    betas: tuple[float, float]  # of AdamW
     weight_decay: float
-    eps: float | None = None  # AdamW and NAdamW divide by sqrt(v) + eps; None: their default
+    eps: float | None = None  # AdamW divides by sqrt(v) + eps; None: its default
     fused: bool = True  # one kernel for AdamW's step, on CUDA and CPU
     muon_lr: float = 0.02  # the schedule's largest learning rate, for Muon
     muon_beta: float = 0.95  # Muon's momentum
@@ -90,15 +90,6 @@ def adamw(params: Iterable, s: Settings) -> torch.optim.AdamW:
     return torch.optim.AdamW(**adam_settings(params, s), fused=s.fused)
 
 
-def nadamw(params: Iterable, s: Settings) -> torch.optim.NAdam:
-    """AdamW with Nesterov's momentum (Dozat 2016), which is beta1 in all steps, as in optax."""
-    return torch.optim.NAdam(
-        **adam_settings(params, s),
-        momentum_decay=math.inf,  # the momentum of step t is beta1 (1 - 0.96^(t inf) / 2) = beta1
-        decoupled_weight_decay=True,
-    )
-
-
 def muon(model: torch.nn.Module, s: Settings) -> list[torch.optim.Optimizer]:
     """Muon for the Linears' matrices inside the blocks; AdamW for all other parameters."""
     matrices = [
@@ -117,6 +108,5 @@ def muon(model: torch.nn.Module, s: Settings) -> list[torch.optim.Optimizer]:
 # these optimizers
 OPTIMIZER = {
     "adamw": lambda model, s: [adamw(model.parameters(), s)],
-    "nadamw": lambda model, s: [nadamw(model.parameters(), s)],
     "muon": muon,
 }

@@ -301,7 +301,7 @@ def restored(
     """
     c = SimpleNamespace(**config)
     meta = val.meta
-    before = {"pack": "none", "optimizer": "adamw"} | saved["config"]
+    optimizer = saved["config"].get("optimizer", "adamw")
     if saved["iter_num"] >= c.max_iters and not c.eval_only:
         say(
             f"resume: the run is at step {saved['iter_num']} already: "
@@ -319,9 +319,9 @@ def restored(
          or ("tokenizer" not in saved and saved["model_args"].get("bias", True)),
          "the checkpoint has no optimizer state, or nanoGPT's, where biases have another order: "
          f"--init_from={shlex.quote(c.out_dir)} with another --out_dir= starts a new optimizer"),
-        (before["optimizer"] != c.optimizer,
+        (optimizer != c.optimizer,
          f"--optimizer={c.optimizer} cannot go on: "
-         f"the saved run used --optimizer={before['optimizer']}"),
+         f"the saved run used --optimizer={optimizer}"),
     ])  # fmt: skip
     checkpoint.restore(saved, optimizers, scaler)
     if c.decay_lr and c.schedule != "constant" and c.max_iters > c.lr_decay_iters:
@@ -329,19 +329,20 @@ def restored(
             f"resume: from step {c.lr_decay_iters} on the learning rate is min_lr={c.min_lr}: "
             f"--lr_decay_iters={c.max_iters} lets it fall until the end"
         )
-    if "data" in saved and windows(before, val, saved["data"]) == windows(config, val, data):
-        return saved["best_val_loss"]
-    say(
-        "resume: the evaluation uses other windows now, so the best validation loss starts anew; "
-        "the best checkpoint until now will be kept under another name"
-    )
+    best = saved
+    if checkpoint.BEST in checkpoint.checkpoints_in(c.out_dir):
+        best = checkpoint.load(checkpoint.path_of(c.out_dir, "best"), lazily=True)
+    now = windows(config, val, data)
+    if "data" in best and windows(best["config"], val, best["data"]) == now:
+        return best["best_val_loss"]
+    say("resume: the evaluation uses other windows now, so the best validation loss starts anew")
     return math.inf
 
 
 def windows(config: dict, val: Tokens, data: dict) -> tuple:
     """What decides which windows an evaluation uses. data: the checksum of each file."""
     number = min(config["eval_iters"] * config["batch_size"], val.apart)
-    return number, config["block_size"], config["pack"], data["val.bin"]
+    return number, config["block_size"], config.get("pack", "none"), data["val.bin"]
 
 
 # Ctrl-C; a scheduler's end; a closed terminal; a scheduler's warnings (SLURM, SGE); a time limit
@@ -353,11 +354,9 @@ class Signals:
 
     def __init__(self):
         self.number = 0
-        stops = signal.valid_signals() & {getattr(signal, name, None) for name in STOPS}
-        for number in stops:
-            ignored = signal.getsignal(number) == signal.SIG_IGN
-            by_nohup = ignored and number.name == "SIGHUP" and distributed.world == 1
-            if not by_nohup:
+        for number in signal.valid_signals() & {getattr(signal, name, None) for name in STOPS}:
+            ignored = signal.getsignal(number) == signal.SIG_IGN  # SIGHUP, by nohup
+            if not (ignored and number.name == "SIGHUP" and distributed.world == 1):
                 with contextlib.suppress(ValueError):  # not the main thread: it alone gets signals
                     signal.signal(number, self.ask)
 
@@ -402,9 +401,9 @@ def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str
     command = ["python", "sample.py", f"--out_dir={config['out_dir']}"]
     if not prompt:
         command.append(f"--start={tok.decode(idx[0].tolist())}")
-    more = f" (more of them: {shlex.join(command)})"
-    if not checkpoint.checkpoints_in(config["out_dir"]):
-        more = ""  # no step was made, and nothing is saved
+    more = ""
+    if checkpoint.checkpoints_in(config["out_dir"]):  # else no step was made
+        more = f" (more of them: {shlex.join(command)})"
     say(f"\na sample{more}:\n{tok.decode(ids[0].tolist())}")
 
 

@@ -17,7 +17,8 @@ import sys
 from errors import UserError
 from lab.experiments.results import save, saved, short
 
-OPTIMIZER_MODULES = {"lamb": "lab.lamb"}  # what --import needs for an optimizer outside the core
+# What --import needs for an optimizer outside the core
+OPTIMIZER_MODULES = {"lamb": "lab.lamb", "nadamw": "lab.lamb"}
 
 
 def finished(

@@ -8,6 +8,7 @@ from harness import SMALL, assert_equal, write
 from reference import randomised
 from test_other_models import load
 
+from lab import lamb  # noqa: F401, adds optimizers
 from lab.examples import bert, common
 from model import GPTConfig
 from text.tokenizers import CharTokenizer

@@ -1,4 +1,4 @@
-"""LAMB against its paper's equations, and as an optimizer of train.py."""
+"""LAMB and NAdamW against their papers' equations, and as an optimizer of train.py."""
 
 import pytest
 import torch
@@ -39,6 +39,35 @@ def test_lamb_is_the_papers(start, decay):
         torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
 
 
+def test_nadamw_is_optaxs():
+    """Nesterov's momentum in Adam, with a constant momentum, over three steps; decay is apart.
+
+    m^ = b1 m_t / (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t), as in optax.nadamw (Dozat 2016,
+    algorithm 2).
+    """
+    b1 = 0.9
+    b2 = 0.95
+    gpt = GPT(GPTConfig(block_size=16, vocab_size=20, n_layer=2, n_head=4, n_embd=32))
+    settings = Settings(lr=0.01, betas=(b1, b2), weight_decay=0.1, eps=1e-3)
+    (o,) = OPTIMIZER["nadamw"](gpt, settings)
+    p = gpt.lm_head.weight
+
+    w = p.detach().double()
+    m = 0.0
+    v = 0.0
+    for t in (1, 2, 3):
+        p.grad = torch.randn_like(p)
+        g = p.grad.double()
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g**2
+        nesterov = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
+        deviation = (v / (1 - b2**t)).sqrt()
+        w = (1 - 0.01 * 0.1) * w - 0.01 * nesterov / (deviation + 1e-3)
+
+        o.step()
+        torch.testing.assert_close(p.double(), w, rtol=1e-5, atol=1e-7)
+
+
 def test_its_groups():
     """Every trained parameter is in one; without --adam_eps they have LAMB's own epsilon."""
     gpt = GPT(GPTConfig(block_size=16, vocab_size=20, n_layer=2, n_head=4, n_embd=32))
@@ -65,4 +94,4 @@ def test_resume_is_exact(train, tmp_path, monkeypatch):
 
     monkeypatch.delitem(OPTIMIZER, "lamb")
     code, _, err = train("--init_from=resume", "--max_iters=11")
-    assert code == 2 and "optimizer='lamb' is not one of adamw, nadamw, muon" in err
+    assert code == 2 and "optimizer='lamb' is not one of adamw, muon" in err

@@ -73,7 +73,7 @@ def test_the_axes_of_a_plot(tmp_path):
 def test_names_with_commas(tmp_path, monkeypatch):
     """A comma separates, if no such file is there."""
     monkeypatch.chdir(tmp_path)
-    for name in ("a,b", "c", "d,e,f", "d"):
+    for name in ("a,b", "c", "d,e,f"):
         (tmp_path / name).mkdir()
     assert plot.paths("a,b,c,d,e,f,g") == ["a,b", "c", "d,e,f", "g"]
 
