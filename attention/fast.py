@@ -183,7 +183,7 @@ def sdpa(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
 
     On a CPU, bfloat16 is slower in it than float32 is where the texts are short.
     """
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[-2] < BFLOAT16_FROM:
+    if q.device.type == "cpu" and v.dtype == torch.bfloat16 and k.shape[-2] < BFLOAT16_FROM:
         with torch.autocast("cpu", enabled=False):
             return sdpa(
                 q.float(),

@@ -1,7 +1,9 @@
 """Logs a run to TensorBoard too, in the folder `tensorboard` of its out_dir.
 
-python train.py config/train_shakespeare_char_cpu.py --import=lab.tensorboard
-tensorboard --logdir=.
+    python train.py config/train_shakespeare_char_cpu.py --import=lab.tensorboard
+    tensorboard --logdir=.
+
+Both need `pip install tensorboard`.
 """
 
 import os
