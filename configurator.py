@@ -56,7 +56,10 @@ def user_frames(trace):
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn an error of the user's, or of a file, into a sentence and exit code 2."""
+    """Turn a UserError, an OSError or text that is not UTF-8 into a sentence and exit code 2.
+
+    Other errors are bugs.
+    """
     try:
         yield
     except BrokenPipeError:  # an OSError, but no mistake: _excepthook handles it

@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from attention.scores import at_least_float32, plain_form, uncompiled, visible
 
 CHUNK = 64  # tokens that are computed together; many smaller chunks would cost more than they save
-BFLOAT16_FROM = 512  # tokens from which a CPU's fused attention is not slower in bfloat16
+BFLOAT16_FROM = (
+    512  # with fewer tokens a CPU's fused attention is slower in bfloat16 than in float32
+)
 AT_ONCE = 2**23  # numbers held at once: 32 MiB in float32; a GPU holds four times as many
 LASER_RANGE = 60.0  # largest range of a channel: exp(-60) is far above float32's smallest number
 
@@ -181,7 +183,7 @@ def general_form(definition: Callable, holds_values: bool = False) -> Callable:
 def sdpa(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
     """y = softmax(s) v by PyTorch's fused attention, with a mask only where it needs one.
 
-    On a CPU, bfloat16 is slower in it than float32 is where the texts are short.
+    On a CPU, short texts in bfloat16 are computed in float32, which is faster.
     """
     if q.device.type == "cpu" and v.dtype == torch.bfloat16 and k.shape[-2] < BFLOAT16_FROM:
         with torch.autocast("cpu", enabled=False):

@@ -16,46 +16,41 @@ from training.log import Log
 optional("tensorboard", "--import=lab.tensorboard")
 from torch.utils.tensorboard import SummaryWriter  # noqa: E402
 
-
-class WithBoard:
-    """Log's methods, and the same for TensorBoard."""
-
-    open = Log.open
-    write = Log.write
-    close = Log.close
+open_log = Log.open
 
 
-def open_board(self) -> None:
-    """An older run's folder moves to previous/. A run that resumes goes on with its own."""
-    WithBoard.open(self)
+class Board:
+    """A TensorBoard that Log takes for wandb: it gets the same values, and passes them on."""
+
+    def __init__(self, folder: str, start: int, wandb: object | None):
+        self.writer = SummaryWriter(folder, purge_step=start)
+        self.wandb = wandb
+
+    def log(self, values: dict, step: int) -> None:
+        for name, x in values.items():
+            if name != "iter":
+                self.writer.add_scalar(name, x, step)
+        if self.wandb:
+            self.wandb.log(values, step=step)
+
+    def finish(self) -> None:
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def open_with_board(self) -> None:
+    """Log.open, and a Board. An older run's folder moves to previous/."""
+    open_log(self)
     folder = join(self.c.out_dir, "tensorboard")
     if self.c.init_from != "resume" and exists(folder):
         previous = join(self.c.out_dir, "previous")
         os.makedirs(previous, exist_ok=True)
         shutil.rmtree(join(previous, "tensorboard"), ignore_errors=True)
         os.replace(folder, join(previous, "tensorboard"))
-    self.board = SummaryWriter(folder, purge_step=self.start)
+    self.wandb = Board(folder, self.start, self.wandb)
     settings = "".join(f"    {name} = {x!r}\n" for name, x in self.config.items())
-    self.board.add_text("settings", settings)
+    self.wandb.writer.add_text("settings", settings)
 
 
-def write_board(self, row: dict, line: str) -> None:
-    WithBoard.write(self, row, line)
-    if self.file:  # on the first process
-        values = dict(row)
-        step = values.pop("iter")
-        for layer, largest in enumerate(values.pop("max_logit", ())):
-            values[f"max_logit/{layer}"] = largest
-        for name, x in values.items():
-            self.board.add_scalar(name, x, step)
-
-
-def close_board(self) -> None:
-    WithBoard.close(self)
-    if self.file:
-        self.board.close()
-
-
-Log.open = open_board
-Log.write = write_board
-Log.close = close_board
+Log.open = open_with_board

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import assert_equal, legal, pairwise
 from reference import fast, naive_attention, shaken
-from test_model import C, D, T, config, normalised, saved_bytes, tokens
+from test_model import C, D, T, V, config, normalised, saved_bytes, tokens
 from torch.nn import functional as F
 
 import attention.fast
@@ -189,11 +189,24 @@ for where in WHERE:
     ("position", "core", "block"),
     pairwise(POSITION, ATTENTION, BLOCKS, legal=is_legal),
 )
-def test_every_parameter_learns(position, core, block):
+def test_causal_and_every_parameter_learns(position, core, block):
+    """Checked by gradients and by changing a later token. Every parameter has a gradient."""
     fields = {"heads": "SSSL", "window": 4, "n_kv_head": 2} | block
     gpt = shaken(config(attention=core, position=position, **fields), by=0.1)
     x = tokens()
-    gpt(x, x)[1].backward()
+    embedded = outputs_of(gpt.transformer.drop)
+    logits, loss = gpt(x, x)
+    for i in (0, T // 2, T - 2):
+        y = logits[:, i].square().sum()
+        (g,) = torch.autograd.grad(y, embedded, retain_graph=True)
+        reached = g.abs().sum((0, 2)) > 0
+        assert reached[0]
+        assert reached[i]
+        assert not reached[i + 1 :].any()
+    changed = x.clone()
+    changed[:, -1] = (x[:, -1] + 1) % V
+    assert_equal(gpt(changed, x)[0][:, :-1], logits[:, :-1], 1e-5)
+    loss.backward()
     for name, p in gpt.named_parameters():
         assert p.grad.isfinite().all(), name
         assert p.grad.any(), name

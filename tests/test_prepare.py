@@ -267,7 +267,7 @@ def test_marks_between_documents(kind, tmp_path, capsys):
     path.write_text(f"\n{END}\n".join(stories) + f"\n{END}\n")
     settings = {"kind": kind, "val_share": 0.5, "vocab_size": 278}
     prepared(tmp_path / "plain", str(path), **settings)
-    assert f"there {END} stands 15 times as plain text: with" in capsys.readouterr().out
+    assert f"\n{END} stands 15 times in this text, as plain text: with" in capsys.readouterr().out
     prepared(tmp_path / "out", str(path), split_documents=True, **settings)
     assert "plain text" not in capsys.readouterr().out
     meta = dataset.read_meta(tmp_path / "out")

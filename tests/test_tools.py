@@ -45,14 +45,8 @@ def measures(out):
 
 def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path, monkeypatch):
     """With stride 1, each token's -log p is given the T tokens before it, more than in training."""
-    strided = Tokens.strided
-    sizes = []
-
-    def noted(self, stride, size, **share):
-        sizes.append(size)
-        return strided(self, stride, size, **share)
-
-    monkeypatch.setattr(Tokens, "strided", noted)
+    spy = unittest.mock.create_autospec(Tokens.strided, side_effect=Tokens.strided)
+    monkeypatch.setattr(Tokens, "strided", spy)
     T = 48
     train("--position=sinusoidal", "--max_iters=6")
     flags = ("--which=latest", f"--block_size={T}", "--stride=1", "--device=cpu")
@@ -64,7 +58,7 @@ def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path, monkeypatc
         measures(run("eval.py", *flags, "--stride=48", f"--dtype={dtype}")[1]) for dtype in dtypes
     )
     assert rounded["loss"] == pytest.approx(exact["loss"], abs=0.02) and rounded != exact
-    assert sizes == [50, 50, 50]
+    assert [call.args[2] for call in spy.mock_calls] == [50, 50, 50]
 
     gpt = checkpoint.model_of(state_of(tmp_path))
     gpt.crop_block_size(T)

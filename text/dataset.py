@@ -63,6 +63,7 @@ def read_meta(folder: str) -> dict:
     """Return the content of meta.json of a prepared folder. Raises UserError if it has none."""
     try:
         meta = json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
+        # Each of these raises an error if another program wrote the file
         np.dtype(meta["dtype"]), meta["vocab_size"], meta["tokenizer"]["kind"]
         [(entry["tokens"], entry["sha256"]) for entry in meta["files"].values()]
         return meta

@@ -35,28 +35,29 @@ SPLIT = re.compile(
     r"(?i)(?<![^-._ 0-9])(?:(?P<train>train|training)|(?P<val>val|valid|validation|dev)"
     r"|(?P<test>test|testing|eval|evaluation))(?![^-._ 0-9])"
 )
-# Each kind of file, by its ending: the builder of `datasets` that reads it, and options.
+# Each kind of file, by its ending: the builder of `datasets` that reads it.
 KINDS = {
-    ".parquet": ("parquet", {}),
-    ".txt": ("text", {"sample_by": "document"}),
-    ".jsonl": ("json", {}),
-    ".json": ("json", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
-    ".arrow": ("arrow", {}),
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".arrow": "arrow",
 }
+OPTIONS = {".txt": {"sample_by": "document"}, ".tsv": {"sep": "\t"}}  # of the builders
 ALIASES = {
     ".text": ".txt",
     ".ndjson": ".jsonl",
     ".jsonlines": ".jsonl",
 }
 COMPRESSED = re.compile(r"\.(gz|zst|xz|bz2)$", re.IGNORECASE)
-# Files about data, which hold none: Kaggle's, those of `datasets`, and ours.
+# Files that describe data and hold none of it: Kaggle's, those of `datasets`, and ours.
 ABOUT = (
     "dataset-metadata.json dataset_info.json dataset_infos.json dataset_dict.json state.json "
     "meta.json"
 ).split()
-# What a file is that is no UTF-8 text, by its first bytes, and what makes text of it.
+# The first bytes of files that are not UTF-8 text: what such a file is, and what converts it.
 NO_TEXT = {
     b"\xff\xfe\0\0": "UTF-32 text: iconv -f UTF-32 -t UTF-8 converts it",
     b"\xff\xfe": "UTF-16 text: iconv -f UTF-16 -t UTF-8 converts it",
@@ -168,9 +169,9 @@ def _requested(tokenizer):
 def _files(source):
     """Return the files of a source by split: {split: paths}; nothing for a name of the hub.
 
-    All are of one kind: of that which has the most bytes. Prints how many files are read for which
-    split, and which are not. A split's name stands between separators in a file's name or, if it
-    has none, in the name of a folder above it.
+    All are of one kind, the kind that has the most bytes. Prints how many files are read for each
+    split, and which files are not read. A file belongs to the split whose name stands between
+    separators in its own name or, if there is none, in the name of a folder above it.
     """
     if os.path.isfile(source):
         return {"train": [source]}
@@ -204,12 +205,13 @@ def _paths_in(folder):
     paths = []
     seen = set()
     folders = [folder]
-    links = []  # they come last: their folders may also be here, under their own names, or above
+    links = []  # they come last: a folder that is here under its own name keeps this name
     while folders or links:
         root = (folders or links).pop()
-        if os.path.realpath(root) in seen:
+        real = os.path.realpath(root)
+        if real in seen:
             continue
-        seen.add(os.path.realpath(root))
+        seen.add(real)
         for entry in os.scandir(root):
             if entry.name[0] == ".":
                 continue
@@ -242,12 +244,12 @@ def _read(source, column, files, contents):
     is_plain = kind == ".txt" and not COMPRESSED.search(source)
     if paths == [source] and (is_plain or not kind):
         text = read_text(source)
-        if kind is None and re.match(r'\s*\[?\s*{\s*"', text):
+        if not kind and re.match(r'\s*\[?\s*{\s*"', text):
             raise UserError(f"{source} looks like JSON: name it .jsonl, or .txt if it is text")
         return {"train": [{"text": text}]}
     if kind:
-        builder, options = KINDS[kind]
-        options = options | {
+        builder = KINDS[kind]
+        options = OPTIONS.get(kind, {}) | {
             "data_files": {split: list(map(glob.escape, files[split])) for split in files},
             "description": str(contents),  # `datasets` itself knows files by their names and times
         }
@@ -275,11 +277,7 @@ def read_text(path: str) -> str:
     Raises UserError if the file is not UTF-8.
     """
     content = Path(path).read_bytes()
-    for first_bytes, what in NO_TEXT.items():
-        if content.startswith(first_bytes):
-            raise UserError(f"{path} is {what}")
-    if 0 in content:
-        raise UserError(f"{path} is no UTF-8 text: it holds bytes that are 0, as binary files do")
+    _check_text(path, content)
     try:
         return re.sub("\r\n?", "\n", content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -289,13 +287,25 @@ def read_text(path: str) -> str:
         ) from None
 
 
+def _check_text(path, content):
+    """Raise UserError if a file's content, or the beginning of it, shows that it is no text."""
+    for first_bytes, what in NO_TEXT.items():
+        if content.startswith(first_bytes):
+            raise UserError(f"{path} is {what}")
+    if 0 in content:
+        raise UserError(f"{path} is no UTF-8 text: it holds bytes that are 0, as binary files do")
+
+
 def _cannot_read(source, paths, error):
     """Return the sentence for an error of `datasets`."""
     if type(error).__name__ == "DatasetGenerationError":
         error = error.__cause__ or error
     for path in paths:
         if not COMPRESSED.search(path) and _kind_of(path) not in (".parquet", ".arrow"):
-            read_text(path)  # raises a sentence that names the file if it is no UTF-8 text
+            with open(path, "rb") as f:  # files may be large: a beginning is enough
+                _check_text(path, f.read(4096))
+            if isinstance(error, UnicodeDecodeError):
+                read_text(path)  # raises a sentence that names the file
     why = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     advice = "" if paths else ". --source= takes local files as well"
     return UserError(f"cannot read {source} ({why}){advice}")
@@ -314,15 +324,14 @@ def _text_of(rows, source, column):
     return rows.select_columns([column]).rename_columns({column: "text"})
 
 
-def _clean(text, gutenberg):
-    """Return a row's text with \\n as its line ends; gutenberg: without header and licence."""
-    text = re.sub("\r\n?", "\n", (text or "").removeprefix("\ufeff"))
-    return GUTENBERG.sub("", text) if gutenberg else text
-
-
 def _documents(text, gutenberg=False, split=False):
-    """Return the documents of a row's text: one, or with split those before and after each END."""
-    text = _clean(text, gutenberg)
+    """Return the documents of a row's text: one, or with split those between the ENDs.
+
+    Their line ends are \\n. gutenberg: without Project Gutenberg's header and licence.
+    """
+    text = re.sub("\r\n?", "\n", (text or "").removeprefix("\ufeff"))
+    if gutenberg:
+        text = GUTENBERG.sub("", text)
     if not split:
         return [text]
     return [part.strip("\n") for part in text.split(END) if part.strip()]
@@ -340,7 +349,7 @@ def _train_and_val(rows, share, cleaning):
             f"the source has no validation split and {n} documents"
         )
     if n == 1:
-        text = _clean(rows[0]["text"], cleaning["gutenberg"])
+        (text,) = _documents(rows[0]["text"], cleaning["gutenberg"])
         cut = int(len(text) * (1 - share))
         if cleaning["split"]:
             cut = len(text[:cut].rpartition(END)[0]) or cut  # the end of a document
@@ -398,12 +407,13 @@ def tokenised(
         ids += [tok.ids(piece).astype(dtype).tobytes() for piece in pieces(document)]
         if end:
             ids.append(np.array([tok.eot], dtype).tobytes())
+    text = " ".join(documents)
     return {
         "ids": b"".join(ids),
         "documents": len(documents),
         "bytes": sum(len(document.encode("utf-8", "surrogatepass")) for document in documents),
-        "words": sum(len(document.split()) for document in documents),
-        "end_marks": sum(document.count(END) for document in documents),
+        "words": len(text.split()),
+        "end_marks": text.count(END),
     }
 
 
@@ -473,6 +483,6 @@ def _report(meta):
         )
         if file["end_marks"]:
             print(
-                f"there {END} stands {file['end_marks']:,} times as plain text: "
+                f"{END} stands {file['end_marks']:,} times in this text, as plain text: "
                 "with data/text/prepare.py --split_documents it ends a document"
             )

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -30,19 +29,19 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
-def say(*args: object, file: TextIO | None = None, sep: str = " ") -> None:
+def say(*args: object, **kwargs: object) -> None:
     """print, on the first process only. An error in printing ends no training: the line is lost.
 
     If nobody reads the lines any more (`| head`), a training ends as with SIGTERM.
     """
     if not master:
         return
-    file = file or sys.stdout
     try:
-        print(*args, flush=True, file=file, sep=sep)
+        print(*args, flush=True, **kwargs)
     except BrokenPipeError:
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             raise  # no training, or none that could be saved
+        file = kwargs.get("file", sys.stdout)
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
         signal.raise_signal(signal.SIGTERM)
     except OSError:  # a full disk, a closed terminal

@@ -331,9 +331,8 @@ def restored(
         )
     best = saved
     if checkpoint.BEST in checkpoint.checkpoints_in(c.out_dir):
-        best = checkpoint.load(checkpoint.path_of(c.out_dir, "best"), lazily=True)
-    now = windows(config, val, data)
-    if "data" in best and windows(best["config"], val, best["data"]) == now:
+        best = checkpoint.load(checkpoint.path_of(c.out_dir, "best"), lazily=True, verify=False)
+    if "data" in best and windows(best["config"], val, best["data"]) == windows(config, val, data):
         return best["best_val_loss"]
     say("resume: the evaluation uses other windows now, so the best validation loss starts anew")
     return math.inf

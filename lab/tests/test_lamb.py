@@ -3,9 +3,9 @@
 import pytest
 import torch
 from harness import same, state_of
+from test_optimizers import NOT_PLAIN, SETTINGS, check_groups, model
 
 from lab.lamb import Lamb
-from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
 
 
@@ -47,7 +47,7 @@ def test_nadamw_is_optaxs():
     """
     b1 = 0.9
     b2 = 0.95
-    gpt = GPT(GPTConfig(block_size=16, vocab_size=20, n_layer=2, n_head=4, n_embd=32))
+    gpt = model()
     settings = Settings(lr=0.01, betas=(b1, b2), weight_decay=0.1, eps=1e-3)
     (o,) = OPTIMIZER["nadamw"](gpt, settings)
     p = gpt.lm_head.weight
@@ -68,16 +68,17 @@ def test_nadamw_is_optaxs():
         torch.testing.assert_close(p.double(), w, rtol=1e-5, atol=1e-7)
 
 
-def test_its_groups():
-    """Every trained parameter is in one; without --adam_eps they have LAMB's own epsilon."""
-    gpt = GPT(GPTConfig(block_size=16, vocab_size=20, n_layer=2, n_head=4, n_embd=32))
-    gpt.transformer.wte.weight.requires_grad_(False)
-    (o,) = OPTIMIZER["lamb"](gpt, Settings(lr=0.1, betas=(0.9, 0.99), weight_decay=0.1))
-    held = [p for group in o.param_groups for p in group["params"]]
-    trained = [p for p in gpt.parameters() if p.requires_grad]
-    assert sorted(map(id, held)) == sorted(map(id, trained))
-    assert [group["eps"] for group in o.param_groups] == [1e-6, 1e-6]
-    assert [group["weight_decay"] for group in o.param_groups] == [0.1, 0.0]
+@pytest.mark.parametrize("name", ["lamb", "nadamw"])
+@pytest.mark.parametrize("fields", [{}, NOT_PLAIN])
+def test_every_trained_parameter_is_in_one_group(name, fields):
+    check_groups(name, fields)
+
+
+@pytest.mark.parametrize(("name", "eps"), [("lamb", 1e-6), ("nadamw", 1e-8)])
+def test_epsilon(name, eps):
+    """The optimizer's own, without --adam_eps."""
+    (o,) = OPTIMIZER[name](model(), SETTINGS)
+    assert [group["eps"] for group in o.param_groups] == [eps, eps]
 
 
 def test_resume_is_exact(train, tmp_path, monkeypatch):
