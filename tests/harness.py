@@ -94,6 +94,13 @@ def run(capsys, monkeypatch):
     return run
 
 
+def done(result: tuple[int, str, str]) -> str:
+    """What a script has printed, which has ended well."""
+    code, out, err = result
+    assert code == 0, err
+    return out
+
+
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # of small runs of train.py in one process, or cuda
 SMALL = "--block_size=32 --batch_size=4 --n_layer=2 --n_head=4 --n_embd=32".split()
 SMALL += [f"--device={DEVICE}"]

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from harness import ROOT
+from harness import ROOT, done
 
 from model import GPT, GPTConfig
 from training import checkpoint
@@ -53,8 +53,7 @@ def test_a_run_goes_on(kind, run, data, tmp_path):
     flags = [f"--dataset={data}", f"--out_dir={out_dir}", "--device=cpu", "--init_from=resume"]
     if kind == "lamb":
         flags.append("--import=lab.lamb")
-    code, _, err = run("train.py", *flags, "--max_iters=8", "--eval_interval=4")
-    assert code == 0, err
+    done(run("train.py", *flags, "--max_iters=8", "--eval_interval=4"))
     with open(out_dir / "log.jsonl") as f:
         rows = [json.loads(line) for line in f]
     losses = [row["loss"] for row in rows if "loss" in row]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT, Workers
+from harness import ROOT, Workers, done
 from test_configurator import SCRIPTS
 
 from choices import NORM
@@ -143,8 +143,7 @@ def check_commands(run, pages: dict[str, list[str]], scripts: list[str]) -> None
     def flags_of(script: str) -> set[str]:
         if script.startswith("lab/tests/"):  # it imports Triton
             return set(re.findall(r"--\w+", read(script)))
-        code, out, err = run(script, "--help")
-        assert code == 0, err
+        out = done(run(script, "--help"))
         return {"--help", "--import", *re.findall(r"(?m)^ +(--\w+)", out)}
 
     def check(path: str, line: str) -> None:
@@ -240,8 +239,7 @@ def test_add_a_norm_and_a_position(run, train, tmp_path, monkeypatch):
     monkeypatch.setitem(NORM, "scalenorm", None)  # so that both leave their tables after the test
     monkeypatch.setitem(POSITION, "kerple", None)
     flags = "--import=my_choices --norm=scalenorm --position=kerple --heads=SL --window=3".split()
-    code, out, err = train(*flags, "--max_iters=5")
-    assert code == 0, err
+    out = done(train(*flags, "--max_iters=5"))
     assert "position=kerple, norm=scalenorm" in out
     sample = "--import=my_choices --num_samples=1 --start=the --max_new_tokens=60".split()
     sample.append(f"--out_dir={tmp_path / 'out'}")

@@ -94,17 +94,14 @@ def test_resume_from_the_best_if_it_is_newer(train, tmp_path):
         (["--eval_iters=3"], False),  # 12 windows and not 8
         (["--batch_size=8", "--eval_iters=1"], True),  # the same 8 windows
         (["--dataset=COPY"], True),
-        (["--allow_other_data", "--dataset=OTHER"], False),
     ],
 )
 def test_the_best_checkpoint_survives_another_evaluation(
-    train, data, tmp_path, text, monkeypatch, flags, is_same
+    train, data, tmp_path, monkeypatch, flags, is_same
 ):
     """The old best.pt is kept if its loss and the new ones are of other windows."""
     monkeypatch.setattr(dataset, "ROOT", tmp_path)
     shutil.copytree(data, tmp_path / "data" / "COPY")
-    tok = tokenizers.tokenizer(dataset.read_meta(data)["tokenizer"])
-    write(tmp_path / "data" / "OTHER", tok, {"train": text, "val": text[::-1]}, {})
     train()
     best = checkpoints(tmp_path)["best.pt"]
     worse = ("--learning_rate=1", "--decay_lr=False", "--max_iters=15")

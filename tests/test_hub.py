@@ -5,7 +5,7 @@ import re
 
 import hub
 import pytest
-from harness import Workers
+from harness import Workers, done
 
 from text.dataset import read_meta
 
@@ -119,8 +119,7 @@ def refused(prepare, tmp_path):
 
 
 def test_parquet_files_are_as_local_ones(prepare, run, tmp_path):
-    code, _, err = prepare("owner/books")
-    assert code == 0, err
+    done(prepare("owner/books"))
     (tmp_path / "data").mkdir()
     for path, data in BOOKS.items():
         (tmp_path / path).write_bytes(data)

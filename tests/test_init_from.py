@@ -2,12 +2,13 @@
 
 import json
 
+from harness import done
+
 from training import checkpoint
 
 
 def test_a_run_begins_with_the_weights_of_another(run, train, tmp_path):
-    code, _, err = train("--attention=laser", "--heads=SSSL", "--window=4", "--position=rope")
-    assert code == 0, err
+    done(train("--attention=laser", "--heads=SSSL", "--window=4", "--position=rope"))
     trained = tmp_path / "out"
     flags = [f"--init_from={trained}", f"--out_dir={tmp_path / 'new'}"]
 
@@ -43,8 +44,7 @@ def test_a_run_begins_with_the_weights_of_another(run, train, tmp_path):
 
 
 def test_a_changed_model_needs_a_place_for_every_trained_weight(train, tmp_path):
-    code, _, err = train("--conv=3", "--max_iters=2")
-    assert code == 0, err
+    done(train("--conv=3", "--max_iters=2"))
     flags = [f"--init_from={tmp_path / 'out'}", f"--out_dir={tmp_path / 'more'}"]
     for width in (0, 4):
         code, _, err = train(*flags, f"--conv={width}")

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import ROOT, done
 
 from text import dataset, prepare, tokenizers
 from text.dataset import Tokens
@@ -138,8 +138,7 @@ def test_shakespeare_is_nanogpts(run, tmp_path, monkeypatch):
         ("shakespeare", (301966, 36059)),
     ):
         command = (f"data/{name}/prepare.py", f"--out_dir={tmp_path / name}")
-        code, printed, err = run(*command)
-        assert code == 0, err
+        printed = done(run(*command))
         assert f"train has {lengths[0]:,} tokens" in printed
         assert "nothing to do" in run(*command)[1]
         train, val = (Tokens(tmp_path / name, split, 8).ids for split in ("train", "val"))
@@ -357,8 +356,7 @@ def test_the_tokens_of_another_data_set(run, folder, tmp_path, monkeypatch):
         prepared(Path(kind), folder, kind)
     Path("other.txt").write_text(TEXTS[0])
     flags = ("--source=other.txt", "--out_dir=b", "--tokenizer=sentencepiece/")
-    code, printed, err = run(SCRIPT, *flags)
-    assert code == 0, err
+    printed = done(run(SCRIPT, *flags))
     assert "config/train_shakespeare_char_cpu.py --dataset=b --out_dir=out-b\n" in printed
     assert tokenizer_of("b").meta == tokenizer_of("sentencepiece").meta
     write_files(Path("zebras"), ["Zebra" * 10] * 4)

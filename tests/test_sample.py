@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from harness import ROOT
+from harness import ROOT, done
 
 from model import GPT
 from text import sampling
@@ -21,8 +21,7 @@ def trained(train, tmp_path):
 
 def test_sample(run, trained, tmp_path):
     def sample(*flags):
-        code, out, err = run("sample.py", *trained, *flags)
-        assert code == 0, err
+        out = done(run("sample.py", *trained, *flags))
         return out
 
     three = ("--start=the lord", "--num_samples=3", "--max_new_tokens=40")
@@ -119,7 +118,6 @@ def test_from_another_working_directory(run, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = "--max_iters=2 --eval_iters=1 --device=cpu --sample_tokens=20 --out_dir=mine".split()
     config = "config/train_shakespeare_char_cpu.py"
-    code, out, err = run("train.py", config, f"--dataset={data}", *flags)
-    assert code == 0, err
+    out = done(run("train.py", config, f"--dataset={data}", *flags))
     assert "a sample" in out
     assert sorted(os.listdir("mine")) == ["best.pt", "ckpt.pt", "log.jsonl"]

@@ -11,7 +11,7 @@ import unittest.mock
 
 import pytest
 import torch
-from harness import ROOT, state_of, write
+from harness import ROOT, done, state_of, write
 
 from model import GPT, GPTConfig
 from text import dataset, tokenizers
@@ -51,8 +51,7 @@ def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path, monkeypatc
     train("--position=sinusoidal", "--max_iters=6")
     flags = ("--which=latest", f"--block_size={T}", "--stride=1", "--device=cpu")
     flags += ("--batch_size=50", f"--out_dir={tmp_path / 'out'}")
-    code, out, err = run("eval.py", *flags)
-    assert code == 0, err
+    out = done(run("eval.py", *flags))
     dtypes = ("float32", "bfloat16")
     exact, rounded = (
         measures(run("eval.py", *flags, "--stride=48", f"--dtype={dtype}")[1]) for dtype in dtypes
@@ -138,8 +137,7 @@ def test_train_sample_and_eval_with_every_tokenizer(kind, run, train, tmp_path, 
     for i in range(20):
         (texts / f"{i:02d}.txt").write_text(text[i * 400 : i * 400 + 400] + "\n")
     flags = (f"--source={texts}", f"--tokenizer={kind}", "--vocab_size=290")
-    code, out, err = run("data/text/prepare.py", *flags, f"--out_dir={tmp_path / 'docs'}")
-    assert code == 0, err
+    out = done(run("data/text/prepare.py", *flags, f"--out_dir={tmp_path / 'docs'}"))
     code, out, err = train(f"--dataset={tmp_path / 'docs'}", "--max_iters=5", "--sample_tokens=20")
     assert code == 0 and "a sample" in out, err
 
@@ -157,8 +155,7 @@ def test_train_sample_and_eval_with_every_tokenizer(kind, run, train, tmp_path, 
 
 
 def dry(run, *flags):
-    code, out, err = run("train.py", "--dry_run", "--device=cpu", *flags)
-    assert code == 0, err
+    out = done(run("train.py", "--dry_run", "--device=cpu", *flags))
     return out
 
 
@@ -235,6 +232,11 @@ def test_the_peak_rates_of_gpus(monkeypatch):
     for name, rate in NAMES.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert estimate.peak_flops("cuda:0", "bfloat16") == rate
+
+
+def test_durations():
+    times = {119: "119 s", 9000: "2.5 hours", 950400: "11.0 days"}
+    assert [estimate.duration(x) for x in times] == [*times.values()]
 
 
 def test_refusals_of_a_dry_run_for_gpus(run):

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from harness import same, state_of, write
+from harness import done, same, state_of, write
 
 import training.log
 import training.run
@@ -219,8 +219,7 @@ def test_resume_in_another_dtype(train, tmp_path):
     for curve in curves[:2]:
         assert curve == pytest.approx(curves[2], rel=0.02) and curve != curves[2]
     for dtype, steps in (("float16", 4), ("float32", 6)):
-        code, _, err = train("--init_from=resume", f"--max_iters={steps}", f"--dtype={dtype}")
-        assert code == 0, err
+        done(train("--init_from=resume", f"--max_iters={steps}", f"--dtype={dtype}"))
 
 
 @pytest.mark.parametrize(

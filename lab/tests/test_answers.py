@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from harness import done
 from torch.nn import functional as F
 
 from lab.hub.prepare_answers import Examples, encode, open_split, prepare, read_examples
@@ -90,8 +91,7 @@ def test_every_example_is_evaluated_and_each_step_draws_others(tasks):
 
 @pytest.fixture
 def trained(train, tmp_path):
-    code, _, err = train("--attention=laser")
-    assert code == 0, err
+    done(train("--attention=laser"))
     return str(tmp_path / "out")
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from harness import SMALL, assert_equal, write
+from harness import SMALL, assert_equal, done, write
 from reference import randomised
 from test_other_models import load
 
@@ -94,8 +94,7 @@ def test_a_run_learns(run, tmp_path):
     texts = {"train": letters * 300, "val": letters * 50}
     write(tmp_path, CharTokenizer(letters), texts, {"from": "letters"})
     flags = "--n_layer=1 --batch_size=16 --steps=200 --learning_rate=5e-3 --eval_batches=3"
-    code, out, err = run(SCRIPT, f"--dataset={tmp_path}", *SMALL, *flags.split())
-    assert code == 0, err
+    out = done(run(SCRIPT, f"--dataset={tmp_path}", *SMALL, *flags.split()))
     gaps, _, filled = out.splitlines()[-3:]
     assert gaps == ("abcd_fghi_" * 4)[:32]
     assert len(filled) == 32

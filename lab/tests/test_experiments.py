@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from harness import ROOT, assert_equal
+from harness import ROOT, assert_equal, done
 from reference import ONE_QUERY, randomised
 from torch.nn import functional as F
 
@@ -51,8 +51,7 @@ def experiment(run, tmp_path):
     path = tmp_path / "x.json"
 
     def experiment(name, *flags):
-        code, out, err = run(f"lab.experiments.{name}", f"--out={path}", *flags)
-        assert code == 0, err
+        out = done(run(f"lab.experiments.{name}", f"--out={path}", *flags))
         return out, json.loads(path.read_text())
 
     return experiment
@@ -159,8 +158,7 @@ def test_lasers_precision_and_probabilities(experiment, run, small, tmp_path):
     flags = [f"--out_dir={tmp_path / 'run'}", "--device=cpu"]
     extra = [f"--config_file={small}", "--extra=--n_layer=2 --max_iters=3"]
     extra += ["--batches=2", "--batch_size=4"]
-    code, out, err = run("lab.experiments.laser_precision", *flags, *extra)
-    assert code == 0, err
+    out = done(run("lab.experiments.laser_precision", *flags, *extra))
     assert "4 q, k and v of shape (4, 4, 32, 8)" in out
     normal, large = tables(out)
     error = {name: float(mean) for name, mean, _ in normal}

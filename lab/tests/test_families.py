@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from harness import assert_equal
+from harness import assert_equal, done
 from test_pretrained import (
     SIZES,
     C,
@@ -104,8 +104,7 @@ def test_the_import_adds_the_families(train, tmp_path, monkeypatch):
     shaken(config_of(LlamaConfig, num_hidden_layers=2)).save_pretrained(tmp_path / "llama")
     llama = f"--init_from={tmp_path / 'llama'}"
     assert "the family llama is not one of gpt2 (--import= adds" in train(llama)[2]
-    code, out, err = train(llama, "--import=lab.hub.families", "--max_iters=1")
-    assert code == 0, err
+    out = done(train(llama, "--import=lab.hub.families", "--max_iters=1"))
     assert "all of its weights carry over" in out
 
 

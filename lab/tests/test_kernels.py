@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from harness import assert_equal
+from harness import assert_equal, done
 from reference import fast, naive_attention
 
 from attention.forms import FORM
@@ -269,8 +269,7 @@ def test_training_on_a_gpu(run, tmp_path):
     same = "plain,no wait,flash,triton,logits in bfloat16,chunks"
     flags = "--size=tiny --device=cpu --dtype=float32 --no-compile --steps=6"
     args = [*flags.split(), f"--only={same},beta,batch x 2", f"--out={out}"]
-    code, _, err = run("lab.experiments.gpu_training", *args)
-    assert code == 0, err
+    done(run("lab.experiments.gpu_training", *args))
     rows = json.loads(out.read_text())["rows"]
     losses = [rows[name]["loss"] for name in same.split(",")]
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5)

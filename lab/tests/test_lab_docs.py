@@ -9,7 +9,7 @@ import re
 
 import pytest
 import test_configurator
-from harness import ROOT
+from harness import ROOT, done
 from test_docs import check_commands, check_links, commands, read
 
 from lab.experiments import attention_probabilities
@@ -74,8 +74,7 @@ def test_results_are_what_the_experiments_have(command, run, tmp_path):
     script, *flags = command.split()
     if "\npicture = " in read(f"lab/experiments/{script}.py"):
         flags.append(f"--picture={tmp_path / 'x.png'}")
-    code, out, err = run(f"lab.experiments.{script}", *flags)
-    assert code == 0, err
+    out = done(run(f"lab.experiments.{script}", *flags))
     # docs/choices.md has two more columns: where a choice is made, and its paper.
     choices = re.sub(r"(?m)(\|[^|\n]*){2}\|$", "|", read("docs/choices.md"))
     assert not missing(out, read("lab/RESULTS.md") + choices)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import same, state_of
+from harness import done, same, state_of
 from test_optimizers import NOT_PLAIN, SETTINGS, check_groups, model
 
 from lab.lamb import Lamb
@@ -85,8 +85,7 @@ def test_resume_is_exact(train, tmp_path, monkeypatch):
     """--import=lab.lamb comes before --optimizer's names are known."""
     lamb = "--import=lab.lamb"
     flags = (lamb, "--optimizer=lamb", "--schedule=constant", "--adam_eps=1e-3")
-    code, _, err = train(*flags)
-    assert code == 0, err
+    done(train(*flags))
     straight = state_of(tmp_path)["model"]
 
     train(*flags, "--max_iters=6")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import done
 
 pytest.importorskip("lm_eval")
 import datasets
@@ -192,8 +193,7 @@ def test_a_task_of_ones_own(train, run, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     flags += ["--device=cpu", "--which=latest"]
-    code, out, err = run("lab/hub/lm_eval.py", *flags, "--limit=7")
-    assert code == 0, err
+    out = done(run("lab/hub/lm_eval.py", *flags, "--limit=7"))
 
     model, tok, _, about = open_model("resume", trained, "latest")
     model.eval()

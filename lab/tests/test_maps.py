@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from harness import assert_equal, legal, pairwise
+from harness import assert_equal, done, legal, pairwise
 from reference import shaken
 
 from attention.probe import probing
@@ -229,8 +229,7 @@ def test_maps_of_several_runs(run, train, tmp_path, monkeypatch):
         "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)
     )
     for flags in ([], ["--layer=1", "--head=2"]):
-        code, _, err = run("lab.maps", f"--out_dir={folders}", "--start=all", *flags)
-        assert code == 0, err
+        done(run("lab.maps", f"--out_dir={folders}", "--start=all", *flags))
     assert figures[0].axes[0].get_gridspec().get_geometry() == (6, 4)
     assert [ax.get_title() for ax in figures[1].axes[:-1]] == [
         f"softmax, {tmp_path}/out\nlayer 1, head 2",

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from harness import done
 from test_tools import logged
 
 from lab import plot
@@ -15,11 +16,14 @@ from training.log import Log
 
 
 def test_plot(run, train, tmp_path):
-    """Of whole runs, an evaluation alone, a norm that overflowed, a line that is being written."""
+    """Of whole runs, an evaluation alone, a norm that overflowed, a line that is being written.
+
+    A comma may be in the name of a folder.
+    """
     pytest.importorskip("matplotlib")
     train("--log_logits")
     logs = {
-        "b": '{"iter": 0, "loss": 2, "norm": Infinity, "ms": 1, "tokens_per_s": 1}\n{"iter": 9, "l',
+        "b,x": '{"iter": 0, "loss": 2, "norm": Infinity, "ms": 1, "tokens_per_s": 1}\n{"iter": 9',
         "c": '{"iter": 0, "val_loss": 3.0}\n{"iter": 5, "val_loss": 3.5}\n',
         "bad": "{1",
     }
@@ -28,7 +32,7 @@ def test_plot(run, train, tmp_path):
         (tmp_path / name / "log.jsonl").write_text(log)
 
     def draw(runs, *flags):
-        paths = ",".join(f"{tmp_path}/{name}" for name in runs.split(","))
+        paths = ",".join(f"{tmp_path}/{name}" for name in runs.split())
         picture = tmp_path / "p.png"
         picture.unlink(missing_ok=True)
         code, out, err = run("lab.plot", f"--runs={paths}", f"--out={picture}", *flags)
@@ -36,16 +40,17 @@ def test_plot(run, train, tmp_path):
         width = struct.unpack(">I", picture.read_bytes()[16:20])[0] if code == 0 else None
         return width, out + err
 
-    wide, out = draw("out,b,c/", "--x=tokens")
+    wide, out = draw("out b,x c/", "--x=tokens")
     assert "out: 10 steps, 2,560 tokens, best validation loss" in out
     assert "c: 5 steps, 0 tokens, best validation loss 3.0000" in out
-    width, out = draw("b,c", "--x=time", "--y=loss,logit")
+    width, out = draw("b,x c", "--x=time", "--y=loss,logit")
     assert wide == 4 * width and "no run has logged logit" in out  # four curves, and one
     assert draw("c")[0] == width
     for runs, y, says in (
+        ("none", "loss", "there is no"),
         ("bad", "loss", "is empty"),
         ("out", "los", "is not one of loss, norm"),
-        ("b", "logit", "none of these runs has logged logit"),
+        ("b,x", "logit", "none of these runs has logged logit"),
     ):
         width, err = draw(runs, f"--y={y}")
         assert width is None and says in err
@@ -70,14 +75,6 @@ def test_the_axes_of_a_plot(tmp_path):
     assert plot.running_mean([math.inf, 4.0, 2.0], [1, 2, 3], 1e9)[1:] == pytest.approx([4, 3])
 
 
-def test_names_with_commas(tmp_path, monkeypatch):
-    """A comma separates, if no such file is there."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("a,b", "c", "d,e,f"):
-        (tmp_path / name).mkdir()
-    assert plot.paths("a,b,c,d,e,f,g") == ["a,b", "c", "d,e,f", "g"]
-
-
 def test_tensorboard(train, tmp_path, monkeypatch):
     """Its curves are log.jsonl's, also after a resume. A new run replaces the older one's."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -85,13 +82,14 @@ def test_tensorboard(train, tmp_path, monkeypatch):
         monkeypatch.setattr(Log, name, getattr(Log, name))  # undone afterwards
     monkeypatch.delitem(sys.modules, "lab.tensorboard", raising=False)
     for flags in ("--max_iters=10", "--init_from=resume --max_iters=15", "--max_iters=7"):
-        code, _, err = train("--import=lab.tensorboard", "--log_logits", *flags.split())
-        assert code == 0, err
+        done(train("--import=lab.tensorboard", "--log_logits", *flags.split()))
         rows = logged(tmp_path)
         board = events.EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
-        for key in ("loss", "val_loss", "max_logit/1"):
+        for key in ("loss", "norm", "lr", "val_loss", "max_logit/0", "max_logit/1"):
             curve = {event.step: event.value for event in board.Scalars(key)}
             assert curve == pytest.approx({row["iter"]: row[key] for row in rows if key in row})
+        settings = board.Tensors("settings/text_summary")[-1]
+        assert b"attention = 'softmax'" in settings.tensor_proto.string_val[0]
 
 
 def test_where_numbers_are_first_not_finite(capsys):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from harness import done
 from torch.nn import functional as F
 
 from lab.experiments import recall
@@ -70,8 +71,7 @@ def test_runs_are_made_once_and_drawn(run, tmp_path):
     picture = tmp_path / "r.png"
     flags = [f"--out={out}", f"--picture={picture}"]
     flags.append("--only=softmax; softmax short, beta_squared long, conv")
-    code, printed, err = run("lab.experiments.recall", *flags, "--scale=tiny")
-    assert code == 0, err
+    printed = done(run("lab.experiments.recall", *flags, "--scale=tiny"))
     assert printed.count("; seed 1; 3 steps:") == 2 * 2 * 3
     assert picture.read_bytes()[:4] == b"\x89PNG"
     again = run("lab.experiments.recall", *flags, "--scale=tiny", "--seeds=2")[1]

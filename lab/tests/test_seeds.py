@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from harness import assert_equal
+from harness import assert_equal, done
 from scipy import stats
 from test_experiments import tables
 
@@ -162,8 +162,7 @@ def test_passes_by_hand(attention):
 
 def test_jacobians(run, tmp_path):
     """The paper's two values, 5 apart: (e^5 - 1) / (1 + p (e^5 - 1)) against 5, times p (1 - p)."""
-    code, out, err = run("lab.experiments.jacobians", f"--picture={tmp_path / 'x.png'}")
-    assert code == 0, err
+    out = done(run("lab.experiments.jacobians", f"--picture={tmp_path / 'x.png'}"))
     exact, two = tables(out)
     assert [row[0] for row in exact] == ["softmax", "LASER", "beta"]
     assert max(float(row[1]) for row in exact) < 1e-13

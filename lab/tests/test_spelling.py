@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import assert_equal
+from harness import assert_equal, done
 from reference import randomised
 from torch import nn
 
@@ -297,8 +297,7 @@ def test_a_program_runs(run, tmp_path, name, flags, results):
     picture = tmp_path / "a.png"
     flags += f" --picture={picture} --steps=2 --batch_size=8 --test_words=20 --device=cpu"
     flags += " --words=cab,though"
-    code, out, err = run(f"lab/examples/{name}.py", *flags.split())
-    assert code == 0, err
+    out = done(run(f"lab/examples/{name}.py", *flags.split()))
     assert re.findall("result: (.*) word error rate", out) == results
     assert picture.stat().st_size > 1000
     assert "\ncab: " in out

@@ -6,6 +6,8 @@ from harness import assert_equal
 from reference import naive_attention, randomised
 from torch.nn import functional as F
 
+from lab.experiments.tables import TABLES
+from lab.experiments.times import model_of
 from lab.experiments.variants import MAPS, VARIANT, change
 from model import GPT, GPTConfig
 from training.optimizers import Settings, muon
@@ -158,3 +160,10 @@ def test_the_total_derivative_of_beta_attention():
     assert_equal(ours, true, 1e-12)
     post = f / r * y + attention(Q, K, dV)
     assert (post - true).norm() > 0.1 * true.norm()
+
+
+@pytest.mark.parametrize("table", ["narang", "maps", "qkv"])
+def test_every_row_is_a_model(table):
+    t = TABLES[table]
+    for flags in t.rows.values():
+        model_of(t.file, t.flags | flags, t.vocab_size)  # raises an error for wrong flags
