@@ -48,10 +48,14 @@ OURS = (
 )
 
 
+def is_users(path: str) -> bool:
+    """Whether a Python file is the user's: no file of the core or of a library."""
+    return not re.search(OURS, path.removeprefix(f"{ROOT}/"))
+
+
 def user_frames(trace):
     """The frames of a traceback that lie in the user's files."""
-    frames = traceback.extract_tb(trace)
-    return [f for f in frames if not re.search(OURS, f.filename.removeprefix(f"{ROOT}/"))]
+    return [f for f in traceback.extract_tb(trace) if is_users(f.filename)]
 
 
 @contextlib.contextmanager

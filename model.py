@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from attention.cache import Cache, groups_of, why_it_ends
 from attention.documents import Documents
 from attention.heads import HeadGroup
-from attention.scores import learned_of
+from attention.scores import learned_of, of_token
 from choices import ACTIVATION, AFTER, NORM, QK_NORM, WHERE, RMSNorm, ShortConv
 from errors import UserError
-from positions import DECAY, POSITION, LearnedScalars
+from positions import DECAY, POSITION, LearnedScalars, TokenNumbers
 from rules import check, with_defaults
 from text.sampling import stream
 
@@ -36,10 +36,15 @@ from text.sampling import stream
 #   drop(weights), which drops weights in training;
 #   fade(x), which multiplies by a decay's gamma^(i - j); without it, a decay lowers s;
 #   q (B, H, Tq, D) and k (B, H, T, D), the queries and keys;
-#   b=learned(0.0), with scores.learned: a trained scalar for each head, (H, 1, 1), from 0 on.
+#   b=learned(0.0), with scores.learned: a trained scalar for each head, (H, 1, 1), from 0 on;
+#   f=of_token(0.0), with scores.of_token: a number of each key's token, (B, H, T, 1), which is a
+#     trained linear function of the layer's input.
 # y_i may use row i of s, and the keys and values that query i sees. It must not use T or a key's
 # index; the number of keys that a query sees is seen.sum(-1). Short heads are computed in blocks:
 # then B counts sequences and heads, and H counts blocks of queries.
+#
+# A class in ATTENTION is a whole layer, in the place of CausalSelfAttention: own(c, layer) with
+# forward(x, context) -> (B, T, C). docs/ideas.md says what else it has.
 
 
 def softmax_attention(s, seen, v, drop):
@@ -157,6 +162,11 @@ class GPTConfig:
         pattern = layers[layer % len(layers)]
         return (pattern * self.n_head)[: self.n_head]
 
+    def layer_attentions(self, layer: int) -> list[str]:
+        """The attention of each head of one layer: a name in ATTENTION."""
+        names = {"S": self.short_attention or self.attention, "L": self.attention}
+        return [names[letter] for letter in self.layer_heads(layer)]
+
 
 class CausalSelfAttention(nn.Module):
     """Makes queries, keys and values of all heads; runs attention for short and for long heads.
@@ -196,18 +206,23 @@ class CausalSelfAttention(nn.Module):
             for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
                 setattr(self, name, nn.Parameter(0.1 * torch.randn(D)))
             self.ln_head = RMSNorm(2 * D, eps=1e-5)
-        names = {"S": c.short_attention, "L": c.attention}
-        self.numbers = LearnedScalars([ATTENTION[names[letter]] for letter in letters])
+        definitions = [ATTENTION[name] for name in c.layer_attentions(layer)]
+        self.numbers = LearnedScalars(definitions)
         self.groups = []  # the short heads, then the long ones; or one of the two
         for letter in "SL":
             heads = [h for h in range(H) if letters[h] == letter]
             if heads:
                 is_short = letter == "S"
-                definition = ATTENTION[names[letter]]
+                definition = definitions[heads[0]]
                 schemes = [] if c.nope_long and not is_short else [self.position]
                 schemes += [self.decay, self.numbers if learned_of(definition) else None]
                 schemes = [scheme for scheme in schemes if scheme is not None]
                 self.groups.append(HeadGroup(c, heads, is_short, definition, schemes))
+        self.token_numbers = nn.ModuleList()
+        for group in self.groups:
+            if learned_of(group.definition, of_token):
+                group.token_numbers = TokenNumbers(c, group)
+                self.token_numbers.append(group.token_numbers)
         order = [h for group in self.groups for h in group.heads]
         # where each head of the layer is in this order; None: in its own place
         self.inverse = None if order == sorted(order) else [order.index(h) for h in range(H)]
@@ -223,7 +238,7 @@ class CausalSelfAttention(nn.Module):
         q = self.q_norm(q.view(B, T, H, D).transpose(1, 2))  # (B, H, T, D)
         k = self.k_norm(k.view(B, T, G, D).transpose(1, 2))  # (B, G, T, D)
         v = v.view(B, T, -1, self.n_map * D).transpose(1, 2)  # (B, G / n_map, T, n_map D)
-        y = self.mix(q, k, v, context)  # (B, H, T, n_map D)
+        y = self.mix(q, k, v, context, x)  # (B, H, T, n_map D)
         if self.n_map == 2:  # of each pair the first map minus lambda times the second
             y = y[:, ::2] - self.lambda_of_pairs() * y[:, 1::2]  # (B, H / 2, T, 2 D)
             y = self.ln_head(y) * (1 - self.lambda_init)
@@ -233,8 +248,11 @@ class CausalSelfAttention(nn.Module):
         # Dropout is skipped in eval mode: in decoding each module call is a measurable cost.
         return self.resid_dropout(y) if self.training else y
 
-    def mix(self, q, k, v, context=None):
-        """Positions and attention: q, k and v as in forward -> y (B, H, T, n_map D)."""
+    def mix(self, q, k, v, context=None, x=None):
+        """Positions and attention: q, k and v as in forward -> y (B, H, T, n_map D).
+
+        Without x, numbers of tokens are what they begin as.
+        """
         past = 0 if context is None else context.length
         temperature = None
         if self.per_dim_temperature is not None:
@@ -257,6 +275,8 @@ class CausalSelfAttention(nn.Module):
                 q_part = q_part * F.pad(temperature, (extra, 0), value=1.0)
             q_part = q_part.to(v.dtype)  # norms and rotations give float32
             k_part = k_part.to(v.dtype)
+            if group.token_numbers is not None and x is not None:
+                k_part = torch.cat((k_part, group.token_numbers(x).to(v.dtype)), dim=-1)
             if context is None:  # the function that HeadGroup chose: for softmax fast.sdpa
                 y = group.form(q_part, *group.share(k_part, v_part), **settings)
             else:
@@ -311,7 +331,11 @@ class Block(nn.Module):
         self.ln_2 = norm((before or self.added) and not self.parallel)
         self.ln_1_after = norm(after)
         self.ln_2_after = norm(after)
-        self.attn = CausalSelfAttention(c, layer, shared_position)
+        own = ATTENTION[c.layer_attentions(layer)[0]]
+        if isinstance(own, type):  # a whole layer
+            self.attn = own(c, layer)
+        else:
+            self.attn = CausalSelfAttention(c, layer, shared_position)
         self.mlp = MLP(c)
 
     def forward(self, x, context=None):

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from attention.scores import at_least_float32, distances, has_argument, learned_of
+from attention.scores import at_least_float32, distances, has_argument, learned_of, of_token
 from attention.trial import linear_in_values
 
 # -----------------------------------------------------------------------------
@@ -345,6 +346,30 @@ class LearnedScalars(Scheme):
         for name in learned_of(group.definition):
             scalars[name] = getattr(self, name)[group.q][:, None, None]  # (H, 1, 1)
         return q, k, scalars
+
+
+class TokenNumbers(nn.Module):
+    """The numbers of each token that a definition gets by name (scores.of_token).
+
+    A linear function of the layer's input x (B, T, C), in float32 or wider: (B, G, T, 2 n) of n
+    numbers for the group's G heads of keys. Each is split in two, which bfloat16 holds to 16 bits:
+    8 bits of a forget gate would be an error of 0.1 in the logits.
+    """
+
+    def __init__(self, c, group):
+        super().__init__()
+        starts = torch.tensor([*learned_of(group.definition, of_token).values()])
+        self.n = len(starts)
+        heads = len(set(group.k_of))
+        self.weight = nn.Parameter(torch.zeros(heads * self.n, c.n_embd))
+        self.bias = nn.Parameter(starts.repeat(heads))
+
+    def forward(self, x):
+        weight, bias = at_least_float32(self.weight), at_least_float32(self.bias)
+        with torch.autocast(x.device.type, enabled=False):
+            numbers = F.linear(x.to(weight.dtype), weight, bias)  # (B, T, G n)
+        numbers = numbers.unflatten(-1, (-1, self.n)).transpose(1, 2)  # (B, G, T, n)
+        return torch.cat(in_two(numbers), dim=-1)
 
 
 # -----------------------------------------------------------------------------

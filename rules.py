@@ -5,9 +5,9 @@ rule is one statement: `yield (whether it is broken, the message)`. `c` is a mod
 user gave it; ATTENTION is model.ATTENTION.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from attention.scores import has_argument
 from choices import ACTIVATION, AFTER, NORM, QK_NORM, WHERE
@@ -41,13 +41,16 @@ def with_defaults(c, ATTENTION: dict[str, Callable]):
     if not all(has_argument(ATTENTION[name], "drop") for name in attentions(c)):
         defaults["attn_dropout"] = 0.0
     if "S" in c.heads:
-        defaults["window"] = 50 if c.block_size <= 2048 else 100  # long-short paper, section 5.1
         defaults["short_attention"] = c.attention
+        if uses(ATTENTION[c.short_attention or c.attention], "window"):
+            defaults["window"] = 50 if c.block_size <= 2048 else 100  # long-short paper, 5.1
     scheme = POSITION[c.position][1]
     if scheme is not None:
         defaults |= scheme.defaults
     missing = {name: value for name, value in defaults.items() if getattr(c, name) is None}
-    return replace(c, **missing)
+    resolved = copy.copy(c)  # not checked again: it has what the user left out
+    vars(resolved).update(missing)
+    return resolved
 
 
 def attentions(c) -> list[str]:
@@ -82,6 +85,7 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Rules:
         "where='pre'",
     )
     yield from rules_of_heads(c)
+    yield from rules_of_layers(c, ATTENTION)
     if c.differential:
         yield from rules_of_pairs(c)
     yield from rules_of_position(c, ATTENTION)
@@ -147,6 +151,40 @@ def mixed(c) -> bool:
     return "S" in c.heads and "L" in c.heads
 
 
+# Fields that only attention reads: that of short heads, and any
+OF_SHORT = "window nope_long".split()
+OF_ATTENTION = (
+    "n_kv_head head_dim differential qk_norm temperature per_dim_temperature conv after position "
+    "decay"
+).split()
+
+
+def uses(attention: Callable, field: str) -> bool:
+    """Whether an attention reads a field of GPTConfig. A class says it in its `uses`."""
+    return not isinstance(attention, type) or field in getattr(attention, "uses", ())
+
+
+def rules_of_layers(c, ATTENTION: dict[str, Callable]) -> Rules:
+    """Rules of attentions that are classes: each is a whole layer."""
+    layers = [set(c.layer_attentions(layer)) for layer in range(c.n_layer)]
+    for name in attentions(c):
+        yield (
+            isinstance(ATTENTION[name], type) and any({name} < names for names in layers),
+            f"attention={name!r} is a whole layer, so all heads of a layer need the same letter, "
+            f"not heads={c.heads!r}: use for example --heads=S/S/L",
+        )
+    for fields, names in ((OF_ATTENTION, set().union(*layers)), (OF_SHORT, attentions(c)[-1:])):
+        for field in fields:
+            value = getattr(c, field)
+            is_given = value != getattr(type(c), field)
+            if field == "position":
+                is_given = c.scheme is not None  # else it is added to the embedding
+            yield (
+                is_given and not any(uses(ATTENTION[name], field) for name in names),
+                f"{field}={value!r} is not used by attention={', '.join(names)}: leave it out",
+            )
+
+
 def rules_of_pairs(c) -> Rules:
     """Rules of differential attention."""
     G = c.n_kv_head or c.n_head
@@ -184,7 +222,10 @@ def rules_of_position(c, ATTENTION: dict[str, Callable]) -> Rules:
             f"{name}={value} is used only with position={' or '.join(positions)}, not "
             f"{c.position!r}: leave it out",
         )
-    definitions = {name: ATTENTION[name] for name in attentions(c)}
+    definitions = {}  # of scores
+    for name in attentions(c):
+        if not isinstance(ATTENTION[name], type):
+            definitions[name] = ATTENTION[name]
     for scheme in (schemes.get(c.position), DECAY[c.decay]):
         if scheme is not None:
             yield from scheme.refuses(c, definitions)

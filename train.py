@@ -39,6 +39,7 @@ from training.distributed import (
 from training.estimate import flops, peak_flops
 from training.log import Log, diverged
 from training.optimizers import OPTIMIZER, Settings
+from training.origin import origin
 
 # -----------------------------------------------------------------------------
 # flags; GPT-2 (124M) on OpenWebText by default. The fields of GPTConfig are flags too.
@@ -135,6 +136,7 @@ with user_errors():
     run.check_vocabulary(model.config, meta, dataset)
     eot = run.end_of_documents(config, meta)  # a token id, or None without --pack=document
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
+made_by = origin(model.config)
 run.describe(config, model, data["train"], device, dtype)
 if compile is None:
     compile = device_type == "cuda"
@@ -235,6 +237,7 @@ def save(it: int, latest: bool, best: bool) -> OSError | None:
         "data": {name: entry["sha256"] for name, entry in meta["files"].items()},
         "wandb_id": log.wandb_id,
         "launch": launches,
+        "origin": made_by,
     }
     try:
         by_master(lambda: saver.save(state, latest, best))
@@ -250,6 +253,9 @@ def save(it: int, latest: bool, best: bool) -> OSError | None:
 it = start
 batch = get_batch(it)
 raw_model = model if sharded else model.to(device)  # without compilation and DDP around it
+is_own = run.is_own(model.config)  # may it see later tokens?
+if is_own:
+    run.try_causality(raw_model)
 if compile and can_compile(device):
     model = run.compiled(model, sharded)
 eval_model = model  # without DDP: its processes would need equal numbers of batches
@@ -276,6 +282,7 @@ with user_errors():
         wandb_id=(saved or {}).get("wandb_id"),
         flops=flops(raw_model),
         peak=peak_flops(device, dtype),
+        origin=made_by,
     )
     if not eval_only:
         saver = checkpoint.Saver(out_dir, keep_checkpoints, best_val_loss == math.inf)
@@ -348,6 +355,8 @@ while True:
     stop = signals.received()
 
 # the end
+if is_own and not (eval_only or sharded):
+    run.try_causality(raw_model)
 if sample_tokens and not (eval_only or stop or unsaved):
     run.print_sample(config, raw_model, data["val"], amp, device)
 log.close()

@@ -2,7 +2,7 @@
 
 Long heads keep all keys and values, short heads those of the last `window` tokens. Long heads of
 beta and beta_squared keep running sums instead, if these are smaller. A short convolution keeps its
-last inputs. GPT.new_cache() makes a Cache.
+last inputs, and a layer of your own its state. GPT.new_cache() makes a Cache.
 """
 
 import contextlib
@@ -89,13 +89,17 @@ def new_part(group: HeadGroup, capacity: int) -> KeyValues | RunningSums:
 
 
 def groups_of(model: nn.Module) -> list[HeadGroup]:
-    """The groups of heads of all layers of a GPT."""
-    return [group for block in model.transformer.h for group in block.attn.groups]
+    """The groups of heads of all layers of a GPT. A layer that is a class of its own has none."""
+    layers = [block.attn for block in model.transformer.h]
+    return [group for layer in layers for group in getattr(layer, "groups", ())]
 
 
 def why_it_ends(model: nn.Module) -> str | None:
     """Why a GPT's cache cannot go on past block_size; None if it can, at constant cost."""
     groups = groups_of(model)
+    for block in model.transformer.h:
+        if not (hasattr(block.attn, "groups") or getattr(block.attn, "endless", False)):
+            return f"a layer of {type(block.attn).__name__} is not for endless texts"
     for group in groups:
         if group.window is None and group.sums is None:
             return f"long heads of attention={group.name!r} keep all keys and values"
@@ -123,7 +127,7 @@ class Cache:
         self.rows = 0
         self.broken = False
         self.parts = {group: new_part(group, capacity) for group in groups}
-        self.last_inputs = {}  # {a short convolution: its inputs of the last tokens}
+        self.state = {}  # {a module: a tensor, what it keeps of the past}
 
     def attend(self, group: HeadGroup, q, k, v, **settings) -> Tensor:
         """y (B, H, T, Dv) of a group's next T tokens, which its part of the cache keeps."""
@@ -131,11 +135,11 @@ class Cache:
 
     def inputs_before(self, conv: object, x: Tensor, n: int) -> Tensor:
         """The n inputs of a short convolution before x (B, T, C), (B, n, C); keeps the last n."""
-        before = self.last_inputs.get(conv)
+        before = self.state.get(conv)
         if before is None:
             before = x.new_zeros(len(x), n, x.shape[-1])
         x = torch.cat((before, x), dim=1)
-        self.last_inputs[conv] = x[:, x.shape[1] - n :].clone()  # with -n, n = 0 would keep all
+        self.state[conv] = x[:, x.shape[1] - n :].clone()  # with -n, n = 0 would keep all
         return before
 
     @contextlib.contextmanager
@@ -165,7 +169,7 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        tensors = [*self.last_inputs.values()]
+        tensors = [*self.state.values()]
         for part in self.parts.values():
             tensors += [x for x in vars(part).values() if isinstance(x, Tensor)]
         return sum(x.nbytes for x in tensors)

@@ -77,7 +77,7 @@ SUSPECTS: list[str] = []  # names of attentions that may see later tokens
 
 @cache
 def fingerprint(*functions: Callable) -> str:
-    """A checksum of functions' code, and of the functions of their own files that they call.
+    """A checksum of functions' code, and of the functions and numbers of their own files in it.
 
     Names of functions, comments and docstrings do not count. Empty if code cannot be read.
     """
@@ -88,8 +88,9 @@ def fingerprint(*functions: Callable) -> str:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         except (OSError, TypeError, SyntaxError):  # typed into an interpreter, or no function
             return ""
-        if hasattr(function, "__wrapped__") or not isinstance(tree, ast.FunctionDef):
-            return ""  # another function around it, or a lambda
+        is_wrapped = hasattr(function, "__wrapped__") or getattr(function, "__closure__", None)
+        if is_wrapped or not isinstance(tree, ast.FunctionDef):
+            return ""  # another function around it, a class or a lambda
         body = tree.body[1:] if ast.get_docstring(tree) else tree.body
         code += [ast.unparse(part) for part in (*tree.decorator_list, tree.args, *body)]
         for name in function.__code__.co_names:
@@ -97,6 +98,8 @@ def fingerprint(*functions: Callable) -> str:
             same_file = getattr(called, "__module__", None) == function.__module__
             if inspect.isfunction(called) and same_file and called not in left:
                 left.append(called)
+            elif isinstance(called, int | float | str):
+                code.append(f"{name} = {called!r}")
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 
 

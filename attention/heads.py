@@ -19,8 +19,11 @@ class HeadGroup:
 
     form: the function that the group runs, chosen here, once; form_name says in words which it is.
     sums: the running sums that a cache keeps of the group; None: it keeps keys and values. linear:
-    the running sums that make training linear in time, or None.
+    the running sums that make training linear in time, or None. token_numbers: the module that
+    makes the definition's numbers of tokens (positions.TokenNumbers), or None.
     """
+
+    token_numbers = None
 
     def __init__(
         self, c, heads: list[int], is_short: bool, definition: Callable, schemes: Sequence = ()

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from attention.cache import groups_of
 from attention.fast import general_form
 from attention.heads import HeadGroup
 from attention.scores import at_least_float32
@@ -24,12 +25,11 @@ def probing(model: nn.Module, probe: Callable) -> Iterator[None]:
         probe(layer, group, q, k, v, **settings)
         return form(q, k, v, **settings)
 
-    layers = [block.attn for block in model.transformer.h]
-    forms = {group: group.form for layer in layers for group in layer.groups}
+    forms = {group: group.form for group in groups_of(model)}
     try:
-        for layer in layers:
-            for group in layer.groups:
-                group.form = partial(probed, layer, group, group.form)
+        for block in model.transformer.h:
+            for group in getattr(block.attn, "groups", ()):
+                group.form = partial(probed, block.attn, group, group.form)
         yield
     finally:
         for group, form in forms.items():
@@ -40,15 +40,17 @@ def probing(model: nn.Module, probe: Callable) -> Iterator[None]:
 def largest_logits(model: nn.Module, idx: Tensor, pos: Tensor | None = None) -> list[float]:
     """The largest absolute attention score of each layer of a GPT on idx and pos (B, T).
 
+    A layer that is a class of its own has no scores, and no number here.
+
     This score explodes if training is unstable (long-short paper, figure 1b). Costs a forward pass,
     in which q k^T is computed once more, in float32, a few queries at a time.
     """
-    largest = {block.attn: [] for block in model.transformer.h}
+    largest = {}
 
     def look(layer, group, q, k, v, *, window=None, scale=None, bias=None, **_):
         no_values = at_least_float32(k[..., :1])
         s = largest_scores(q, k, no_values, window=window, scale=scale, bias=bias)
-        largest[layer].append(s.max())
+        largest.setdefault(layer, []).append(s.max())
 
     with probing(model, look):
         model(idx, pos=pos)

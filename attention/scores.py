@@ -56,11 +56,19 @@ class learned(float):
     """
 
 
+class of_token(float):
+    """f=of_token(x) among a definition's arguments: a number of each token, per head of keys.
+
+    It is a trained linear function of the token's input to the layer, which begins as x. The
+    definition gets it as (B, H, T, 1), a number for each key.
+    """
+
+
 @functools.cache
-def learned_of(definition: Callable) -> dict[str, float]:
-    """The learned scalars of a definition: {name: what it begins as}."""
+def learned_of(definition: Callable, family: type = learned) -> dict[str, float]:
+    """The learned scalars of a definition, or its numbers of a token: {name: its first value}."""
     arguments = inspect.signature(definition).parameters.values()
-    return {x.name: float(x.default) for x in arguments if isinstance(x.default, learned)}
+    return {x.name: float(x.default) for x in arguments if isinstance(x.default, family)}
 
 
 @functools.cache
@@ -84,6 +92,8 @@ def plain_form(definition: Callable) -> Callable:
       far (n, Dv): is added to the values by distance, v_j + far[min(i - j, n - 1)] (Shaw et al.
         2018, equation 3), for a definition that is linear in its values
       learned_scalars: (H, 1, 1) each, by name; a missing one is what it begins as
+    After its D dimensions k may have the numbers of its tokens (positions.TokenNumbers), which so
+    go with their keys everywhere; without them they are what they begin as.
     Under autocast scores, softmax and norms are in float32, and products with v in its precision.
     Raises ValueError for a definition that returns another shape.
     """
@@ -93,6 +103,7 @@ def plain_form(definition: Callable) -> Callable:
         q, k, v, *, window=None, seen=None, scale=None, bias=None, decay=None, dropout=0.0,
         far=None, **learned_scalars,
     ):  # fmt: skip
+        k, numbers = split_numbers(k, q.shape[-1], definition)
         s = scores(q, k, scale, bias)
         if seen is None:
             seen = visible(q, k, window)
@@ -103,7 +114,7 @@ def plain_form(definition: Callable) -> Callable:
             s = s - decay * distance.abs()
 
         arguments = {name: s.new_full((1, 1, 1), x) for name, x in learned_of(definition).items()}
-        arguments |= learned_scalars
+        arguments |= numbers | learned_scalars
         if "fade" in names:
             arguments["fade"] = functools.partial(faded, decay=decay, distance=distance)
         if "drop" in names:
@@ -124,6 +135,20 @@ def plain_form(definition: Callable) -> Callable:
         return y.to(v.dtype)
 
     return plain
+
+
+def split_numbers(k: Tensor, D: int, definition: Callable) -> tuple[Tensor, dict[str, Tensor]]:
+    """k (B, H, T, D) and the numbers of its tokens by name, (B, H, T, 1) each, from both in one.
+
+    Each number stands in k in two parts, which sum to it: first the first parts of all numbers.
+    """
+    starts = learned_of(definition, of_token)
+    if k.shape[-1] > D:
+        high, low = at_least_float32(k[..., D:]).chunk(2, dim=-1)
+        numbers = (high + low).split(1, dim=-1)
+    else:
+        numbers = [at_least_float32(torch.full_like(k[..., :1], x)) for x in starts.values()]
+    return k[..., :D], dict(zip(starts, numbers, strict=False))
 
 
 def faded(x: Tensor, decay: Tensor | None, distance: Tensor | None) -> Tensor:

@@ -1,28 +1,38 @@
-"""What a definition does, found out by trying it on fixed inputs, in float64 on the CPU."""
+"""What a definition does, and whether a model sees later tokens: found out by trying.
+
+Definitions are tried on fixed inputs, in float64 on the CPU; a model on its device, in float32.
+"""
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention.fast import CHUNK, in_blocks
-from attention.scores import plain_form
+from attention.scores import learned_of, of_token, plain_form
 
 WINDOW = 20  # of the short heads that are tried
+LEAK = 1e-4  # see change_by_later_tokens
 # Short heads are compared for so many queries: a definition may need T x T numbers for each.
 LAST = 16
 
 
-def fixed_inputs(tokens: int) -> tuple:
+def fixed_inputs(tokens: int, definition: Callable) -> tuple:
     """q, k (1, 2, T, 4) and v (1, 2, T, 3) in float64, which look random. Scores go up to 50.
 
-    T: tokens, but enough for blocks, and 1024 at most.
+    T: tokens, but enough for blocks, and 1024 at most. k has the definition's numbers of tokens.
     """
     T = max(2 * CHUNK + 2, min(tokens, 1024))
-    x = torch.arange(1, 22 * T + 1, dtype=torch.float64, device="cpu").square().mul(0.37).sin()
-    q, k, v = x.split((8 * T, 8 * T, 6 * T))
-    return 10 * q.view(1, 2, T, 4), 3 * k.view(1, 2, T, 4), v.view(1, 2, T, 3)
+    n = 2 * len(learned_of(definition, of_token))
+    widths = (4, 4, 3, n)
+    x = torch.arange(1, 2 * T * sum(widths) + 1, dtype=torch.float64, device="cpu")
+    parts = x.square().mul(0.37).sin().split([2 * T * width for width in widths])
+    q, k, v, numbers = (
+        part.view(1, 2, T, width) for part, width in zip(parts, widths, strict=True)
+    )
+    return 10 * q, torch.cat((3 * k, numbers), dim=-1), v
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
@@ -34,7 +44,7 @@ def alike(a: Tensor, b: Tensor) -> bool:
 def linear_in_values(definition: Callable) -> bool:
     """Whether y is linear in v, as an attention must be for values by distance (`far`)."""
     plain = plain_form(definition)
-    q, k, v = fixed_inputs(1)
+    q, k, v = fixed_inputs(1, definition)
     other = v.flip(-2)
     return alike(plain(q, k, v + other), plain(q, k, v) + plain(q, k, other))
 
@@ -46,7 +56,7 @@ def is_row_local(definition: Callable, tokens: int) -> bool:
     It is tried with a part of the queries, and without all later tokens, for several cuts.
     """
     plain = plain_form(definition)
-    q, k, v = fixed_inputs(tokens)
+    q, k, v = fixed_inputs(tokens, definition)
     T = q.shape[2]
     y = plain(q, k, v)
     for cut in (25, T // 2, *range(T - 8, T)):
@@ -60,6 +70,39 @@ def is_row_local(definition: Callable, tokens: int) -> bool:
 def works_in_blocks(definition: Callable, tokens: int) -> bool:
     """Whether short heads in blocks of a text give the same as short heads on the whole text."""
     plain = plain_form(definition)
-    q, k, v = fixed_inputs(tokens)
+    q, k, v = fixed_inputs(tokens, definition)
     expected = plain(q[:, :, -LAST:], k, v, window=WINDOW)
     return alike(in_blocks(plain)(q, k, v, window=WINDOW)[:, :, -LAST:], expected)
+
+
+@torch.no_grad()
+def change_by_later_tokens(model: nn.Module) -> float:
+    """How far a GPT's logits change with later tokens, as a share of their spread.
+
+    The tokens from a cut on are replaced by others, in each row from another cut, up to 32 cuts if
+    the model is small; the first cut leaves all tokens but the last. Above LEAK the model sees
+    later tokens; below it is rounding. NaN counts as infinite.
+    """
+    T = model.config.block_size
+    V = model.config.vocab_size
+    device = next(model.parameters()).device
+    size = T * sum(p.numel() for p in model.parameters())
+    affordable = (5e10 if device.type == "cpu" else 5e12) / size  # a second or so
+    n = min(T - 1, 32, max(2, int(affordable)))
+    cuts = (T - 1 - torch.arange(n) * (T - 1) // max(1, n))[:, None]
+    random = torch.Generator().manual_seed(0)
+    x = torch.randint(V, (len(cuts), T), generator=random)
+    is_later = torch.arange(T) >= cuts
+    other = (x + torch.randint(1, max(2, V), x.shape, generator=random)) % V
+    other = torch.where(is_later, other, x)
+    was_training = model.training
+    model.eval()
+    rows = max(1, 2**26 // (T * V))  # at once: logits are many numbers
+    changes = [0.0]
+    for parts in zip(x.split(rows), other.split(rows), is_later.split(rows), strict=True):
+        a, b, later = (part.to(device) for part in parts)
+        logits = model(a, a)[0]
+        change = (model(b, b)[0] - logits).abs().amax(-1) / logits.std()  # (rows, T)
+        changes.append(change.masked_fill(later, 0.0).nan_to_num(math.inf).max().item())
+    model.train(was_training)
+    return max(changes)

@@ -115,7 +115,7 @@ def _linear_in(attention):
 def _check_linear(attention):
     """Raises UserError if f(y) = W f(v) does not hold for an attention."""
     f, _ = _linear_in(attention)
-    q, k, v = fixed_inputs(9)
+    q, k, v = fixed_inputs(9, ATTENTION[attention])
     f_y = f(plain_form(ATTENTION[attention])(q, k, v))
     if not alike(f_y, weights_at_once(attention, q, k) @ f(v)):
         raise UserError(

@@ -98,7 +98,7 @@ def test_the_times_of_steps(tmp_path, capsys, monkeypatch):
             r"\nlaser attention in 4 short heads \(window=0\): .+"
             r"\nsoftmax attention in 4 long heads: .+"
             r"\n0 steps of 8 x 32 = 256 tokens, from the 7,536 of .+; 1 process, cpu, float32"
-            r"\nstep 0: train loss",
+            r"(\nthis CPU multiplies bfloat16: .+)?\nstep 0: train loss",
         ),
     ],
 )

@@ -4,6 +4,8 @@ A checkpoint is a file in torch.save's format: a dict of tensors and plain Pytho
 nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and a few others. It
 does not depend on the number of processes: an FSDP run puts its shards together to save them, and
 takes its shards of each tensor when it resumes.
+
+    python -m training.checkpoint out/ckpt.pt      # what made it: its command, versions and source
 """
 
 import contextlib
@@ -11,15 +13,17 @@ import copy
 import glob
 import os
 import shutil
+import sys
 import zipfile
 from os.path import exists, join
 
 import torch
 
+from configurator import user_errors
 from errors import NotFinite, UserError, first_line
 from model import GPT, GPTConfig
 from text import dataset, tokenizers
-from training import distributed
+from training import distributed, origin
 
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"  # files in a run's folder
 KEYS = ("model", "model_args", "iter_num", "best_val_loss", "config")
@@ -83,6 +87,7 @@ def load(path: str, lazily: bool = False, verify: bool = True) -> dict:
             f"{path} is damaged or no checkpoint of train.py: {first_line(error)}. If you delete "
             "it, --init_from=resume goes on from an older checkpoint in its folder"
         ) from None
+    state["path"] = path
     if state["version"] == 1:
         _convert_version_1(path, state)
     if "tokenizer" not in state:
@@ -143,7 +148,17 @@ def model_of(state: dict, **overrides) -> GPT:
     unknown = set(state["model_args"]) - set(GPTConfig.__dataclass_fields__)
     if unknown:
         raise UserError(f"the checkpoint's model has unknown fields: {', '.join(sorted(unknown))}")
-    model = GPT(GPTConfig(**state["model_args"] | overrides))
+    made_by = state.get("origin", {})
+    path = state.get("path", "the checkpoint")
+    try:
+        config = GPTConfig(**state["model_args"] | overrides)
+    except UserError as error:  # perhaps a choice of a file that is not imported
+        if not made_by:
+            raise
+        how = f"{path} was made by {made_by['command']}"
+        raise UserError(f"{error}. {how}; {origin.command_for(path)} prints its source") from None
+    origin.note_changes(made_by, config, path)
+    model = GPT(config)
     model.load_state_dict(state["model"])
     return model
 
@@ -314,3 +329,19 @@ def move_to_previous(out_dir: str) -> list[str]:
     for name in files:
         os.replace(join(out_dir, name), join(previous, name))
     return files
+
+
+def print_origin(path: str) -> None:
+    """Prints what made a checkpoint. Raises UserError if the checkpoint does not say it."""
+    made_by = load(path, lazily=True).get("origin")
+    if made_by is None:
+        raise UserError(f"{path} is of a version that did not keep what made it")
+    for name, text in made_by.pop("sources").items():
+        print(f"# {'-' * 30} {name}\n{text}")
+    for name, value in made_by.items():
+        print(f"# {name}: {value}")
+
+
+if __name__ == "__main__":
+    with user_errors():
+        print_origin(sys.argv[1])

@@ -4,6 +4,7 @@ import re
 
 import torch
 
+from attention.cache import groups_of
 from errors import UserError
 from model import GPT, GPTConfig
 
@@ -56,19 +57,21 @@ def flops(model: GPT) -> int:
 
     N: num_params. D, Dv: widths of a head's keys and values. keys: block_size for a long head and
     window + 1 for a short one; for a head of linear time, the number of keys that its chunks and
-    running sums amount to.
+    running sums amount to. A layer that is a class of its own has its own flops_per_token (of the
+    forward pass); what it does not say is not counted.
     """
     total = 6 * num_params(model)
     for block in model.transformer.h:
-        for group in block.attn.groups:
-            D, Dv = group.widths
-            keys = model.config.block_size
-            if group.window is not None:
-                keys = min(keys, group.window + 1)
-            elif group.linear is not None:
-                sums = 2 * group.linear.state_size(D, Dv) / (D + Dv)
-                keys = min(keys, group.linear.chunk(D) + sums)
-            total += 6 * len(group.heads) * (D + Dv) * keys
+        total += 3 * getattr(block.attn, "flops_per_token", 0)
+    for group in groups_of(model):
+        D, Dv = group.widths
+        keys = model.config.block_size
+        if group.window is not None:
+            keys = min(keys, group.window + 1)
+        elif group.linear is not None:
+            sums = 2 * group.linear.state_size(D, Dv) / (D + Dv)
+            keys = min(keys, group.linear.chunk(D) + sums)
+        total += 6 * len(group.heads) * (D + Dv) * keys
     return int(total)
 
 

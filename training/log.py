@@ -38,9 +38,9 @@ def rows_to_keep(path: str, start: int, evaluates: bool) -> list[str]:
     kept = []
     with open(path) as f:
         for line in f:
-            row = re.fullmatch(r'\{"iter": (\d+)[^{]*\}\n', line)  # None: a line that was cut
+            row = re.fullmatch(r'\{"iter": (\d+).*\}\n', line)  # None: a line that was cut
             end = start
-            if "val_loss" in line and not evaluates:
+            if '"val_loss": ' in line and not evaluates:
                 end += 1
             if row and int(row[1]) < end:
                 kept.append(line)
@@ -56,6 +56,7 @@ class Log:
     wandb_id: str | None  # of a resumed run
     flops: int  # per token
     peak: float | None  # FLOP/s of a GPU
+    origin: dict | None = None  # what makes the run: the first row of log.jsonl
     file = None
     wandb = None
 
@@ -95,6 +96,8 @@ class Log:
             f.writelines(kept)
         os.replace(self.path + ".tmp", self.path)
         self.file = open(self.path, "a", buffering=1)
+        if self.origin is not None:
+            self.file.write(json.dumps({"iter": self.start} | self.origin) + "\n")
 
     def write(self, row: dict, line: str) -> None:
         """Writes a row to the logs, and its line to the terminal."""

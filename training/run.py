@@ -20,15 +20,18 @@ from typing import NoReturn
 
 import torch
 
-from attention.forms import SUSPECTS
+from attention.forms import SUSPECTS, unchanged
+from attention.trial import LEAK, change_by_later_tokens
 from errors import UserError, out_of_range, refuse
-from model import GPT, GPTConfig
+from model import ATTENTION, GPT, GPTConfig
+from rules import attentions
 from text.dataset import Tokens, folder_of, read_meta
 from text.tokenizers import GPT2_VOCAB_SIZE, tokenizer
 from training import checkpoint, distributed
 from training.distributed import by_all, count, say, summed
 from training.estimate import VOCAB_SIZE, gpus_of, num_params, report
 from training.optimizers import OPTIMIZER
+from training.origin import imported
 from training.pretrained import FREE, TRAINING, config_of, tokenizer_meta
 
 DEFAULTS = {field.name: field.default for field in fields(GPTConfig)}
@@ -239,10 +242,19 @@ def launches(start: int) -> list[str]:
 def attention_in_words(model: GPT) -> list[str]:
     """A line for each attention of the model: in how many heads it is, and which code runs."""
     heads = Counter()
+    layers = Counter()
     for block in model.transformer.h:
-        for group in block.attn.groups:
+        groups = getattr(block.attn, "groups", ())
+        for group in groups:
             heads[group.name, group.window, group.form_name] += len(group.heads)
+        if not groups:
+            layers[type(block.attn)] += 1
     lines = []
+    for own, n in layers.items():
+        line = f"{own.__name__} in {count(n, 'layer')}: no scores for maps and --log_logits"
+        if not hasattr(own, "flops_per_token"):
+            line += ", and no flops_per_token, so FLOPs lack those of its attention"
+        lines.append(line)
     for (name, window, words), n in heads.items():
         which = count(n, "long head")
         if window is not None:
@@ -277,6 +289,27 @@ def describe(config: dict, model: GPT, train: Tokens, device: str, dtype: str) -
     natively = map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16", "bf16"))
     if device == "cpu" and c.dtype == "auto" and any(natively):
         say("this CPU multiplies bfloat16: --dtype=bfloat16 is faster in most models")
+
+
+def is_own(config: GPTConfig) -> bool:
+    """Whether a model may have code that no test of this repository knows."""
+    definitions = {name: ATTENTION[name] for name in attentions(config)}
+    return bool(imported()) or not all(unchanged(*item) for item in definitions.items())
+
+
+def try_causality(model: GPT) -> None:
+    """Says whether the logits of a GPT change with later tokens: then its losses mean nothing."""
+    if not distributed.master:
+        return
+    change = change_by_later_tokens(model)
+    if change <= LEAK:
+        say("the model sees no later tokens: its logits do not change with them")
+    else:
+        say(
+            "\nTHE MODEL SEES LATER TOKENS, so its losses mean nothing: its logits change with "
+            f"them, by {change:.2g} of their spread",
+            file=sys.stderr,
+        )
 
 
 def compiled(model: torch.nn.Module, sharded: bool) -> torch.nn.Module:
@@ -398,6 +431,7 @@ def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str
             idx, config["sample_tokens"], 0.8, vocab_size=tok.n_vocab, seed=config["seed"]
         )
     command = ["python", "sample.py", f"--out_dir={config['out_dir']}"]
+    command += [f"--import={module}" for module in imported()]
     if not prompt:
         command.append(f"--start={tok.decode(idx[0].tolist())}")
     more = ""

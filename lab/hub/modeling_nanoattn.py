@@ -67,7 +67,7 @@ def select(cache: Cache, rows: Tensor) -> None:
         for name, x in vars(part).items():
             if isinstance(x, Tensor):
                 setattr(part, name, x[rows])
-    cache.last_inputs = {conv: x[rows] for conv, x in cache.last_inputs.items()}
+    cache.state = {module: x[rows] for module, x in cache.state.items()}
     cache.rows = len(rows)
 
 

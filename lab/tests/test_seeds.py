@@ -192,7 +192,7 @@ def test_a_diverged_run_is_a_result_only_where_that_is_asked(data, tmp_path, cap
     stored = str(tmp_path / "x.json")
     result = runs.record(stored, {"a": command}, str(tmp_path), jobs=1, make=True)["a"]
     assert result["diverged"] == step
-    assert result["val"] == result["best"] == results.short(log[0]["val_loss"])
+    assert result["val"] == result["best"] == results.short(log[1]["val_loss"])
 
 
 def test_a_changed_command_or_config_is_run_again_and_shown_as_it_is(data, tmp_path):
