@@ -54,9 +54,8 @@ class L2Norm(nn.Module):
 
     def __init__(self, scale: float | None = None):
         super().__init__()
-        self.scale = None
-        if scale is not None:  # of one dimension: FSDP2 cannot shard a scalar
-            self.scale = nn.Parameter(torch.tensor([scale]))
+        # Of one dimension: FSDP2 cannot shard a scalar
+        self.scale = None if scale is None else nn.Parameter(torch.tensor([scale]))
 
     def forward(self, x):
         x = F.normalize(at_least_float32(x), dim=-1)

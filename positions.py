@@ -115,7 +115,7 @@ class RoPE(Scheme):
         super().__init__()
         self.base = c.rope_base
         self.width = c.head_dim
-        turn = self.turn_at(0, c.block_size, torch.get_default_device())
+        turn = turns(0, c.block_size, self.width, self.base, torch.get_default_device())
         self.register_buffer("turn", turn, persistent=False)
 
     @staticmethod
@@ -126,16 +126,12 @@ class RoPE(Scheme):
             f"position='rope' turns dimensions in pairs, but a head has {D}: head_dim must be even",
         )
 
-    def turn_at(self, start: int, end: int, device: torch.device) -> Tensor:
-        """cos and sin for the positions from start to end: (end - start, D / 2, 2)."""
-        return turns(start, end, self.width, self.base, device)
-
     def forward(self, q, k, group, past):
         end = past + q.shape[-2]
         if end <= len(self.turn):
             turn = self.turn[past:end]
         else:
-            turn = self.turn_at(past, end, q.device)
+            turn = turns(past, end, self.width, self.base, q.device)
         return rotate(q, turn), rotate(k, turn), {}
 
 
@@ -336,16 +332,13 @@ class LearnedScalars(Scheme):
 
     def __init__(self, definitions: list[Callable]):  # of each head
         super().__init__()
-        names = dict.fromkeys(name for f in definitions for name in learned_of(f))
-        for name in names:
+        for name in dict.fromkeys(name for f in definitions for name in learned_of(f)):
             start = [learned_of(f).get(name, 0.0) for f in definitions]
             self.register_parameter(name, nn.Parameter(torch.tensor(start)))
 
     def forward(self, q, k, group, past):
-        scalars = {}
-        for name in learned_of(group.definition):
-            scalars[name] = getattr(self, name)[group.q][:, None, None]  # (H, 1, 1)
-        return q, k, scalars
+        names = learned_of(group.definition)
+        return q, k, {name: getattr(self, name)[group.q][:, None, None] for name in names}
 
 
 class TokenNumbers(nn.Module):

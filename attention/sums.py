@@ -37,11 +37,11 @@ def by_sums(sums: type, definition: Callable) -> Callable:
     """
     general = general_form(definition)
 
-    def attend(q, k, v, *, scale=None, decay=None, dropout=0.0):
+    def attend(q, k, v, *, dropout=0.0, **settings):  # scale, decay
         Tq, D = q.shape[-2:]
         if k.shape[-2] == Tq >= sums.linear_from(D) and not dropout:
-            return linear_attention(sums, q, k, v, scale=scale, decay=decay)[0]
-        return general(q, k, v, scale=scale, decay=decay, dropout=dropout)
+            return linear_attention(sums, q, k, v, **settings)[0]
+        return general(q, k, v, dropout=dropout, **settings)
 
     return attend
 
@@ -76,17 +76,15 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, sums, q, k, v, decay, state):
-        B, H, T, D = q.shape
         ctx.sums = sums
-        ctx.sizes = part_sizes(sums, T, D, B * H, q.device.type == "cpu")
+        ctx.sizes = part_sizes(sums, q)
+        c = sums.chunk(q.shape[-1])
         outputs = []
         saved = []
-        parts = zip(*(x.split(ctx.sizes, dim=2) for x in (q, k, v)), strict=True)
-        for q_part, k_part, v_part in parts:
-            fade = Fade(decay, min(sums.chunk(D), q_part.shape[2]), q)
-            chunks = [fade.chunks(x) for x in (q_part, k_part, v_part)]
-            y, state, needed = sums.forward(*chunks, fade, state)
-            outputs.append(y.view(B, H, -1, v.shape[-1]))
+        for part in zip(*(x.split(ctx.sizes, dim=2) for x in (q, k, v)), strict=True):
+            fade = Fade(decay, min(c, part[0].shape[2]), q)
+            y, state, needed = sums.forward(*map(fade.chunks, part), fade, state)
+            outputs.append(fade.tokens(y))
             saved += needed
         ctx.save_for_backward(decay, *saved)
         ctx.mark_non_differentiable(state)
@@ -100,27 +98,28 @@ class Linear(torch.autograd.Function):
         state = None
         d_decay = 0.0
         gradients = []  # (dq, dk, dv) of each part, the last one first
-        parts = dy.split(ctx.sizes, dim=2)
         with torch.autocast(dy.device.type, enabled=False):
-            for i in reversed(range(len(parts))):
-                needed = saved[n * i : n * (i + 1)]
-                fade = Fade(decay, needed[0].shape[1], parts[i])
+            for dy_part in reversed(dy.split(ctx.sizes, dim=2)):
+                needed = saved[-n:]
+                saved = saved[:-n]
+                fade = Fade(decay, needed[0].shape[1], dy)
                 fade.learned = ctx.needs_input_grad[4]
-                *of_part, state = ctx.sums.backward(fade.chunks(parts[i]), *needed, fade, state)
-                gradients.append([x.view(*dy.shape[:2], -1, x.shape[-1]) for x in of_part])
+                *of_part, state = ctx.sums.backward(fade.chunks(dy_part), *needed, fade, state)
+                gradients.append(map(fade.tokens, of_part))
                 d_decay += fade.gradient
         dq, dk, dv = (torch.cat(x[::-1], dim=2) for x in zip(*gradients, strict=True))
         return None, dq, dk, dv, d_decay if fade.learned else None, None
 
 
-def part_sizes(sums: type, T: int, D: int, heads: int, on_cpu: bool) -> list[int]:
-    """How many of T tokens are computed at once: whole chunks; the rest is a part of its own.
+def part_sizes(sums: type, q: Tensor) -> list[int]:
+    """How many of q's T tokens are computed at once: whole chunks; the rest is a part of its own.
 
     A CPU computes a few thousand rows at a time, which stay in its cache; a GPU all that fit.
     """
+    B, H, T, D = q.shape
     c = sums.chunk(D)
-    rows = ROWS_AT_ONCE if on_cpu else FEATURES_AT_ONCE // sums.features(D)
-    step = max(1, rows // max(1, heads * c)) * c
+    rows = ROWS_AT_ONCE if q.device.type == "cpu" else FEATURES_AT_ONCE // sums.features(D)
+    step = max(1, rows // max(1, B * H * c)) * c
     whole = T // c * c
     sizes = [min(step, whole - start) for start in range(0, whole, step)]
     if T > whole:
@@ -137,12 +136,14 @@ class Fade:
     columns: these are decayed by gamma^(p distance).
     """
 
+    learned = False  # whether `derive` is to set the gradient of the decay
+    gradient = 0.0
+    from_before = to_end = distance = None
+
     def __init__(self, decay: Tensor | None, c: int, like: Tensor):
         self.B, self.H = like.shape[:2]
         self.c = c
         self.decay = decay
-        self.learned = False  # whether `derive` is to set the gradient of the decay
-        self.gradient = 0.0
         if decay is not None:
             place = torch.arange(c, dtype=decay.dtype, device=decay.device)[:, None]
             self.from_before = place + 1  # (c, 1): from the end of the chunk before to a query
@@ -157,28 +158,61 @@ class Fade:
         """x (B H n, ., .) of all chunks as (B, H, n, ., .)."""
         return x.view(self.B, self.H, -1, *x.shape[1:])
 
-    def over(self, distance: Tensor, x: Tensor, power=1) -> Tensor:
+    def tokens(self, x: Tensor) -> Tensor:
+        """x (B H n, c, E) of all chunks as (B, H, T, E)."""
+        return self.per_head(x).flatten(2, 3)
+
+    def over(self, distance: Tensor | None, x: Tensor, power=1) -> Tensor:
         """x (., c, E), decayed over a distance: (c, 1), or (c, c) where E = c."""
+        if self.decay is None:
+            return x
         factor = (-self.decay * (power * distance)).exp()  # (H, c, E)
         return (self.per_head(x) * factor[:, None]).flatten(0, 2)
 
     def within(self, x: Tensor) -> Tensor:
         """x (., c, c) of the queries and keys of one chunk, decayed over their distances."""
-        return x if self.decay is None else self.over(self.distance, x)
+        return self.over(self.distance, x)
 
     def since(self, x: Tensor, power=1) -> Tensor:
         """x (., c, E) of queries, decayed since the end of the chunk before."""
-        return x if self.decay is None else self.over(self.from_before, x, power)
+        return self.over(self.from_before, x, power)
 
     def until(self, x: Tensor, power=1) -> Tensor:
         """x (., c, E) of keys, decayed until the end of their own chunk."""
-        return x if self.decay is None else self.over(self.to_end, x, power)
+        return self.over(self.to_end, x, power)
 
-    def whole(self, power=1) -> Tensor | None:
-        """The decay of a sum over a whole chunk, (H, 1, its columns or 1)."""
-        if self.decay is None:
-            return None
+    def whole(self, power=1) -> Tensor:
+        """What a whole chunk of decay leaves of a sum, (H, 1, its columns or 1)."""
         return (-self.c * self.decay * power).exp()
+
+    def sums(
+        self, x: Tensor, w: Tensor, state: Tensor | None, power=1, reverse: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(the state before each chunk, (B H n, D, E); the state after all of them).
+
+        The state (B, H, D, E), or None for 0, is the sum of x^T w over the chunks before, x (., c,
+        D) and w (., c, E). A chunk decays the state, and then adds its own sum. reverse: from the
+        last chunk to the first. A chunk's state leaves its own sum out: the rounding of a large sum
+        would cost the earlier terms their precision.
+        """
+        own = self.per_head(x.mT @ w)  # (B, H, n, D, E)
+        order = range(own.shape[2])[:: -1 if reverse else 1]
+        start = torch.zeros_like(own[:, :, 0]) if state is None else state
+        gamma = own.new_ones(1) if self.decay is None else self.whole(power)
+        if by_loops(own):  # cumsum over a middle dimension takes several times as long
+            before = torch.empty_like(own)
+            before[:, :, order[0]] = start
+            for a, b in itertools.pairwise(order):
+                torch.addcmul(own[:, :, a], before[:, :, a], gamma, out=before[:, :, b])
+        else:
+            in_order = own.flip(2) if reverse else own
+            before = torch.cat((start[:, :, None], in_order[:, :, :-1]), dim=2)
+            before = before.cumsum(2) if self.decay is None else decayed_cumsum(before, gamma)
+            before = before.flip(2) if reverse else before
+        state = before[:, :, order[-1]]
+        if self.decay is not None:
+            state = state * gamma
+        return before.flatten(0, 2), state + own[:, :, order[-1]]
 
     def derive(self, within, of_queries, of_keys, around, power=1) -> None:
         """Sets the gradient of the decay: -sum (i - j) w_ij dw_ij over all pairs, w_ij decayed.
@@ -196,38 +230,6 @@ class Fade:
         )
         of_terms = [(self.per_head(x).sum((0, 2)) * factor).sum((-2, -1)) for x, factor in terms]
         self.gradient = -sum(of_terms)[:, None, None]
-
-
-def running_sums(
-    x: Tensor, state: Tensor | None, gamma: Tensor | None, reverse: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(the state before each chunk, (B H chunks, D, E); the state after all of them).
-
-    The state is the sum of the chunks before: x (B, H, chunks, D, E), state (B, H, D, E) or None
-    for 0. With gamma (H, 1, 1 or E) a chunk multiplies the state by it, and then adds its x.
-    reverse: from the last chunk to the first. A chunk's state leaves its own x out: the rounding of
-    a large x would cost the earlier terms their precision.
-    """
-    n = x.shape[2]
-    order = range(n)[::-1] if reverse else range(n)
-    start = torch.zeros_like(x[:, :, 0]) if state is None else state
-    if by_loops(x):  # cumsum over a middle dimension takes several times as long
-        sums = torch.empty_like(x)
-        sums[:, :, order[0]] = start
-        for a, b in itertools.pairwise(order):
-            if gamma is None:
-                torch.add(sums[:, :, a], x[:, :, a], out=sums[:, :, b])
-            else:
-                torch.addcmul(x[:, :, a], sums[:, :, a], gamma, out=sums[:, :, b])
-    else:
-        in_order = x.flip(2) if reverse else x
-        sums = torch.cat((start[:, :, None], in_order[:, :, :-1]), dim=2)
-        sums = sums.cumsum(2) if gamma is None else decayed_cumsum(sums, gamma)
-        sums = sums.flip(2) if reverse else sums
-    last = sums[:, :, order[-1]]
-    if gamma is not None:
-        last = last * gamma
-    return sums.flatten(0, 2), last + x[:, :, order[-1]]
 
 
 def decayed_cumsum(x: Tensor, gamma: Tensor) -> Tensor:
@@ -300,25 +302,22 @@ class Beta:
         state: the sums of the tokens before, which are decayed by one token first. decay (H, 1, 1)
         or None.
         """
-        D = k.shape[-1]
         Dv = v.shape[-1]
         if decay is not None:
-            state = state * (-decay * powers(Dv, D, decay)).exp()
+            state = state * (-decay * powers(q, Dv)).exp()
         w = torch.cat((v, k), dim=-1)
         state = state + k.mT * w  # for one key `*` takes half the time of `@`
-        y, qG = (q @ state).split((Dv, D), dim=-1)
+        y, qG = (q @ state).tensor_split([Dv], dim=-1)
         square = (q * qG).sum(-1, keepdim=True)
         return y / (1 + square.clamp(min=0).sqrt()), state
 
     @staticmethod
     def forward(q, k, v, fade: Fade, state):
         """(y, state, tensors for the backward pass) of the tokens after the state's, in chunks."""
-        D = k.shape[-1]
         Dv = v.shape[-1]
         w = torch.cat((v, k), dim=-1)  # (., c, Dv + D)
-        power = powers(Dv, D, q)
-        of_chunks = fade.per_head(k.mT @ fade.until(w, power))  # (B, H, n, D, Dv + D)
-        before, state = running_sums(of_chunks, state, fade.whole(power))  # (., D, Dv + D)
+        power = powers(q, Dv)
+        before, state = fade.sums(k, fade.until(w, power), state, power)  # (., D, Dv + D)
         past = fade.since(q @ before, power)  # (., c, Dv + D)
         s = fade.within((q @ k.mT).tril_())  # (., c, c)
         r = (q * past[..., Dv:]).sum(-1, keepdim=True).clamp_(min=0).sqrt_()
@@ -332,43 +331,32 @@ class Beta:
 
         state: the sum of q_i^T a_i of later tokens; the returned one includes these tokens.
         """
-        D = q.shape[-1]
         Dv = y.shape[-1]
-        v, k = w.split((Dv, D), dim=-1)
-        power = powers(Dv, D, q)
-        least = fade.since(rounding(q, before[..., Dv:])).clamp_(min=torch.finfo(r.dtype).eps ** 2)
+        v, k = w.tensor_split([Dv], dim=-1)
+        power = powers(q, Dv)
+        # r is at most |q| sqrt(trace G). Far below that it is only rounding error, and dividing by
+        # it would blow it up.
+        eps = torch.finfo(q.dtype).eps
+        trace = before[..., Dv:].diagonal(0, -2, -1).sum(-1)[..., None, None]
+        least = (q.square().sum(-1, keepdim=True) * trace).mul_(eps).sqrt_()
+        least = fade.since(least).clamp_(min=eps**2)
         p = dy / (1 + r)
         z = (p * y).sum(-1, keepdim=True) / -torch.maximum(r, least)
         a = fade.since(torch.cat((p, z * q), dim=-1), power)  # (., c, Dv + D)
-        of_chunks = fade.per_head(q.mT @ a)
-        later, state = running_sums(of_chunks, state, fade.whole(power), reverse=True)
+        later, state = fade.sums(q, a, state, power, reverse=True)
         ds = (p @ v.mT).tril_().addcmul_(z, s)  # of the decayed scores, (., c, c)
         dq = a @ before.mT
         dk = fade.until(w, power) @ later.mT
         if fade.learned:
             fade.derive(ds * s, q * dq, k * dk, before * later, power)
         ds = fade.within(ds)
-        dq = dq.baddbmm_(ds, k)
-        dk = dk.baddbmm_(ds.mT, q)
         dv = fade.until(k @ later[..., :Dv]).baddbmm_(s.mT, p)
-        return dq, dk, dv, state
+        return dq.baddbmm_(ds, k), dk.baddbmm_(ds.mT, q), dv, state
 
 
-def powers(n: int, n_squared: int, like: Tensor) -> Tensor:
-    """The power of gamma for each column: 1 for the first n columns, 2 for the next n_squared."""
-    power = like.new_ones(n + n_squared)
-    power[n:] = 2
-    return power
-
-
-def rounding(q: Tensor, gram: Tensor) -> Tensor:
-    """The rounding error of r = sqrt(q G q^T), (..., T, 1). A gradient divides by at least this.
-
-    r is at most |q| sqrt(trace G). Far below that it is only rounding error, and dividing by it
-    would blow it up.
-    """
-    trace = gram.diagonal(0, -2, -1).sum(-1)[..., None, None]
-    return (q.square().sum(-1, keepdim=True) * trace).mul(torch.finfo(q.dtype).eps).sqrt()
+def powers(q: Tensor, Dv: int) -> Tensor:
+    """The power of gamma for each column of the sums: 1 for the first Dv, 2 for the others."""
+    return F.pad(q.new_ones(Dv), (0, q.shape[-1]), value=2.0)
 
 
 # -----------------------------------------------------------------------------
@@ -413,28 +401,23 @@ class BetaSquared:
 
     @staticmethod
     def forward(q, k, v, fade: Fade, state):
-        Dv = v.shape[-1]
         w = with_ones(v)
-        of_chunks = fade.per_head(products(k).mT @ fade.until(w))
-        before, state = running_sums(of_chunks, state, fade.whole())
+        before, state = fade.sums(products(k), fade.until(w), state)
         weighted = before.mul_(how_often(q))
         weights = fade.within((q @ k.mT).tril_().square_())  # (., c, c)
         y = fade.since(products(q) @ weighted).baddbmm_(weights, w)  # (., c, Dv + 1)
-        y, total = y.split((Dv, 1), dim=-1)
-        total = 1 + total
-        y = y / total
+        total = 1 + y[..., -1:]
+        y = y[..., :-1] / total
         return y, state, (q, k, v, weighted, total, y)
 
     @staticmethod
     def backward(dy, q, k, v, weighted, total, y, fade: Fade, state):
         """(dq, dk, dv, state). state: sum of f(q_i)^T a_i of later tokens, then of these too."""
-        Dv = v.shape[-1]
         w = with_ones(v)
         p = dy / total
         a = torch.cat((p, -(p * y).sum(-1, keepdim=True)), dim=-1)
         a_since = fade.since(a)
-        of_chunks = fade.per_head(products(q).mT @ a_since)
-        later, state = running_sums(of_chunks, state, fade.whole(), reverse=True)
+        later, state = fade.sums(products(q), a_since, state, reverse=True)
         from_later = later * how_often(q)
         s = (q @ k.mT).tril_()
         weights = fade.within(s.square())  # (., c, c)
@@ -444,10 +427,8 @@ class BetaSquared:
         if fade.learned:  # of degree 2: f(q) . df(q) = q . dq / 2
             fade.derive(d_weights * weights, q * dq / 2, k * dk / 2, weighted * later)
         ds = fade.within(d_weights).mul_(s).mul_(2)
-        dq = dq.baddbmm_(ds, k)
-        dk = dk.baddbmm_(ds.mT, q)
-        dv = fade.until(products(k) @ from_later[..., :Dv]).baddbmm_(weights.mT, p)
-        return dq, dk, dv, state
+        dv = fade.until(products(k) @ from_later[..., :-1]).baddbmm_(weights.mT, p)
+        return dq.baddbmm_(ds, k), dk.baddbmm_(ds.mT, q), dv, state
 
 
 def with_ones(v: Tensor) -> Tensor:
@@ -481,4 +462,4 @@ def how_often(q: Tensor) -> Tensor:
     """How often each product is in (q . k)^2, (D (D + 1) / 2, 1): once if a = b, else twice."""
     D = q.shape[-1]
     a, b = torch.triu_indices(D, D, device=q.device)
-    return (1 + (a < b)).to(q.dtype)[:, None]
+    return (1 + (a < b))[:, None]

@@ -6,10 +6,10 @@ Importing this file adds them to model.ATTENTION and to choices.AFTER; a file of
 same. model.py explains the arguments of a definition, choices.py a module after attention.
 RESULTS.md has their losses.
 
-Not here, since they are no functions of scores: value residuals (arXiv 2410.17897) and nGPT
-(2410.01131) change the residual stream, MLA (2405.04434) the projections; NSA (2502.11089) chooses
-keys by blocks; Kimi's delta attention (2510.26692) and the forgetting transformer (2503.02130) have
-a decay that depends on the token. The package flash-linear-attention has kernels for some.
+Not here, since they are no functions of scores: value residuals (arXiv 2410.17897; docs/ideas.md)
+and nGPT (2410.01131) change the residual stream, MLA (2405.04434) the projections; NSA (2502.11089)
+chooses keys by blocks; Kimi's delta attention (2510.26692) has a decay for each channel. The
+package flash-linear-attention has kernels for some.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from attention.fast import general_form, laser_by_exp
 from attention.forms import FORM, Form
-from attention.scores import learned
+from attention.scores import learned, of_token
 from choices import AFTER
 from errors import UserError
 from lab.stick_breaking import stick_breaking
@@ -36,6 +36,15 @@ def sink_attention(s, seen, v, drop, b=learned(0.0)):
     """
     s = s.where(seen, -math.inf)
     return drop((s - s.logsumexp(-1, keepdim=True).logaddexp(b)).exp()) @ v
+
+
+def forgetting_attention(s, seen, v, drop, f=of_token(4.0)):
+    """y = softmax(s_ij + sum of log sigmoid(f_l) over j < l <= i) v (FoX, arXiv 2503.02130).
+
+    The sum is c_i - c_j of running sums c, and softmax does not change with c_i.
+    """
+    c = F.logsigmoid(f).cumsum(-2).mT
+    return drop((s - c).where(seen, -math.inf).softmax(-1)) @ v
 
 
 def ssmax_attention(s, seen, v, drop, b=learned(0.43)):
@@ -137,14 +146,36 @@ def delta_rule_attention(s, seen, v, k):
     b = length.square() / (1 + length.square())
     identity = torch.eye(k.shape[-2], dtype=s.dtype, device=s.device)
     system = (b * (unit @ unit.mT)).tril(-1) + identity  # (B, H, T, T)
-    weights = (s / length.mT).where(seen, 0.0)  # (B, H, Tq, T)
+    return with_updates(s / length.mT, seen, system, b * v)
+
+
+def with_updates(weights: Tensor, seen: Tensor, system: Tensor, v: Tensor) -> Tensor:
+    """y = weights system^-1 v over the keys that are seen: the delta rule's, all steps at once."""
+    weights = weights.where(seen, 0.0)  # (B, H, Tq, T)
     if seen[..., 0].all():  # every query sees all keys before its own: all share a system
-        return weights @ torch.linalg.solve_triangular(system, b * v, upper=False)
+        return weights @ torch.linalg.solve_triangular(system, v, upper=False)
+    identity = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device)
     both = seen[..., :, None] & seen[..., None, :]  # a system for each query's own keys: slow
     systems = torch.where(both, system[..., None, :, :], identity)  # (B, H, Tq, T, T)
-    values = (b * v)[..., None, :, :].expand(*weights.shape, -1)  # (B, H, Tq, T, Dv)
+    values = v[..., None, :, :].expand(*weights.shape, -1)  # (B, H, Tq, T, Dv)
     updates = torch.linalg.solve_triangular(systems, values, upper=False)
     return (weights[..., None, :] @ updates)[..., 0, :]
+
+
+def gated_delta_rule_attention(s, seen, v, k, b=of_token(0.0), f=of_token(4.0)):
+    """The delta rule: S_i = g_i S_(i-1) (I - r_i k_i k_i^T) + r_i v_i k_i^T, with rates of tokens.
+
+    r = sigmoid(b), and the state fades by g = sigmoid(f) (Gated DeltaNet, 2412.06464, equation 10).
+    gated_delta.py has it as a layer in linear time, with all that the paper has around it.
+    """
+    length = k.norm(dim=-1, keepdim=True)
+    unit = F.normalize(k, dim=-1)
+    c = F.logsigmoid(f).cumsum(-2)
+    fade = (c - c.mT).clamp(max=0).exp()  # (B, H, T, T): from key l to key j
+    identity = torch.eye(k.shape[-2], dtype=s.dtype, device=s.device)
+    system = (b.sigmoid() * (unit @ unit.mT) * fade).tril(-1) + identity
+    weights = s / length.mT * fade[..., -s.shape[-2] :, :]
+    return with_updates(weights, seen, system, b.sigmoid() * v)
 
 
 class DifferentialV2(nn.Module):
@@ -174,6 +205,7 @@ class DifferentialV2(nn.Module):
 
 ATTENTION |= {
     "sink": sink_attention,
+    "forgetting": forgetting_attention,
     "ssmax": ssmax_attention,
     "softpick": softpick_attention,
     "stick_breaking": stick_breaking_attention,
@@ -183,6 +215,7 @@ ATTENTION |= {
     "beta_squared_learned": beta_squared_learned_attention,
     "laser_temperature": laser_temperature_attention,
     "delta_rule": delta_rule_attention,
+    "gated_delta_rule": gated_delta_rule_attention,
 }
 AFTER["differential_v2"] = DifferentialV2
 

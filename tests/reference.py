@@ -165,6 +165,16 @@ def shaken(c: GPTConfig, by: float = 0.2, dtype: torch.dtype = torch.float32) ->
     return gpt
 
 
+def cached(gpt: GPT, x: Tensor, pieces: list[int]) -> Tensor:
+    """The logits of x (B, T), of which a cache gets pieces of these lengths."""
+    cache = gpt.new_cache()
+    logits = []
+    for part in x.split(pieces, dim=1):
+        y, _ = gpt(part, part, cache=cache)
+        logits.append(y)
+    return torch.cat(logits, dim=1)
+
+
 def randomised(module: torch.nn.Module) -> torch.nn.Module:
     """The module with random numbers in all parameters, biases and norms too."""
     for p in module.parameters():

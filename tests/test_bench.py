@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from harness import done, parametrize, refused
 
 import bench
 from attention import forms
@@ -22,10 +23,11 @@ def timed(run, tmp_path):
 
     def timed(*flags):
         out_file = tmp_path / "b.json"
-        code, out, err = run("bench.py", *TINY, *flags, f"--out={out_file}")
+        result = run("bench.py", *TINY, *flags, f"--out={out_file}")
+        out = done(result)
         results = json.loads(out_file.read_text())
-        assert code == 0 and list(results) == ["about", "attention"]
-        return results["attention"], out, err
+        assert list(results) == ["about", "attention"]
+        return results["attention"], out, result[2]
 
     return timed
 
@@ -49,8 +51,8 @@ def test_attention(timed):
 
 def test_positions_head_dims_and_tokens_at_once(timed):
     names = ["softmax", "rope", "alibi", "t5", "relative"]
-    flags = ("--no-quick", "--lengths=16,64", "--head_dim=16,8", "--tokens=128")
-    rows, out, _ = timed(*flags, "--dtype=bfloat16", f"--only={','.join(names)}")
+    flags = "--no-quick --lengths=16,64 --head_dim=16,8 --tokens=128 --dtype=bfloat16"
+    rows, out, _ = timed(*flags.split(), f"--only={','.join(names)}")
     assert "WRONG" not in out and all(1e-3 < row["error"] < 2e-2 for row in rows)
     expected = [(name, d, n, 128 // n) for d in (16, 8) for n in (16, 64) for name in names]
     assert [(row["subject"], row["d"], row["n"], row["batch"]) for row in rows] == expected
@@ -65,8 +67,8 @@ def test_a_new_attention_is_timed_a_wrong_one_is_not(timed, monkeypatch):
     def times(factor, definition):
         return lambda q, k, v, **settings: factor * plain_form(definition)(q, k, v, **settings)
 
-    monkeypatch.setitem(ATTENTION, "added", lambda s, seen, v: (s * seen) @ v)
-    monkeypatch.setitem(ATTENTION, "wrong", lambda s, seen, v: (s * seen) @ v)
+    for name in ("added", "wrong"):
+        monkeypatch.setitem(ATTENTION, name, lambda s, seen, v: (s * seen) @ v)
     wrong = forms.Form(
         forms.print_of(ATTENTION["wrong"]),
         "wrong",
@@ -165,8 +167,8 @@ def test_steps_and_decoding(tmp_path, monkeypatch):
     assert size["softmax L"] == 3 * size["softmax L, GQA 2"] == 6 * size["softmax L, MQA"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
+@parametrize(
+    "flags, says",
     [
         ("--lengths=a,b", "--lengths must be positive integers"),
         ("--repeats=0", "must be at least 1"),
@@ -178,5 +180,4 @@ def test_steps_and_decoding(tmp_path, monkeypatch):
     ],
 )
 def test_refusals(run, flags, says):
-    code, _, err = run("bench.py", *TINY, *flags.split())
-    assert code == 2 and says in err
+    refused(run("bench.py", *TINY, *flags.split()), says)

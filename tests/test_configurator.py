@@ -10,7 +10,7 @@ import traceback
 
 import pytest
 import torch
-from harness import ROOT
+from harness import ROOT, done, parametrize, refusal
 from test_house import CORE, read
 
 import configurator
@@ -64,6 +64,11 @@ def script(tmp_path):
     return run
 
 
+def assert_sentence(result, says):
+    assert (result.returncode, result.stdout) == (2, "")
+    assert says in result.stderr and len(result.stderr.splitlines()) == 1
+
+
 def values(result):
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)[0]
@@ -83,8 +88,8 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
+@parametrize(
+    "flags, expected",
     [
         ("", {}),  # the defaults are the script's, then the dataclass's
         ("--out_dir=a=b --learning_rate=1", {"out_dir": "a=b", "learning_rate": 1.0}),
@@ -106,8 +111,8 @@ def test_flags_are_taken(script, flags, expected):
     assert json.loads(result.stdout)[1] == dict.fromkeys(expected, "command line")
 
 
-@pytest.mark.parametrize(
-    ("flag", "says"),
+@parametrize(
+    "flag, says",
     [
         ("--nhead=3", "did you mean `n_head`?"),
         ("--max-iters=3", "did you mean `max_iters`?"),
@@ -128,9 +133,7 @@ def test_flags_are_taken(script, flags, expected):
     ],
 )
 def test_a_mistake_is_a_sentence_and_code_2(script, flag, says):
-    result = script(flag, config="")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert says in result.stderr and len(result.stderr.splitlines()) == 1
+    assert_sentence(script(flag, config=""), says)
 
 
 def test_a_config_file_overrides_defaults_and_flags_override_it(script, tmp_path):
@@ -155,8 +158,8 @@ def test_a_config_file_overrides_defaults_and_flags_override_it(script, tmp_path
         assert values(script(*order))["max_iters"] == 7
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
+@parametrize(
+    "config, says",
     [
         ("max_iter = 3", "did you mean `max_iters`?"),
         ("compile = 1", "needs True or False"),
@@ -170,9 +173,8 @@ def test_a_config_file_overrides_defaults_and_flags_override_it(script, tmp_path
 def test_a_mistake_in_a_config_file(script, tmp_path, config, says):
     (tmp_path / "base.py").write_text("max_iters = 1\n\nmax_iters / 0\n")
     result = script("config/my.py", config=config)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("script.py: config/my.py") and says in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert_sentence(result, says)
+    assert result.stderr.startswith("script.py: config/my.py")
 
 
 def test_characters_that_the_terminal_lacks_are_escaped(script, tmp_path, monkeypatch):
@@ -234,8 +236,8 @@ except BaseException:
 NO_MEMORY = "out of memory (1 EB). Make the batch or the model smaller\n"
 
 
-@pytest.mark.parametrize(
-    ("ending", "says"),
+@parametrize(
+    "ending, says",
     [
         ("raise KeyboardInterrupt", "\ninterrupted\n"),
         (AFTER_CTRL_C, "\ninterrupted\n"),
@@ -250,8 +252,8 @@ def test_what_is_nobodys_bug_is_a_sentence(ending, says):
     assert result.returncode != 0 and result.stderr == says
 
 
-@pytest.mark.parametrize(
-    ("ending", "last"),
+@parametrize(
+    "ending, last",
     [
         ("1 / 0", "ZeroDivisionError: division by zero\n"),
         ("raise MemoryError('1 EB')", NO_MEMORY),
@@ -290,9 +292,9 @@ def test_which_files_are_the_users(monkeypatch):
 def test_a_missing_package_is_named_a_broken_one_keeps_its_error(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(UserError, match="a test needs nowhere: pip install nowhere"):
+    with refusal("a test needs nowhere: pip install nowhere", UserError):
         optional("nowhere.part", "a test")
-    with pytest.raises(UserError, match="a test needs scikit-learn: pip install scikit-learn"):
+    with refusal("a test needs scikit-learn: pip install scikit-learn", UserError):
         optional("sklearn.datasets", "a test", "scikit-learn")
     (tmp_path / "broken.py").write_text("import nowhere")
     with pytest.raises(ModuleNotFoundError, match="No module named 'nowhere'"):
@@ -309,15 +311,15 @@ SCRIPTS = [path for path in CORE if path != "configurator.py" and SETS_FLAGS.sea
 
 def check_help(run, script):
     """--help prints lines of at most 100 columns, and explains every flag."""
-    code, out, _ = run(script, "--help")
+    out = done(run(script, "--help"))
     out = out[out.index("\nusage: ") :].rstrip()
-    assert code == 0 and all(len(line) <= 100 for line in out.splitlines())
+    assert all(len(line) <= 100 for line in out.splitlines())
     flags = re.split(r"\n+(?:\S.*\n)?  --", out)[1:]
     assert flags
     for flag in flags:
         assert re.fullmatch(r"\w+=.+?\s{2,}\S.*", flag, re.DOTALL), flag
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@parametrize("script", SCRIPTS)
 def test_help_explains_every_flag(run, script):
     check_help(run, script)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from harness import write
+from harness import parametrize, refusal, write
 
 from text import dataset, tokenizers
 from text.dataset import Tokens
@@ -105,7 +105,7 @@ def test_gpt2_tokenizer(monkeypatch):
     with pytest.raises(OSError, match="no route.*docs/data.md"):
         tokenizers.tokenizer({"kind": "gpt2"})
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(ValueError, match="pip install tiktoken"):
+    with refusal("pip install tiktoken"):
         tokenizers.tokenizer({"kind": "gpt2"})
 
 
@@ -114,12 +114,12 @@ def test_large_files_are_checked_batch_by_batch(broken, monkeypatch):
     with open(broken / "train.bin", "r+b") as f:
         f.write(b"\xff")
     tokens = Tokens(broken, "train", 16)  # not read whole
-    with pytest.raises(ValueError, match="id 255, but the vocabulary has"):
+    with refusal("id 255, but the vocabulary has"):
         next(tokens.eval_batches(1, 1))
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "says"),
+@parametrize(
+    "name, damage, says",
     [
         ("meta.json", lambda content: content[:50], "damaged or of another program. Run: python"),
         ("meta.json", lambda _: b'{"vocab_size": 65}', "of another program"),  # another program's
@@ -132,24 +132,23 @@ def test_large_files_are_checked_batch_by_batch(broken, monkeypatch):
 def test_damaged_data_is_explained(broken, name, damage, says):
     path = broken / name
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=says) as error:
+    with refusal(says) as error:
         Tokens(broken, "train", 16).batch(0, 1)
     assert str(broken) in str(error.value)
 
 
 def test_a_split_shorter_than_a_block_names_the_lengths(data):
     n = len(Tokens(data, "val", 16))
-    says = f"{n:,} tokens, but block_size {n} needs at least {n + 1}.*={n - 1}"
-    with pytest.raises(ValueError, match=says):
+    with refusal(f"{n:,} tokens, but block_size {n} needs at least {n + 1}.*={n - 1}"):
         Tokens(data, "val", n)
 
 
 def test_an_unknown_data_set_names_the_known(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # data sets are found from any working directory
     assert os.path.isdir(dataset.folder_of("shakespeare_char"))
-    with pytest.raises(ValueError, match="there are: .*shakespeare_char"):
+    with refusal("there are: .*shakespeare_char"):
         dataset.folder_of("shakespear")
-    with pytest.raises(ValueError, match="missing, damaged or of another"):
+    with refusal("missing, damaged or of another"):
         dataset.read_meta(tmp_path)
 
 

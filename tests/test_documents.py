@@ -1,11 +1,23 @@
 """Documents in one window that do not see each other; the largest attention score."""
 
-import json
 from functools import partial
 
 import pytest
 import torch
-from harness import legal, pairwise, same, state_of, write
+from harness import (
+    done,
+    legal,
+    log_of,
+    pairwise,
+    parametrize,
+    refusal,
+    refused,
+    same,
+    state_of,
+    weights_of,
+    write,
+)
+from torch.testing import assert_close
 
 from attention import fast
 from attention.cache import groups_of
@@ -53,9 +65,7 @@ def places() -> torch.Tensor:
     return pos
 
 
-@pytest.mark.parametrize(
-    ("core", "position", "heads"), pairwise(ATTENTION, POSITION, HEADS, legal=fits)
-)
+@parametrize("core, position, heads", pairwise(ATTENTION, POSITION, HEADS, legal=fits))
 def test_packed_documents_are_each_alone(core, position, heads):
     """Logits, and every gradient."""
     gpt = GPT(config(core, position, **heads)).double()
@@ -66,10 +76,10 @@ def test_packed_documents_are_each_alone(core, position, heads):
     for row, start, end in DOCUMENTS:
         alone, loss = gpt(idx[[row], start:end], targets[[row], start:end])
         # RoPE's table is in float32.
-        torch.testing.assert_close(logits[row, start:end], alone[0], rtol=1e-6, atol=1e-6)
+        assert_close(logits[row, start:end], alone[0], rtol=1e-6, atol=1e-6)
         total = total + loss * (end - start) / idx.numel()
     apart = torch.autograd.grad(total, gpt.parameters())
-    torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-7)
+    assert_close(packed, apart, rtol=1e-5, atol=1e-7)
     whole = gpt(idx, targets)[0]
     assert (whole - logits)[0, 20:].abs().max() > 1e-6  # without pos documents see each other
 
@@ -77,7 +87,7 @@ def test_packed_documents_are_each_alone(core, position, heads):
 def test_a_cache_holds_one_document():
     gpt = GPT(config("softmax", "learned"))
     idx = torch.zeros(1, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match="a cache holds one document"):
+    with refusal("a cache holds one document"):
         gpt(idx, cache=gpt.new_cache(), pos=idx)
 
 
@@ -121,40 +131,39 @@ def test_training_with_packed_documents(train, run, tmp_path, docs):
     models = []
     for pack in ("none", "document"):
         packed = pack == "document"
-        _, out, err = train(docs, f"--pack={pack}")
-        assert "attention in 8 long heads" in out, err
+        done(train(docs, f"--pack={pack}"), "attention in 8 long heads")
         models.append(state_of(tmp_path))
         loss = validation_loss(models[-1], docs, packed)
         out_dir = f"--out_dir={tmp_path / 'out'}"
-        _, out, err = run("eval.py", out_dir, "--which=latest", "--device=cpu")
-        assert f"{loss:.4f}" in out and "windows of 32 tokens, 16 apart" in out, err
+        result = run("eval.py", out_dir, "--which=latest", "--device=cpu")
+        done(result, f"{loss:.4f}", "windows of 32 tokens, 16 apart")
     none, document = (state["model"] for state in models)
     assert not same(none, document)
 
-    train(docs, "--pack=document", "--max_iters=4")
+    train(docs, "--pack=document --max_iters=4")
     train(docs, "--init_from=resume")
-    assert same(state_of(tmp_path)["model"], document)
+    assert same(weights_of(tmp_path), document)
 
-    _, out, err = train(docs, "--init_from=resume", "--pack=none", "--max_iters=12")
-    assert "pack was document, now none" in out, err
-    assert "the best validation loss starts anew" in out  # losses do not compare
+    result = train(docs, "--init_from=resume --pack=none --max_iters=12")
+    anew = "the best validation loss starts anew"  # losses do not compare
+    done(result, "pack was document, now none", anew)
 
 
 def test_packing_needs_documents(train, tmp_path, text):
     """A tokenizer may have a token for the end of a document that never occurs."""
     tok = tokenizers.CharTokenizer("".join(sorted(set(text))), eot=True)
     write(tmp_path / "one", tok, {"train": text, "val": text}, {})
-    for flags in ([], [f"--dataset={tmp_path / 'one'}"]):
-        code, _, err = train("--pack=document", *flags)
-        assert code == 2 and "has no boundaries between documents (data/text/prepare" in err
+    for flag in ("", f"--dataset={tmp_path / 'one'}"):
+        says = "has no boundaries between documents (data/text/prepare"
+        refused(train("--pack=document", flag), says)
 
 
 # -----------------------------------------------------------------------------
 # --log_logits
 
 
-@pytest.mark.parametrize(
-    ("core", "position", "heads", "packed"),
+@parametrize(
+    "core, position, heads, packed",
     pairwise(ATTENTION, POSITION, HEADS, [False, True], legal=fits),
 )
 def test_the_largest_score_of_each_layer(core, position, heads, packed, monkeypatch):
@@ -190,11 +199,10 @@ def test_logits_in_the_log(train, tmp_path):
     """They change no loss, with dropout."""
     losses = []
     for flag in ("--no-log_logits", "--log_logits"):
-        _, out, err = train(flag, "--log_interval=2", "--max_iters=4", "--dropout=0.2")
-        log = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
-        rows = [row for row in map(json.loads, log) if "loss" in row]
+        out = done(train(flag, "--log_interval=2 --max_iters=4 --dropout=0.2"))
+        rows = [row for row in log_of(tmp_path) if "loss" in row]
         losses.append([row["loss"] for row in rows])
     logits = [row["max_logit"] for row in rows]
-    assert [len(layers) for layers in logits] == [2, 2], err
+    assert [len(layers) for layers in logits] == [2, 2]
     assert f"largest logit {max(logits[0]):.2f}" in out
     assert losses[0] == losses[1]

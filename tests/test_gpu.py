@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from harness import DEVICE, legal, pairwise
+from harness import DEVICE, legal, pairwise, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import fast
@@ -53,7 +53,7 @@ def meta(monkeypatch) -> str:
     return "meta"
 
 
-@pytest.mark.parametrize(("core", "choices"), [*zip(ATTENTION, itertools.cycle((SHORT, LONG)))])
+@parametrize("core, choices", [*zip(ATTENTION, itertools.cycle((SHORT, LONG)))])
 def test_no_host_waits_and_the_graph_is_one(core, choices, meta):
     """Except for LASER's fast form, which looks at the range of the values."""
     gpt = GPT(config(core, **choices)).to(meta)
@@ -79,15 +79,14 @@ class NoFloat64(TorchDispatchMode):
         return out
 
 
-POSITIONS = pairwise(
-    ATTENTION,
-    POSITION,
-    ["none", "alibi", "learned"],
-    legal=lambda *row: legal(lambda core, p, decay: config(core, position=p, decay=decay), *row),
+def is_legal(core, position, decay) -> bool:
+    return legal(config, core, position=position, decay=decay)
+
+
+@parametrize(
+    "core, position, decay",
+    pairwise(ATTENTION, POSITION, ["none", "alibi", "learned"], legal=is_legal),
 )
-
-
-@pytest.mark.parametrize(("core", "position", "decay"), POSITIONS)
 def test_no_float64_outside_the_cpu(core, position, decay, meta, monkeypatch):
     """Neither in a new model, nor in training, nor in decoding, past block_size if it can."""
     monkeypatch.setattr(fast, "wider_than", lambda v, limit: False)
@@ -102,7 +101,7 @@ def test_no_float64_outside_the_cpu(core, position, decay, meta, monkeypatch):
             gpt(x[:, :1], cache=cache)
 
 
-@pytest.mark.parametrize("core", ATTENTION)
+@parametrize("core", ATTENTION)
 def test_compiled_is_the_same(core):
     """On a CPU, without the code that torch.compile would generate: that takes too long."""
     gpt = GPT(config(core, decay="learned"))
@@ -114,7 +113,7 @@ def test_compiled_is_the_same(core):
     assert_same_gradients(ours, expected)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@parametrize("kind", ["ddp", "fsdp"])
 def test_a_process_alone(kind):
     """DDP and FSDP2 with one process: the loss and the gradients of the model itself."""
     device = "cpu" if DEVICE == "cpu" else "cuda:0"
@@ -150,6 +149,6 @@ def waits(f: Callable) -> int:
 @pytest.mark.skipif(DEVICE == "cpu", reason="the host of a CPU never waits for it")
 def test_a_training_step_does_not_wait(train):
     """20 steps more are no wait more."""
-    flags = ["--eval_interval=1000", "--log_interval=1000", "--dtype=bfloat16"]
-    short, long = (waits(lambda n=n: train(*flags, f"--max_iters={n}")) for n in (10, 30))
+    flags = "--eval_interval=1000 --log_interval=1000 --dtype=bfloat16"
+    short, long = (waits(lambda n=n: train(flags, f"--max_iters={n}")) for n in (10, 30))
     assert short == long

@@ -1,22 +1,19 @@
 """The folder of a run as --init_from: its weights, what may change, what is refused."""
 
-import json
-
-from harness import done
+from harness import done, log_of, refused
 
 from training import checkpoint
 
 
 def test_a_run_begins_with_the_weights_of_another(run, train, tmp_path):
-    done(train("--attention=laser", "--heads=SSSL", "--window=4", "--position=rope"))
+    done(train("--attention=laser --heads=SSSL --window=4 --position=rope"))
     trained = tmp_path / "out"
-    flags = [f"--init_from={trained}", f"--out_dir={tmp_path / 'new'}"]
+    new = f"--out_dir={tmp_path / 'new'}"
+    flags = f"--init_from={trained} {new}"
 
-    code, out, err = train(*flags, "--max_iters=0", "--eval_interval=1")
-    assert code == 0 and "all of its weights carry over" in out, err
-    with open(trained / "log.jsonl") as f:
-        rows = [json.loads(line) for line in f]
-    best = min(row["val_loss"] for row in rows if "val_loss" in row)
+    says = "all of its weights carry over"
+    out = done(train(flags, "--max_iters=0 --eval_interval=1"), says)
+    best = min(row["val_loss"] for row in log_of(tmp_path) if "val_loss" in row)
     assert f"val loss {best:.4f}" in out
 
     samples = [
@@ -25,33 +22,27 @@ def test_a_run_begins_with_the_weights_of_another(run, train, tmp_path):
     ]
     assert samples[0] == samples[1] != ""
 
-    changes = ("--attention=softmax", "--conv=3", "--max_iters=2", "--block_size=16")
-    code, out, err = train(*flags, *changes)
-    assert code == 0 and "with another attention the loss is higher" in out, err
+    changes = "--attention=softmax --conv=3 --max_iters=2 --block_size=16"
+    done(train(flags, changes), "with another attention the loss is higher")
 
-    code, _, err = train(f"--init_from={trained}/best.pt", flags[1])
-    assert code == 2 and "best.pt' is not one of gpt2" in err and "no folder" in err
-    code, _, err = train(*flags, "--position=learned")
+    result = train(f"--init_from={trained}/best.pt", new)
+    refused(result, "best.pt' is not one of gpt2", "no folder")
     says = f"--position=learned does not fit {trained}, which has position=rope"
-    assert code == 2 and says in err
+    refused(train(flags, "--position=learned"), says)
 
     path = str(trained / "best.pt")
     state = checkpoint.load(path)
     state["tokenizer"]["vocab"] = state["tokenizer"]["vocab"][::-1]
     checkpoint.save(path, state)
-    code, out, err = train(*flags, "--max_iters=1")
-    assert code == 0 and "may have other tokens than" in out, err
+    done(train(flags, "--max_iters=1"), "may have other tokens than")
 
 
 def test_a_changed_model_needs_a_place_for_every_trained_weight(train, tmp_path):
-    done(train("--conv=3", "--max_iters=2"))
-    flags = [f"--init_from={tmp_path / 'out'}", f"--out_dir={tmp_path / 'more'}"]
+    done(train("--conv=3 --max_iters=2"))
+    flags = f"--init_from={tmp_path / 'out'} --out_dir={tmp_path / 'more'}"
     for width in (0, 4):
-        code, _, err = train(*flags, f"--conv={width}")
-        assert code == 2 and "transformer.h.0.attn.conv.weight" in err
-    code, out, err = train(*flags, "--conv=3", "--attention=softmax", "--max_iters=1")
-    assert code == 0 and "trained without" not in out, err
-    short = ("--position=relative", "--nope_long", "--heads=S/L", "--window=4", "--max_iters=2")
-    assert train(*short)[0] == 0
-    code, _, err = train(*flags, "--heads=S/SL")
-    assert code == 2 and "transformer.h.1.attn.position.k" in err
+        refused(train(flags, f"--conv={width}"), "transformer.h.0.attn.conv.weight")
+    out = done(train(flags, "--conv=3 --attention=softmax --max_iters=1"))
+    assert "trained without" not in out
+    done(train("--position=relative --nope_long --heads=S/L --window=4 --max_iters=2"))
+    refused(train(flags, "--heads=S/SL"), "transformer.h.1.attn.position.k")

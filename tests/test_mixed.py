@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from harness import legal, pairwise
-from reference import ONE_QUERY, naive_attention, shaken
+from harness import assert_equal, legal, pairwise, parametrize
+from reference import ONE_QUERY, cached, naive_attention, shaken
 from torch import Tensor
+from torch.autograd import grad
 from torch.nn import functional as F
-from torch.testing import assert_close
 
 from attention.cache import run_definitions
 from attention.sums import LINEAR_FROM
@@ -18,7 +18,7 @@ from positions import POSITION, t5_bucket
 
 V, C, H, D = 29, 32, 4, 8
 LONG = LINEAR_FROM + 34  # more than beta's and beta_squared's chunks, and no whole number of them
-cores = pytest.mark.parametrize("core", ATTENTION)
+cores = parametrize("core", ATTENTION)
 
 
 def config(**choices: object) -> GPTConfig:
@@ -29,10 +29,6 @@ def config(**choices: object) -> GPTConfig:
 def model(by: float = 0.1, **choices: object) -> GPT:
     """A model far from initialisation, in float64."""
     return shaken(config(**choices), by, torch.float64)
-
-
-def assert_near(a: Tensor, b: Tensor, tolerance: float) -> None:
-    assert_close(a, b, rtol=0, atol=tolerance)
 
 
 def tokens(n: int = LONG, B: int = 2) -> Tensor:
@@ -79,11 +75,11 @@ def qkv_by_hand(attn, c, x):
     for offset in range(c.conv):
         earlier = before[:, : x.shape[1] - offset]
         qkv[:, offset:] += attn.conv.weight[:, offset] * earlier
-    q, k, v = qkv.split((H * D, c.n_kv_head * D, c.n_kv_head * D), dim=-1)
+    parts = qkv.split((H * D, c.n_kv_head * D, c.n_kv_head * D), dim=-1)
+    widths = (D, D, 2 * D if c.differential else D)
     return [
-        q.unflatten(-1, (-1, D)).transpose(1, 2),
-        k.unflatten(-1, (-1, D)).transpose(1, 2),
-        v.unflatten(-1, (-1, 2 * D if c.differential else D)).transpose(1, 2),
+        part.unflatten(-1, (-1, width)).transpose(1, 2)
+        for part, width in zip(parts, widths, strict=True)
     ]
 
 
@@ -207,8 +203,8 @@ def test_every_position_is_in_a_layer():
     assert inside_attention <= {choices.get("position") for _, choices in LAYERS}
 
 
-@pytest.mark.parametrize(
-    ("short", "long", "layer"),
+@parametrize(
+    "short, long, layer",
     pairwise(ATTENTION, ATTENTION, LAYERS, legal=lambda *row: legal(layers, *row)),
 )
 def test_each_head_is_its_attention_with_its_span(short, long, layer):
@@ -218,7 +214,7 @@ def test_each_head_is_its_attention_with_its_span(short, long, layer):
     exact = c.decay == "learned"  # tables of fixed positions are in float32
     for i, block in enumerate(gpt.transformer.h):
         expected = by_hand(block.attn, c.resolved(), i, x)
-        assert_near(block.attn(x), expected, 1e-12 if exact else 2e-6)
+        assert_equal(block.attn(x), expected, 1e-12 if exact else 2e-6)
 
 
 # -----------------------------------------------------------------------------
@@ -244,24 +240,22 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("short", "long", "choices"), CASES)
+@parametrize("short, long, choices", CASES)
 def test_cached_packed_and_plain_are_the_same(short, long, choices):
     """Logits and gradients are those of the definitions; caches and documents change nothing."""
     gpt = model(0.05, attention=long, short_attention=short, heads="SSLL", window=20, **choices)
     x, y = torch.randint(V, (2, 2, LONG))
     logits, loss = gpt(x, y)
-    gradients = torch.autograd.grad(loss, gpt.parameters())
+    gradients = grad(loss, gpt.parameters())
     # shorter and longer than the convolution
     for sizes in ([1, 1, 1, 2, 1, 7, 1], [267, 1, 3, 1, 18]):
         n = sum(sizes)
-        cache = gpt.new_cache()
-        parts = [gpt(part, part, cache=cache)[0] for part in x[:, :n].split(sizes, dim=1)]
-        assert_near(torch.cat(parts, dim=1), logits[:, :n], 1e-10)
+        assert_equal(cached(gpt, x[:, :n], sizes), logits[:, :n], 1e-10)
     run_definitions(gpt)
     by_definition, loss = gpt(x, y)
-    assert_near(logits, by_definition, 1e-10)
-    expected = torch.autograd.grad(loss, gpt.parameters())
-    assert_close(gradients, expected, rtol=1e-9, atol=1e-10)
+    assert_equal(logits, by_definition, 1e-10)
+    expected = grad(loss, gpt.parameters())
+    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-10)
 
 
 # -----------------------------------------------------------------------------
@@ -284,7 +278,7 @@ def sigmoid_attention(s, seen, v):
     return s.sigmoid().where(seen, 0.0) @ v
 
 
-@pytest.mark.parametrize("definition", [fading_attention, sigmoid_attention])
+@parametrize("definition", [fading_attention, sigmoid_attention])
 def test_a_new_attention_decays(definition, monkeypatch):
     """With `fade` it gets its heads' slopes, else ALiBi's bias; also in short heads, in blocks."""
     monkeypatch.setitem(ATTENTION, "mine", definition)
@@ -292,7 +286,7 @@ def test_a_new_attention_decays(definition, monkeypatch):
     attn = gpt.transformer.h[0].attn
     x = torch.randn(1, 200, C, dtype=torch.float64)
     expected = by_hand(attn, gpt.config.resolved(), 0, x)
-    assert_near(attn(x), expected, 1e-11)
+    assert_equal(attn(x), expected, 1e-11)
 
 
 # -----------------------------------------------------------------------------
@@ -302,23 +296,18 @@ ALL = {"heads": "SSLL", "window": 20, "decay": "learned", "conv": 4}
 
 
 @cores
-@pytest.mark.parametrize("start", [0, 100])  # of the last document
+@parametrize("start", [0, 100])  # of the last document
 def test_causal_by_gradient_and_of_one_document(core, start):
     """More tokens than chunks: no gradient comes from a later token or from another document."""
     gpt = model(attention=core, short_attention="softmax", **ALL)
     x = tokens(B=1)
     inputs = []
-
-    def as_leaf(module, args, output):
-        inputs.append(output.detach().requires_grad_())
-        return inputs[0]
-
-    gpt.transformer.drop.register_forward_hook(as_leaf)
+    gpt.transformer.drop.register_forward_hook(lambda module, args, y: inputs.append(y))
     pos = torch.cat((torch.arange(start), torch.arange(LONG - start)))
     logits = gpt(x, x, pos=pos[None] if start else None)[0]
     for i in (start, start + 1, start + 70, LONG - 1):
-        (grad,) = torch.autograd.grad(logits[:, i].square().sum(), inputs, retain_graph=True)
-        reached = grad.abs().sum((0, 2)) > 0
+        (gradient,) = grad(logits[:, i].square().sum(), inputs, retain_graph=True)
+        reached = gradient.abs().sum((0, 2)) > 0
         assert reached[start] and reached[i]
         assert not reached[:start].any()
         assert not reached[i + 1 :].any()
@@ -330,11 +319,11 @@ def test_bfloat16_autocast_stays_near_float32(core):
     gpt = model(0.02, attention=core, **ALL).float()
     x = tokens()
 
-    def gradients(end: str, half: bool) -> Tensor:
+    def gradients(end, half):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
             loss = gpt(x, x)[1]
         params = [p for name, p in gpt.named_parameters() if name.endswith(end)]
-        return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, params)])
+        return torch.cat([gradient.flatten() for gradient in grad(loss, params)])
 
     names = ["conv.weight", "c_attn.weight"]
     if core in ONE_QUERY:  # in a sparse attention of your own it may be nearly 0

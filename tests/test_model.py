@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import assert_equal, legal, pairwise
+from harness import assert_equal, legal, pairwise, parametrize, refusal
 from reference import naive_attention, shaken
 from torch.nn import functional as F
 
@@ -21,11 +21,15 @@ T = 24
 C = 32
 D = 8
 SIZES = {"block_size": T, "vocab_size": V, "n_layer": 2, "n_head": 4, "n_embd": C}
-cores = pytest.mark.parametrize("core", ATTENTION)
+cores = parametrize("core", ATTENTION)
 
 
 def config(**fields) -> GPTConfig:
     return GPTConfig(**SIZES | fields)
+
+
+def gpt_of(**fields) -> GPT:
+    return GPT(config(**fields))
 
 
 def tokens(B=2, n=T) -> torch.Tensor:
@@ -47,13 +51,13 @@ def saved_bytes():
 
 
 @cores
-@pytest.mark.parametrize("position", ["learned", "t5"])
+@parametrize("position", ["learned", "t5"])
 def test_activation_checkpointing_changes_memory_alone(core, position):
     """The same loss and gradients, bit for bit, with dropout and documents; less is kept."""
     if not legal(config, attention=core, position=position):
         pytest.skip("refused")
-    fields = {"heads": "SL", "window": 4, "dropout": 0.2, "n_layer": 4, "conv": 3}
-    c = config(attention=core, position=position, **fields)
+    heads = {"heads": "SL", "window": 4}
+    c = config(attention=core, position=position, dropout=0.2, n_layer=4, conv=3, **heads)
     plain = GPT(c)
     recomputing = GPT(replace(c, activation_checkpointing=True))
     recomputing.load_state_dict(plain.state_dict())
@@ -96,7 +100,7 @@ DEFAULTS = [  # fields; another field, and what it then is
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "value"), DEFAULTS)
+@parametrize("fields, name, value", DEFAULTS)
 def test_what_none_stands_for(fields, name, value):
     assert getattr(config(**fields).resolved(), name) == value
 
@@ -174,34 +178,30 @@ for field in COUNTS:
     REFUSED[f"{field}=0 must be at least 1"] = {field: 0}
 
 
-@pytest.mark.parametrize(("says", "fields"), REFUSED.items())
+@parametrize("says, fields", REFUSED.items())
 def test_a_bad_config_says_what_is_legal(says, fields):
-    with pytest.raises(ValueError, match=re.escape(says)):
+    with refusal(re.escape(says)):
         config(**fields)
 
 
 def test_numbers_of_parameters():
     norms = 4 * C
-    attention = 3 * C * C + 3 * C + C * C + C
+    attention = 4 * C * C + 4 * C
     mlp = 8 * C * C + 5 * C
     n = V * C + 2 * (norms + attention + mlp) + 2 * C
-    gpt = GPT(config())
+    gpt = gpt_of()
     assert estimate.num_params(gpt) == n
     assert estimate.num_params(gpt, non_embedding=False) == n + T * C
     without_bias = V * C + 2 * (2 * C + 12 * C * C) + C
-    assert estimate.num_params(GPT(config(bias=False))) == without_bias
+    assert estimate.num_params(gpt_of(bias=False)) == without_bias
 
 
 LINEAR = {"attention": "beta", "block_size": 300}
-SQUARED = LINEAR | {
-    "attention": "beta_squared",
-    "short_attention": "softmax",
-    "heads": "SL",
-    "window": 3,
-}
+SHORT = {"heads": "SL", "window": 3}
+SQUARED = LINEAR | SHORT | {"attention": "beta_squared", "short_attention": "softmax"}
 FLOPS = [  # fields; the mean width of keys and values times keys, summed over a layer's heads
     ({}, C * T),
-    ({"heads": "SL", "window": 3}, 16 * T + 16 * 4),
+    (SHORT, 16 * T + 16 * 4),
     ({"differential": True}, 1.5 * C * T),  # values are twice as wide as keys
     ({"n_head": 3, "head_dim": 10, "n_kv_head": 1}, 30 * T),
     (LINEAR, C * (64 + 16)),
@@ -210,9 +210,9 @@ FLOPS = [  # fields; the mean width of keys and values times keys, summed over a
 ]
 
 
-@pytest.mark.parametrize(("fields", "per_layer"), FLOPS)
+@parametrize("fields, per_layer", FLOPS)
 def test_flops(fields, per_layer):
-    gpt = GPT(config(**fields))
+    gpt = gpt_of(**fields)
     assert estimate.flops(gpt) == 6 * estimate.num_params(gpt) + 12 * 2 * per_layer
 
 
@@ -243,7 +243,7 @@ def normalised(x, module, norm, eps=1e-5):
 
 
 @cores
-@pytest.mark.parametrize("qk_norm", QK_NORM)
+@parametrize("qk_norm", QK_NORM)
 def test_norms_and_temperatures_of_queries_and_keys(core, qk_norm):
     """LASER, section 4: Q K^T / (tau sqrt(d)) and LayerNorm(Q) LayerNorm(K)^T."""
     c = config(attention=core, qk_norm=qk_norm, temperature=0.6)
@@ -258,7 +258,7 @@ def test_norms_and_temperatures_of_queries_and_keys(core, qk_norm):
 
 def test_neutral_starts():
     """A temperature per dimension begins as none; l2's g, the scores' scale, at log2(T^2 - T)."""
-    attn = GPT(config(per_dim_temperature=True, qk_norm="l2")).transformer.h[0].attn
+    attn = gpt_of(per_dim_temperature=True, qk_norm="l2").transformer.h[0].attn
     assert_equal(F.softplus(attn.per_dim_temperature), torch.ones(D), 1e-6)
     assert attn.q_norm.scale.item() == pytest.approx(math.log2(T * T - T))
     assert not list(attn.k_norm.parameters())
@@ -268,9 +268,7 @@ def test_neutral_starts():
 # decoding with a cache
 
 
-@pytest.mark.parametrize(
-    ("core", "span", "length"), pairwise(ATTENTION, [("L", None), ("SLSL", 5)], (1, T, T + 5))
-)
+@parametrize("core, span, length", pairwise(ATTENTION, [("L", None), ("SLSL", 5)], (1, T, T + 5)))
 def test_generated_text_is_the_same_with_and_without_a_cache(core, span, length):
     """Prompts within block_size and past it, where the window slides."""
     gpt = shaken(config(attention=core, heads=span[0], window=span[1]), by=0.03)
@@ -298,11 +296,10 @@ KEPT = [  # tokens of a prompt, fields, and how many keys and as many values a l
 ]
 
 
-@pytest.mark.parametrize(("prompt", "fields", "kept"), KEPT)
+@parametrize("prompt, fields, kept", KEPT)
 def test_bytes_of_a_cache(prompt, fields, kept):
-    if "heads" in fields:
-        fields = fields | {"window": 20}
-    gpt = GPT(config(block_size=400, **fields))
+    window = 20 if "heads" in fields else None
+    gpt = gpt_of(block_size=400, window=window, **fields)
     cache = gpt.new_cache()
     assert cache.nbytes == 0
     vector = D * 4  # bytes, in float32
@@ -311,33 +308,34 @@ def test_bytes_of_a_cache(prompt, fields, kept):
         assert cache.nbytes == 2 * 3 * 2 * kept * vector  # layers, rows, keys and values
 
 
-def assert_refused(gpt, x, says, cache=None):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        gpt(x, cache=cache)
-
-
 def test_a_cache_past_its_end_and_other_misuse():
-    gpt = GPT(config()).eval()
+    gpt = gpt_of().eval()
     x = tokens()
+
+    def check_refused(x, says, cache=None):
+        with refusal(re.escape(says)):
+            gpt(x, cache=cache)
+
     cache = gpt.new_cache(10)
     gpt(x[:, :9], cache=cache)
-    assert_refused(gpt, x[:, 9:11], "9 + 2 tokens do not fit into a cache of 10", cache)
-    assert_refused(gpt, x[:1, 9:10], "is for a batch of 2", cache)
+    check_refused(x[:, 9:11], "9 + 2 tokens do not fit into a cache of 10", cache)
+    check_refused(x[:1, 9:10], "is for a batch of 2", cache)
     gpt(x[:, 9:10], cache=cache)  # neither broke it
-    assert_refused(gpt, x[:, :1], "0 + 1 tokens do not fit into a cache of 0", gpt.new_cache(0))
-    assert_refused(gpt, x[:, :0], "0 tokens do not fit")
-    assert_refused(gpt, tokens(n=T + 1), f"block_size={T}")
-    with pytest.raises(ValueError, match=f"block_size={T}"):
+    check_refused(x[:, :1], "0 + 1 tokens do not fit into a cache of 0", gpt.new_cache(0))
+    check_refused(x[:, :0], "0 tokens do not fit")
+    check_refused(tokens(n=T + 1), f"block_size={T}")
+    with refusal(f"block_size={T}"):
         gpt.new_cache(T + 1)
-    beta = GPT(config(attention="beta", dropout=0.1)).train()
-    cache = beta.new_cache()
-    assert_refused(beta, x, "eval()", cache)
-    assert_refused(beta.eval(), x, "did not finish", cache)  # not all layers have the tokens
+    gpt = gpt_of(attention="beta", dropout=0.1).train()
+    cache = gpt.new_cache()
+    check_refused(x, "eval()", cache)
+    gpt.eval()
+    check_refused(x, "did not finish", cache)  # not all layers have the tokens
 
 
 @cores
 def test_a_cache_keeps_no_graph_and_takes_another_precision(core):
-    gpt = GPT(config(attention=core, heads="SSSL", window=3)).eval()
+    gpt = gpt_of(attention=core, heads="SSSL", window=3).eval()
     x = tokens()
     cache = gpt.new_cache()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -354,18 +352,18 @@ def test_a_cache_keeps_no_graph_and_takes_another_precision(core):
 
 def biased(logits: list[float]) -> GPT:
     """A model that always gives these logits."""
-    gpt = GPT(config(vocab_size=len(logits)))
+    gpt = gpt_of(vocab_size=len(logits))
     gpt.forward = lambda idx, cache=None: (torch.tensor(logits).expand(len(idx), 1, -1), None)
     return gpt.eval()
 
 
 def test_logits_that_are_not_finite_are_no_text():
-    with pytest.raises(ValueError, match="logits are not finite"):
+    with refusal("logits are not finite"):
         biased([0.0, math.nan]).generate(tokens().clamp(max=1), 1)
 
 
 def test_greedy_and_seeds():
-    gpt = GPT(config()).eval()
+    gpt = gpt_of().eval()
     x = tokens(n=4)
     greedy = gpt.generate(x, 40, temperature=0)
     for t in range(4, T):
@@ -393,23 +391,18 @@ DRAWN = [  # settings; the share of each token of these probabilities
 ]
 
 
-def drawn(**settings) -> torch.Tensor:
-    """The share of each of four tokens among 2000."""
+@parametrize("flush", [False, True])  # the scripts flush denormal numbers to zero
+@parametrize("settings, shares", DRAWN)
+def test_top_k_top_p_and_temperature(settings, shares, flush):
     gpt = biased([math.log(p) for p in PROBABILITIES])
     x = torch.zeros(2000, 1, dtype=torch.long)
-    y = gpt.generate(x, 1, seed=3, **settings)[:, 1]
-    return y.bincount(minlength=4) / 2000
-
-
-@pytest.mark.parametrize("flush", [False, True])  # the scripts flush denormal numbers to zero
-@pytest.mark.parametrize(("settings", "shares"), DRAWN)
-def test_top_k_top_p_and_temperature(settings, shares, flush):
-    shares = torch.tensor(shares)
     torch.set_flush_denormal(flush)
-    result = drawn(**settings)
+    y = gpt.generate(x, 1, seed=3, **settings)[:, 1]
     torch.set_flush_denormal(False)
-    assert_equal(result, shares, 0.04)
-    assert not result[shares == 0].any()
+    drawn = y.bincount(minlength=4) / 2000
+    shares = torch.tensor(shares)
+    assert_equal(drawn, shares, 0.04)
+    assert not drawn[shares == 0].any()
 
 
 def test_tokens_past_the_vocabulary_are_padding():
@@ -419,10 +412,7 @@ def test_tokens_past_the_vocabulary_are_padding():
         assert y.max() < 2
 
 
-IMPOSSIBLE = [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}]
-
-
-@pytest.mark.parametrize("settings", IMPOSSIBLE)
+@parametrize("settings", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}])
 def test_impossible_sampling_is_refused(settings):
-    with pytest.raises(ValueError, match="sampling needs"):
-        GPT(config()).generate(tokens(), 1, **settings)
+    with refusal("sampling needs"):
+        gpt_of().generate(tokens(), 1, **settings)

@@ -3,9 +3,8 @@
 import dataclasses
 import math
 
-import pytest
 import torch
-from harness import done
+from harness import done, parametrize
 
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Muon, Settings
@@ -19,8 +18,8 @@ SETTINGS = Settings(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.3, muon_lr=0.05, 
 NOT_PLAIN = {"tied": False, "position": "t5", "qk_norm": "l2", "differential": True}
 
 
-@pytest.mark.parametrize("name", OPTIMIZER)
-@pytest.mark.parametrize("fields", [{}, NOT_PLAIN])
+@parametrize("name", OPTIMIZER)
+@parametrize("fields", [{}, NOT_PLAIN])
 def test_every_trained_parameter_is_in_one_optimizer(name, fields):
     check_groups(name, fields)
 
@@ -46,15 +45,15 @@ def check_groups(name: str, fields: dict) -> None:
         assert names == {"c_attn", "c_proj", "c_fc"}
 
 
-@pytest.mark.parametrize("name", OPTIMIZER)
-@pytest.mark.parametrize(("given", "eps"), [(None, 1e-8), (0.0, 0.0), (1e-24, 1e-24)])
+@parametrize("name", OPTIMIZER)
+@parametrize("given, eps", [(None, 1e-8), (0.0, 0.0), (1e-24, 1e-24)])
 def test_epsilon(name, given, eps):
     """The flag's or, without it, the optimizer's own; Muon itself has none."""
     adam = OPTIMIZER[name](model(), dataclasses.replace(SETTINGS, eps=given))[-1]
     assert all(group["eps"] == eps for group in adam.param_groups)
 
 
-@pytest.mark.parametrize("shape", [(96, 32), (32, 128)])
+@parametrize("shape", [(96, 32), (32, 128)])
 def test_muon_is_torchs_in_float32(shape):
     ours = torch.nn.Parameter(torch.ones(shape))
     theirs = torch.nn.Parameter(torch.ones(shape))
@@ -90,5 +89,5 @@ def test_no_optimizer_steps_where_one_has_overflowed(train, monkeypatch):
 
     monkeypatch.setattr(Muon, "step", counted)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", overflown)
-    done(train("--dtype=float16", "--optimizer=muon", "--max_iters=4"))
+    done(train("--dtype=float16 --optimizer=muon --max_iters=4"))
     assert steps == [n for n in (1, 3, 4) if norms[n - 1].isfinite()] and len(norms) == 4

@@ -1,7 +1,7 @@
 """positions.py: what a Scheme of your own relies on, and how precise positions are."""
 
-import pytest
 import torch
+from harness import assert_equal, parametrize, refusal
 
 from errors import UserError
 from model import GPTConfig
@@ -24,7 +24,7 @@ class Recency(Scheme):
         return q, k, {}
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@parametrize("kv_heads", [1, 2])
 def test_what_a_scheme_adds_to_scores_is_precise_in_bfloat16(kv_heads):
     """To 16 bits; with the 8 bits of a bfloat16 the largest bias would be wrong by 1."""
     q = torch.randn(1, 2, T, 8).bfloat16()
@@ -48,11 +48,11 @@ def test_a_decay_is_asked_what_it_refuses(monkeypatch):
 
     monkeypatch.setitem(DECAY, "mine", Biased)
     GPTConfig(attention="softmax", decay="mine")
-    with pytest.raises(UserError, match="decay='mine' adds a number to scores.* In beta a low"):
+    with refusal("decay='mine' adds a number to scores.* In beta a low", UserError):
         GPTConfig(attention="beta", decay="mine")
 
 
-@pytest.mark.parametrize("start", [0, 10**6])
+@parametrize("start", [0, 10**6])
 def test_turns_are_right_far_away(start):
     """At a million, an angle in float32 would be wrong by 0.003."""
     turn = turns(start, start + 3, 8, 10000.0, torch.device("cpu"))
@@ -62,4 +62,4 @@ def test_turns_are_right_far_away(start):
     places = torch.arange(start, start + 3)
     angle = places[:, None] * theta
     expected = torch.stack((angle.cos(), angle.sin()), dim=-1)
-    torch.testing.assert_close(turn.double(), expected, rtol=0, atol=1e-7)
+    assert_equal(turn.double(), expected, 1e-7)

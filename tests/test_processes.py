@@ -1,9 +1,7 @@
 """Several processes: the same losses for any number, shared checkpoints, how all stop."""
 
-import json
-
 import pytest
-from harness import QUICK, SMALL, Workers, same, state_of, write
+from harness import QUICK, SMALL, Workers, log_of, parametrize, same, state_of, weights_of, write
 
 from text import tokenizers
 
@@ -18,22 +16,26 @@ def workers():
 
 @pytest.fixture
 def train(workers, data, tmp_path):
-    """train(2, "--max_iters=3") -> ([exit codes], stdout, stderr) of a run into tmp_path/out."""
+    """train(2, "--max_iters=3 --tied=False") -> (stdout, stderr) of a run into tmp_path/out.
 
-    def train(n, *args, before=""):
+    code: with which each process ends.
+    """
+
+    def train(n, *args, before="", code=0):
         flags = (f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, *QUICK)
-        slower = ("--lr_decay_iters=50", "--learning_rate=1e-3")
-        return workers.run(n, "train.py", *flags, *slower, *args, before=before)
+        given = "--lr_decay_iters=50 --learning_rate=1e-3 " + " ".join(args)
+        codes, out, err = workers.run(n, "train.py", *flags, *given.split(), before=before)
+        assert codes == [code] * n, (codes, err)
+        return out, err
 
     return train
 
 
 def rows(tmp_path, *keys) -> list:
-    with open(tmp_path / "out" / "log.jsonl") as f:
-        return [row[key] for row in map(json.loads, f) for key in keys if key in row]
+    return [row[key] for row in log_of(tmp_path) for key in keys if key in row]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "flags",
     [  # the first: 10 sequences, five micro-batches of 2; for each of two processes 2, 2 and 1
         "--batch_size=2 --gradient_accumulation_steps=5 --n_kv_head=2 --position=t5",
@@ -45,10 +47,9 @@ def rows(tmp_path, *keys) -> list:
 )
 def test_the_same_curve_whoever_computes_it(train, tmp_path, flags):
     curves = []
-    steps = ("--max_iters=12", "--eval_interval=6")
+    steps = "--max_iters=12 --eval_interval=6"
     for n, parallel in ((1, "ddp"), (2, "ddp"), (2, "fsdp")):
-        codes, out, err = train(n, *flags.split(), f"--parallel={parallel}", *steps)
-        assert codes == [0] * n, (codes, err)
+        out, err = train(n, flags, f"--parallel={parallel}", steps)
         assert "T5" not in err and ("fsdp" in out) == (parallel == "fsdp")
         curves.append(rows(tmp_path, "loss", "norm", "val_loss"))
     assert len(curves[0]) == 12 + 12 + 3 and curves[0][-1] < curves[0][0]
@@ -60,26 +61,22 @@ def test_sharded_in_half_precision(train, tmp_path):
     """Its weights and activations are rounded where DDP's autocast keeps some in float32."""
     curves = []
     for parallel, dtype in (("ddp", "bfloat16"), ("fsdp", "bfloat16"), ("fsdp", "float16")):
-        flags = (f"--parallel={parallel}", f"--dtype={dtype}", "--eval_interval=10")
-        codes, _, err = train(2, *flags)
-        assert codes == [0, 0], (codes, err)
+        train(2, f"--parallel={parallel} --dtype={dtype} --eval_interval=10")
         curves.append(rows(tmp_path, "loss"))
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], abs=0.02) and curve != curves[0]
 
 
-@pytest.mark.parametrize(("core", "parallel"), [("laser", "ddp"), ("softmax", "fsdp")])
+@parametrize("core, parallel", [("laser", "ddp"), ("softmax", "fsdp")])
 def test_resume_is_exact_with_two_processes(train, tmp_path, core, parallel):
     """6 + 4 steps are 10 steps, bit for bit, also with dropout, which differs in each process."""
-    flags = (f"--attention={core}", f"--parallel={parallel}", "--heads=SL", "--window=5")
-    flags += ("--dropout=0.1",)
-    assert train(2, *flags)[0] == [0, 0]
-    straight = state_of(tmp_path)["model"]
+    flags = f"--attention={core} --parallel={parallel} --heads=SL --window=5 --dropout=0.1"
+    train(2, flags)
+    straight = weights_of(tmp_path)
     log = rows(tmp_path, "loss")
-    assert train(2, *flags, "--max_iters=6")[0] == [0, 0]
-    codes, _, err = train(2, "--init_from=resume", "--max_iters=10")
-    assert codes == [0, 0], err
-    assert same(state_of(tmp_path)["model"], straight) and rows(tmp_path, "loss") == log
+    train(2, flags, "--max_iters=6")
+    train(2, "--init_from=resume --max_iters=10")
+    assert same(weights_of(tmp_path), straight) and rows(tmp_path, "loss") == log
 
 
 def test_each_process_drops_other_numbers(train, tmp_path):
@@ -93,10 +90,9 @@ def test_each_process_drops_other_numbers(train, tmp_path):
     first = {}
     for dropout in (0.0, 0.5):
         for n in (1, 2):
-            flags = (f"--dropout={dropout}", "--batch_size=1", "--max_iters=1")
+            flags = f"--dropout={dropout} --batch_size=1 --max_iters=1"
             steps = f"--gradient_accumulation_steps={n}"
-            codes, _, err = train(n, *flags, steps, before=same_rows)
-            assert codes == [0] * n, err
+            train(n, flags, steps, before=same_rows)
             first[dropout, n] = rows(tmp_path, "loss")[0]
     assert first[0.0, 2] == pytest.approx(first[0.0, 1], abs=1e-6)
     assert abs(first[0.5, 2] - first[0.5, 1]) > 1e-3
@@ -105,11 +101,10 @@ def test_each_process_drops_other_numbers(train, tmp_path):
 def test_a_checkpoint_for_any_number_of_processes(train, workers, tmp_path):
     """Sharded by 2, then by 3, by 1, whole in 2, and sharded again: always the same run."""
     out = tmp_path / "out"
-    flags = ["--batch_size=6", "--gradient_accumulation_steps=1"]
-    flags += ["--optimizer=muon", "--muon_lr=2e-3"]
-    assert train(1, *flags, "--max_iters=15")[0] == [0]
+    flags = "--batch_size=6 --gradient_accumulation_steps=1 --optimizer=muon --muon_lr=2e-3"
+    train(1, flags, "--max_iters=15")
     curve = rows(tmp_path, "loss")
-    names = state_of(tmp_path)["model"].keys()
+    names = weights_of(tmp_path).keys()
     for n, steps, parallel in (
         (2, 3, "fsdp"),
         (3, 6, "fsdp"),
@@ -117,16 +112,15 @@ def test_a_checkpoint_for_any_number_of_processes(train, workers, tmp_path):
         (2, 12, "ddp"),
         (2, 15, "fsdp"),
     ):
-        codes, _, err = train(n, *flags, f"--parallel={parallel}", f"--max_iters={steps}")
-        assert codes == [0] * n, (codes, err)
-        flags.append("--init_from=resume")
+        train(n, flags, f"--parallel={parallel} --max_iters={steps}")
+        flags += " --init_from=resume"
         if steps == 3:
-            assert state_of(tmp_path)["model"].keys() == names
+            assert weights_of(tmp_path).keys() == names
             sampling = ("--num_samples=1", "--max_new_tokens=9", "--start=t", "--device=cpu")
             code, text, _ = workers.run(1, "sample.py", f"--out_dir={out}", *sampling)
             assert code == [0] and "step 3" in text
     assert rows(tmp_path, "loss") == pytest.approx(curve, abs=1e-5)
-    assert train(2, *flags, "--eval_only")[0] == [0, 0]
+    train(2, flags, "--eval_only")
 
 
 PLANT = """
@@ -144,19 +138,18 @@ def after():
 """
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@parametrize("parallel", ["ddp", "fsdp"])
 def test_all_stop_at_the_same_step(train, tmp_path, parallel):
     """A signal to one of them, while it computes its fifth step."""
     plant = PLANT.format(plant="os.kill(os.getpid(), 15)")
-    flags = ("--max_iters=100", "--sample_tokens=9", "--eval_interval=100")
-    codes, out, err = train(2, *flags, f"--parallel={parallel}", before=plant)
-    assert codes == [143, 143] and "stopped by signal after 5 steps" in out, (codes, err)
-    assert "a sample" not in out
+    flags = f"--max_iters=100 --sample_tokens=9 --eval_interval=100 --parallel={parallel}"
+    out, err = train(2, flags, before=plant, code=143)
+    assert "stopped by signal after 5 steps" in out and "a sample" not in out, err
     assert state_of(tmp_path)["iter_num"] == len(rows(tmp_path, "loss")) == 5
 
 
-@pytest.mark.parametrize(
-    ("plant", "parallel", "interval", "says"),
+@parametrize(
+    "plant, parallel, interval, says",
     [
         ("grad.view(-1)[0] = float('nan')", "ddp", 1, "step 4: the loss is"),
         ("grad.view(-1)[0] = float('nan')", "ddp", 50, "holds values that are not finite"),
@@ -165,10 +158,10 @@ def test_all_stop_at_the_same_step(train, tmp_path, parallel):
 )
 def test_a_nan_of_one_process_stops_all(train, tmp_path, plant, parallel, interval, says):
     """A NaN in its gradient, or an infinity in a weight: at the next log line, or before a save."""
-    flags = ("--eval_interval=100", "--save_interval=3", f"--log_interval={interval}")
+    flags = f"--eval_interval=100 --save_interval=3 --log_interval={interval}"
     before = PLANT.format(plant=f"parameters[3].{plant}")
-    codes, _, err = train(2, *flags, f"--parallel={parallel}", before=before)
-    assert codes == [1, 1] and says in err and "Traceback" not in err, (codes, err)
+    _, err = train(2, flags, f"--parallel={parallel}", before=before, code=1)
+    assert says in err and "Traceback" not in err, err
     saved = state_of(tmp_path)
     assert saved["iter_num"] == 3 and all(x.isfinite().all() for x in saved["model"].values())
 
@@ -176,21 +169,21 @@ def test_a_nan_of_one_process_stops_all(train, tmp_path, plant, parallel, interv
 def test_processes_that_start_at_different_steps(train, tmp_path):
     """torchrun has started one of them on a new machine: both say so, and nothing is lost."""
     again = "from training import distributed; distributed.launch = 'old machine'"
-    assert train(2, "--max_iters=3", before=again)[0] == [0, 0]
+    train(2, "--max_iters=3", before=again)
     one = "import os; from training import distributed\n"
     one += "distributed.launch = ['old machine', 'new machine'][int(os.environ['RANK'])]"
-    codes, _, err = train(2, "--max_iters=6", before=one)
-    assert codes == [2, 2] and "add --init_from=resume" in err
+    _, err = train(2, "--max_iters=6", before=one, code=2)
+    assert "add --init_from=resume" in err
     assert state_of(tmp_path)["iter_num"] == 3
-    codes, out, err = train(2, "--max_iters=6", before=again)
-    assert codes == [0, 0] and "started again by torchrun" in out, err
+    out, err = train(2, "--max_iters=6", before=again)
+    assert "started again by torchrun" in out, err
     assert rows(tmp_path, "iter")[-1] == 6
     assert state_of(tmp_path)["launch"] == ["old machine"]
 
 
 def test_eval_in_shares(train, workers, data, tmp_path):
     """eval.py prints the same for one, two and three processes; some have one window less."""
-    assert train(1, "--max_iters=3")[0] == [0]
+    train(1, "--max_iters=3")
     flags = [f"--out_dir={tmp_path / 'out'}", f"--dataset={data}", "--device=cpu"]
     numbers = []
     for n in (1, 2, 3):
@@ -205,8 +198,7 @@ def test_more_processes_than_rows_of_a_weight(train, tmp_path):
     """An empty shard of the embedding, which is also the head; and a norm with a single number."""
     tok = tokenizers.CharTokenizer("abc\n")  # in shares of 2, 2 and 0
     write(tmp_path / "few", tok, {"train": "abc\n" * 100, "val": "abc\n" * 20}, {})
-    flags = ("--parallel=fsdp", "--batch_size=3", f"--dataset={tmp_path / 'few'}", "--qk_norm=l2")
-    codes, _, err = train(3, *flags, "--max_iters=5")
-    assert codes == [0] * 3, err
-    codes, out, err = train(3, *flags, "--init_from=resume", "--max_iters=7", "--sample_tokens=9")
-    assert codes == [0] * 3 and "a sample" in out, err
+    flags = f"--parallel=fsdp --batch_size=3 --dataset={tmp_path / 'few'} --qk_norm=l2"
+    train(3, flags, "--max_iters=5")
+    out, err = train(3, flags, "--init_from=resume --max_iters=7 --sample_tokens=9")
+    assert "a sample" in out, err

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from harness import ROOT, done
+from harness import ROOT, done, refused
 
 from model import GPT
 from text import sampling
@@ -15,7 +15,7 @@ from text.tokenizers import ByteTokenizer
 
 @pytest.fixture
 def trained(train, tmp_path):
-    train("--attention=laser", "--heads=SSSL", "--window=4")
+    train("--attention=laser --heads=SSSL --window=4")
     return f"--out_dir={tmp_path / 'out'}", "--device=cpu"
 
 
@@ -48,8 +48,10 @@ def test_what_each_flag_decides(run, trained, monkeypatch):
     monkeypatch.setattr(sampling, "stream", stream)
     monkeypatch.setattr(torch, "compile", lambda model: model)
     monkeypatch.setattr(GPT, "compile", lambda self: calls.append("compiled"))
-    flags = "--num_samples=2 --max_new_tokens=7 --temperature=0.5 --top_k=3 --top_p=0.9 --seed=5 "
-    flags += "--no-use_cache --compile --dtype=float16"
+    flags = (
+        "--num_samples=2 --max_new_tokens=7 --temperature=0.5 --top_k=3 --top_p=0.9 --seed=5 "
+        "--no-use_cache --compile --dtype=float16"
+    )
     run("sample.py", *trained, *flags.split())
     settings = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "vocab_size": 24}
     settings |= {"use_cache": False, "endless": False}
@@ -71,10 +73,7 @@ MISTAKES = {
 
 def test_sample_mistakes(run, trained):
     for flag, says in MISTAKES.items():
-        code, _, err = run("sample.py", *trained, flag)
-        assert code == 2, err
-        assert says in err
-        assert "Traceback" not in err
+        refused(run("sample.py", *trained, flag), says)
 
 
 SAMPLE = runpy.run_path(os.path.join(ROOT, "sample.py"))
@@ -118,6 +117,6 @@ def test_from_another_working_directory(run, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = "--max_iters=2 --eval_iters=1 --device=cpu --sample_tokens=20 --out_dir=mine".split()
     config = "config/train_shakespeare_char_cpu.py"
-    out = done(run("train.py", config, f"--dataset={data}", *flags))
-    assert "a sample" in out
+    result = run("train.py", config, f"--dataset={data}", *flags)
+    done(result, "a sample")
     assert sorted(os.listdir("mine")) == ["best.pt", "ckpt.pt", "log.jsonl"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from harness import parametrize
 from reference import assert_exact, close
 from test_attention import LONG, qkv, with_decays
 
@@ -12,7 +13,8 @@ from attention.sums import Beta, BetaSquared, Linear
 from model import ATTENTION, GPTConfig
 
 SUMS = {"beta": Beta, "beta_squared": BetaSquared}
-cores = pytest.mark.parametrize("core", SUMS)
+DECAY = torch.tensor([0.03, 0.4, 0.0], dtype=torch.float64)[:, None, None]
+cores = parametrize("core", SUMS)
 
 
 @pytest.fixture(params=[128, 10**9])  # 64 tokens at a time, and all at once
@@ -27,15 +29,12 @@ def _code(request, monkeypatch):
 
 
 @cores
-@pytest.mark.parametrize("decays", [None, [0.03, 0.4, 0.0]])
+@parametrize("decay", [None, DECAY])
 @pytest.mark.usefixtures("_rows", "_code")
 @torch.no_grad()
-def test_sums_go_on_from_a_state(core, decays):
+def test_sums_go_on_from_a_state(core, decay):
     """Pieces of uneven sizes, and single tokens, give what all tokens at once give."""
     of_core = SUMS[core]
-    decay = None
-    if decays is not None:
-        decay = torch.tensor(decays, dtype=torch.float64)[:, None, None]
     x = [t.detach() for t in qkv(LONG).values()]
     whole, end = Linear.apply(of_core, *x, decay, None)
 
@@ -83,9 +82,9 @@ SMALLER_FROM = [
 ]
 
 
-@pytest.mark.parametrize(("core", "D", "Dv", "least"), SMALLER_FROM)
+@parametrize("core, D, Dv, least", SMALLER_FROM)
 def test_a_cache_is_the_smaller_one(core, D, Dv, least):
-    def part(tokens: int, heads: str):
+    def part(tokens, heads):
         c = GPTConfig(attention=core, n_head=2, head_dim=D, differential=Dv > D, heads=heads)
         group = HeadGroup(c.resolved(), [0], heads == "S", ATTENTION[core])
         return type(new_part(group, tokens))

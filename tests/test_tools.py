@@ -1,6 +1,5 @@
 """Tools around a run: eval.py, --dry_run, the configs, wandb."""
 
-import json
 import math
 import os
 import re
@@ -11,7 +10,7 @@ import unittest.mock
 
 import pytest
 import torch
-from harness import ROOT, done, state_of, write
+from harness import ROOT, done, log_of, parametrize, refused, state_of, write, written
 
 from model import GPT, GPTConfig
 from text import dataset, tokenizers
@@ -22,7 +21,7 @@ from training import checkpoint, estimate
 # eval.py
 
 
-@pytest.mark.parametrize(("T", "stride"), [(8, 1), (16, 5), (837, 837)])
+@parametrize("T, stride", [(8, 1), (16, 5), (837, 837)])
 def test_strided_windows_have_every_token_once(data, T, stride):
     tokens = Tokens(data, "val", T)
     targets = []
@@ -48,13 +47,13 @@ def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path, monkeypatc
     spy = unittest.mock.create_autospec(Tokens.strided, side_effect=Tokens.strided)
     monkeypatch.setattr(Tokens, "strided", spy)
     T = 48
-    train("--position=sinusoidal", "--max_iters=6")
-    flags = ("--which=latest", f"--block_size={T}", "--stride=1", "--device=cpu")
-    flags += ("--batch_size=50", f"--out_dir={tmp_path / 'out'}")
-    out = done(run("eval.py", *flags))
-    dtypes = ("float32", "bfloat16")
+    train("--position=sinusoidal --max_iters=6")
+    flags = f"--which=latest --block_size={T} --stride=1 --device=cpu --batch_size=50 "
+    flags += f"--out_dir={tmp_path / 'out'}"
+    out = done(run("eval.py", *flags.split()))
     exact, rounded = (
-        measures(run("eval.py", *flags, "--stride=48", f"--dtype={dtype}")[1]) for dtype in dtypes
+        measures(done(run("eval.py", *flags.split(), "--stride=48", f"--dtype={dtype}")))
+        for dtype in ("float32", "bfloat16")
     )
     assert rounded["loss"] == pytest.approx(exact["loss"], abs=0.02) and rounded != exact
     assert [call.args[2] for call in spy.mock_calls] == [50, 50, 50]
@@ -82,17 +81,15 @@ def test_a_text_without_a_line_end_or_a_space(train, run, tmp_path):
     out_dir = tmp_path / "out dir"
     tok = tokenizers.CharTokenizer("ACGT")
     write(tmp_path / "dna", tok, {"train": "GATTACA" * 900, "val": "TAGA" * 500}, {})
-    flags = (f"--dataset={tmp_path / 'dna'}", f"--out_dir={out_dir}", "--sample_tokens=9")
-    code, out, err = train(*flags, "--max_iters=0")
-    assert code == 0 and "\na sample:\n" in out, err  # of nothing that is saved
-    code, out, err = train(*flags, "--max_iters=1")
+    flags = f"--dataset={tmp_path / 'dna'} '--out_dir={out_dir}' --sample_tokens=9"
+    done(train(flags, "--max_iters=0"), "\na sample:\n")  # of nothing that is saved
+    out = done(train(flags, "--max_iters=1"))
     command = shlex.split(re.search(r"a sample \(more of them: python (.*)\):\n", out)[1])
     assert command == ["sample.py", f"--out_dir={out_dir}", "--start=T"]
-    code, out, err = run(*command, "--max_new_tokens=5", "--num_samples=1", "--device=cpu")
-    assert code == 0 and re.search("\nT[ACGT]{5}\n", out), err
-    code, out, err = run("eval.py", f"--out_dir={out_dir}", "--device=cpu")
-    assert code == 0 and "above 1e299 per word (1 words between whitespace)" in out, err
-    assert "bits per byte " in out
+    out = done(run(*command, "--max_new_tokens=5", "--num_samples=1", "--device=cpu"))
+    assert re.search("\nT[ACGT]{5}\n", out)
+    result = run("eval.py", f"--out_dir={out_dir}", "--device=cpu")
+    done(result, "above 1e299 per word (1 words between whitespace)", "bits per byte ")
 
 
 def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
@@ -109,8 +106,7 @@ def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
         (f"--dataset={tmp_path / 'other'}", "this model has another one (char, "),
         ("--dataset=nowhere", "there is no data set"),
     ):
-        code, _, err = run("eval.py", "--device=cpu", out, flag)
-        assert code == 2 and says in err and "Traceback" not in err, err
+        refused(run("eval.py", "--device=cpu", out, flag), says)
 
 
 def test_eval_of_gpt2s_weights(run, tmp_path, bpe):
@@ -122,13 +118,12 @@ def test_eval_of_gpt2s_weights(run, tmp_path, bpe):
     text = "a rose is a rose is a rose. " * 20
     write(tmp_path / "rose", tokenizers.GPT2Tokenizer(), {"train": text, "val": text}, {})
     flags = (f"--init_from={tmp_path / 'gpt2'}", "--device=cpu", "--stride=16")
-    code, out, err = run("eval.py", *flags, f"--dataset={tmp_path / 'rose'}")
-    assert code == 0 and measures(out)["loss"] == pytest.approx(math.log(50257), rel=0.02), err
-    code, _, err = run("eval.py", *flags)
-    assert code == 2 and "names no data set" in err
+    out = done(run("eval.py", *flags, f"--dataset={tmp_path / 'rose'}"))
+    assert measures(out)["loss"] == pytest.approx(math.log(50257), rel=0.02)
+    refused(run("eval.py", *flags), "names no data set")
 
 
-@pytest.mark.parametrize("kind", tokenizers.TOKENIZER)
+@parametrize("kind", tokenizers.TOKENIZER)
 def test_train_sample_and_eval_with_every_tokenizer(kind, run, train, tmp_path, text, bpe):
     """From text files to text. The boundary of documents is typed as it is printed."""
     bpe()
@@ -136,18 +131,17 @@ def test_train_sample_and_eval_with_every_tokenizer(kind, run, train, tmp_path, 
     texts.mkdir()
     for i in range(20):
         (texts / f"{i:02d}.txt").write_text(text[i * 400 : i * 400 + 400] + "\n")
-    flags = (f"--source={texts}", f"--tokenizer={kind}", "--vocab_size=290")
-    out = done(run("data/text/prepare.py", *flags, f"--out_dir={tmp_path / 'docs'}"))
-    code, out, err = train(f"--dataset={tmp_path / 'docs'}", "--max_iters=5", "--sample_tokens=20")
-    assert code == 0 and "a sample" in out, err
+    docs = tmp_path / "docs"
+    flags = f"--source={texts} --tokenizer={kind} --vocab_size=290 --out_dir={docs}"
+    done(run("data/text/prepare.py", *flags.split()))
+    done(train(f"--dataset={docs} --max_iters=5 --sample_tokens=20"), "a sample")
 
     flags = (f"--out_dir={tmp_path / 'out'}", "--device=cpu")
     for start in ("\n", f"the lord{tokenizers.END}of all"):
         sample = ("--num_samples=1", "--max_new_tokens=20", f"--start={start}")
-        code, out, err = run("sample.py", *flags, *sample)
-        assert code == 0 and out.splitlines()[1:2] != [] and start.strip() in out, err
-    code, out, err = run("eval.py", *flags)
-    assert code == 0 and 0.5 < measures(out)["bits per byte"] < 10, err
+        out = done(run("sample.py", *flags, *sample), start.strip())
+        assert out.splitlines()[1:2] != []
+    assert 0.5 < measures(done(run("eval.py", *flags)))["bits per byte"] < 10
 
 
 # -----------------------------------------------------------------------------
@@ -155,12 +149,11 @@ def test_train_sample_and_eval_with_every_tokenizer(kind, run, train, tmp_path, 
 
 
 def dry(run, *flags):
-    out = done(run("train.py", "--dry_run", "--device=cpu", *flags))
-    return out
+    return done(run("train.py", "--dry_run", "--device=cpu", *flags))
 
 
-@pytest.mark.parametrize(
-    ("flags", "bytes_per_parameter"),
+@parametrize(
+    "flags, bytes_per_parameter",
     [
         ("--dtype=float32", 16),
         ("--dtype=bfloat16", 18),
@@ -203,20 +196,19 @@ def test_the_numbers_of_a_dry_run(run, tmp_path, monkeypatch, flags, bytes_per_p
 
 def test_a_dry_run_knows_the_data_and_resumed_runs(run, train, tmp_path):
     train("--max_iters=2")
-    folder = tmp_path / "out"
-    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    out = dry(run, "--init_from=resume", f"--out_dir={folder}", "--max_iters=100")
+    before = written(tmp_path)
+    out = dry(run, "--init_from=resume", f"--out_dir={tmp_path / 'out'}", "--max_iters=100")
     assert "tokens: 256 per step (8 x 32), 25,600 in 100 steps, 3.40 epochs of 7,536" in out
     assert " on 1 x A100, " in out
-    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert written(tmp_path) == before
 
 
 def test_a_dry_run_knows_the_sizes_of_pretrained_weights(run):
-    flags = ("--init_from=gpt2", "--attention=laser", "--block_size=16", "--dataset=openwebtext")
+    flags = "--init_from=gpt2 --attention=laser --block_size=16 --dataset=openwebtext".split()
     out = dry(run, *flags)
     assert "not prepared" in out and "assuming" not in out and "parameters: 123,665,664," in out
-    code, _, err = run("train.py", "--dry_run", *flags, "--n_layer=3")
-    assert code == 2 and "--n_layer=3 does not fit gpt2, which has n_layer=12" in err
+    says = "--n_layer=3 does not fit gpt2, which has n_layer=12"
+    refused(run("train.py", "--dry_run", *flags, "--n_layer=3"), says)
 
 
 NAMES = {  # NVIDIA's names of GPUs, and their peak rates in its data sheets
@@ -245,8 +237,7 @@ def test_refusals_of_a_dry_run_for_gpus(run):
         ("--gpus=7xA100", "among 7 processes"),
         ("--dry_run=0", "--gpus has no effect"),
     ):
-        code, _, err = run("train.py", "--gpus=8 x A100", "--dry_run", flag)
-        assert code == 2 and says in err
+        refused(run("train.py", "--gpus=8 x A100", "--dry_run", flag), says)
 
 
 CONFIGS = sorted(name for name in os.listdir(f"{ROOT}/config") if name.endswith(".py"))
@@ -260,7 +251,7 @@ GPT2 = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@parametrize("name", CONFIGS)
 def test_every_config_is_one(name, run):
     pretrained = runpy.run_path(f"{ROOT}/config/{name}").get("init_from")
     flags = ["--block_size=16"] if pretrained else TINY.split()
@@ -271,8 +262,8 @@ def test_every_config_is_one(name, run):
         assert f"parameters: {n - (1024 - 16) * width:,}," in out  # with 16 of 1024 positions
 
 
-@pytest.mark.parametrize(
-    ("name", "vocab_size", "millions"),
+@parametrize(
+    "name, vocab_size, millions",
     [
         ("train_gpt2", 50304, 124),
         ("train_shakespeare_char", 65, 10.65),
@@ -295,7 +286,7 @@ def test_the_configs_have_the_papers_sizes(run, name, vocab_size, millions):
 
 def logged(tmp_path) -> list[dict]:
     """The rows of log.jsonl, with a key for each layer's largest score."""
-    rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").open()]
+    rows = log_of(tmp_path)
     for row in rows:
         row |= {f"max_logit/{i}": x for i, x in enumerate(row.pop("max_logit", ()))}
     return rows
@@ -308,9 +299,9 @@ def test_wandb(train, tmp_path, monkeypatch):
     wandb.Error = OSError
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     names = {"project": "p", "name": "n", "id": None, "resume": "allow"}
-    for flags in (["--max_iters=5"], ["--init_from=resume", "--max_iters=7"]):
+    for flags in ("--max_iters=5", "--init_from=resume --max_iters=7"):
         wandb.log.reset_mock()
-        train("--wandb_log", "--wandb_project=p", "--wandb_run_name=n", "--log_logits", *flags)
+        train("--wandb_log --wandb_project=p --wandb_run_name=n --log_logits", flags)
         settings = wandb.init.call_args.kwargs
         assert settings.pop("config")["attention"] == "softmax"
         assert settings == names

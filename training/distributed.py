@@ -1,6 +1,5 @@
 """One process or many: this one's rank, communication, and a model that several train."""
 
-import inspect
 import os
 import signal
 import sys
@@ -88,7 +87,7 @@ def by_all(f: Callable) -> list:
     if world > 1:
         dist.all_gather_object(answers, answer)
     for _, error in answers:
-        if error is not None:
+        if error:
             raise error
     return [result for result, _ in answers]
 
@@ -110,8 +109,8 @@ def data_parallel(
     """
     if parallel == "ddp":
         DDP = torch.nn.parallel.DistributedDataParallel
-        since_2_13 = "forward_sync_buffers" in inspect.signature(DDP).parameters
-        settings = {"forward_sync_buffers" if since_2_13 else "broadcast_buffers": False}
+        name = "forward_sync_buffers" if torch.__version__ >= "2.13" else "broadcast_buffers"
+        settings = {name: False}
         if device.startswith("cuda"):
             settings["device_ids"] = [device]
         return DDP(model, gradient_as_bucket_view=True, **settings)

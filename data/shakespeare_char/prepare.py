@@ -8,14 +8,17 @@ import sys
 
 sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
 
-from configurator import configure, user_errors
+from configurator import run_script
 from text import prepare
 
 # Where does it go?
 out_dir = os.path.dirname(__file__)  # the folder for train.bin, val.bin and meta.json
 
+
+def main() -> None:
+    source = os.path.abspath(__file__ + "/../input.txt")
+    prepare.run(out_dir, source, "char")
+
+
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    with user_errors():
-        source = os.path.abspath(__file__ + "/../input.txt")
-        prepare.run(source=source, tokenizer="char", **config)
+    run_script(globals())

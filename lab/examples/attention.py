@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from attention.fast import LASER_RANGE
 from attention.forms import unchanged
 from attention.heads import HeadGroup
-from attention.scores import distances, plain_form, with_one_hot
+from attention.scores import distances, plain_form, with_one_hot, with_values_by_distance
 from errors import UserError
 from lab.maps import weights_at_once
 from model import GPT, CausalSelfAttention, GPTConfig, laser_attention
@@ -54,14 +54,14 @@ class BothRelative(Relative):
 
     def forward(self, q, k, group, past):
         bias = self.scale * (q @ self.k.to(q.dtype).mT)  # (B, H, T, 2k + 1)
-        index = clipped(q.shape[-2], len(self.k), q.device)
+        index = place_in(self.k, q.shape[-2]).clamp(0, len(self.k) - 1)
         bias = bias.gather(-1, index.expand(*bias.shape[:2], -1, -1))  # (B, H, T, T)
         return q, k, {"bias": bias, "far": self.v}
 
 
-def clipped(T: int, n: int, device: torch.device) -> Tensor:
-    """clip(j - i, -k, k) + k of query i and key j, (T, T), for n = 2k + 1 distances."""
-    return (n // 2 - distances(T, T, device)).clamp(0, n - 1)
+def place_in(table: Tensor, T: int) -> Tensor:
+    """j - i + k of query i and key j, (T, T): their offset's place in a table of -k to k."""
+    return len(table) // 2 - distances(T, T, table.device)
 
 
 class BothT5(T5):
@@ -77,9 +77,7 @@ class BothT5(T5):
 
     def forward(self, q, k, group, past):
         by_offset = self.table(self.bucket).T[group.q]  # (H, 2 block_size - 1)
-        T = q.shape[-2]
-        index = len(self.bucket) // 2 - distances(T, T, q.device)
-        return q, k, {"bias": by_offset[None, :, index]}
+        return q, k, {"bias": by_offset[None, :, place_in(self.bucket, q.shape[-2])]}
 
 
 def bucket_of_both(offset: Tensor, max_distance: int) -> Tensor:
@@ -146,8 +144,7 @@ class Bidirectional:
             return form(q, k, v, seen=seen, **settings).to(v.dtype)
         # An attention makes its weights of one-hot values.
         y = form(q, k, with_one_hot(v), seen=seen, **settings)
-        y, weights = y.split((v.shape[-1], k.shape[-2]), dim=-1)
-        return (y + values_by_distance(weights, far)).to(v.dtype)
+        return with_values_by_distance(y, far, place_in(far, k.shape[-2])).to(v.dtype)
 
     def visible(self, T: int, window: int | None, device: torch.device):
         """Which of T keys each of T queries sees: (T, T), or (B, 1, T, T) with padding.
@@ -159,14 +156,6 @@ class Bidirectional:
             return near
         seen = near & self.seen[:, None, None, :]
         return torch.where(seen.any(-1, keepdim=True), seen, near)
-
-
-def values_by_distance(weights: Tensor, far: Tensor) -> Tensor:
-    """sum_j weights_ij far[clip(j - i, -k, k) + k], (B, H, T, Dv), of weights (B, H, T, T)."""
-    T = weights.shape[-1]
-    index = clipped(T, len(far), weights.device).expand_as(weights)
-    by_distance = weights.new_zeros(*weights.shape[:-1], len(far))  # (B, H, T, 2k + 1)
-    return by_distance.scatter_add(-1, index, weights) @ far.to(weights.dtype)
 
 
 def laser_by_exp(s: Tensor, seen: Tensor, v: Tensor) -> Tensor:

@@ -73,7 +73,6 @@ def fit(model: torch.nn.Module, batch: Callable, config: dict, device: str) -> N
     """
     steps = config["steps"]
     optimizers = new_optimizers(model.train(), config)
-    schedules = [new_schedule(optimizer, config) for optimizer in optimizers]
     n_parameters = sum(p.numel() for p in model.parameters())
     print(f"{n_parameters:,} parameters, {device}, {steps} steps", flush=True)
     began = time.perf_counter()
@@ -82,7 +81,7 @@ def fit(model: torch.nn.Module, batch: Callable, config: dict, device: str) -> N
         _, loss = model(*[x.to(device) for x in batch(step)])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+        for optimizer, schedule in optimizers:
             optimizer.step()
             schedule.step()
         model.zero_grad()
@@ -99,8 +98,12 @@ def fit(model: torch.nn.Module, batch: Callable, config: dict, device: str) -> N
     model.eval()
 
 
-def new_optimizers(model: torch.nn.Module, config: dict) -> list[torch.optim.Optimizer]:
-    """The optimizers of the flags. Raises UserError for Muon with a model that is not a GPT."""
+def new_optimizers(model: torch.nn.Module, config: dict) -> list[tuple]:
+    """The optimizers of the flags, each with the schedule of its learning rate.
+
+    After the warm-up the rate falls along a cosine. Raises UserError for Muon with a model that is
+    not a GPT.
+    """
     if config["optimizer"] == "muon" and not hasattr(model, "transformer"):
         raise UserError(
             "--optimizer=muon is for the blocks of a GPT, and this model is not one: "
@@ -113,21 +116,18 @@ def new_optimizers(model: torch.nn.Module, config: dict) -> list[torch.optim.Opt
         eps=config["adam_eps"],
         muon_lr=config["muon_lr"],
     )
-    return OPTIMIZER[config["optimizer"]](model, settings)
-
-
-def new_schedule(
-    optimizer: torch.optim.Optimizer, config: dict
-) -> torch.optim.lr_scheduler.OneCycleLR:
-    """The schedule of an optimizer: after the warm-up its learning rate falls along a cosine."""
     total = config["steps"] + 1
-    return torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        max_lr=optimizer.defaults["lr"],
-        total_steps=total,
-        pct_start=max(config["warmup_share"], 2 / total),
-        cycle_momentum=False,
-    )
+    optimizers = []
+    for optimizer in OPTIMIZER[config["optimizer"]](model, settings):
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            max_lr=optimizer.defaults["lr"],
+            total_steps=total,
+            pct_start=max(config["warmup_share"], 2 / total),
+            cycle_momentum=False,
+        )
+        optimizers.append((optimizer, schedule))
+    return optimizers
 
 
 def generator(seed: int, step: int) -> torch.Generator:

@@ -10,6 +10,7 @@ and the phoneme error rate on words that the model has not seen, by greedy searc
 search. A picture shows which letters the cross-attention looks at.
 """
 
+import copy
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from choices import NORM, WHERE
 from configurator import at_least_one, configure, pick_device, user_errors
 from lab.examples import spelling
 from lab.examples.attention import Bidirectional, CrossAttention, Encoder
@@ -62,9 +62,8 @@ class DecoderBlock(Block):
             conv=0,
         )
         self.cross = CrossAttention(plain.resolved(), layer, None)
-        before, after, added = WHERE[c.where]
-        self.ln_cross = NORM[c.norm](c, c.n_embd) if before or added else nn.Identity()
-        self.ln_cross_after = NORM[c.norm](c, c.n_embd) if after else nn.Identity()
+        self.ln_cross = copy.deepcopy(self.ln_1)
+        self.ln_cross_after = copy.deepcopy(self.ln_1_after)
 
     def forward(self, x, context):
         x = self.add(x, self.attn, self.ln_1, self.ln_1_after)

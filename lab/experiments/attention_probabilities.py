@@ -50,8 +50,8 @@ def measures_at_once(q, k, v, *, window=None, scale=None, bias=None):
     y = p @ v
     e = (v - v.amax(-2, keepdim=True)).exp()
     r = 1 / (p @ e)  # exp(v_j - y) = e_j r, where y is LASER's output
-    # the sums over channels of (v_j - y)^2 and of (e_j r - 1)^2, as products of matrices
-    softmax = v.square().sum(-1)[..., None, :] - 2 * y @ v.mT + y.square().sum(-1, keepdim=True)
+    # the sums over channels of (v_j - y)^2 and of (e_j r - 1)^2, the latter as products of matrices
+    softmax = torch.cdist(y, v).square()
     laser = r.square() @ e.square().mT - 2 * r @ e.mT + v.shape[-1]
     norms = [(p.square() * square.clamp(min=0)).sum(-1).sqrt() for square in (softmax, laser)]
     return torch.stack([n, *below, *norms, torch.ones_like(n)], dim=-1)

@@ -22,7 +22,6 @@ import re
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from attention.forms import form_of
 from attention.scores import distances, plain_form
@@ -111,7 +110,7 @@ class ByHand(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, beta):
+    def forward(ctx, beta, q, k, v):
         s = q @ k.mT * q.shape[-1] ** -0.5
         s.masked_fill_(distances(*s.shape[-2:], s.device) < 0, 0.0 if beta else -torch.inf)
         norm = s.norm(dim=-1, keepdim=True) if beta else None
@@ -130,17 +129,13 @@ class ByHand(torch.autograd.Function):
         else:  # a score of a hidden key is 0, whatever q and k are
             ds.div_(1 + norm).masked_fill_(a == 0, 0.0).addcmul_(a, total / norm, value=-1)
         ds *= q.shape[-1] ** -0.5
-        return ds @ k, ds.mT @ q, a.mT @ dy, None
-
-
-def by_hand(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return ByHand.apply(q, k, v, name == "beta")
+        return None, ds @ k, ds.mT @ q, a.mT @ dy
 
 
 FORMS = {}  # {name: attend(q, k, v)}
 for name in ROWS:
     FORMS[f"{name}, definition"] = plain_form(ATTENTION[name])
-    FORMS[f"{name}, by hand"] = functools.partial(by_hand, name)
+    FORMS[f"{name}, by hand"] = functools.partial(ByHand.apply, name == "beta")
     FORMS[f"{name}, fast form"] = form_of(name, ATTENTION[name])[0]
 
 
@@ -155,8 +150,11 @@ def times(n: int) -> dict:
     of_forms = {}
     for name, task in tasks.items():
         softmax = f"softmax, {name.partition(', ')[2]}"
-        of_forms[name] = {"ms": medians(rounds[name])[0], "ratio": ratios(rounds, name, softmax)}
-        of_forms[name]["bytes"] = peak_memory(task, "cpu")
+        of_forms[name] = {
+            "ms": medians(rounds[name])[0],
+            "ratio": ratios(rounds, name, softmax),
+            "bytes": peak_memory(task, "cpu"),
+        }
     return of_forms
 
 
@@ -174,20 +172,22 @@ def draw(runs: dict) -> None:
             ax.set(title=f"dropout {dropout:g}", xlabel="step", ylabel="loss", ylim=(0.4, 4.0))
 
 
+def losses(results: list[dict]) -> list[list[float]]:
+    """The best validation losses of the seeds, the last ones, and the last training losses."""
+    best, train = ([result[key] for result in results] for key in ("best", "train"))
+    return [best, finals(results), train]
+
+
 def show_losses(runs: dict) -> None:
     """Print the table of the losses."""
     rows = []
     for (row, dropout), results in runs.items():
-        best = [result["best"] for result in results]
-        cells = [row, f"{dropout:g}", spread(best), spread(finals(results))]
-        cells.append(spread([result["train"] for result in results]))
-        if row == "softmax":
-            cells += ["", ""]
-        else:
-            softmax = runs["softmax", dropout]
-            cells.append(difference(best, [result["best"] for result in softmax]))
-            cells.append(difference(finals(results), finals(softmax)))
-        rows.append([*cells, POST[row] if dropout else ""])
+        found = losses(results)
+        against = ["", ""]
+        if row != "softmax":
+            against = map(difference, found[:2], losses(runs["softmax", dropout]))
+        post = POST[row] if dropout else ""
+        rows.append([row, f"{dropout:g}", *map(spread, found), *against, post])
     columns = " | dropout | best val loss | last val loss | last train loss"
     columns += " | best, against softmax | last, against softmax | the post: val, train"
     show_table(columns, rows)

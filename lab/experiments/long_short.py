@@ -125,7 +125,10 @@ def lengths(make: bool) -> dict:
 
 
 def times() -> dict:
-    """{(n, heads, model): [ms of a training step, ratio to long heads]}, of the pocket scale."""
+    """{(n, heads, model): [ms of a training step, ratio to long heads]}, of the pocket scale.
+
+    As text, for a table.
+    """
     s = SCALES[scale]
     ms_of = {}
     for n, heads in itertools.product(s["lengths"], (6, 2)):
@@ -134,7 +137,8 @@ def times() -> dict:
             against = dict.fromkeys(rows, "long")
             row = f"{scale}, {heads} heads"
             ms = measured(out, "times", row, n, step_times, CPU, rows, 65, 15, against)
-            ms_of |= {(n, heads, model): ms[model] for model in rows}
+            for model, (step, ratio) in ms.items():
+                ms_of[n, heads, model] = [f"{step:.0f}", f"{ratio:.2f}x"]
     return ms_of
 
 
@@ -235,11 +239,7 @@ def show_lengths(by_length: dict) -> None:
         against = "" if model == "long" else difference(losses, finals(long))
         cells = [n, heads, model, spread(losses), against, sooner(runs, long)]
         cells += [f"{perplexity(runs):.2f}", f"{largest(runs):.1f}"]
-        if (n, heads, model) in ms:
-            step, ratio = ms[n, heads, model]
-            rows.append([*cells, f"{step:.0f}", f"{ratio:.2f}x"])
-        else:
-            rows.append([*cells, "", ""])
+        rows.append(cells + ms.get((n, heads, model), ["", ""]))
     columns = "n | heads |  | val loss | against long | share of the steps to long's last loss"
     show_table(f"{columns} | perplexity | largest score | ms per step | ", rows)
 

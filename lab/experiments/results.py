@@ -62,15 +62,20 @@ def short(x: object, digits: int = 7) -> object:
     return float(f"{x:.{digits}g}") if isinstance(x, float) else x
 
 
-def measured(path: str, part: str, row: str, size: int, measure: Callable, *args: object) -> dict:
+def measured(
+    path: str, part: str, row: str, size: object, measure: Callable, *args: object, of: str = ""
+) -> dict:
     """Return the numbers of {part: {row: {size: numbers}}} in a JSON file.
 
-    If the file lacks them, measure(*args) gives them, and they are added to the file.
+    If the file lacks them, or has those of other code, measure(*args) gives them, and they are
+    added to the file. of: what made them, such as a checksum of code.
     """
     numbers = saved(path, {}).get(part, {}).get(row, {}).get(str(size))
-    if numbers is None:
+    if numbers is None or numbers.get("of", "") != of:
         numbers = short(measure(*args))
         print(f"{part}, {row}, {size}: {json.dumps(numbers)}", flush=True)
+        if of:
+            numbers["of"] = of
         results = saved(path, {})  # another process may have added results
         results.setdefault(part, {}).setdefault(row, {})[str(size)] = numbers
         save(path, results)

@@ -2,7 +2,9 @@
 
 import ast
 import concurrent.futures
+import contextlib
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -13,9 +15,13 @@ import shlex
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 from errors import UserError
 from lab.experiments.results import save, saved, short
+from model import ATTENTION
+from training.origin import fingerprints
 
 # What --import needs for an optimizer outside the core
 OPTIMIZER_MODULES = {"lamb": "lab.lamb", "nadamw": "lab.lamb"}
@@ -93,11 +99,49 @@ def example(name: str, command: list[str], threads: int | None = None) -> dict:
 
 
 def identity(command: list[str]) -> str:
-    """A checksum of a run's arguments and of its config file (the first argument), comments aside.
+    """A checksum of what decides a run: its arguments, its config file and the code it names.
 
-    The JSON files store results under it: an --import that run_python adds is no part of it.
+    The first argument is the config file. Comments and docstrings do not count. Results are stored
+    under it.
     """
-    return hashlib.sha256(f"{command} {ast.unparse(parsed(command[0]))}".encode()).hexdigest()[:10]
+    flags = constants(command[0]) | flags_of(command[1:])
+    return of_text(f"{command} {ast.unparse(parsed(command[0]))} {code_of(flags)}")
+
+
+def of_text(text: str) -> str:
+    """A short checksum of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def code_of(flags: dict) -> dict[str, str]:
+    """{attention or file: the checksum of its code} of what flags of train.py name."""
+    modules = flags["import"].split(",") if "import" in flags else []
+    if "variant" in flags:
+        modules.append("lab.experiments.variants")
+    if flags.get("optimizer") in OPTIMIZER_MODULES:
+        modules.append(OPTIMIZER_MODULES[flags["optimizer"]])
+    for module in modules:
+        importlib.import_module(module)
+    attentions = [flags.get("attention", "softmax"), flags.get("short_attention")]
+    return fingerprints([name for name in attentions if name in ATTENTION], modules)
+
+
+def flags_of(words: list[str]) -> dict:
+    """["--window=16", "--tied", "--no-bias"] as {"window": 16, "tied": True, "bias": False}."""
+    flags = {}
+    for word in words:
+        name, equals, text = word.removeprefix("--").partition("=")
+        value = True
+        if equals:
+            value = text
+            with contextlib.suppress(ValueError, SyntaxError):
+                value = ast.literal_eval(text)
+        elif name.startswith(("no-", "no_")):
+            name, value = name[3:], False
+        if name == "import" and name in flags:
+            value = f"{flags[name]},{value}"
+        flags[name] = value
+    return flags
 
 
 def parsed(path: str) -> ast.Module:
@@ -119,20 +163,34 @@ def constants(path: str) -> dict:
     return values
 
 
-def record(path: str, runs: dict, out_dir: str, jobs: int, make: bool, keep: tuple = ()) -> dict:
+def folder_of(name: str, command: list[str], out_dir: str) -> str:
+    """The folder in out_dir of a run of `record`."""
+    words = re.sub("[^a-z0-9.]+", "-", name.lower())
+    return os.path.join(out_dir, f"{words[:60]}-{identity(command)}")
+
+
+def record(
+    path: str,
+    runs: dict,
+    out_dir: str,
+    jobs: int,
+    make: bool,
+    keep: tuple = (),
+    progress: Callable | None = None,
+) -> dict:
     """Return the results {name: {...}} of runs, from a JSON file.
 
     runs: {name: arguments of train.py}; an example's file in the place of a config file runs the
     example. make: first make the runs whose results are missing, or whose arguments or config
-    file have changed. jobs: how many run at the same time, sharing the CPU's cores. keep: see
-    `result_of`. Raises UserError for a missing run, and for a run that fails for another reason
-    than a loss that is not finite.
+    file or code have changed. jobs: how many run at the same time, sharing the CPU's cores. keep:
+    see `result_of`. progress(name, seconds) is called after each run. Raises UserError for a
+    missing run, and for a run that fails for another reason than a loss that is not finite.
     """
     known = saved(path, {"runs": {}})["runs"]
     if make:
         stored = {name: result["of"] for name, result in known.items()}
         new = {name: args for name, args in runs.items() if stored.get(name) != identity(args)}
-        make_runs(path, new, out_dir, jobs, keep)
+        make_runs(path, new, out_dir, jobs, keep, progress)
         known = saved(path, {"runs": {}})["runs"]
     for name in runs:
         if name not in known:
@@ -140,34 +198,40 @@ def record(path: str, runs: dict, out_dir: str, jobs: int, make: bool, keep: tup
     return {name: known[name] for name in runs}
 
 
-def make_runs(path: str, runs: dict, out_dir: str, jobs: int, keep: tuple) -> None:
+def make_runs(
+    path: str, runs: dict, out_dir: str, jobs: int, keep: tuple, progress: Callable | None = None
+) -> None:
     """Make the runs, and add the results of each to a JSON file as soon as it ends."""
     threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
     names = {}
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         for name, command in runs.items():
-            words = re.sub("[^a-z0-9.]+", "-", name.lower())
-            folder = os.path.join(out_dir, f"{words[:60]}-{identity(command)}")
+            folder = folder_of(name, command, out_dir)
             names[pool.submit(make_run, name, command, folder, threads, keep)] = name
         try:
             for future in concurrent.futures.as_completed(names):
-                result = future.result()
+                result, seconds = future.result()
                 results = saved(path, {"runs": {}})  # another process may have added results
                 results["runs"][names[future]] = result
                 save(path, results)
+                if progress is not None:
+                    progress(names[future], seconds)
         except BaseException:  # a run failed, or Ctrl-C, on which the runs save and end as well
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def make_run(name: str, command: list[str], folder: str, threads: int | None, keep: tuple) -> dict:
-    """Make a run of train.py, variants.py or an example, and return what is stored of it."""
+def make_run(
+    name: str, command: list[str], folder: str, threads: int | None, keep: tuple
+) -> tuple[dict, float]:
+    """Make a run of train.py, variants.py or an example: (what is stored of it, its seconds)."""
+    began = time.monotonic()
     if command[0].startswith("lab/examples/"):
         result = example(name, command, threads)
     else:
         log = finished(name, command, folder, threads, may_diverge=True)
         result = result_of(log, keep, "--seed=1" in command)
-    return {"of": identity(command)} | result
+    return {"of": identity(command)} | result, time.monotonic() - began
 
 
 def result_of(log: list[dict], keep: tuple, first_seed: bool) -> dict:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from attention.forms import form_of
 from attention.scores import scores, visible
-from bench import interleaved, ratios, stopwatch
+from bench import interleaved, milliseconds, ratios
 from configurator import positive, run_script
 from lab.experiments.laser_precision import layers_of
 from lab.experiments.results import show_table
@@ -51,15 +51,11 @@ def reach(q: Tensor, k: Tensor, scale: float) -> str:
     return ", ".join(str(n) for n in keys.median(-1).values.tolist())
 
 
-def timed(attend: Callable, layers: list) -> dict[str, float]:
-    """Milliseconds of a forward and a backward pass of all layers."""
-
-    def step() -> None:
-        for x in layers:
-            y = attend(*(t.detach().requires_grad_() for t in x))
-            y.backward(y.detach())
-
-    return {"ms": stopwatch("cpu", step)[0]}
+def step(attend: Callable, layers: list) -> None:
+    """Make a forward and a backward pass of all layers."""
+    for x in layers:
+        y = attend(*(t.detach().requires_grad_() for t in x))
+        y.backward(y.detach())
 
 
 def computed(layers: list, n_head: int, scale: float) -> float:
@@ -91,7 +87,9 @@ def main() -> None:
             scale = gpt.config.scale
             far = "; ".join(reach(q, k, scale) for q, k, _ in layers) if n <= 2048 else ""
             share = computed(layers, gpt.config.n_head, scale)
-            tasks = {key: partial(timed, form, layers) for key, form in forms.items()}
+            tasks = {
+                key: partial(milliseconds, "cpu", step, form, layers) for key, form in forms.items()
+            }
             ratio = ratios(interleaved(tasks, "cpu", repeats), "sticks", "sdpa")["ms"]
             rows.append([name, n, far, f"{share:.0%}", f"{ratio:.2f}x"])
     columns = "model | tokens | keys back, of each head; layer | pairs of blocks"

@@ -37,8 +37,9 @@ def model_of(config_file: str, flags: dict, vocab_size: int) -> tuple[GPT, dict]
 
     vocab_size: of the data set, if the config file does not set it.
     """
-    if "import" in flags:
-        importlib.import_module(flags["import"])
+    for module in flags.get("import", "").split(","):
+        if module:
+            importlib.import_module(module)
     settings = constants("train.py") | {"vocab_size": vocab_size} | constants(config_file) | flags
     gpt = GPT(GPTConfig(**model_args(DEFAULTS | settings)))
     return change(gpt, settings.get("variant", "")), settings

@@ -145,14 +145,14 @@ class Apart(nn.Module):
         H, G, D = attn.sizes
         self.sizes = {"q": H * D, "k": G * D, "v": G * D}
         self.parts = nn.ModuleDict()
-        all_rows = torch.arange(sum(self.sizes.values()))
-        for name, rows in zip("qkv", all_rows.split([*self.sizes.values()]), strict=True):
+        whole = attn.c_attn
+        begin = 0
+        for name, n in self.sizes.items():
+            rows = slice(begin, begin + n)
+            begin += n
             if name in wanted:
-                part = copy.copy(attn.c_attn)
-                part.out_features = len(rows)
-                part._parameters = dict(part._parameters)
-                for key, p in attn.c_attn.named_parameters():
-                    setattr(part, key, nn.Parameter(p.detach()[rows]))
+                part = nn.utils.skip_init(nn.Linear, whole.in_features, n, whole.bias is not None)
+                part.load_state_dict({key: p[rows] for key, p in whole.state_dict().items()})
                 self.parts[name] = part
 
     def forward(self, x):

@@ -55,12 +55,8 @@ def encode(tok: Tokenizer, prompt: str, answer: str) -> tuple[np.ndarray, int]:
     If the tokenizer has an eot, it ends the answer. A token that begins in the prompt and ends in
     the answer, such as " Paris" after "France is ", is the answer's.
     """
-    prompt_ids = tok.ids(prompt)
     ids = tok.ids(prompt + answer)
-    n = min(len(prompt_ids), len(ids) - 1)
-    different = np.flatnonzero(prompt_ids[:n] != ids[:n])
-    if len(different):
-        n = int(different[0])
+    n = len(os.path.commonprefix([tok.ids(prompt).tolist(), ids[:-1].tolist()]))
     if tok.eot is not None:
         ids = np.append(ids, ids.dtype.type(tok.eot))
     return ids, n

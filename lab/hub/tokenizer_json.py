@@ -57,9 +57,9 @@ def byte_pairs(
 
 
 def single_bytes(hf: ModuleType, tok: Tokenizer) -> object:
-    vocab = {character: byte for byte, character in visible_bytes().items()}
-    del vocab[visible_bytes()[255]]  # UTF-8 has no byte 255: the id is END's
-    return byte_pairs(hf, vocab | {END: 255}, [], regex=False)
+    characters = visible_bytes() | {255: END}  # UTF-8 has no byte 255
+    vocab = {character: byte for byte, character in characters.items()}
+    return byte_pairs(hf, vocab, [], regex=False)
 
 
 def gpt2(hf: ModuleType, tok: Tokenizer) -> object:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from harness import done
+from harness import done, log_of, parametrize, refusal, refused
 from torch.nn import functional as F
 
 from lab.hub.prepare_answers import Examples, encode, open_split, prepare, read_examples
@@ -59,12 +59,12 @@ def test_a_long_prompt_loses_its_beginning_and_a_long_answer_is_refused(tasks):
     assert y[0].tolist() == [-1, 4, 2, 3, 0, 5]
     _, y = Examples(folder, "val", 5)._windows([2])  # the answer, after one token of the prompt
     assert y[0].tolist() == [4, 2, 3, 0, 5]
-    with pytest.raises(ValueError, match="an answer of val has 5 tokens, more than block_size=4"):
+    with refusal("an answer of val has 5 tokens, more than block_size=4"):
         Examples(folder, "val", 4)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answer", "first"),
+@parametrize(
+    "prompt, answer, first",
     [("is ", "Pan", " Pa"), ("a b", "an", "ba"), ("is", " Pa", " Pa")],
 )
 def test_a_token_across_the_boundary_is_the_answers(bpe, prompt, answer, first):
@@ -103,16 +103,16 @@ def test_fine_tuning(run, trained, tmp_path, monkeypatch):
     folder = str(tmp_path / "task")
     init_from = f"--init_from={trained}"
     flags = [f"--source={tmp_path / 'pairs'}", init_from, f"--out_dir={folder}"]
-    code, out, err = run("lab/hub/prepare_answers.py", *flags)
-    assert code == 0 and "train.bin: 39 examples, " in out, err
+    done(run("lab/hub/prepare_answers.py", *flags), "train.bin: 39 examples, ")
 
-    flags = "--warmup_iters=2 --learning_rate=1e-2 --eval_iters=2 --batch_size=8 --sample_tokens=0"
-    flags += " --max_iters=60 --lr_decay_iters=60 --eval_interval=20"
-    flags = [*flags.split(), f"--dataset={folder}", f"--out_dir={tmp_path / 'tuned'}"]
-    code, out, err = run("lab/hub/finetune.py", "lab/hub/finetune_task.py", init_from, *flags)
-    assert code == 0 and "all of its weights carry over" in out and "other tokens" not in out, err
-    lines = (tmp_path / "tuned" / "log.jsonl").read_text().splitlines()
-    rows = map(json.loads, lines)
+    flags = (
+        "--warmup_iters=2 --learning_rate=1e-2 --eval_iters=2 --batch_size=8 --sample_tokens=0 "
+        "--max_iters=60 --lr_decay_iters=60 --eval_interval=20 "
+        f"--dataset={folder} --out_dir={tmp_path / 'tuned'}"
+    ).split()
+    result = run("lab/hub/finetune.py", "lab/hub/finetune_task.py", init_from, *flags)
+    assert "other tokens" not in done(result, "all of its weights carry over")
+    rows = log_of(tmp_path, "tuned")
     val_losses = [row["val_loss"] for row in rows if "val_loss" in row]
     assert val_losses[-1] < 0.3 * val_losses[0]
 
@@ -123,8 +123,8 @@ def test_fine_tuning(run, trained, tmp_path, monkeypatch):
         losses.append(F.cross_entropy(logits[y >= 0], y[y >= 0], reduction="none"))
     assert val_losses[0] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-4)
 
-    code, out, err = run("lab/hub/finetune.py", "--init_from=resume", *flags, "--max_iters=65")
-    assert code == 0 and "going on from" in out, err
+    flags += ["--init_from=resume", "--max_iters=65"]
+    done(run("lab/hub/finetune.py", *flags), "going on from")
 
 
 MISTAKES = {
@@ -144,8 +144,8 @@ def test_a_users_mistakes_are_sentences(run, trained, tmp_path):
     task = tmp_path / "task"
 
     def mistake(says, *flags):
-        code, _, err = run("lab/hub/prepare_answers.py", *flags)
-        assert code == 2 and says in err and not task.exists(), err
+        refused(run("lab/hub/prepare_answers.py", *flags), says)
+        assert not task.exists()
 
     flags = [f"--source={source}", f"--init_from={trained}", f"--out_dir={task}"]
     mistake("must be a folder with train.jsonl and val.jsonl", *flags)

@@ -111,8 +111,8 @@ def test_a_run_is_repeatable_and_takes_every_flag(run, data):
         "--attention=laser --heads=SL --window=4 --position=learned",
         "--batch_size=1 --block_size=2 --steps=30",  # each of these batches has a hidden token
     ):
-        code, out, err = run(SCRIPT, f"--dataset={data}", *TINY, *flags.split())
-        assert code == 0 and "nan" not in out, err
+        out = done(run(SCRIPT, f"--dataset={data}", *TINY, *flags.split()))
+        assert "nan" not in out
         results += [line for line in out.splitlines() if line.startswith("result: ")]
     assert results[0] == results[1] != results[2]
     loss = float(results[0].split()[-1])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from harness import assert_equal, parametrize, refusal
 from reference import one_query
 
 from attention.heads import HeadGroup
@@ -11,8 +12,8 @@ from lab.examples.attention import Bidirectional, Encoder
 from model import ATTENTION, GPT, GPTConfig
 
 T = 23
-cores = pytest.mark.parametrize("core", ATTENTION)
-windows = pytest.mark.parametrize("window", [None, 5])
+cores = parametrize("core", ATTENTION)
+windows = parametrize("window", [None, 5])
 
 
 def qkv(B, dtype=torch.float64):
@@ -26,15 +27,15 @@ def padding():
 
 
 def two_heads(core, window, schemes=()):
-    letter = "L" if window is None else "S"
+    is_short = window is not None
+    heads = "S" if is_short else "L"
     c = GPTConfig(
         attention=core,
-        heads=letter,
+        heads=heads,
         window=window,
         n_head=2,
         n_embd=16,
     )
-    is_short = letter == "S"
     return HeadGroup(c.resolved(), [0, 1], is_short, ATTENTION[core], schemes)
 
 
@@ -96,8 +97,8 @@ def check(core, x, tolerance, seen, window):
 
 
 @cores
-@pytest.mark.parametrize("window", [None, 0, 5])
-@pytest.mark.parametrize("padded", [False, True])
+@parametrize("window", [None, 0, 5])
+@parametrize("padded", [False, True])
 def test_equals_naive_forward_and_backward(core, window, padded):
     seen = padding() if padded else None
     B = 6 if padded else 1
@@ -105,7 +106,7 @@ def test_equals_naive_forward_and_backward(core, window, padded):
     check(core, qkv(B, torch.float32), 1e-5, seen, window)
 
 
-@pytest.mark.parametrize("core", ["beta", "beta_squared"])
+@parametrize("core", ["beta", "beta_squared"])
 @windows
 def test_a_decay_to_both_sides(core, window):
     decay = torch.tensor([0.1, 0.5], dtype=torch.float64)[:, None, None].requires_grad_()
@@ -115,8 +116,7 @@ def test_a_decay_to_both_sides(core, window):
 def test_laser_of_a_wide_range_of_values():
     """exp would underflow: the definition runs."""
     q, k, v = qkv(1)
-    v = (v * 200).detach()
-    v.requires_grad_()
+    v = (v * 200).detach().requires_grad_()
     check("laser", [q, k, v], 1e-12, None, None)
 
 
@@ -144,7 +144,7 @@ POSITIONS = [
 ]
 
 
-@pytest.mark.parametrize(("position", "core"), POSITIONS)
+@parametrize("position, core", POSITIONS)
 @windows
 def test_positions_equal_naive_forward_and_backward(position, core, window):
     config = GPTConfig(
@@ -193,7 +193,7 @@ def test_positions_equal_naive_forward_and_backward(position, core, window):
     check_close(with_gradients(y, inputs), with_gradients(expected, inputs), 1e-12)
 
 
-@pytest.mark.parametrize("max_distance", [128, 20])
+@parametrize("max_distance", [128, 20])
 def test_the_buckets_of_both_sides_are_those_of_transformers(max_distance):
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     offset = torch.arange(-300, 301)
@@ -219,7 +219,7 @@ REFUSED = [("relative", "laser"), ("t5", "beta"), ("t5", "beta_squared")]
 
 
 @cores
-@pytest.mark.parametrize("choices", CHOICES, ids=str)
+@parametrize("choices", CHOICES, ids=str)
 @torch.no_grad()
 def test_a_padded_batch_is_as_each_text_alone(core, choices):
     if (choices.get("position"), core) in REFUSED:
@@ -231,7 +231,7 @@ def test_a_padded_batch_is_as_each_text_alone(core, choices):
     y = gpt.hidden(idx, Bidirectional(seen))
     for row, n in enumerate(lengths):
         alone = gpt.hidden(idx[[row], :n], Bidirectional())
-        torch.testing.assert_close(y[row, :n], alone[0], rtol=0, atol=1e-12)
+        assert_equal(y[row, :n], alone[0], 1e-12)
     # The first token sees the last one, but not where it is padding.
     idx[:, -1] = (idx[:, -1] + 1) % 11
     change = (gpt.hidden(idx, Bidirectional(seen)) - y).abs()
@@ -239,10 +239,8 @@ def test_a_padded_batch_is_as_each_text_alone(core, choices):
     assert change[1, :23].max() <= 1e-12
 
 
-@pytest.mark.parametrize(
-    ("choices", "name"), [({"position": "t5"}, "T5"), ({"decay": "learned"}, "ALiBi")]
-)
+@parametrize("choices, name", [({"position": "t5"}, "T5"), ({"decay": "learned"}, "ALiBi")])
 def test_positions_that_know_the_past_alone_are_refused(choices, name):
     gpt = GPT(GPTConfig(**SIZES, **choices))
-    with pytest.raises(UserError, match=f"{name} counts how far a key lies behind a query"):
+    with refusal(f"{name} counts how far a key lies behind a query", UserError):
         gpt.hidden(torch.zeros(1, 4, dtype=torch.long), Bidirectional())

@@ -6,9 +6,10 @@ import re
 
 import pytest
 import torch
-from harness import ROOT, assert_equal, done
+from harness import ROOT, assert_equal, done, parametrize, refused, slow
 from reference import ONE_QUERY, randomised
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from attention.scores import visible
 from lab.experiments import (
@@ -66,17 +67,17 @@ def tables(out):
     return found
 
 
-@pytest.mark.slow
+@slow
 def test_compare(experiment, small, tmp_path):
     """Rows by name, with the row that they are compared with; nothing is made twice."""
-    flags = [f"--config_file={small}", f"--out_dir={tmp_path / 'runs'}", f"--extra={STEPS}"]
-    flags += ["--seeds=2", "--repeats=2", "--jobs=2"]
-    out, results = experiment("compare", *flags, "--table=choices", "--only=swiglu;muon")
+    flags = f"--config_file={small} --out_dir={tmp_path / 'runs'} --seeds=2 --repeats=2 --jobs=2"
+    flags = [*flags.split(), f"--extra={STEPS}", "--table=choices"]
+    out, results = experiment("compare", *flags, "--only=swiglu;muon")
     ((gpt2, swiglu, _),) = tables(out)
     assert swiglu[:2] == ["swiglu", "`--mlp=swiglu`"]
     vals = {run["val"] for run in results["runs"].values()}
     assert len(vals) == len(results["runs"]) == 3 * 2
-    flags += ["--what=train,show", "--table=choices", "--only=swiglu"]
+    flags += ["--what=train,show", "--only=swiglu"]
     again, _ = experiment("compare", *flags)
     assert "seed 1" not in again
     assert tables(again) == [[gpt2, swiglu]]
@@ -104,12 +105,10 @@ def test_mistakes(run, small, tmp_path):
     for case, message in cases.items():
         script, *wrong = case.split()
         start = [f"--out_dir={tmp_path}", *flags[script]]
-        code, _, err = run(f"lab.experiments.{script}", *start, *wrong)
-        assert code == 2, case
-        assert message in err
+        refused(run(f"lab.experiments.{script}", *start, *wrong), message)
 
 
-@pytest.mark.slow
+@slow
 def test_compare_in_equal_time(experiment, data, tmp_path):
     """Runs of equal steps and of equal time, each once."""
     extra = f"--dataset={data} {STEPS} --warmup_iters=1 --eval_iters=1 --n_layer=1 --device=cpu"
@@ -128,7 +127,7 @@ def test_compare_in_equal_time(experiment, data, tmp_path):
     assert tables(again) == tables(out)
 
 
-@pytest.mark.slow
+@slow
 def test_examples(experiment, run, data, monkeypatch):
     """A row's rate is the best of the tuning seeds, and a run that diverges is the worst."""
     extra = f"--dataset={data} --steps=3 --n_layer=1 --n_embd=16 --eval_batches=1 --device=cpu"
@@ -148,18 +147,17 @@ def test_examples(experiment, run, data, monkeypatch):
         best = min(errors, key=errors.get)
         assert f"--learning_rate={best:g}" in cells[1]
         assert name.format(best, 2) in results
-    code, _, err = run("lab.experiments.compare", *flags, "--extra=--heads=SSSSSSSS")
-    assert code == 2
-    assert "heads='SSSSSSSS' is too long" in err
+    flags.append("--extra=--heads=SSSSSSSS")
+    refused(run("lab.experiments.compare", *flags), "heads='SSSSSSSS' is too long")
 
 
 def test_lasers_precision_and_probabilities(experiment, run, small, tmp_path):
     """Ours is as exact as softmax where rounding exp(v) is not; it stays so for large values."""
     flags = [f"--out_dir={tmp_path / 'run'}", "--device=cpu"]
-    extra = [f"--config_file={small}", "--extra=--n_layer=2 --max_iters=3"]
-    extra += ["--batches=2", "--batch_size=4"]
-    out = done(run("lab.experiments.laser_precision", *flags, *extra))
-    assert "4 q, k and v of shape (4, 4, 32, 8)" in out
+    more = f"--config_file={small} --batches=2 --batch_size=4".split()
+    more.append("--extra=--n_layer=2 --max_iters=3")
+    result = run("lab.experiments.laser_precision", *flags, *more)
+    out = done(result, "4 q, k and v of shape (4, 4, 32, 8)")
     normal, large = tables(out)
     error = {name: float(mean) for name, mean, _ in normal}
     assert error["LASER, ours"] < 1.5 * error["softmax"] < 0.005 < error["LASER, vanilla"]
@@ -186,11 +184,11 @@ def test_attention_probabilities_and_jacobians():
         for attention in ("softmax", "laser"):
             one_query = functools.partial(ONE_QUERY[attention], v=v[0, h, seen], f=torch.ones(()))
             want.append(torch.autograd.functional.jacobian(one_query, s).norm())
-        torch.testing.assert_close(found[0, h, i], torch.tensor([*want, 1]).double())
+        assert_close(found[0, h, i], torch.tensor([*want, 1]).double())
     assert found[..., 1].sum() > found[..., 2].sum() > 0
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@parametrize("window", [None, 50])
 def test_fits_have_the_gradients_of_autograd(window):
     p = local_dependencies.target(300).double()
     distance = torch.arange(300)[:, None] - torch.arange(300)
@@ -219,8 +217,9 @@ def test_local_dependencies(experiment, tmp_path):
 
 @pytest.mark.usefixtures("no_new_processes")
 def test_endless(experiment, data, small, tmp_path):
-    flags = [f"--dataset={data}", f"--config_file={small}", f"--out_dir={tmp_path / 'runs'}"]
-    flags += ["--steps=3", "--block_size=32", "--only=beta, alibi", "--tokens=100", "--slide=20"]
+    flags = f"--dataset={data} --config_file={small} --out_dir={tmp_path / 'runs'} --steps=3 "
+    flags += "--block_size=32 --tokens=100 --slide=20"
+    flags = [*flags.split(), "--only=beta, alibi"]
     out, results = experiment("endless", *flags)
     written = results["decode"]["beta, alibi"]["32"]["endless"]
     assert written["first"]["cache_bytes"] == written["last"]["cache_bytes"] > 0
@@ -242,11 +241,11 @@ def test_losses_by_position(data, monkeypatch):
     for t in range(70):
         logits = gpt(x[:, max(0, t - 15) : t + 1])[0][:, 0]
         loss = F.cross_entropy(logits, x[:, t + 1], reduction="none")
-        torch.testing.assert_close(found[:, t], loss)
+        assert_close(found[:, t], loss)
     logits = whole(x[:, :-1], x[:, 1:])[0]
     want = F.cross_entropy(logits.mT, x[:, 1:], reduction="none")
     cached = endless.through_a_cache(gpt, x, piece=13)
-    torch.testing.assert_close(cached, want, rtol=1e-4, atol=1e-5)
+    assert_close(cached, want, rtol=1e-4, atol=1e-5)
     monkeypatch.setattr(endless, "open_model", lambda *_: [gpt])
     monkeypatch.setattr(endless, "BANDS", [0, 10, 60, 2**30])
     means = endless.read_far("", data)
@@ -258,8 +257,8 @@ def test_losses_by_position(data, monkeypatch):
 def test_length(experiment, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "x.png"
-    flags = [f"--picture={picture}", "--repeats=1", "--double=64,128"]
-    flags += ["--lengths=64,128", "--only=softmax;beta, decay"]
+    flags = f"--picture={picture} --repeats=1 --double=64,128 --lengths=64,128".split()
+    flags.append("--only=softmax;beta, decay")
     _, results = experiment("length", *flags)
     for row in results["double"].values():  # of one round
         assert row["128"]["ratio"] == pytest.approx(row["128"]["s_128"] / row["128"]["s_64"])
@@ -268,7 +267,7 @@ def test_length(experiment, tmp_path):
     assert "steps, softmax: no 128 tokens (--patience" in experiment("length", *flags)[0]
 
 
-@pytest.mark.slow
+@slow
 def test_lecture(data, monkeypatch, tmp_path):
     """A run of weight decay, on 2% of the text."""
     monkeypatch.setattr(lecture, "steps", 105)

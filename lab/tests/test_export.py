@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import ROOT, assert_equal
+from harness import ROOT, assert_equal, done, parametrize, refusal, refused, slow
 from reference import shaken
 from torch.nn import functional as F
 
@@ -51,7 +51,7 @@ def theirs_of(ours, folder, **kwargs):
     return theirs
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@parametrize("case", CASES, ids=str)
 def test_every_choice_as_a_model_of_transformers(tmp_path, case):
     """Logits: of a whole text, piece by piece with the cache, and with padding on the left."""
     ours = ours_of(case)
@@ -115,8 +115,8 @@ def test_their_loss_and_gradients_are_ours(tmp_path):
     assert_equal(loss, expected, 1e-5)
     loss.backward()
     expected.backward()
-    for p, q in zip(theirs.gpt.parameters(), ours.parameters(), strict=True):
-        assert_equal(p.grad, q.grad, 1e-5)
+    theirs, ours = ([p.grad for p in model.parameters()] for model in (theirs.gpt, ours))
+    assert_equal(theirs, ours, 1e-5)
 
 
 def test_bfloat16(tmp_path):
@@ -130,8 +130,8 @@ def test_bfloat16(tmp_path):
 IDS = torch.zeros(1, 3, dtype=torch.long)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
+@parametrize(
+    "arguments, says",
     [
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "one run of ones in each row"),
         ({"attention_mask": torch.zeros(1, 3)}, "one run of ones in each row"),
@@ -143,7 +143,7 @@ IDS = torch.zeros(1, 3, dtype=torch.long)
 )
 def test_what_the_model_does_not_take(arguments, says):
     theirs = NanoattnForCausalLM.of(ours_of({}))
-    with pytest.raises(ValueError, match=says):
+    with refusal(says):
         theirs(**{"input_ids": IDS} | arguments)
 
 
@@ -151,7 +151,7 @@ def test_padded_texts_need_their_mask_with_every_token():
     theirs = NanoattnForCausalLM.of(ours_of({}))
     mask = torch.tensor([[0, 1, 1]])
     past = theirs(IDS, attention_mask=mask, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="need their attention_mask with every new token"):
+    with refusal("need their attention_mask with every new token"):
         theirs(IDS, past_key_values=past)
 
 
@@ -180,7 +180,7 @@ TOKENIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@parametrize("name", TOKENIZERS)
 def test_their_tokenizer_gives_our_tokens(tmp_path, name, text):
     tok = TOKENIZERS[name](text)
     fast(tok, T).save_pretrained(tmp_path)
@@ -207,7 +207,7 @@ def test_their_tokenizer_gives_our_tokens(tmp_path, name, text):
 # the script
 
 
-LASER = ("--attention=laser", "--heads=SSSL", "--window=4", "--position=rope")
+LASER = "--attention=laser --heads=SSSL --window=4 --position=rope"
 ALONE = """
 import json, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -239,17 +239,16 @@ def export(run, tmp_path):
     return partial(run, "lab/hub/export.py", *flags)
 
 
-@pytest.mark.slow
+@slow
 def test_a_process_without_the_repository_loads_and_samples_it(export, train, tmp_path):
-    assert train(*LASER)[0] == 0
-    code, out, err = export("--custom")
-    assert code == 0 and "NanoattnForCausalLM" in out, err
+    done(train(LASER))
+    done(export("--custom"), "NanoattnForCausalLM")
     env = os.environ | {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     env.pop("PYTHONPATH", None)
     argv = [sys.executable, "-c", ALONE, tmp_path / "exported", ROOT]
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
+    alone = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert alone.returncode == 0, alone.stderr
+    said = json.loads(alone.stdout.splitlines()[-1])
     model, tok, _, _ = checkpoint.open_model("resume", str(tmp_path / "out"), "best")
     ids = torch.tensor([tok.encode("the lord")])
     assert said["ids"] == ids.tolist()
@@ -260,9 +259,8 @@ def test_a_process_without_the_repository_loads_and_samples_it(export, train, tm
 
 
 def test_a_plain_export_is_sampled(run, export, train, tmp_path):
-    assert train("--max_iters=5")[0] == 0
-    code, out, err = export("--which=latest")
-    assert code == 0 and "/out/ckpt.pt is " in out, err
+    done(train("--max_iters=5"))
+    done(export("--which=latest"), "/out/ckpt.pt is ")
     texts = []
     for model in (f"--out_dir={tmp_path / 'out'}", f"--init_from={tmp_path / 'exported'}"):
         flags = "--start=the --num_samples=1 --max_new_tokens=40 --device=cpu".split()
@@ -271,20 +269,19 @@ def test_a_plain_export_is_sampled(run, export, train, tmp_path):
     assert texts[0] == texts[1] and texts[0]
 
 
-@pytest.mark.parametrize("flags", [["--custom"], []])
+@parametrize("flags", [["--custom"], []])
 def test_a_padded_vocabulary_is_never_written(export, train, tmp_path, flags):
-    assert train("--max_iters=2", "--vocab_size=64")[0] == 0
+    done(train("--max_iters=2 --vocab_size=64"))
     tok = checkpoint.open_model("resume", str(tmp_path / "out"), "latest")[1]
-    assert export("--which=latest", *flags)[0] == 0
+    done(export("--which=latest", *flags))
     config = transformers.GenerationConfig.from_pretrained(tmp_path / "exported")
     assert config.suppress_tokens == [*range(tok.n_vocab, 64)]
 
 
 def test_what_is_not_exported(export, train, tmp_path):
     """A choice that no family has, without --custom; and into a folder that is not empty."""
-    assert train(*LASER, "--max_iters=1")[0] == 0
-    code, _, err = export()
-    assert code == 2 and "attention='laser'" in err and "--custom" in err
+    done(train(LASER, "--max_iters=1"))
+    refused(export(), "attention='laser'", "--custom")
     assert not (tmp_path / "exported").exists()
-    code, _, err = export(f"--to={tmp_path / 'out'}")
-    assert code == 2 and "must name a folder that is empty or does not exist yet" in err
+    says = "must name a folder that is empty or does not exist yet"
+    refused(export(f"--to={tmp_path / 'out'}"), says)

@@ -5,7 +5,7 @@ import re
 from unittest import mock
 
 import pytest
-from harness import ROOT
+from harness import ROOT, done, parametrize, refused, slow
 
 from lab import first_gpu_run as first
 from model import ATTENTION
@@ -33,7 +33,7 @@ def commands(tmp_path, monkeypatch):
         yield commands
 
 
-@pytest.mark.slow
+@slow
 def test_a_rehearsal_of_the_first_half_hour(commands, run, data):
     """Its commands work in small; here in one process, one after another, on a prepared text."""
     steps = {"stopped": ["--max_iters=3"], "resumed": ["--max_iters=5"]}
@@ -42,8 +42,7 @@ def test_a_rehearsal_of_the_first_half_hour(commands, run, data):
             continue
         if script == "train.py":
             flags += [f"--dataset={data}", *steps.get(name, [])]
-        code, out, err = run(script, *flags)
-        assert code == 0, (name, err)
+        out = done(run(script, *flags))
     assert "step 5: train loss" in out  # of resumed
 
 
@@ -55,11 +54,10 @@ def test_the_commands_of_the_first_half_hour(commands, run):
         elif script == "train.py":
             if name in ("LS", "beta", "stopped"):  # the others have these flags too
                 more = ["--init_from=scratch", "--device=cpu", "--dry_run"]
-                code, out, err = run(script, *flags, *more)
-                assert code == 0 and "FLOPs: " in out, (name, err)
+                done(run(script, *flags, *more), "FLOPs: ")
         else:
-            code, _, err = run(script, *flags)
-            assert code == 2 and re.search("needs a CUDA GPU|sees 0 cuda devices", err), err
+            err = refused(run(script, *flags))
+            assert re.search("needs a CUDA GPU|sees 0 cuda devices", err), err
 
 
 def check_tests(flags):
@@ -70,7 +68,7 @@ def check_tests(flags):
         assert re.search(rf"def test_\w*{word}", text), word
 
 
-@pytest.mark.parametrize("part", first.PARTS.values())
+@parametrize("part", first.PARTS.values())
 def test_a_part_takes_nine_minutes_at_most(part):
     seconds = 0
     for group in part():
@@ -78,9 +76,7 @@ def test_a_part_takes_nine_minutes_at_most(part):
     assert seconds <= 540
 
 
-@pytest.mark.parametrize(
-    ("text", "ending"), [("beta is WRONG: its output differs", "FAILED"), (LOSS, "done")]
-)
+@parametrize("text, ending", [("beta is WRONG: its output differs", "FAILED"), (LOSS, "done")])
 def test_an_attention_that_is_wrong_fails(tmp_path, monkeypatch, text, ending):
     """bench.py itself goes on without it."""
     monkeypatch.setattr(first, "tiny", True)

@@ -5,7 +5,8 @@ import math
 import pytest
 import test_attention as common
 import torch
-from reference import assert_exact, plain, shaken
+from harness import assert_equal, parametrize, refusal
+from reference import assert_exact, cached, plain, shaken
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -27,14 +28,14 @@ for table, added in TABLES:
 
 
 @pytest.fixture(autouse=True)
-def _ideas(monkeypatch: pytest.MonkeyPatch) -> None:
+def _ideas(monkeypatch):
     for table, added in TABLES:
         for name, value in added.items():
             monkeypatch.setitem(table, name, value)
 
 
-ideas = pytest.mark.parametrize("core", NEW)
-windows = pytest.mark.parametrize("window", [None, 7])
+ideas = parametrize("core", NEW)
+windows = parametrize("window", [None, 7])
 SIZES = {
     "n_layer": 1,
     "n_head": 4,
@@ -88,17 +89,17 @@ def stick_laser(s, v):
     return (stick(s) @ v.exp().flip(0)).log()
 
 
-FORMULAS = [
-    sink,
-    ssmax,
-    softpick,
-    top_k,
-    stick_breaking,
-    stick_laser,
-]
-
-
-@pytest.mark.parametrize("formula", FORMULAS)
+@parametrize(
+    "formula",
+    [
+        sink,
+        ssmax,
+        softpick,
+        top_k,
+        stick_breaking,
+        stick_laser,
+    ],
+)
 @windows
 def test_its_formula(formula, window):
     q, k, v = qkv()
@@ -129,8 +130,8 @@ def test_the_delta_rule_step_by_step(window):
 
 
 @ideas
-@pytest.mark.parametrize("T", [common.T, common.LONG])
-@pytest.mark.parametrize("window", [None, 16])
+@parametrize("T", [common.T, common.LONG])
+@parametrize("window", [None, 16])
 def test_as_every_attention(core, T, window):
     """Causal; in blocks as a whole; gradients in float64; zero queries."""
     common.test_causal_by_gradient(core, T, window)
@@ -157,10 +158,7 @@ def test_cached_decoding(core):
     )
     gpt = shaken(c, dtype=torch.float64)
     idx = torch.randint(11, (2, 160))
-    pieces = idx.split([70, 80, *[1] * 10], dim=1)
-    cache = gpt.new_cache()
-    logits = torch.cat([gpt(x, x, cache=cache)[0] for x in pieces], dim=1)
-    assert_close(logits, gpt(idx, idx)[0], rtol=0, atol=1e-9)
+    assert_equal(cached(gpt, idx, [70, 80, *[1] * 10]), gpt(idx, idx)[0], 1e-9)
 
 
 def test_the_limits():
@@ -169,9 +167,7 @@ def test_the_limits():
     number = torch.ones(3, 1, 1, dtype=torch.float64)
     # A sink of e^-inf is softmax, and so is LASER's temperature at 0; at 1 it is LASER.
     assert_close(plain("sink")(q, k, v, b=-1e4 * number), softmax)
-    tiny = 1e-6 * number
-    small = plain("laser_temperature")(q, k, v, t=tiny)
-    assert_close(small, softmax, rtol=0, atol=1e-4)
+    assert_equal(plain("laser_temperature")(q, k, v, t=1e-6 * number), softmax, 1e-4)
     assert_close(plain("laser_temperature")(q, k, v), plain("laser")(q, k, v))
     # s / (4 + ||s||) is beta of s / 4; s^2 / (4 + sum s^2) is beta squared of s / 2.
     for name, scale in (("beta", 1 / 4), ("beta_squared", 1 / 2)):
@@ -183,13 +179,13 @@ def test_the_limits():
 # forms
 
 
-@pytest.mark.parametrize("name", FORMS)
+@parametrize("name", FORMS)
 def test_the_fast_forms_are_written_for_the_definitions(name):
     assert FORMS[name].written_for == print_of(NEW[name])
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("last", [1, 9, 2 * BLOCK + 5])
+@parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@parametrize("last", [1, 9, 2 * BLOCK + 5])
 def test_stick_breaking_in_blocks_ends_early(dtype, tolerance, last):
     """The last queries of 500 tokens. Keys that no stick reaches are not read: not even NaN."""
     x = common.qkv(500, dtype, Dv=5)
@@ -219,7 +215,7 @@ def test_differential_v2_is_its_formula():
     first = y[:, 0] - rate[..., [0]] * y[:, 1]
     second = y[:, 2] - rate[..., [1]] * y[:, 3]
     assert_close(attn(x), attn.c_proj(torch.cat((first, second), dim=-1)))
-    with pytest.raises(UserError, match="n_kv_head must divide n_head / 2"):
+    with refusal("n_kv_head must divide n_head / 2", UserError):
         GPT(GPTConfig(**SIZES, after="differential_v2"))
 
 

@@ -12,8 +12,10 @@ import sys
 
 import pytest
 import torch
-from harness import assert_equal, done
+from harness import assert_equal, done, parametrize, slow
 from reference import fast, naive_attention
+from test_gpu import assert_same_gradients
+from torch.autograd import grad
 
 from attention.forms import FORM
 from model import ATTENTION, GPT, GPTConfig
@@ -36,7 +38,7 @@ TOLERANCE = {
     torch.bfloat16: 6e-3,
 }
 SIZES = {"block_size": T, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 32}
-dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
+dtypes = parametrize("dtype", TOLERANCE)
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +95,8 @@ def check(core, q, k, v, dy, tolerance, **settings):
     exact = naive_attention(core, *exact_inputs, **settings)
     assert y.dtype == v.dtype
     assert_close(y, exact, tolerance)
-    gradients = torch.autograd.grad(y, (q, k, v), dy)
-    exact_gradients = torch.autograd.grad(exact, exact_inputs, dy.cpu().double())
+    gradients = grad(y, (q, k, v), dy)
+    exact_gradients = grad(exact, exact_inputs, dy.cpu().double())
     for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
         assert_close(gradient, exact_gradient, tolerance)
 
@@ -113,8 +115,8 @@ def models(core, **choices):
 
 
 @dtypes
-@pytest.mark.parametrize(
-    ("core", "window"),
+@parametrize(
+    "core, window",
     [("softmax", None), ("softmax", 20), ("laser", None), ("laser", 20), ("beta", None)],
 )
 def test_equal_naive_forward_and_backward(core, window, dtype, any_length, calls):
@@ -124,7 +126,7 @@ def test_equal_naive_forward_and_backward(core, window, dtype, any_length, calls
 
 
 @dtypes
-@pytest.mark.parametrize(("value", "window"), [(1000.0, 7), (-1000.0, None)])
+@parametrize("value, window", [(1000.0, 7), (-1000.0, None)])
 def test_laser_of_any_values(value, window, dtype):
     """The first head's values span too much for exp, the second's do not."""
     q, k, v, dy = inputs(dtype, T=36, D=16)
@@ -141,8 +143,8 @@ def test_laser_of_any_values(value, window, dtype):
     assert_equal(y[:, :, :30], same[:, :, :30], 1e-5 if float32 else 2e-2)
 
 
-@pytest.mark.parametrize(
-    ("size", "T", "last"),
+@parametrize(
+    "size, T, last",
     [(1.0, T, 0.0), (0.05, T, 0.0), (0.05, 33, 100.0)],
 )
 def test_lasers_error_in_bfloat16_is_softmaxs(size, T, last):
@@ -173,7 +175,7 @@ def test_an_edited_definition_runs_itself(calls, capsys):
     assert "its definition was edited" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("core", CORES)
+@parametrize("core", CORES)
 def test_inputs_that_do_not_fit_go_to_the_core_s_form(core, calls, capsys, any_length):
     """And a line says why, once; it says nothing of fewer queries, as when a text is written."""
     q, k, v, _ = inputs(torch.float32)
@@ -193,8 +195,8 @@ SHARED = {"n_head": 4, "n_embd": 64, "n_kv_head": 2, "differential": True}
 NOPE = {"n_layer": 2, "heads": "S/L", "window": 2, "position": "t5", "nope_long": True}
 
 
-@pytest.mark.parametrize(
-    ("core", "choices", "n_calls"),
+@parametrize(
+    "core, choices, n_calls",
     [
         ("softmax", SHORT, 2),
         ("beta", SHORT, 1),  # short heads of beta have no kernel
@@ -211,18 +213,17 @@ def test_a_model_with_the_kernels_is_the_same(core, choices, n_calls, any_length
     assert calls == [core] * n_calls
     plain_logits, plain_loss = plain(idx, idx)
     assert_equal(logits, plain_logits, 1e-5)
-    gradients = torch.autograd.grad(loss, gpt.parameters())
-    plain_gradients = torch.autograd.grad(plain_loss, plain.parameters())
-    for gradient, expected in zip(gradients, plain_gradients, strict=True):
-        assert (gradient - expected).norm() <= 1e-5 * expected.norm() + 1e-7
+    gradients = grad(loss, gpt.parameters())
+    plain_gradients = grad(plain_loss, plain.parameters())
+    assert_same_gradients(gradients, plain_gradients)
 
     cache = gpt.new_cache()
     parts = [gpt(token, cache=cache)[0] for token in idx.split(1, dim=1)]
     assert_equal(torch.cat(parts, dim=1), plain_logits, 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("core", "choices", "reason"),
+@parametrize(
+    "core, choices, reason",
     [
         ("beta", {"block_size": 8}, "for long heads and 256 tokens or more"),
         ("beta", {"block_size": 256, "n_embd": 128}, "float32 heads up to 32 wide on"),
@@ -252,12 +253,12 @@ def test_a_model_that_the_kernels_do_not_fit(core, choices, reason, calls, capsy
 
 def test_bench_compares_and_times_them(run, tmp_path, calls):
     out = tmp_path / "bench.json"
-    flags = "--import=lab.kernels --what=attention --only=sdpa,softmax,softmax_triton --lengths=64"
-    sizes = "--n_head=2 --head_dim=16 --heads=SL --batch_size=1 --repeats=1 --dtype=float32"
-    args = [*flags.split(), *sizes.split(), f"--device={DEVICE}", f"--out={out}"]
-    code, printed, _ = run("bench.py", *args)
-    assert code == 0
-    assert "WRONG" not in printed
+    flags = (
+        "--import=lab.kernels --what=attention --only=sdpa,softmax,softmax_triton --lengths=64 "
+        "--n_head=2 --head_dim=16 --heads=SL --batch_size=1 --repeats=1 --dtype=float32 "
+        f"--device={DEVICE} --out={out}"
+    )
+    assert "WRONG" not in done(run("bench.py", *flags.split()))
     rows = json.loads(out.read_text())["attention"]
     assert [row["subject"] for row in rows] == ["sdpa", "softmax", "softmax_triton"]
     assert set(calls) == {"softmax"}
@@ -290,7 +291,7 @@ def rows_printed_by(script, *flags):
     return [line.split() for line in out.splitlines()]
 
 
-@pytest.mark.slow
+@slow
 def test_they_compile_for_an_h100():
     """Each fits into its shared memory, and has only a few registers' worth on the stack."""
     rows = rows_printed_by("resources", "--widths=64")[1:]
@@ -300,7 +301,7 @@ def test_they_compile_for_an_h100():
         assert int(row[-2]) <= 512  # bytes of the stack
 
 
-@pytest.mark.slow
+@slow
 def test_the_graph_with_kernels_is_one_and_copies_no_input():
     """As torch.compile sees it with a GPU."""
     rows = rows_printed_by("graphs")

@@ -7,9 +7,8 @@ import glob
 import os
 import re
 
-import pytest
 import test_configurator
-from harness import ROOT, done
+from harness import ROOT, done, parametrize
 from test_docs import check_commands, check_links, commands, read
 
 from lab.experiments import attention_probabilities
@@ -24,7 +23,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("path", PAGES)
+@parametrize("path", PAGES)
 def test_links(path):
     check_links(path)
 
@@ -37,7 +36,7 @@ def test_commands(run):
     check_commands(run, pages, [*test_configurator.SCRIPTS, *SCRIPTS])
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@parametrize("script", SCRIPTS)
 def test_help(run, script):
     test_configurator.test_help_explains_every_flag(run, script)
 
@@ -72,7 +71,7 @@ def missing(out, page):
     return [row for row in rows if row not in page]
 
 
-@pytest.mark.parametrize("command", SHOWN)
+@parametrize("command", SHOWN)
 def test_results_are_what_the_experiments_have(command, run, tmp_path):
     """Each row of a table that an experiment prints of its JSON file stands on the page."""
     script, *flags = command.split()

@@ -1,17 +1,15 @@
 """LAMB and NAdamW against their papers' equations, and as an optimizer of train.py."""
 
-import pytest
 import torch
-from harness import done, same, state_of
+from harness import done, parametrize, refused, same, weights_of
 from test_optimizers import NOT_PLAIN, SETTINGS, check_groups, model
+from torch.testing import assert_close
 
 from lab.lamb import Lamb
 from training.optimizers import OPTIMIZER, Settings
 
 
-@pytest.mark.parametrize(
-    ("start", "decay"), [(torch.eye(3).double(), 0.3), (torch.zeros(5).double(), 0.0)]
-)
+@parametrize("start, decay", [(torch.eye(3).double(), 0.3), (torch.zeros(5).double(), 0.0)])
 def test_lamb_is_the_papers(start, decay):
     """Algorithm 2 of You et al., spelled out, over three steps; the first gradient is 0.
 
@@ -36,7 +34,7 @@ def test_lamb_is_the_papers(start, decay):
         w -= 0.1 * ratio * u
         p.grad = g
         o.step()
-        torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
+        assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
 
 
 def test_nadamw_is_optaxs():
@@ -65,16 +63,16 @@ def test_nadamw_is_optaxs():
         w = (1 - 0.01 * 0.1) * w - 0.01 * nesterov / (deviation + 1e-3)
 
         o.step()
-        torch.testing.assert_close(p.double(), w, rtol=1e-5, atol=1e-7)
+        assert_close(p.double(), w, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["lamb", "nadamw"])
-@pytest.mark.parametrize("fields", [{}, NOT_PLAIN])
+@parametrize("name", ["lamb", "nadamw"])
+@parametrize("fields", [{}, NOT_PLAIN])
 def test_every_trained_parameter_is_in_one_group(name, fields):
     check_groups(name, fields)
 
 
-@pytest.mark.parametrize(("name", "eps"), [("lamb", 1e-6), ("nadamw", 1e-8)])
+@parametrize("name, eps", [("lamb", 1e-6), ("nadamw", 1e-8)])
 def test_epsilon(name, eps):
     """The optimizer's own, without --adam_eps."""
     (o,) = OPTIMIZER[name](model(), SETTINGS)
@@ -84,14 +82,14 @@ def test_epsilon(name, eps):
 def test_resume_is_exact(train, tmp_path, monkeypatch):
     """--import=lab.lamb comes before --optimizer's names are known."""
     lamb = "--import=lab.lamb"
-    flags = (lamb, "--optimizer=lamb", "--schedule=constant", "--adam_eps=1e-3")
-    done(train(*flags))
-    straight = state_of(tmp_path)["model"]
+    flags = f"{lamb} --optimizer=lamb --schedule=constant --adam_eps=1e-3"
+    done(train(flags))
+    straight = weights_of(tmp_path)
 
-    train(*flags, "--max_iters=6")
-    assert train(lamb, "--init_from=resume", "--max_iters=10")[0] == 0
-    assert same(state_of(tmp_path)["model"], straight)
+    train(flags, "--max_iters=6")
+    done(train(lamb, "--init_from=resume --max_iters=10"))
+    assert same(weights_of(tmp_path), straight)
 
     monkeypatch.delitem(OPTIMIZER, "lamb")
-    code, _, err = train("--init_from=resume", "--max_iters=11")
-    assert code == 2 and "optimizer='lamb' is not one of adamw, muon" in err
+    says = "optimizer='lamb' is not one of adamw, muon"
+    refused(train("--init_from=resume --max_iters=11"), says)

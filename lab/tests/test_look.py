@@ -7,7 +7,7 @@ from shutil import which
 
 import pytest
 import torch
-from harness import assert_equal
+from harness import assert_equal, done, refused
 from reference import shaken
 from torch.nn import functional as F
 
@@ -159,22 +159,20 @@ def test_an_attention_without_weights(monkeypatch):
 def test_the_commands_and_the_server(run, train, tmp_path, port):
     out = tmp_path / "look.html"
     flags = ("lab.look", f"--out_dir={tmp_path}/out", "--start=the lord")
-    train("--max_iters=2", "--heads=SL", "--window=9")
-    code, printed, err = run(*flags, f"--out={out}", "--which=latest")
-    assert code == 0 and "/out/ckpt.pt: " in printed, err
+    train("--max_iters=2 --heads=SL --window=9")
+    done(run(*flags, f"--out={out}", "--which=latest"), "/out/ckpt.pt: ")
     shown = out.read_text()
     assert '"tokens": ["t", "h", "e", "\\u2423"' in shown
     assert '"attention": "softmax, heads SL, window 9", "trained": "step 2, ' in shown
 
     run("data/text/prepare.py", f"--source={__file__}", f"--out_dir={tmp_path}/data")
-    train("--max_iters=2", f"--dataset={tmp_path}/data", f"--out_dir={tmp_path}/other")
+    train(f"--max_iters=2 --dataset={tmp_path}/data --out_dir={tmp_path}/other")
     for flag, says in (
         (f"--port={port}", "in use"),
         ("--port=70000", "--port=70000: "),
         (f"--out_dir={tmp_path}/out,{tmp_path}/other", "have different tokenizers"),
     ):
-        code, _, err = run(*flags, flag)
-        assert code == 2 and says in err
+        refused(run(*flags, flag), says)
 
     connection = http.client.HTTPConnection(f"127.0.0.1:{port}")
     # Other web pages cannot use the server.

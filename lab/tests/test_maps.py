@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from harness import assert_equal, done, legal, pairwise
+from harness import assert_equal, done, legal, pairwise, parametrize, refusal, refused
 from reference import shaken
 
 from attention.probe import probing
@@ -45,7 +45,7 @@ ROWS = pairwise(
 )
 
 
-@pytest.mark.parametrize(("attention", "case"), ROWS, ids=str)
+@parametrize("attention, case", ROWS, ids=str)
 @torch.no_grad()
 def test_the_weights_give_what_the_heads_compute(attention, case):
     model = gpt(attention=attention, **case)
@@ -100,13 +100,11 @@ def test_a_new_attention_has_maps(monkeypatch):
     assert not m.weights[5, :2].any()
 
 
-@pytest.mark.parametrize(
-    ("name", "definition"), [("new", squared), ("new", centred), ("laser", sigmoid_attention)]
-)
+@parametrize("name, definition", [("new", squared), ("new", centred), ("laser", sigmoid_attention)])
 def test_an_attention_without_weights_is_refused(name, definition, monkeypatch):
     """Nor does an edited laser get maps of the old one."""
     monkeypatch.setitem(ATTENTION, name, definition)
-    with pytest.raises(UserError, match=f"{name!r} has no weights to draw: it is not linear in"):
+    with refusal(f"{name!r} has no weights to draw: it is not linear in", UserError):
         weights_of(gpt(attention=name), IDX)
 
 
@@ -135,8 +133,8 @@ def test_chosen_maps():
     assert [[m.title for m in row] for row in rows] == titles  # laser has no difference
 
 
-@pytest.mark.parametrize(
-    ("start", "layer", "head", "says"),
+@parametrize(
+    "start, layer, head, says",
     [
         ("a", 2, None, "the layers 0 to 1"),
         ("a", -1, None, "the layers 0 to 1"),
@@ -145,7 +143,7 @@ def test_chosen_maps():
     ],
 )
 def test_what_cannot_be_chosen_is_refused(start, layer, head, says):
-    with pytest.raises(UserError, match=says):
+    with refusal(says, UserError):
         chosen_maps(gpt(), TOK, start, layer, head)
 
 
@@ -179,11 +177,10 @@ def test_a_picture():
 def test_a_new_attention_is_drawn(run, train, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setitem(ATTENTION, "new", sigmoid_attention)
-    train("--max_iters=2", "--attention=new", "--heads=SSSL", "--window=8")
+    train("--max_iters=2 --attention=new --heads=SSSL --window=8")
     out = tmp_path / "maps.png"
     flags = (f"--out_dir={tmp_path / 'out'}", "--start=the lord", f"--out={out}")
-    code, printed, err = run("lab.maps", *flags)
-    assert code == 0 and f"wrote {out}" in printed, err
+    done(run("lab.maps", *flags), f"wrote {out}")
 
 
 def test_characters_that_no_font_has_are_named(capsys):
@@ -199,9 +196,8 @@ def test_the_script(run, train, tmp_path):
     prompt.write_text("all citizens")
     numbers = tmp_path / "maps.json"
     flags = ("lab.maps", f"--out_dir={tmp_path / 'out'}/", f"--out={picture}")
-    more = (f"--start=FILE:{prompt}", "--which=latest", f"--json={numbers}")
-    code, out, err = run(*flags, *more)
-    assert code == 0 and "/out/ckpt.pt: step 5, " in out, err
+    result = run(*flags, f"--start=FILE:{prompt}", "--which=latest", f"--json={numbers}")
+    done(result, "/out/ckpt.pt: step 5, ")
     assert picture.read_bytes()[:4] == b"\x89PNG"
     written = json.loads(numbers.read_text())
     assert written["tokens"] == [*"all\u2423citizens"]
@@ -215,14 +211,13 @@ def test_the_script(run, train, tmp_path):
         ("--out=maps.doc", "must end in .png, .pdf or .svg"),
         (f"--out={tmp_path / 'none' / 'maps.png'}", "No such file"),
     ):
-        code, _, err = run(*flags, "--start=all", flag)
-        assert code == 2 and says in err, err
+        refused(run(*flags, "--start=all", flag), says)
 
 
 def test_maps_of_several_runs(run, train, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     train("--max_iters=2")
-    train("--max_iters=2", "--attention=beta", "--heads=SL", f"--out_dir={tmp_path}/b")
+    train(f"--max_iters=2 --attention=beta --heads=SL --out_dir={tmp_path}/b")
     folders = f"{tmp_path}/out, {tmp_path}/b/,{tmp_path}/b/../out"
     figures = []
     monkeypatch.setattr(

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from harness import assert_equal
+from harness import assert_equal, done, parametrize
 from reference import randomised
 from torch.nn import functional as F
 
@@ -102,9 +102,9 @@ def test_vit_tests_on_the_same_digits_for_every_seed():
 
 def test_vit_learns(run):
     pytest.importorskip("sklearn")
-    flags = ["--steps=100", "--n_layer=1", "--shift=0", "--batch_size=32", "--patch_size=4"]
-    code, out, err = run("lab/examples/vit.py", *flags, "--device=cpu")
-    assert code == 0 and float(out.split()[-1]) < 0.2, err
+    flags = "--steps=100 --n_layer=1 --shift=0 --batch_size=32 --patch_size=4 --device=cpu"
+    out = done(run("lab/examples/vit.py", *flags.split()))
+    assert float(out.split()[-1]) < 0.2
 
 
 # -----------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def small(n_embd=16, **choices):
     return GPTConfig(**sizes | {"tied": False, "mlp": "swish"} | choices)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "choices",
     [
         {"position": "rope"},
@@ -184,7 +184,6 @@ def test_a_conformer_block_is_equation_1():
 def test_conformer_learns(run):
     """Its weights by hand, with C = 64: the convolution module has 5 C of a kernel of 5."""
     pytest.importorskip("sktime")
-    flags = ["--steps=60", "--n_layer=1", "--kernel=5"]
-    code, out, err = run("lab/examples/conformer.py", *flags, "--device=cpu")
-    assert code == 0 and "97,865 parameters" in out, err
+    flags = "--steps=60 --n_layer=1 --kernel=5 --device=cpu"
+    out = done(run("lab/examples/conformer.py", *flags.split()), "97,865 parameters")
     assert float(re.search(r"370 test recordings ([\d.]+)", out)[1]) < 0.2

@@ -82,7 +82,7 @@ def test_tensorboard(train, tmp_path, monkeypatch):
         monkeypatch.setattr(Log, name, getattr(Log, name))  # undone afterwards
     monkeypatch.delitem(sys.modules, "lab.tensorboard", raising=False)
     for flags in ("--max_iters=10", "--init_from=resume --max_iters=15", "--max_iters=7"):
-        done(train("--import=lab.tensorboard", "--log_logits", *flags.split()))
+        done(train("--import=lab.tensorboard --log_logits", flags))
         rows = logged(tmp_path)
         board = events.EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
         for key in ("loss", "norm", "lr", "val_loss", "max_logit/0", "max_logit/1"):

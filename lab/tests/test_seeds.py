@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from harness import assert_equal, done
+from harness import assert_equal, done, parametrize, refusal, slow
 from scipy import stats
 from test_experiments import tables
 
@@ -61,8 +61,8 @@ def tiny(data, tmp_path, capsys, monkeypatch):
         out = tmp_path / "x.json"
         picture = tmp_path / "x.png"
         monkeypatch.setitem(script.SCALES, "tiny", TINY[script])
-        flags |= {"scale": "tiny", "seeds": 2, "jobs": 2, "out_dir": str(tmp_path / "r")}
-        flags |= {"out": str(out), "picture": str(picture)}
+        places = {"out_dir": str(tmp_path / "r"), "out": str(out), "picture": str(picture)}
+        flags |= places | {"scale": "tiny", "seeds": 2, "jobs": 2}
         for name, value in flags.items():
             monkeypatch.setattr(script, name, value)
         script.main()
@@ -77,11 +77,10 @@ def tiny(data, tmp_path, capsys, monkeypatch):
     return tiny
 
 
-@pytest.mark.slow
+@slow
 def test_laser(tiny, data):
     """Equal rates for both, more seeds at the best one, one power law for each seed."""
-    extra = f"--dataset={data} --device=cpu"
-    out, found = tiny(laser, extra=extra)
+    out, found = tiny(laser, extra=f"--dataset={data} --device=cpu")
     (rows,) = tables(out)
     assert len(rows) == 3
     vals = {name: run["val"] for name, run in found["runs"].items()}
@@ -113,11 +112,10 @@ def test_the_statistics_of_laser():
     assert share == pytest.approx(0.25)
 
 
-@pytest.mark.slow
+@slow
 def test_long_short(tiny, data):
     """All models and lengths; scores and times are measured; at a senseless rate all runs break."""
-    extra = f"--dataset={data} --device=cpu"
-    out, found = tiny(long_short, extra=extra)
+    out, found = tiny(long_short, extra=f"--dataset={data} --device=cpu")
     _, border, _ = tables(out)
     models = TINY[long_short]["models"]
     keys = [[n, heads, model] for heads in "62" for n in ("16", "32") for model in models]
@@ -133,7 +131,7 @@ def test_long_short(tiny, data):
     assert len(vals) == 3
 
 
-@pytest.mark.slow
+@slow
 def test_beta_post(tiny, data, tmp_path):
     """The models see the first tenth of the training split, and all of the validation split."""
     out, found = tiny(beta_post, dataset=data, lengths="32", repeats=1)
@@ -148,7 +146,7 @@ def test_beta_post(tiny, data, tmp_path):
     assert part["val.bin"] == whole["val.bin"]
 
 
-@pytest.mark.parametrize("attention", ["softmax", "beta"])
+@parametrize("attention", ["softmax", "beta"])
 def test_passes_by_hand(attention):
     """The closed forms of the gradients, and the fast forms, are the definition's."""
     *x, dy = (torch.randn(2, 3, 40, 8).double().requires_grad_() for _ in range(4))
@@ -183,7 +181,7 @@ def test_jacobians(run, tmp_path):
 def test_a_diverged_run_is_a_result_only_where_that_is_asked(data, tmp_path, capfd):
     flags = "--device=cpu --max_iters=5 --eval_iters=1 --log_interval=1 --n_layer=1 --block_size=16"
     command = [CPU, f"--dataset={data}", *flags.split(), "--learning_rate=1e18"]
-    with pytest.raises(UserError, match="this run failed"):
+    with refusal("this run failed", UserError):
         runs.finished("a", command, str(tmp_path / "a"))
     assert "a smaller --learning_rate" in capfd.readouterr().err
     log = runs.finished("a", command, str(tmp_path / "a"), may_diverge=True)
@@ -207,7 +205,7 @@ def test_a_changed_command_or_config_is_run_again_and_shown_as_it_is(data, tmp_p
         stored = str(tmp_path / "x.json")
         return runs.record(stored, commands, str(tmp_path / "r"), 1, make)["a"]["val"]
 
-    with pytest.raises(UserError, match="no results of 'a'"):
+    with refusal("no results of 'a'", UserError):
         val(False)
     first = val(True)
     assert first == val(True) == val(False)

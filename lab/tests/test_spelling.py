@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import assert_equal, done
+from harness import assert_equal, done, parametrize
 from reference import randomised
 from torch import nn
 
@@ -138,7 +138,7 @@ CHOICES = [{"attention": name} for name in ATTENTION] + [
 ]
 
 
-@pytest.mark.parametrize("choices", CHOICES, ids=str)
+@parametrize("choices", CHOICES, ids=str)
 def test_every_choice(choices):
     """No sound sees later ones; a padded batch is as each word alone; every weight learns."""
     ours = model(**choices)
@@ -159,7 +159,7 @@ def test_every_choice(choices):
         assert p.grad.any() or may_be_zero, name
 
 
-@pytest.mark.parametrize("where", ["pre", "post"])
+@parametrize("where", ["pre", "post"])
 @torch.no_grad()
 def test_a_decoder_block_equals_pytorchs(where):
     theirs = nn.TransformerDecoderLayer(
@@ -256,7 +256,7 @@ def test_the_lectures_equations():
         assert_equal(logits[0, t], expected, 1e-12)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "mixture", [before.Mean, before.Bahdanau, before.Lecture, partial(before.DotProduct, "laser")]
 )
 @torch.no_grad()
@@ -282,8 +282,8 @@ SEQ2SEQ = "--attention=laser --beam=2 --n_layer=1 --n_head=2 --n_embd=16"
 MIXTURES = ["mean", "bahdanau", "lecture", "beta", "laser"]
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "results"),
+@parametrize(
+    "name, flags, results",
     [
         ("seq2seq", SEQ2SEQ, [f"attention=laser seed=1 beam={n}" for n in (1, 2)]),
         (
@@ -297,8 +297,7 @@ def test_a_program_runs(run, tmp_path, name, flags, results):
     picture = tmp_path / "a.png"
     flags += f" --picture={picture} --steps=2 --batch_size=8 --test_words=20 --device=cpu"
     flags += " --words=cab,though"
-    out = done(run(f"lab/examples/{name}.py", *flags.split()))
+    result = run(f"lab/examples/{name}.py", *flags.split())
+    out = done(result, "\ncab: ", "\nthough: ")
     assert re.findall("result: (.*) word error rate", out) == results
     assert picture.stat().st_size > 1000
-    assert "\ncab: " in out
-    assert "\nthough: " in out

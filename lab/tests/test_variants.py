@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from harness import assert_equal
-from reference import naive_attention, randomised
+from harness import assert_equal, parametrize
+from reference import cached, naive_attention, randomised
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from lab.experiments.tables import TABLES
 from lab.experiments.times import model_of
@@ -49,7 +50,7 @@ def x():
 SEVERAL = "rezero_norm,factorised,qkv_apart,synthesizer_random_plus,shared"
 
 
-@pytest.mark.parametrize("variants", [*(x for x in VARIANT if x != "bfloat16"), SEVERAL])
+@parametrize("variants", [*(x for x in VARIANT if x != "bfloat16"), SEVERAL])
 def test_a_variant_is_causal_and_decodes_with_a_cache_as_without(variants, x):
     """And each of its weights has a gradient; short heads as well."""
     gpt = randomised(gpt_of(variants, heads="SL", window=5))
@@ -57,27 +58,23 @@ def test_a_variant_is_causal_and_decodes_with_a_cache_as_without(variants, x):
     for p in gpt.parameters():
         assert p.grad.isfinite().all()
         assert p.grad.any()
-    cache = gpt.new_cache()
     with torch.no_grad():
         y = gpt(x, x)[0]
-        steps = []
-        for part in x.split((7, 1, 1, 15), dim=1):
-            steps.append(gpt(part, part, cache=cache)[0])
-        torch.testing.assert_close(torch.cat(steps, dim=1), y, rtol=1e-4, atol=1e-4)
+        assert_close(cached(gpt, x, [7, 1, 1, 15]), y, rtol=1e-4, atol=1e-4)
         x[:, 15:] = (x[:, 15:] + 1) % 29
         changed = gpt(x, x)[0]
     assert torch.equal(y[:, :15], changed[:, :15])
     assert not y[:, 15:].allclose(changed[:, 15:])
 
 
-@pytest.mark.parametrize("variant", ["rezero", "fixup", "rezero_norm"])
+@parametrize("variant", ["rezero", "fixup", "rezero_norm"])
 def test_rezero_and_fixup_begin_as_the_identity(variant, x):
     gpt = gpt_of(variant)
     h = gpt.transformer.wte(x) + gpt.transformer.wpe(torch.arange(24))
     if variant == "rezero_norm":
         h = F.layer_norm(h, (32,))
     logits = h @ gpt.lm_head.weight.T
-    torch.testing.assert_close(gpt(x, x)[0], logits, rtol=1e-5, atol=1e-6)
+    assert_close(gpt(x, x)[0], logits, rtol=1e-5, atol=1e-6)
 
 
 def test_the_first_weights():
@@ -93,7 +90,7 @@ def test_the_maps_of_beta():
     divisors = {"unit": 5, "root": 26**0.5, "l1": 8, "max": 5}
     x = torch.tensor([3.0, -4.0])
     for name, found in MAPS.items():
-        torch.testing.assert_close(found(x), x / divisors[name])
+        assert_close(found(x), x / divisors[name])
 
 
 def test_the_numbers_of_weights():
@@ -123,7 +120,7 @@ def test_qkv_apart_is_the_same_model_with_three_matrices(x):
     assert len(squares) == 3 * 4  # q, k, v and c_proj of 3 layers
 
 
-@pytest.mark.parametrize("name", ["dense", "dense_plus", "random", "random_plus"])
+@parametrize("name", ["dense", "dense_plus", "random", "random_plus"])
 def test_a_synthesizer_has_its_scores(name):
     attn = randomised(gpt_of(f"synthesizer_{name}")).transformer.h[0].attn
     x = torch.randn(2, 20, 32)
@@ -134,7 +131,7 @@ def test_a_synthesizer_has_its_scores(name):
         bias = q.relu() @ bias
     bias = bias[..., :20, :20]
     y = naive_attention("softmax", q if "plus" in name else 0 * q, k, v, bias=bias)
-    torch.testing.assert_close(attn(x), attn.c_proj(y.transpose(1, 2).flatten(2)))
+    assert_close(attn(x), attn.c_proj(y.transpose(1, 2).flatten(2)))
 
 
 def attention(Q, K, V):
@@ -162,7 +159,7 @@ def test_the_total_derivative_of_beta_attention():
     assert (post - true).norm() > 0.1 * true.norm()
 
 
-@pytest.mark.parametrize("table", ["narang", "maps", "qkv"])
+@parametrize("table", ["narang", "maps", "qkv"])
 def test_every_row_is_a_model(table):
     t = TABLES[table]
     for flags in t.rows.values():

@@ -1,0 +1,85 @@
+"""Gated DeltaNet: its equation, causality, decoding, documents and extreme inputs."""
+
+import pytest
+import torch
+from harness import assert_equal
+from reference import randomised
+
+from attention.cache import Cache
+from attention.documents import Documents
+from lab.gated_delta import GatedDelta, chunked
+from model import ATTENTION, GPTConfig
+
+# The core's tests, which may run in the same process, do not know this attention.
+ATTENTION.pop("gated_delta")
+DOCUMENTS = Documents(torch.arange(140).expand(2, -1) % 90)  # two in each row
+
+
+@pytest.fixture
+def layer():
+    """A layer that remembers about 50 tokens."""
+    c = GPTConfig(n_head=2, n_embd=12, conv=3)
+    layer = randomised(GatedDelta(c.resolved(), 0))
+    layer.log_A.data.fill_(-4.0)
+    return layer.double()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 140, 12).double().requires_grad_()
+
+
+def one_head(q, k, v, beta, log_alpha, S):
+    """The same as chunked: q (T, D), and so on."""
+    outputs = []
+    for t in range(len(q)):
+        write = beta[t] * k[t][:, None]  # (D, 1)
+        S = log_alpha[t].exp() * (torch.eye(5) - write * k[t]) @ S + write * v[t]
+        outputs.append(q[t] @ S)
+    return torch.stack(outputs), S
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
+def test_chunks_are_the_equation(length):
+    """With a state before them: y, the state after them, and all gradients."""
+    q, k, v = 0.4 * torch.randn(3, 2, 3, length, 5).double()
+    beta, rate = torch.rand(2, 2, 3, length, 1).double()
+    S = torch.randn(2, 3, 5, 5).double()
+    results = []
+    for form in (chunked, torch.vmap(torch.vmap(one_head))):
+        output, gradients = torch.func.vjp(form, q, k, v, beta, -0.1 * rate, S)
+        results.append([*output, *gradients(output)])
+    assert_equal(*results, 1e-10)
+
+
+def test_a_token_sees_itself_and_all_before(layer, x):
+    """By the gradient of one output, which is in the second of three chunks."""
+    layer(x)[:, 100].sum().backward()
+    assert x.grad[:, :101].all()
+    assert not x.grad[:, 101:].any()
+
+
+@torch.no_grad()
+def test_decoding_with_a_cache_of_constant_size(layer, x):
+    """In pieces of many tokens and of one."""
+    cache = Cache([], 140)
+    cache.state = {}
+    pieces = x.split((70, 60, 1, 1, 1, 7), dim=1)
+    decoded = [layer(piece, cache) for piece in pieces]
+    assert_equal(torch.cat(decoded, dim=1), layer(x), 1e-10)
+    assert cache.state[layer].shape == (2, 2, 6, 6)
+
+
+def test_packed_documents_are_each_alone(layer, x):
+    """The second document begins within a chunk."""
+    alone = [layer(document) for document in x.split(90, dim=1)]
+    assert_equal(layer(x, DOCUMENTS), torch.cat(alone, dim=1), 1e-10)
+
+
+def test_extreme_inputs_give_finite_values_and_gradients(layer, x):
+    """A row of zeros and a row of large numbers, in float32."""
+    scale = torch.tensor([0.0, 100.0])[:, None, None]
+    y = layer.float()(scale * x.float(), DOCUMENTS)
+    y.sum().backward()
+    for result in (y, x.grad, *(p.grad for p in layer.parameters())):
+        assert result.isfinite().all()

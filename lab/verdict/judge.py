@@ -1,0 +1,194 @@
+"""The runs of a verdict: learning rates are tuned, then seeds are paired; and its statistics."""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from errors import optional
+from lab.experiments.results import saved
+from lab.experiments.runs import final, folder_of, identity, record
+from training.distributed import count
+from training.estimate import duration
+
+TUNING = (101, 102)  # the seeds of the runs that decide a learning rate
+WIDER = 2  # how often a grid of rates is made wider where its best rate is at its edge
+START = 5.0  # seconds of a run besides its steps
+EVALUATIONS = 1.3  # the time of a run's steps with its evaluations, as a multiple
+
+
+class Arm(NamedTuple):
+    """One side of the comparison: its name and its flags of train.py."""
+
+    name: str
+    words: tuple[str, ...]
+
+
+class Setting(NamedTuple):
+    """What an arm is trained with: a size such as "3 x 96", and a number of steps."""
+
+    arm: Arm
+    size: str
+    steps: int
+
+
+@dataclass
+class Judge:
+    """Makes runs of train.py and keeps their results in out_dir/results.json."""
+
+    config_file: str
+    common: tuple[str, ...]  # flags of both arms
+    rates: list[float]
+    seeds: list[int]
+    tuning: tuple[int, ...]
+    out_dir: str
+    jobs: int
+    ms: dict = field(default_factory=dict)  # {(arm's name, size): milliseconds of a step}
+    planned: float = 0.0  # seconds of runs that were planned, on one core
+    made: list[float] = field(default_factory=list)  # the seconds of the runs that are made
+
+    @property
+    def store(self) -> str:
+        return f"{self.out_dir}/results.json"
+
+    def run(self, setting: Setting, rate: float, seed: int, *more: str) -> tuple[str, list[str]]:
+        """(the name, the arguments of train.py) of a run."""
+        n_layer, n_embd = setting.size.split(" x ")
+        n = setting.steps
+        words = [
+            f"--n_layer={n_layer}",
+            f"--n_embd={n_embd}",
+            f"--max_iters={n}",
+            f"--lr_decay_iters={n}",
+            f"--warmup_iters={min(100, n // 10)}",
+            f"--eval_interval={max(1, n // 5)}",
+            "--eval_iters=73",
+            "--min_lr=0.0",
+            *self.common,
+            *setting.arm.words,
+            *more,
+            f"--learning_rate={rate:g}",
+            f"--seed={seed}",
+        ]
+        about = " ".join([*setting.arm.words, *more, *self.common]) or "the config file"
+        name = f"{about}; {setting.size}, {n} steps, rate {rate:g}, seed {seed}"
+        return name, [self.config_file, *words]
+
+    def make(self, runs: list[tuple[str, list[str]]]) -> dict:
+        """Make the runs that are missing; return {name: result} of all."""
+        keep = ("val_loss",)
+        return record(self.store, dict(runs), self.out_dir, self.jobs, True, keep, self.progress)
+
+    def progress(self, name: str, seconds: float) -> None:
+        """Say how far the plan is, after a run that took so long."""
+        self.made.append(seconds)
+        left = max(0.0, self.planned - sum(self.made)) / self.jobs
+        print(f"  {name}: {seconds:.0f} s; about {duration(left)} of runs left", flush=True)
+
+    def plan(self, settings: list[Setting]) -> int:
+        """Add the runs that these settings need to the plan; return their number.
+
+        A grid may have to be made wider. Where a rate is tuned already, the seeds are there too.
+        """
+        known = saved(self.store, {"runs": {}})["runs"]
+        n = 0
+        for setting in settings:
+            runs = [self.run(setting, rate, seed) for rate in self.rates for seed in self.tuning]
+            left = sum(known.get(name, {}).get("of") != identity(args) for name, args in runs)
+            if left:
+                left += len(self.seeds)
+            n += left
+            ms = self.ms[setting.arm.name, setting.size]
+            self.planned += left * (START + EVALUATIONS * setting.steps * ms / 1e3)
+        return n
+
+    def tuned(self, settings: list[Setting]) -> dict[Setting, "Tuned"]:
+        """The best rate of each setting, by its mean loss over the seeds of `tuning`.
+
+        Where the best rate is at the edge of the grid, the next rate is tried, WIDER times at most.
+        """
+        grids = {setting: sorted(self.rates) for setting in settings}
+        for widened in range(WIDER + 1):
+            runs = []
+            for setting, rates in grids.items():
+                runs += [self.run(setting, rate, seed) for rate in rates for seed in self.tuning]
+            results = self.make(runs)
+            best = {}
+            for setting, rates in grids.items():
+                means = {}
+                for rate in rates:
+                    names = [self.run(setting, rate, seed)[0] for seed in self.tuning]
+                    means[rate] = statistics.mean(final(results[name]) for name in names)
+                rate = min(means, key=means.get)
+                at_edge = rate in (rates[0], rates[-1])
+                best[setting] = Tuned(rate, at_edge, means)
+            if widened == WIDER or not any(x.at_edge for x in best.values()):
+                return best
+            for setting, (rate, at_edge, _) in best.items():
+                rates = grids[setting]
+                if at_edge:
+                    rates.append(2 * rate if rate == rates[-1] else rate / 2)
+                    rates.sort()
+        return best
+
+    def losses(self, rates: dict[Setting, "Tuned"]) -> dict[Setting, list[dict]]:
+        """The results of each setting's seeds, at its best rate."""
+        runs = {s: [self.run(s, x.rate, seed) for seed in self.seeds] for s, x in rates.items()}
+        results = self.make(sum(runs.values(), []))
+        return {s: [results[name] for name, _ in of_s] for s, of_s in runs.items()}
+
+    def trained(self, setting: Setting, rate: float, *more: str) -> str:
+        """The folder of the run of the first seed."""
+        return folder_of(*self.run(setting, rate, self.seeds[0], *more), self.out_dir)
+
+
+class Tuned(NamedTuple):
+    rate: float
+    at_edge: bool
+    means: dict[float, float]  # {rate: mean loss}
+
+
+class Difference(NamedTuple):
+    """The mean of paired differences, its 95% interval, and what the pairs could have shown."""
+
+    mean: float
+    low: float
+    high: float
+    shown: float  # the difference that such pairs show with a power of 80%
+
+    def __str__(self) -> str:
+        if not math.isfinite(self.mean):
+            return "diverged"
+        return f"{self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+
+    @property
+    def word(self) -> str:
+        """better, worse, or nothing where the interval contains 0."""
+        if not math.isfinite(self.mean):
+            return "worse"
+        return "better" if self.high < 0 else "worse" if self.low > 0 else ""
+
+
+def difference(x: list[float], y: list[float]) -> Difference:
+    """Of x - y, losses of the same seeds."""
+    changes = [a - b for a, b in zip(x, y, strict=True)]
+    mean = statistics.mean(changes)
+    if not all(map(math.isfinite, changes)):
+        return Difference(math.inf, math.inf, math.inf, math.inf)
+    t = optional("scipy.stats", "an interval").t(len(changes) - 1)
+    error = statistics.stdev(changes) / math.sqrt(len(changes))
+    half = t.ppf(0.975) * error
+    return Difference(mean, mean - half, mean + half, (t.ppf(0.975) + t.ppf(0.8)) * error)
+
+
+def in_words(words: dict[str, str], where: str) -> str:
+    """A verdict on sizes, {size: "better", "worse" or ""}: "better at equal steps at both"."""
+    parts = []
+    for word in ("better", "worse"):
+        n = list(words.values()).count(word)
+        if n:
+            which = f"at {'all' if n > 2 else 'both'} sizes" if n > 1 else "at the only size"
+            if n < len(words):
+                which = f"at {n} of {count(len(words), 'size')}"
+            parts.append(f"{word} {where} {which}")
+    return ", ".join(parts) or f"no difference seen {where}"
