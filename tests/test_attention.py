@@ -220,6 +220,23 @@ def test_zero_queries_have_finite_gradients(core, T, window):
         assert gradient.isfinite().all()
 
 
+@cores
+@some_spans
+def test_gradients_are_finite_on_ties_and_on_large_scores(core, T, window):
+    """Equal keys, each of two keys, and scores up to 10,000, in float32."""
+    for case in ("equal", "two", "large"):
+        x = {name: t.detach() for name, t in qkv(T, torch.float32).items()}
+        if case == "large":
+            x["q"] = 3e3 * x["q"]
+        else:
+            index = torch.zeros(T, dtype=torch.long) if case == "equal" else torch.arange(T) % 2
+            x["k"] = x["k"][:, :, index]
+        x = {name: t.requires_grad_() for name, t in x.items()}
+        y = fast(core)(**x, window=window)
+        for gradient in grad(y.sum(), [*x.values()]):
+            assert gradient.isfinite().all(), case
+
+
 # -----------------------------------------------------------------------------
 # LASER
 

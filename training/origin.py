@@ -73,14 +73,12 @@ def fingerprints(names: Iterable[str], modules: Iterable[str]) -> dict[str, str]
     return prints | {module: checksum(text) for module, text in files_of(modules).items()}
 
 
-def commit() -> tuple[str, bool]:
-    """The commit of this repository, and whether its files were edited since; "" without git."""
+def commit() -> str:
+    """The commit of this repository; it ends in -dirty if files were edited. "" without git."""
     command = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     with contextlib.suppress(OSError):  # git is not installed
-        answer = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        revision, _, dirty = answer.partition("-")
-        return revision, bool(dirty)
-    return "", False
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def origin(config: GPTConfig) -> dict:
@@ -89,12 +87,10 @@ def origin(config: GPTConfig) -> dict:
     for name in attentions(config):
         with contextlib.suppress(OSError, TypeError):  # not from a file; no function
             sources[name] = inspect.getsource(ATTENTION[name])
-    revision, edited = commit()
     return {
         "command": shlex.join(["python", *sys.argv]),
         "import": imported(),
-        "commit": revision,
-        "edited": edited,
+        "commit": commit(),
         "versions": {
             "python": platform.python_version(),
             "torch": str(torch.__version__),

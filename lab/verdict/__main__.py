@@ -174,9 +174,15 @@ class Verdict:
             in_time[size] = Setting(self.idea, size, self.numbers["sizes"][size]["fit"])
         again = [s for s in in_time.values() if abs(s.steps / steps - 1) > TUNED_AGAIN]
         settings = sum(in_steps.values(), [])
-        n = self.judge.plan(settings + again)
-        took = duration(self.judge.planned / self.judge.jobs)
-        print(f"about {n} runs to make, {self.judge.jobs} at a time: {took}", flush=True)
+        seconds = self.judge.plan(settings, True) + self.judge.plan(again, True)
+        seconds += self.judge.plan(
+            [s for s in in_time.values() if s not in settings + again], False
+        )
+        print(
+            f"{self.idea.name} against {self.base.name}: about {self.judge.planned} runs, "
+            f"{self.judge.jobs} at a time, {duration(seconds)}",
+            flush=True,
+        )
         rates = self.judge.tuned(settings)
         for size, setting in in_time.items():
             rates[setting] = rates[in_steps[size][1]]

@@ -44,7 +44,7 @@ class Judge:
     out_dir: str
     jobs: int
     ms: dict = field(default_factory=dict)  # {(arm's name, size): milliseconds of a step}
-    planned: float = 0.0  # seconds of runs that were planned, on one core
+    planned: int = 0  # runs to make
     made: list[float] = field(default_factory=list)  # the seconds of the runs that are made
 
     @property
@@ -82,25 +82,24 @@ class Judge:
     def progress(self, name: str, seconds: float) -> None:
         """Say how far the plan is, after a run that took so long."""
         self.made.append(seconds)
-        left = max(0.0, self.planned - sum(self.made)) / self.jobs
-        print(f"  {name}: {seconds:.0f} s; about {duration(left)} of runs left", flush=True)
+        left = max(0, self.planned - len(self.made)) * statistics.mean(self.made) / self.jobs
+        print(f"  {seconds:.0f} s: {name}; about {duration(left)} left", flush=True)
 
-    def plan(self, settings: list[Setting]) -> int:
-        """Add the runs that these settings need to the plan; return their number.
+    def plan(self, settings: list[Setting], tunes: bool) -> float:
+        """Add the runs that these settings need to the plan; return their seconds, roughly.
 
         A grid may have to be made wider. Where a rate is tuned already, the seeds are there too.
         """
         known = saved(self.store, {"runs": {}})["runs"]
-        n = 0
+        total = 0.0
         for setting in settings:
             runs = [self.run(setting, rate, seed) for rate in self.rates for seed in self.tuning]
             left = sum(known.get(name, {}).get("of") != identity(args) for name, args in runs)
-            if left:
-                left += len(self.seeds)
-            n += left
+            n = left * tunes + len(self.seeds) * (left > 0)
             ms = self.ms[setting.arm.name, setting.size]
-            self.planned += left * (START + EVALUATIONS * setting.steps * ms / 1e3)
-        return n
+            self.planned += n
+            total += n * (START + EVALUATIONS * setting.steps * ms / 1e3) / self.jobs
+        return total
 
     def tuned(self, settings: list[Setting]) -> dict[Setting, "Tuned"]:
         """The best rate of each setting, by its mean loss over the seeds of `tuning`.

@@ -19,7 +19,7 @@ from training.estimate import duration
 # Where the card looks for verdicts: those of the lab, and those of the folder in which it runs
 VERDICTS = ("lab/verdicts/*.json", "verdict-*/runs.json")
 TEXT = "First Citizen: we are"  # of the maps, if the model has such characters
-WIDTH = 30  # of a column of the report
+WIDTH = 36  # of a column of the report
 
 
 def lines_of(n: dict) -> list[str]:
@@ -27,7 +27,8 @@ def lines_of(n: dict) -> list[str]:
     made_by = n["origin"]
     runs, seconds = n["made"]
     code = [f"{name} {code[:8]}" for name, code in made_by["fingerprints"].items()]
-    commit = made_by["commit"][:8] + (" (edited)" if made_by["edited"] else "")
+    commit = made_by["commit"]
+    commit = commit[:8] + (" (edited)" if commit.endswith("-dirty") else "")
     version = made_by["versions"]["torch"]
     lines = [
         f"{n['idea']} against {n['base']}: {count(runs, 'run')} made, {duration(seconds)}",
