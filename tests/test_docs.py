@@ -2,6 +2,7 @@
 
 import functools
 import glob
+import importlib
 import json
 import os
 import re
@@ -10,10 +11,13 @@ import shutil
 import subprocess
 import sys
 
-from harness import ROOT, Workers, done, parametrize, refused, slow
+import torch
+from harness import ROOT, Workers, assert_equal, done, parametrize, refused, slow
 from test_configurator import SCRIPTS
 
+from attention.probe import probing
 from choices import NORM
+from model import ATTENTION
 from positions import POSITION
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
@@ -88,7 +92,7 @@ def check_link(path: str, words: str, target: str) -> None:
 def commands(page: str) -> list[str]:
     """The command lines of a page's code blocks, and of the code in its sentences."""
     languages = set(re.findall(r"(?m)^```(.+)$", page))
-    assert languages <= {"sh", "python"}, "a block of commands begins with ```sh"
+    assert languages <= {"sh", "python", "diff"}, "a block of commands begins with ```sh"
     lines = []
     for block in re.findall(r"(?ms)^```sh\n(.*?)^```$", page):
         lines += block.replace("\\\n", " ").splitlines()
@@ -227,6 +231,57 @@ def test_add_your_own(data, tmp_path):
     )
     assert tests.returncode == 0, tests.stdout
     assert int(re.search(r"(\d+) passed", tests.stdout)[1]) > 100
+
+
+@parametrize("name", ["forgetting", "gated_delta"])
+def test_ideas_that_are_no_function_of_scores(name, run, train, tmp_path, monkeypatch):
+    """Each file of docs/ideas.md trains as printed, and a cache changes no text."""
+    block = next(block for block in PYTHON_BLOCK.findall(read("docs/ideas.md")) if name in block)
+    module = f"my_{name}"
+    (tmp_path / f"{module}.py").write_text(block, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(ATTENTION, name, None)
+    flags = [f"--import={module} --attention={name}"]
+    if name == "gated_delta":
+        flags.append("--short_attention=gated_delta --attention=softmax --heads=S/L")
+    for more in flags:
+        done(train(f"--import={module}", more, "--max_iters=3"), "sees no later tokens")
+        sample = [f"--out_dir={tmp_path / 'out'}", f"--import={module}", "--num_samples=1"]
+        sample += ["--start=the", "--max_new_tokens=40"]
+        cached = done(run("sample.py", *sample))
+        assert cached == done(run("sample.py", *sample, "--no-use_cache"))
+
+
+def test_a_value_residual_is_four_edited_lines(tmp_path, monkeypatch):
+    """The edit of docs/ideas.md, made as printed, trains: each value is a mean with the first."""
+    (diff,) = re.findall(r"(?ms)^```diff\n(.*?)^```$", read("docs/ideas.md"))
+    text = read("model.py")
+    for hunk in re.split(r"(?m)^@@.*\n", diff)[1:]:
+        lines = hunk.splitlines()
+        old = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+        assert text.count(old) == 1, old
+        text = text.replace(old, "\n".join(line[1:] for line in lines))
+    assert sum(line.startswith("+ ") for line in diff.splitlines()) == 4
+    (tmp_path / "edited_model.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    edited = importlib.import_module("edited_model")
+    gpt = edited.GPT(edited.GPTConfig(16, 11, n_layer=2, n_head=2, n_embd=8))
+    values = []
+
+    def look(layer, group, q, k, v, **_):
+        values.append(v)
+
+    x = torch.randint(11, (2, 16))
+    with probing(gpt, look):
+        gpt(x, x)[1].backward()
+    first, mixed = values
+    layer = gpt.transformer.h[1].attn
+    assert torch.equal(first, layer.shared.first_v) and not torch.equal(first, mixed)
+    layer.shared.first_v = torch.zeros(())  # the second layer's values are a mean with these
+    own = layer.c_attn(torch.ones(1, 1, 8))[..., 16:]
+    with probing(gpt, look):
+        layer(torch.ones(1, 1, 8))
+    assert_equal(values[-1].flatten(), own.flatten() / 2, 1e-6)
 
 
 def test_add_a_norm_and_a_position(run, train, tmp_path, monkeypatch):
