@@ -15,7 +15,6 @@ needs no new runs of what it is compared with. docs/verdict.md says how it decid
 """
 
 import os
-import re
 import shlex
 import sys
 import time
@@ -31,13 +30,12 @@ from lab.experiments.runs import code_of, constants, final, flags_of, identity, 
 from lab.experiments.runs import folder_of as run_folder
 from lab.experiments.times import model_of, step_times
 from lab.verdict import checks, costs, report
-from lab.verdict.judge import Arm, Judge, Setting, difference, in_words
-from model import GPTConfig
+from lab.verdict.judge import Arm, Judge, Setting, difference, in_words, shape_of
+from model import GPT
 from text.dataset import Tokens, folder_of, prepare_shakespeare, read_meta
 from training.checkpoint import open_model
-from training.estimate import duration
+from training.estimate import duration, num_params
 from training.origin import imported, origin
-from training.run import DEFAULTS, model_args
 
 # What is judged?
 what: Literal["judge", "card"] = "judge"  # card: print all verdicts that were made, in one table
@@ -93,8 +91,7 @@ class Verdict:
         self.vocab_size = read_meta(folder_of(data))["vocab_size"]
         self.sizes = [size.strip() for size in sizes.split(",")]
         for size in self.sizes:
-            if not re.fullmatch(r"[1-9]\d* x [1-9]\d*", size):
-                raise UserError(f'--sizes={size!r}: a size is layers x width, such as "3 x 96"')
+            shape_of(size)
         middle = self.settings["learning_rate"]
         cores = 1 if "cuda" in self.settings["device"] else os.cpu_count() or 1
         self.judge = Judge(
@@ -106,23 +103,18 @@ class Verdict:
             out_dir=out_dir,
             jobs=jobs or cores,
         )
-        self.of = of_text(f"{code_of(self.flags(base))} {code_of(self.flags(idea))}")
+        self.of = of_text(str([code_of(flags) for flags in self.flags()]))
         self.numbers = {"checks": [], "sizes": {size: {} for size in self.sizes}}
 
-    def flags(self, arm: Arm, size: str = "", **more: object) -> dict:
-        """The flags of train.py with which an arm's model is made."""
-        shape = {}
-        if size:
-            n_layer, n_embd = map(int, size.split(" x "))
-            shape = {"n_layer": n_layer, "n_embd": n_embd}
-        return shape | flags_of([*self.judge.common, *arm.words]) | more
+    def flags(self, size: str = "") -> list[dict]:
+        """The flags of train.py with which the models of both arms are made."""
+        words = [*(shape_of(size) if size else ()), *self.judge.common]
+        return [flags_of([*words, *arm.words]) for arm in (self.base, self.idea)]
 
-    def models(self, size: str, **more: object) -> dict:
-        """{arm's name: a new model}, what it is compared with first."""
-        return {
-            arm.name: model_of(config_file, self.flags(arm, size, **more), self.vocab_size)[0]
-            for arm in (self.base, self.idea)
-        }
+    def models(self, size: str, **more: object) -> list[GPT]:
+        """New models: of what the idea is compared with, and of the idea."""
+        both = self.flags(size)
+        return [model_of(config_file, flags | more, self.vocab_size)[0] for flags in both]
 
     def kept(self, part: str, size: str, measure, *args: object) -> dict:
         """What measure(*args) gives, from the file of results if it is there."""
@@ -142,23 +134,21 @@ class Verdict:
         """Checks of the new models."""
         for size in self.sizes:
             gpts = self.models(size)
-            n = [sum(p.numel() for p in gpt.parameters()) for gpt in gpts.values()]
+            n = [num_params(gpt, non_embedding=False) for gpt in gpts]
             self.numbers["sizes"][size]["parameters"] = n
-            last = gpts[self.idea.name]
-            self.check(checks.later_tokens(last))
-            self.numbers["checks"].pop()  # said once, of the trained model
-        self.check(checks.gradients(last), checks.cached(last))
-        self.numbers["checks"].pop()
+            self.check(*map(checks.later_tokens, gpts[1:]))
+        self.check(checks.gradients(gpts[1]), checks.cached(gpts[1]))
+        self.numbers["checks"].clear()  # said of the trained model
 
     def time_steps(self) -> None:
         """Times of steps decide how many steps fit into equal time."""
         against = dict.fromkeys((self.base.name, self.idea.name), self.base.name)
         for size in self.sizes:
-            rows = {arm.name: self.flags(arm, size) for arm in (self.base, self.idea)}
+            rows = dict(zip(against, self.flags(size), strict=True))
             args = (config_file, rows, self.vocab_size, 20, against)
             times = self.kept("times", size, step_times, *args)
-            for arm in (self.base, self.idea):
-                self.judge.ms[arm.name, size] = times[arm.name][0]
+            for arm in against:
+                self.judge.ms[arm, size] = times[arm][0]
             ratio = times[self.idea.name][1]
             fit = round(steps / ratio)
             if abs(fit / steps - 1) < SAME_TIME:
@@ -192,21 +182,20 @@ class Verdict:
             base, idea = in_steps[size]
             row = self.numbers["sizes"][size]
             row["rates"] = [rates[base].rate, rates[idea].rate]
-            row["time_rate"] = rates[in_time[size]].rate
             losses = {s: [final(x) for x in results[s]] for s in (base, idea, in_time[size])}
             for part, setting in (("steps", idea), ("time", in_time[size])):
                 row[part] = difference(losses[setting], losses[base])
                 row[f"{part}_edge"] = rates[base].at_edge or rates[setting].at_edge
             row["ms"] = [self.judge.ms[arm.name, size] for arm in (self.base, self.idea)]
-            row["losses"] = [losses[base], losses[idea], losses[in_time[size]]]
+            row["losses"] = [losses[base], losses[idea]]
             row["curves"] = [[x["curves"]["val_loss"] for x in results[s]] for s in (base, idea)]
-        self.folders = [self.judge.trained(s, rates[s].rate) for s in in_steps[self.sizes[-1]]]
-        self.rates = [rates[s].rate for s in in_steps[self.sizes[-1]]]
+        self.best = {s: rates[s].rate for s in in_steps[self.sizes[-1]]}
+        self.folders = [run_folder(*self.judge.run(*x, 1), out_dir) for x in self.best.items()]
 
     def check_trained(self) -> None:
         """Checks of the trained models, and their rounding errors in bfloat16."""
         base, idea = (open_model("resume", folder, "latest")[0] for folder in self.folders)
-        self.check(checks.later_tokens(idea), checks.cached(idea))
+        self.check(checks.later_tokens(idea), checks.cached(idea), checks.gradients(idea))
         T = idea.config.block_size
         text = Tokens(folder_of(self.settings["dataset"]), "val", T)
         idx = next(text.eval_batches(1, 16))[0]
@@ -216,46 +205,42 @@ class Verdict:
     def measure(self) -> None:
         """Speed, recall and longer texts."""
         size = self.sizes[-1]
-        self.numbers["layer"] = self.kept(
-            "layer", size, lambda: costs.of_layer(self.models(size, block_size=LONG), 3)
-        )
-        self.numbers["decoding"] = self.kept(
-            "decoding", size, lambda: costs.of_decoding(self.models(size), 5)
-        )
+        long = self.models(size, block_size=LONG)
+        self.numbers["layer"] = self.kept("layer", size, costs.of_layer, *long)
+        gpts = self.models(size)
+        self.numbers["decoding"] = self.kept("decoding", size, costs.of_decoding, *gpts)
         print("recall", flush=True)
         self.numbers["recall"] = self.kept("recall", "pairs", self.recall)
-        self.numbers["longer"] = self.longer(size)
+        self.numbers["longer"] = self.longer()
 
     def recall(self) -> dict:
         """{"base": , "idea": accuracy in associative recall}, with a convolution and RoPE."""
         extra = {"position": "rope", "conv": 4}
-        fields = [costs.added(self.flags(arm), extra) for arm in (self.base, self.idea)]
+        fields = [costs.added(flags, extra) for flags in self.flags()]
         base, idea = costs.recall_of(fields, imported(), self.judge.jobs)
         return {"base": base, "idea": idea}
 
-    def longer(self, size: str) -> dict:
+    def longer(self) -> dict:
         """{"base": , "idea": }: how much higher the loss is on texts LONGER times the context."""
-        runs = {}
-        for arm, rate in zip((self.base, self.idea), self.rates, strict=True):
+        runs = []
+        for (setting, rate), flags in zip(self.best.items(), self.flags(), strict=True):
             more = []
-            if "position" not in self.flags(arm):
-                fields = costs.added(self.flags(arm), {"position": "rope"})
-                more = [f"--position={fields.get('position', 'none')}"]
-            setting = Setting(arm, size, steps)
-            runs[arm] = self.judge.run(setting, rate, 1, *more)
-        self.judge.make(list(runs.values()))
+            if "position" not in flags:
+                position = costs.added(flags, {"position": "rope"}).get("position", "none")
+                more = [f"--position={position}"]
+            runs.append(self.judge.run(setting, rate, 1, *more))
+        self.judge.make(runs)
         T = self.settings.get("block_size", 1024)
-        changes = {}
-        for key, (arm, run) in zip(("base", "idea"), runs.items(), strict=True):
-            folder = run_folder(*run, out_dir)
-            modules = [word for word in arm.words if word.startswith("--import")]
-            loss = {}
+        changes = []
+        for name, args in runs:
+            words = [word for word in args if word.startswith("--import")]
+            losses = []
             for n in (T, LONGER * T):
-                args = evaluated, folder, f"--block_size={n}", *modules
-                kept = measured(self.judge.store, "lengths", run[0], n, *args, of=identity(run[1]))
-                loss[n] = kept["loss"]
-            changes[key] = loss[LONGER * T] - loss[T]
-        return changes
+                call = evaluated, run_folder(name, args, out_dir), f"--block_size={n}", *words
+                kept = measured(self.judge.store, "lengths", name, n, *call, of=identity(args))
+                losses.append(kept["loss"])
+            changes.append(losses[1] - losses[0])
+        return dict(zip(("base", "idea"), changes, strict=True))
 
     def decide(self) -> None:
         """The verdict, of the differences at each size."""
@@ -282,7 +267,7 @@ class Verdict:
             "made": [len(self.judge.made), time.monotonic() - self.began],
             "seeds": seeds,
             "steps": steps,
-            "origin": origin(GPTConfig(**model_args(DEFAULTS | self.flags(self.idea)))),
+            "origin": origin(self.models(self.sizes[-1])[1].config),
         }
         report.write(self.numbers, getattr(self, "folders", ()))
 
@@ -291,7 +276,9 @@ def main() -> None:
     if what == "card":
         report.card()
         return
-    at_least_one(steps=steps, seeds=seeds - 1)
+    at_least_one(steps=steps)
+    if seeds < 2:
+        raise UserError(f"--seeds={seeds}: an interval needs two seeds or more")
     torch.set_flush_denormal(True)  # as train.py
     os.makedirs(out_dir, exist_ok=True)
     verdict = Verdict(*arms())

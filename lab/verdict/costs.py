@@ -5,11 +5,11 @@ import contextlib
 import functools
 import importlib
 import multiprocessing
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
-from bench import interleaved, peak_memory, ratios, stopwatch
+from bench import interleaved, milliseconds, peak_memory, ratios
 from errors import UserError
 from lab.experiments import recall
 from model import GPT, GPTConfig
@@ -19,49 +19,40 @@ from training.run import DEFAULTS
 SIZES = ("block_size", "vocab_size", "n_layer", "n_embd")
 
 
-def of_layer(gpts: dict[str, GPT], repeats: int) -> dict:
-    """{"ratio": time of the last model's layer to the first's, "bytes": its peak memory}.
+def ratio_of(tasks: list[Callable], repeats: int) -> float:
+    """The time of the second task as a ratio to the first's, in rounds of one call each."""
+    timed = {i: functools.partial(milliseconds, "cpu", task) for i, task in enumerate(tasks)}
+    return ratios(interleaved(timed, "cpu", repeats), 1, 0)["ms"]
+
+
+def of_layer(base: GPT, idea: GPT) -> dict:
+    """{"ratio": the time of the idea's layer to the base's, "bytes": its peak memory}.
 
     Forward and backward, of one text as long as the models' block_size.
     """
 
-    def passes(layer: nn.Module, x: torch.Tensor) -> dict:
-        def both() -> None:
-            y = layer(x)
-            y.backward(y.detach())
-
-        return {"ms": stopwatch("cpu", both)[0]}
-
-    tasks = {}
-    for name, gpt in gpts.items():
+    def passes(gpt: GPT) -> None:
         x = torch.randn(1, gpt.config.block_size, gpt.config.n_embd, requires_grad=True)
-        tasks[name] = functools.partial(passes, gpt.transformer.h[0].attn.train(), x)
-    first, last = tasks
-    ratio = ratios(interleaved(tasks, "cpu", repeats), last, first)["ms"]
-    return {"ratio": ratio, "bytes": peak_memory(tasks[last], "cpu")}
+        y = gpt.transformer.h[0].attn(x)
+        y.backward(y.detach())
+
+    tasks = [functools.partial(passes, gpt) for gpt in (base, idea)]
+    return {"ratio": ratio_of(tasks, 3), "bytes": peak_memory(tasks[1], "cpu")}
 
 
-def of_decoding(gpts: dict[str, GPT], repeats: int) -> dict:
-    """The time of a token and the size of the cache, each as a ratio of the last to the first."""
-    sizes = {}
+def of_decoding(base: GPT, idea: GPT) -> dict:
+    """Ratios of the idea to the base: the time of block_size tokens, and the size of the cache."""
 
     @torch.no_grad()
-    def write(name: str, gpt: GPT) -> dict:
-        cache = gpt.new_cache()
+    def write(gpt: GPT) -> int:
+        cache = gpt.eval().new_cache()
         token = torch.zeros(1, 1, dtype=torch.long)
+        for _ in range(gpt.config.block_size):
+            gpt(token, cache=cache)
+        return cache.nbytes
 
-        def tokens() -> None:
-            for _ in range(gpt.config.block_size):
-                gpt(token, cache=cache)
-
-        ms = stopwatch("cpu", tokens)[0]
-        sizes[name] = cache.nbytes
-        return {"ms": ms}
-
-    tasks = {name: functools.partial(write, name, gpt.eval()) for name, gpt in gpts.items()}
-    first, last = tasks
-    ratio = ratios(interleaved(tasks, "cpu", repeats), last, first)["ms"]
-    return {"ratio": ratio, "cache": sizes[last] / max(1, sizes[first])}
+    tasks = [functools.partial(write, gpt) for gpt in (base, idea)]
+    return {"ratio": ratio_of(tasks, 5), "cache": write(idea) / write(base)}
 
 
 def added(flags: dict, extra: dict) -> dict:

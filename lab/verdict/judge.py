@@ -1,13 +1,14 @@
 """The runs of a verdict: learning rates are tuned, then seeds are paired; and its statistics."""
 
 import math
+import re
 import statistics
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from errors import optional
+from errors import UserError, optional
 from lab.experiments.results import saved
-from lab.experiments.runs import final, folder_of, identity, record
+from lab.experiments.runs import final, identity, record
 from training.distributed import count
 from training.estimate import duration
 
@@ -53,11 +54,9 @@ class Judge:
 
     def run(self, setting: Setting, rate: float, seed: int, *more: str) -> tuple[str, list[str]]:
         """(the name, the arguments of train.py) of a run."""
-        n_layer, n_embd = setting.size.split(" x ")
         n = setting.steps
         words = [
-            f"--n_layer={n_layer}",
-            f"--n_embd={n_embd}",
+            *shape_of(setting.size),
             f"--max_iters={n}",
             f"--lr_decay_iters={n}",
             f"--warmup_iters={min(100, n // 10)}",
@@ -136,9 +135,13 @@ class Judge:
         results = self.make(sum(runs.values(), []))
         return {s: [results[name] for name, _ in of_s] for s, of_s in runs.items()}
 
-    def trained(self, setting: Setting, rate: float, *more: str) -> str:
-        """The folder of the run of the first seed."""
-        return folder_of(*self.run(setting, rate, self.seeds[0], *more), self.out_dir)
+
+def shape_of(size: str) -> list[str]:
+    """The flags of a size such as "3 x 96": layers and width. Raises UserError for another text."""
+    match = re.fullmatch(r"([1-9]\d*) x ([1-9]\d*)", size)
+    if not match:
+        raise UserError(f'--sizes={size}: a size is layers x width, such as "3 x 96"')
+    return [f"--n_layer={match[1]}", f"--n_embd={match[2]}"]
 
 
 class Tuned(NamedTuple):
