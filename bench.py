@@ -31,7 +31,6 @@ from typing import Literal
 import numpy as np
 import torch
 from torch.autograd.profiler import profile
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.cache import run_definitions
@@ -76,13 +75,7 @@ CHECKED_AT = 300
 # An output or gradient x is right up to rounding if ||x - exact|| / ||exact|| is at most this
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 TF32 = 2e-3  # of float32 on a GPU
-
-sdpa = partial(scaled_dot_product_attention, is_causal=True)
-SDPA = {  # PyTorch's function; its kernels by name are for CUDA
-    "sdpa": sdpa,
-    "sdpa flash": sdpa_kernel(SDPBackend.FLASH_ATTENTION)(sdpa),
-    "sdpa cudnn": sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(sdpa),
-}
+sdpa = partial(scaled_dot_product_attention, is_causal=True)  # PyTorch's own
 
 # -----------------------------------------------------------------------------
 # how times and memory are measured
@@ -223,9 +216,9 @@ def layer(fields: dict, x: list, plain: bool = False) -> Callable:
     return run
 
 
-def chosen_rows(dev: str) -> dict:
-    """{name: the fields of GPTConfig whose attention it is} of the chosen rows for a device."""
-    rows = dict.fromkeys(SDPA if dev.startswith("cuda") else ["sdpa"], {})
+def chosen_rows() -> dict:
+    """{name: the fields of GPTConfig whose attention it is} of the chosen rows."""
+    rows = {"sdpa": {}}
     for name, definition in ATTENTION.items():
         rows[name] = {"attention": name}
         rows[f"{name} {heads}"] = {"attention": name, "heads": heads, "window": window}
@@ -248,7 +241,7 @@ def outputs(run: Callable, x: list) -> list:
 def checked(name: str, fields: dict, x: list) -> tuple:
     """(run, the largest relative error of its outputs on x). Raises UserError for a large one."""
     q = x[0]
-    run = SDPA[name] if name in SDPA else layer(fields, q)
+    run = sdpa if name == "sdpa" else layer(fields, q)
     double = [t.detach().cpu().double().requires_grad_() for t in x]
     exact = outputs(layer(fields, double[0], plain=True), double)
     pairs = zip(outputs(run, x), exact, strict=True)
@@ -287,7 +280,7 @@ def attention(dev: str, dt: torch.dtype) -> Iterator:
     for D in positive("head_dim", head_dim):
         x = inputs(2, CHECKED_AT, D)
         right = {}  # {name: (run, error)}, or None
-        for name, fields in chosen_rows(dev).items():
+        for name, fields in chosen_rows().items():
             right[name] = tried(name, partial(checked, name, fields, x), dev)
         for n in positive("lengths", lengths):
             B = sequences(n)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attention.cache import Cache
 from attention.documents import Documents
 from attention.scores import at_least_float32
 
@@ -102,11 +101,13 @@ class ShortConv(nn.Module):
     def forward(self, x, context=None):
         B, T, C = x.shape
         n = self.weight.shape[1] - 1
-        if isinstance(context, Cache):
-            before = context.inputs_before(self, x, n)
-        else:
-            before = x.new_zeros(B, n, C)
+        # A Cache has a state, which keeps the last n inputs for the next call
+        state = getattr(context, "state", {})
+        before = state.get(self, x.new_zeros(B, n, C))
         padded = torch.cat((before, x), dim=1)  # (B, n + T, C)
+        # A view would keep the memory of all of x
+        state[self] = padded[:, T:].clone()
+
         y = x
         for offset, w in enumerate(self.weight.to(x.dtype).unbind(1)):
             earlier = padded[:, n - offset : n - offset + T]
@@ -138,9 +139,8 @@ class Exclusive(nn.Module):
     """XSA: y - (y . v^) v^, v^ = v / ||v||, takes out the token's own value (arXiv 2603.09078)."""
 
     def forward(self, y, x, v):
-        queries_per_value = y.shape[1] // v.shape[1]
         v = F.normalize(at_least_float32(v), dim=-1)
-        v = v.repeat_interleave(queries_per_value, dim=1)  # (B, H, T, D)
+        v = v.repeat_interleave(y.shape[1] // v.shape[1], dim=1)  # (B, H, T, D)
         return (y - (y * v).sum(-1, keepdim=True) * v).to(y.dtype)
 
 

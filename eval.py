@@ -70,7 +70,7 @@ def main() -> None:
     name = dataset or settings.get("dataset")
     if name is None:
         raise UserError(f"{init_from} names no data set: give one as --dataset=, a folder in data/")
-    if block_size not in (None, model.config.block_size):
+    if block_size is not None:
         model.crop_block_size(block_size)
     T = model.config.block_size
     step = max(1, T // 2) if stride is None else stride
@@ -94,15 +94,15 @@ def main() -> None:
     total = sum(by_all(lambda: _nats(model, tokens, step, eot, dev, amp)))
     if not math.isfinite(total):
         raise NotFinite("the loss is not finite; has the model's training diverged?")
-    say(f"loss                 {total / n:.4f} nats per token")
-    say(f"perplexity           {perplexity(total / n)} per token")
+    say(
+        f"loss                 {total / n:.4f} nats per token\n"
+        f"perplexity           {perplexity(total / n)} per token"
+    )
     entry = meta["files"][f"{split}.bin"]
     if words := entry.get("words"):  # not for prompts and answers
         say(
             f"perplexity           {perplexity(total / words)} per word "
-            f"({words:,} words between whitespace)"
-        )
-        say(
+            f"({words:,} words between whitespace)\n"
             f"bits per byte        {total / math.log(2) / entry['bytes']:.4f} "
             f"({entry['bytes']:,} bytes)"
         )

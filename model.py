@@ -22,9 +22,9 @@ from attention.documents import Documents
 from attention.heads import HeadGroup
 from attention.scores import learned_of, of_token
 from choices import ACTIVATION, AFTER, NORM, QK_NORM, WHERE, RMSNorm, ShortConv
-from errors import UserError
+from errors import UserError, refuse
 from positions import DECAY, POSITION, LearnedScalars, TokenNumbers
-from rules import check, with_defaults
+from rules import rules, with_defaults
 from text.sampling import stream
 
 # An attention is a function f(s, seen, v) -> y (B, H, Tq, Dv) of Tq queries and T keys, in float32
@@ -140,7 +140,7 @@ class GPTConfig:
     activation_checkpointing: bool = False  # compute blocks again in the backward pass: less memory
 
     def __post_init__(self):
-        check(self, ATTENTION)
+        refuse(rules(self, ATTENTION))
 
     def resolved(self) -> "GPTConfig":
         """A copy with every default filled in, which modules read. What is not used stays None."""
@@ -185,7 +185,8 @@ class CausalSelfAttention(nn.Module):
         self.scale = c.scale
         self.attn_dropout = c.attn_dropout
         self.n_map = 2 if c.differential else 1  # query heads that share one value
-        self.c_attn = nn.Linear(c.n_embd, (H + 2 * G) * D, bias=c.bias)
+        width = (H + 2 * G) * D  # of q, k and v together
+        self.c_attn = nn.Linear(c.n_embd, width, bias=c.bias)
         self.after = AFTER[c.after](c)
         # n_map is 2 if `after` makes one head of each pair
         self.c_proj = nn.Linear(H * D // getattr(self.after, "n_map", 1), c.n_embd, bias=c.bias)
@@ -194,7 +195,7 @@ class CausalSelfAttention(nn.Module):
         self.per_dim_temperature = None
         if c.per_dim_temperature:  # q softplus(p), which is q at the start (LASER, section 4)
             self.per_dim_temperature = nn.Parameter(torch.full((D,), math.log(math.e - 1)))
-        self.conv = ShortConv((H + 2 * G) * D, c.conv) if c.conv else None
+        self.conv = ShortConv(width, c.conv) if c.conv else None
         self.decay = DECAY[c.decay](c) if DECAY[c.decay] is not None else None
         letters = c.layer_heads(layer)
         self.position = None
@@ -254,11 +255,11 @@ class CausalSelfAttention(nn.Module):
         Without x, numbers of tokens are what they begin as.
         """
         past = 0 if context is None else context.length
-        temperature = None
-        if self.per_dim_temperature is not None:
-            temperature = F.softplus(self.per_dim_temperature)
-        if temperature is not None and not self.rotates:
-            q = q * temperature
+        temperature = self.per_dim_temperature
+        if temperature is not None:
+            temperature = F.softplus(temperature)
+            if not self.rotates:
+                q = q * temperature
         outputs = []
         for group in self.groups:
             q_part, k_part, v_part = group.select(q, k, v)
@@ -360,14 +361,13 @@ class GPT(nn.Module):
             shared_position = c.scheme(c)
         self.transformer = nn.ModuleDict()
         self.transformer.wte = nn.Embedding(c.vocab_size, c.n_embd)
-        self.embedding_scale = 1.0
         embedded = POSITION[c.position][0]
         if embedded is not None:
             self.transformer.wpe = embedded(c)
-            self.embedding_scale = getattr(self.transformer.wpe, "embedding_scale", 1.0)
         self.transformer.drop = nn.Dropout(c.dropout)
-        blocks = [Block(c, layer, shared_position) for layer in range(c.n_layer)]
-        self.transformer.h = nn.ModuleList(blocks)
+        self.transformer.h = nn.ModuleList(
+            Block(c, layer, shared_position) for layer in range(c.n_layer)
+        )
         self.transformer.ln_f = nn.Identity() if c.where == "post" else NORM[c.norm](c, c.n_embd)
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         if c.tied:
@@ -375,18 +375,17 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
         # The last matrix of each attention and MLP begins with GPT-2's std, or with zero_init at 0.
         # If a norm follows the matrix (--where=sandwich), the norm begins at 0 instead.
-        std = 0.02 / math.sqrt(2 * c.n_layer)
-        norm_follows = WHERE[c.where][1]
+        zero = c.zero_init and not WHERE[c.where][1]
+        std = 0.0 if zero else 0.02 / math.sqrt(2 * c.n_layer)
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):
-                zero = c.zero_init and not norm_follows
-                nn.init.normal_(p, mean=0.0, std=0.0 if zero else std)
+                nn.init.normal_(p, std=std)
             elif name.endswith("_after.weight") and c.zero_init:
                 nn.init.zeros_(p)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+            nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
@@ -408,8 +407,8 @@ class GPT(nn.Module):
         cache.
         """
         T = idx.shape[1]
-        if T < 1 or (cache is None and T > self.config.block_size):
-            most = self.config.block_size
+        most = self.config.block_size
+        if T < 1 or (cache is None and T > most):
             raise ValueError(f"{T} tokens do not fit: this model takes 1 to block_size={most}")
         if cache is None:
             documents = None if pos is None else Documents(pos)
@@ -422,13 +421,14 @@ class GPT(nn.Module):
     def hidden(self, idx: Tensor, context=None, pos: Tensor | None = None) -> Tensor:
         """The input of the output head, (B, T, C). context: see CausalSelfAttention.forward."""
         x = self.transformer.wte(idx)  # (B, T, C)
-        if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
         if "wpe" in self.transformer:
+            wpe = self.transformer.wpe
             if pos is None:
                 past = 0 if context is None else context.length
                 pos = torch.arange(past, past + idx.shape[1], device=idx.device)
-            x = x + self.transformer.wpe(pos).to(x.dtype)
+            if hasattr(wpe, "embedding_scale"):
+                x = x * wpe.embedding_scale
+            x = x + wpe(pos).to(x.dtype)
         x = self.transformer.drop(x)
         recompute = self.config.activation_checkpointing and self.training
         for block in self.transformer.h:
@@ -466,9 +466,11 @@ class GPT(nn.Module):
         capacity = most if capacity is None else capacity
         if capacity > most:
             why = why_it_ends(self)
-            if why is not None:
-                ends = f"this model ends at block_size={most}, because {why}"
-                raise UserError(f"a cache of {capacity} tokens: {ends}")
+            if why:
+                raise UserError(
+                    f"a cache of {capacity} tokens: this model ends at block_size={most}, because "
+                    f"{why}"
+                )
         return Cache(groups_of(self), capacity)
 
     def crop_block_size(self, block_size: int) -> None:
@@ -479,8 +481,9 @@ class GPT(nn.Module):
         most = self.config.block_size
         too_long = block_size > most and self.config.position == "learned"
         if block_size < 1 or too_long:
-            limits = f"below 1 or, if positions are learned, above {most}"
-            raise UserError(f"block_size={block_size} is {limits}")
+            raise UserError(
+                f"block_size={block_size} is below 1 or, if positions are learned, above {most}"
+            )
         self.config.window = self.config.resolved().window  # its default depends on block_size
         self.config.block_size = block_size
         if "wpe" in self.transformer:

@@ -46,9 +46,8 @@ class Sinusoids(nn.Module):
         return self.table[pos]
 
     def resize(self, block_size: int) -> None:
-        C = self.table.shape[1]
-        cos, sin = turns(0, block_size, C, 10000.0, self.table.device).unbind(-1)  # (n, C / 2)
-        self.table = torch.stack((sin, cos), dim=-1).flatten(1).to(self.table)
+        turn = turns(0, block_size, self.table.shape[1], 10000.0, self.table.device)
+        self.table = turn.flip(-1).flatten(1).to(self.table)  # (n, C / 2, 2) -> (n, C)
 
 
 def turns(start: int, end: int, width: int, base: float, device: torch.device) -> Tensor:
@@ -168,10 +167,8 @@ class ALiBi(Scheme):
         self.scale = c.scale
         self.block_size = c.block_size
         self.log_slopes = nn.Parameter(slopes.log()) if self.learned else None
-        q, k = None, None
-        if not self.learned:
-            q, k = self.tables(slopes, torch.arange(c.block_size))
-        self.register_buffer("slopes", None if self.learned else slopes, persistent=False)
+        q, k = self.tables(slopes, torch.arange(0 if self.learned else c.block_size))
+        self.register_buffer("slopes", slopes, persistent=False)
         self.register_buffer("q", q, persistent=False)
         self.register_buffer("k", k, persistent=False)
 
@@ -191,7 +188,7 @@ class ALiBi(Scheme):
         if group.takes_decay:
             return q, k, {"decay": slopes[group.q][:, None, None]}
         end = past + q.shape[-2]
-        if self.q is not None and end <= self.block_size:
+        if end <= len(self.k):
             of_q = self.q[:, past:end]
             of_k = self.k[past:end]
         else:
@@ -241,8 +238,8 @@ def alibi_slopes(n: int) -> list[float]:
     two above n (as in the ALiBi paper's code).
     """
     m = 2 ** int(math.log2(n))
-    slopes = [2 ** (-8 * h / m) for h in range(1, m + 1)]
-    return slopes + [2 ** (-4 * h / m) for h in range(1, 2 * (n - m), 2)]
+    halves = [*range(2, 2 * m + 1, 2), *range(1, 2 * (n - m), 2)]
+    return [2 ** (-4 * h / m) for h in halves]
 
 
 class Relative(Scheme):

@@ -1,8 +1,8 @@
 """What None stands for in a GPTConfig, and which of its choices go together.
 
-with_defaults() fills in the defaults. check() raises UserError where choices do not go together. A
-rule is one statement: `yield (whether it is broken, the message)`. `c` is a model.GPTConfig as the
-user gave it; ATTENTION is model.ATTENTION.
+with_defaults() fills in the defaults. rules() says which choices do not go together. A rule is one
+statement: `yield (whether it is broken, the message)`. `c` is a model.GPTConfig as the user gave
+it; ATTENTION is model.ATTENTION.
 """
 
 import copy
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from attention.scores import has_argument
 from choices import ACTIVATION, AFTER, NORM, QK_NORM, WHERE
-from errors import out_of_range, refuse
+from errors import out_of_range
 from positions import DECAY, POSITION
 
 Rules = Iterator[tuple[bool, str]]
@@ -35,8 +35,7 @@ def with_defaults(c, ATTENTION: dict[str, Callable]):
         "n_hidden": 4 * c.n_embd,
         "attn_dropout": c.dropout,
     }
-    gated = ACTIVATION[c.mlp][1]
-    if gated:  # two of three matrices are as wide: about as many weights as with 4 n_embd
+    if ACTIVATION[c.mlp][1]:  # gated, with two of three matrices as wide: about as many weights
         defaults["n_hidden"] = 8 * max(1, round(c.n_embd / 3))
     if not all(has_argument(ATTENTION[name], "drop") for name in attentions(c)):
         defaults["attn_dropout"] = 0.0
@@ -44,9 +43,8 @@ def with_defaults(c, ATTENTION: dict[str, Callable]):
         defaults["short_attention"] = c.attention
         if uses(ATTENTION[c.short_attention or c.attention], "window"):
             defaults["window"] = 50 if c.block_size <= 2048 else 100  # long-short paper, 5.1
-    scheme = POSITION[c.position][1]
-    if scheme is not None:
-        defaults |= scheme.defaults
+    if c.scheme is not None:
+        defaults |= c.scheme.defaults
     missing = {name: value for name, value in defaults.items() if getattr(c, name) is None}
     resolved = copy.copy(c)  # not checked again: it has what the user left out
     vars(resolved).update(missing)
@@ -56,11 +54,6 @@ def with_defaults(c, ATTENTION: dict[str, Callable]):
 def attentions(c) -> list[str]:
     """The names of a configuration's attentions: of the long heads, then of the short ones."""
     return [*dict.fromkeys((c.attention, c.short_attention or c.attention))]
-
-
-def check(c, ATTENTION: dict[str, Callable]) -> None:
-    """Raises UserError with the sentence of the first rule that a GPTConfig breaks."""
-    refuse(rules(c, ATTENTION))
 
 
 def rules(c, ATTENTION: dict[str, Callable]) -> Rules:
@@ -86,8 +79,6 @@ def rules(c, ATTENTION: dict[str, Callable]) -> Rules:
     )
     yield from rules_of_heads(c)
     yield from rules_of_layers(c, ATTENTION)
-    if c.differential:
-        yield from rules_of_pairs(c)
     yield from rules_of_position(c, ATTENTION)
 
 
@@ -108,15 +99,14 @@ def rules_of_names(c, ATTENTION: dict[str, Callable]) -> Rules:
         tables["short_attention"] = ATTENTION
     for name, table in tables.items():
         value = getattr(c, name)
-        known = ", ".join(table)
         yield (
             value not in table,
-            f"{name}={value!r} is not one of {known} (--import= adds your own)",
+            f"{name}={value!r} is not one of {', '.join(table)} (--import= adds your own)",
         )
 
 
 def rules_of_heads(c) -> Rules:
-    """Rules of long, short and grouped heads."""
+    """Rules of long, short, grouped and differential heads."""
     G = c.n_kv_head or c.n_head
     yield (
         c.n_head % G != 0,
@@ -128,7 +118,7 @@ def rules_of_heads(c) -> Rules:
         f"heads={c.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, "
         "S/S/L",
     )
-    most = max(len(letters) for letters in layers)
+    most = max(map(len, layers))
     yield (
         len(layers) > c.n_layer or most > c.n_head,
         f"heads={c.heads!r} is too long (layers: {len(layers)}, heads in a layer: {most}): the "
@@ -144,6 +134,17 @@ def rules_of_heads(c) -> Rules:
         f"short_attention={c.short_attention!r} needs both short and long heads, but "
         f"heads={c.heads!r} has one kind: use for example --heads=SSSL, or --attention alone",
     )
+    if not c.differential:
+        return
+    for name, n in (("n_head", c.n_head), ("n_kv_head", G)):
+        yield n % 2 == 1, f"differential attention pairs the heads, but {name}={n} is odd"
+    for layer in range(c.n_layer):
+        letters = c.layer_heads(layer)
+        yield (
+            letters[::2] != letters[1::2],
+            f"heads={c.heads!r} with differential: heads 2i and 2i + 1 are a pair and need the "
+            f"same letter, but the letters of a layer are {letters}; write each letter twice: SSLL",
+        )
 
 
 def mixed(c) -> bool:
@@ -151,11 +152,10 @@ def mixed(c) -> bool:
     return "S" in c.heads and "L" in c.heads
 
 
-# Fields that only attention reads: that of short heads, and any
-OF_SHORT = "window nope_long".split()
+# Fields that only attention reads
 OF_ATTENTION = (
     "n_kv_head head_dim differential qk_norm temperature per_dim_temperature conv after position "
-    "decay"
+    "decay window nope_long"
 ).split()
 
 
@@ -166,36 +166,24 @@ def uses(attention: Callable, field: str) -> bool:
 
 def rules_of_layers(c, ATTENTION: dict[str, Callable]) -> Rules:
     """Rules of attentions that are classes: each is a whole layer."""
-    layers = [set(c.layer_attentions(layer)) for layer in range(c.n_layer)]
     for name in attentions(c):
         yield (
-            isinstance(ATTENTION[name], type) and any({name} < names for names in layers),
+            isinstance(ATTENTION[name], type)
+            and any({name} < set(c.layer_attentions(layer)) for layer in range(c.n_layer)),
             f"attention={name!r} is a whole layer, so all heads of a layer need the same letter, "
             f"not heads={c.heads!r}: use for example --heads=S/S/L",
         )
-    for fields, names in ((OF_ATTENTION, set().union(*layers)), (OF_SHORT, attentions(c)[-1:])):
-        for field in fields:
-            value = getattr(c, field)
-            is_given = value != getattr(type(c), field)
-            if field == "position":
-                is_given = c.scheme is not None  # else it is added to the embedding
-            yield (
-                is_given and not any(uses(ATTENTION[name], field) for name in names),
-                f"{field}={value!r} is not used by attention={', '.join(names)}: leave it out",
-            )
-
-
-def rules_of_pairs(c) -> Rules:
-    """Rules of differential attention."""
-    G = c.n_kv_head or c.n_head
-    for name, n in (("n_head", c.n_head), ("n_kv_head", G)):
-        yield n % 2 == 1, f"differential attention pairs the heads, but {name}={n} is odd"
-    for layer in range(c.n_layer):
-        letters = c.layer_heads(layer)
+    for field in OF_ATTENTION:
+        names = attentions(c)
+        if field in ("window", "nope_long"):  # only short heads read them
+            names = names[-1:]
+        value = getattr(c, field)
+        is_given = value != getattr(type(c), field)
+        if field == "position":
+            is_given = c.scheme is not None  # else it is added to the embedding
         yield (
-            letters[::2] != letters[1::2],
-            f"heads={c.heads!r} with differential: heads 2i and 2i + 1 are a pair and need the "
-            f"same letter, but the letters of a layer are {letters}; write each letter twice: SSLL",
+            is_given and not any(uses(ATTENTION[name], field) for name in names),
+            f"{field}={value!r} is not used by attention={', '.join(names)}: leave it out",
         )
 
 
@@ -211,22 +199,19 @@ def rules_of_position(c, ATTENTION: dict[str, Callable]) -> Rules:
         c.position == "alibi" and c.decay != "none",
         f"position='alibi' is a decay itself: leave decay={c.decay!r} out, or use --position=none",
     )
-    users = {}  # of each field that only some positions use
-    for position, scheme in schemes.items():
-        for name in scheme.defaults:
-            users.setdefault(name, []).append(position)
-    for name, positions in users.items():
+    for name in ("rope_base", "max_distance"):
+        users = [position for position, scheme in schemes.items() if name in scheme.defaults]
         value = getattr(c, name)
         yield (
-            value is not None and c.position not in positions,
-            f"{name}={value} is used only with position={' or '.join(positions)}, not "
+            value is not None and c.position not in users,
+            f"{name}={value} is used only with position={' or '.join(users)}, not "
             f"{c.position!r}: leave it out",
         )
     definitions = {}  # of scores
     for name in attentions(c):
         if not isinstance(ATTENTION[name], type):
             definitions[name] = ATTENTION[name]
-    for scheme in (schemes.get(c.position), DECAY[c.decay]):
+    for scheme in (c.scheme, DECAY[c.decay]):
         if scheme is not None:
             yield from scheme.refuses(c, definitions)
     yield (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.heads import HeadGroup
-from attention.scores import at_least_float32
+from attention.scores import at_least_float32, plain_form
 from attention.sums import linear_attention, scaled
 
 
@@ -29,7 +29,7 @@ class KeyValues:
     def attend(self, group: HeadGroup, q, k, v, **settings) -> Tensor:
         """y (B, H, T, Dv) of the next T tokens, whose keys and values are kept."""
         k, v = self.with_all(k, v) if self.window is None else self.with_last(k, v)
-        if settings.get("bias") is not None:  # it has a number for every key so far
+        if "bias" in settings:  # it has a number for every key so far
             settings["bias"] = settings["bias"][..., -k.shape[-2] :]
         k, v = group.share(k.to(q.dtype), v.to(q.dtype))
         return group.form(q, k, v, **settings)
@@ -48,8 +48,8 @@ class KeyValues:
     def with_last(self, k, v):
         """Returns the last `window` keys and values and the new ones; keeps the last `window`."""
         if self.k is not None:
-            k = torch.cat((self.k.to(k.dtype), k), dim=-2)  # (B, G, window + T, D)
-            v = torch.cat((self.v.to(v.dtype), v), dim=-2)
+            k = torch.cat((self.k, k), dim=-2)  # (B, G, window + T, D)
+            v = torch.cat((self.v, v), dim=-2)
         start = max(0, k.shape[-2] - self.window)
         self.k = k[:, :, start:].clone()  # a view would keep the memory of all of k
         self.v = v[:, :, start:].clone()
@@ -63,10 +63,8 @@ class RunningSums:
         self.sums = sums
         self.state = None
 
-    def attend(self, group: HeadGroup, q, k, v, *, scale, decay=None, dropout=0.0) -> Tensor:
+    def attend(self, group: HeadGroup, q, k, v, *, scale, decay=None) -> Tensor:
         """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
-        if dropout:
-            raise ValueError("running sums cannot drop attention weights: call eval() first")
         k, v = group.share(k, v)
         if self.state is None or q.shape[-2] > 1:
             y, self.state = linear_attention(
@@ -74,10 +72,9 @@ class RunningSums:
             )
             return y
         with torch.autocast(q.device.type, enabled=False):
-            q = scaled(q, scale)
-            k = at_least_float32(k)
-            values = at_least_float32(v)
-            y, self.state = self.sums.one_token(q, k, values, decay, self.state)
+            y, self.state = self.sums.one_token(
+                scaled(q, scale), at_least_float32(k), at_least_float32(v), decay, self.state
+            )
         return y.to(v.dtype)
 
 
@@ -90,8 +87,7 @@ def new_part(group: HeadGroup, capacity: int) -> KeyValues | RunningSums:
 
 def groups_of(model: nn.Module) -> list[HeadGroup]:
     """The groups of heads of all layers of a GPT. A layer that is a class of its own has none."""
-    layers = [block.attn for block in model.transformer.h]
-    return [group for layer in layers for group in getattr(layer, "groups", ())]
+    return [group for block in model.transformer.h for group in getattr(block.attn, "groups", ())]
 
 
 def why_it_ends(model: nn.Module) -> str | None:
@@ -103,16 +99,22 @@ def why_it_ends(model: nn.Module) -> str | None:
     for group in groups:
         if group.window is None and group.sums is None:
             return f"long heads of attention={group.name!r} keep all keys and values"
-    schemes = [scheme for group in groups for scheme in group.schemes]
-    if "wpe" in model.transformer or not all(scheme.endless for scheme in schemes):
+    endless = all(scheme.endless for group in groups for scheme in group.schemes)
+    if "wpe" in model.transformer or not endless:
         return f"position={model.config.position!r} is not for endless texts"
     return None
 
 
 def run_definitions(model: nn.Module) -> None:
-    """Makes a GPT run the definitions of its attentions instead of fast forms (--plain)."""
+    """Makes a GPT run the definitions of its attentions instead of fast forms (--plain).
+
+    From then on its caches keep all keys and values.
+    """
     for group in groups_of(model):
-        group.run_definition()
+        group.form = plain_form(group.definition)
+        group.form_name = "its definition, on all tokens at once"
+        group.sums = None
+        group.linear = None
 
 
 class Cache:
@@ -133,15 +135,6 @@ class Cache:
         """y (B, H, T, Dv) of a group's next T tokens, which its part of the cache keeps."""
         return self.parts[group].attend(group, q, k, v, **settings)
 
-    def inputs_before(self, conv: object, x: Tensor, n: int) -> Tensor:
-        """The n inputs of a short convolution before x (B, T, C), (B, n, C); keeps the last n."""
-        before = self.state.get(conv)
-        if before is None:
-            before = x.new_zeros(len(x), n, x.shape[-1])
-        x = torch.cat((before, x), dim=1)
-        self.state[conv] = x[:, x.shape[1] - n :].clone()  # with -n, n = 0 would keep all
-        return before
-
     @contextlib.contextmanager
     def extended(self, B: int, T: int) -> Iterator[None]:
         """A context in which a forward pass adds T tokens to B rows, without gradients.
@@ -149,8 +142,10 @@ class Cache:
         Raises ValueError if they do not fit.
         """
         if self.broken:
-            unfinished = "the last forward pass with this cache did not finish"
-            raise ValueError(f"{unfinished}: make another one with new_cache()")
+            raise ValueError(
+                "the last forward pass with this cache did not finish: make another one with "
+                "new_cache()"
+            )
         if self.length + T > self.capacity:
             raise ValueError(
                 f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}"
@@ -169,7 +164,5 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        tensors = [*self.state.values()]
-        for part in self.parts.values():
-            tensors += [x for x in vars(part).values() if isinstance(x, Tensor)]
-        return sum(x.nbytes for x in tensors)
+        kept = [self.state, *map(vars, self.parts.values())]
+        return sum(x.nbytes for part in kept for x in part.values() if isinstance(x, Tensor))

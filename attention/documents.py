@@ -1,5 +1,7 @@
 """Attention in windows of several documents: no token sees another document (--pack=document)."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -48,12 +50,9 @@ class Documents:
 @uncompiled  # the shapes change from batch to batch
 def rows_of_documents(pos: Tensor) -> dict[tuple[int, int], list[int]]:
     """{(start, end) of a document: the rows of pos (B, T) that have a document there}."""
-    starts = [[0] for _ in pos]
-    for row, before in (pos[:, 1:] == 0).nonzero().tolist():
-        starts[row].append(before + 1)
     rows_of = {}
-    for row, begins in enumerate(starts):
-        ends = [*begins[1:], pos.shape[1]]
-        for span in zip(begins, ends, strict=True):
+    for row, places in enumerate(pos.cpu()):
+        starts = 1 + (places[1:] == 0).nonzero().flatten()
+        for span in itertools.pairwise([0, *starts.tolist(), len(places)]):
             rows_of.setdefault(span, []).append(row)
     return rows_of

@@ -41,51 +41,43 @@ def in_blocks(attend: Callable) -> Callable:
     The queries are cut into blocks of c tokens. A block sees its own keys and the window before it.
     attend runs once for all blocks: the c queries of a block are the last of its c + window tokens,
     and dimension 1 counts blocks. The first tokens, whose window begins before position 0, are a
-    call of their own. Few tokens are not cut, and neither are a few queries after many keys (a
-    cache).
+    call of their own. Few tokens are not cut, and neither are queries after the keys of a cache.
     """
 
-    def blocks(q, k, v, *, window=None, bias=None, **settings):
+    def blocks(q, k, v, *, window=None, **settings):
         B, H, Tq, D = q.shape
         T = k.shape[-2]
-        if bias is not None:
-            settings["bias"] = bias
+        bias = settings.get("bias")
         if window is None or window >= T - 1:  # the window hides nothing
             return attend(q, k, v, **settings)
         settings["window"] = window
         c = block_length(window)
-        first = c * math.ceil(window / c)
-        if min(T, 2 * Tq) <= first + c:  # blocks would not save more than they cost
+        first = c * max(1, math.ceil(window / c))
+        if Tq < T or T <= first + c:  # blocks would not save more than they cost
             return attend(q, k, v, **settings)
 
         if bias is not None:
-            bias = bias.expand(torch.broadcast_shapes(bias.shape, (Tq, T)))
-        if Tq < T:  # many new tokens after a cache
-            before = (0, 0, T - Tq, 0)  # zeros in the place of the earlier queries
-            if bias is not None:
-                settings["bias"] = F.pad(bias, before)
-            return blocks(F.pad(q, before), k, v, **settings)[..., -Tq:, :]
-        outputs = []
-        if first:
-            if bias is not None:
-                settings["bias"] = bias[..., :first, :first]
-            q_first, k_first, v_first = (x[..., :first, :] for x in (q, k, v))
-            outputs.append(attend(q_first, k_first, v_first, **settings))
+            bias = bias.expand(torch.broadcast_shapes(bias.shape, (T, T)))
+            settings["bias"] = bias[..., :first, :first]
+        y_first = attend(*(x[..., :first, :] for x in (q, k, v)), **settings)
 
         pad = -T % c  # rows after the last token, which are cut off at the end
         q_blocks = pad_rows(q, pad)[..., first:, :].reshape(B * H, -1, c, D)  # (BH, blocks, c, D)
-        k_blocks = Windows.apply(pad_rows(k, pad).flatten(0, 1), first, window, c)
-        v_blocks = Windows.apply(pad_rows(v, pad).flatten(0, 1), first, window, c)
+        k_blocks, v_blocks = (
+            Windows.apply(pad_rows(x, pad).flatten(0, 1), first, window, c) for x in (k, v)
+        )
         if bias is not None:
-            bias = bias_in_blocks(F.pad(bias, (0, pad, 0, pad)), first, window, c)
+            bias = F.pad(bias, (0, pad, 0, pad))[..., first:, first - window :]
+            rows = bias.unfold(-2, c, c)  # (..., blocks, keys, c)
+            pairs = rows.unfold(-2, window + c, c)  # (..., blocks, blocks, c, window + c)
+            bias = pairs.diagonal(0, -4, -3).movedim(-1, -3)  # each block's queries with its keys
             settings["bias"] = bias.expand(B, H, -1, -1, -1).flatten(0, 1)
         for name, x in settings.items():
             if isinstance(x, Tensor) and name not in ("bias", "far"):  # a decay, a learned scalar
                 settings[name] = x.expand(B, H, 1, 1).reshape(B * H, 1, 1, 1)
         rest = attend(q_blocks, k_blocks, v_blocks, **settings)  # (B H, blocks, c, Dv)
         rest = rest.reshape(B, H, -1, v.shape[-1])  # (B, H, T - first + pad, Dv)
-        outputs.append(rest[..., : T - first, :])
-        return torch.cat(outputs, dim=-2)
+        return torch.cat((y_first, rest[..., : T - first, :]), dim=-2)
 
     return blocks
 
@@ -128,13 +120,6 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
     return torch.cat((x, last), dim=-2)
 
 
-def bias_in_blocks(bias: Tensor, first: int, window: int, c: int) -> Tensor:
-    """The bias of each block's queries and keys, (..., blocks, c, window + c), from (..., T, T)."""
-    rows = bias[..., first:, first - window :].unfold(-2, c, c)  # (..., blocks, keys, c)
-    pairs = rows.unfold(-2, window + c, c)  # (..., blocks, blocks, c, window + c)
-    return pairs.diagonal(0, -4, -3).movedim(-1, -3)  # block i's queries with block i's keys
-
-
 def few_rows_at_a_time(attend: Callable, holds_values: bool) -> Callable:
     """The same attention, a few queries at a time where all of them would need too much memory.
 
@@ -159,7 +144,7 @@ def few_rows_at_a_time(attend: Callable, holds_values: bool) -> Callable:
             bias = bias.expand(torch.broadcast_shapes(bias.shape, (Tq, past + Tq)))
         outputs = []
         for start in range(0, Tq, n):
-            rows = slice(start, min(start + n, Tq))
+            rows = slice(start, start + n)
             keys = slice(past + rows.stop)
             if bias is not None:
                 settings["bias"] = bias[..., rows, keys]
@@ -180,22 +165,15 @@ def general_form(definition: Callable, holds_values: bool = False) -> Callable:
 # softmax
 
 
-def sdpa(q, k, v, *, window=None, scale=None, bias=None, dropout=0.0):
+def sdpa(q, k, v, window=None, scale=None, bias=None, dropout=0.0):
     """y = softmax(s) v by PyTorch's fused attention, with a mask only where it needs one.
 
     On a CPU, short texts in bfloat16 are computed in float32, which is faster.
     """
     if q.device.type == "cpu" and v.dtype == torch.bfloat16 and k.shape[-2] < BFLOAT16_FROM:
         with torch.autocast("cpu", enabled=False):
-            return sdpa(
-                q.float(),
-                k.float(),
-                v.float(),
-                window=window,
-                scale=scale,
-                bias=bias,
-                dropout=dropout,
-            ).bfloat16()
+            y = sdpa(q.float(), k.float(), v.float(), window, scale, bias, dropout)
+        return y.bfloat16()
     Tq, D = q.shape[-2:]
     T, Dv = v.shape[-2:]
     if D != Dv and not (bias is not None and bias.requires_grad):
@@ -234,9 +212,7 @@ def laser_by_exp(mean: Callable, definition: Callable) -> Callable:
     in_log_space = general_form(definition, holds_values=True)
 
     def laser(q, k, v, **settings):
-        q = at_least_float32(q)
-        k = at_least_float32(k)
-        values = at_least_float32(v)
+        q, k, values = map(at_least_float32, (q, k, v))
         with torch.autocast(q.device.type, enabled=False):
             if wider_than(values, LASER_RANGE):
                 return in_log_space(q, k, values, **settings).to(v.dtype)
@@ -250,9 +226,11 @@ def laser_by_exp(mean: Callable, definition: Callable) -> Callable:
 @uncompiled
 def wider_than(v: Tensor, limit: float) -> bool:
     """Whether a channel of v (B, H, T, Dv) has a range over time above limit; warns if so."""
-    v = v.detach()
     wide = (v.amax(-2) - v.amin(-2)).max().item() > limit
     if wide:
-        why = f"a channel of the values has a range above {limit:.0f}"
-        warnings.warn(f"{why}: LASER computes its sums in log space, slowly", stacklevel=3)
+        warnings.warn(
+            f"a channel of the values has a range above {limit:.0f}: LASER computes its sums in "
+            "log space, slowly",
+            stacklevel=3,
+        )
     return wide

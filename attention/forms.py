@@ -16,8 +16,8 @@ from functools import cache, partial
 
 import torch
 
+from attention import scores
 from attention.fast import block_length, general_form, in_blocks, laser_by_exp, sdpa
-from attention.scores import plain_form
 from attention.sums import Beta, BetaSquared, by_sums
 from attention.trial import is_row_local, works_in_blocks
 from errors import note
@@ -72,7 +72,6 @@ FORM: dict[str, Form] = {
         sums=BetaSquared,
     ),
 }
-SUSPECTS: list[str] = []  # names of attentions that may see later tokens
 
 
 @cache
@@ -95,8 +94,8 @@ def fingerprint(*functions: Callable) -> str:
         code += [ast.unparse(part) for part in (*tree.decorator_list, tree.args, *body)]
         for name in function.__code__.co_names:
             called = function.__globals__.get(name)
-            same_file = getattr(called, "__module__", None) == function.__module__
-            if inspect.isfunction(called) and same_file and called not in left:
+            is_function = inspect.isfunction(called)
+            if is_function and called.__module__ == function.__module__ and called not in left:
                 left.append(called)
             elif isinstance(called, int | float | str):
                 code.append(f"{name} = {called!r}")
@@ -105,8 +104,7 @@ def fingerprint(*functions: Callable) -> str:
 
 def print_of(definition: Callable) -> str:
     """The fingerprint of a definition together with the scores and the mask that it gets."""
-    module = inspect.getmodule(plain_form)  # with scores and visible as they are now
-    return fingerprint(definition, module.scores, module.visible)
+    return fingerprint(definition, scores.scores, scores.visible)
 
 
 def unchanged(name: str, definition: Callable) -> bool:
@@ -124,36 +122,37 @@ def form_of(
     window: int | None = None,
     needs: Iterable[str] = (),
     tokens: int = 0,
-) -> tuple[Callable, str]:
-    """(attend, which code it is, in words) of ATTENTION[name] for heads with this window.
+) -> tuple[Callable, str, type | None]:
+    """(attend, which code it is, in words, its running sums) of ATTENTION[name].
 
-    needs: the arguments that attend must take besides scale and window. tokens: the model's
-    block_size, at which a definition without a fast form is tried.
+    window: that of the heads. needs: the arguments that attend must take besides scale and window.
+    tokens: the model's block_size, at which a definition without a fast form is tried. The running
+    sums are None where a cache must keep keys and values.
     """
     blocks = "" if window is None else f" in blocks of {block_length(window)}"
     if unchanged(name, definition):
         form = FORM[name]
         make = form.long if window is None else form.short
         if make is not None and set(needs) <= set(form.arguments):
-            return make(definition), form.name + blocks
-        return general_form(definition), "its definition" + blocks
-    if name in FORM:
-        edited = f"attention={name!r}: its definition was edited, or scores() or visible()"
-        note_once(f"{edited}, so the definition runs, not its fast form: more slowly")
-    why_not = why_not_cut(name, definition, tokens, in_blocks=window is not None)
-    if why_not is None:
-        return general_form(definition), "its definition" + blocks
-    note_once(f"attention={name!r}: {why_not}")
-    return plain_form(definition), "its definition, on all tokens at once"
+            return make(definition), form.name + blocks, form.sums if window is None else None
+    else:
+        if name in FORM:
+            note_once(
+                f"attention={name!r}: its definition was edited, or scores() or visible(), so the "
+                "definition runs, not its fast form: more slowly"
+            )
+        why_not = why_not_cut(definition, tokens, in_blocks=window is not None)
+        if why_not:
+            note_once(f"attention={name!r}: {why_not}")
+            return scores.plain_form(definition), "its definition, on all tokens at once", None
+    return general_form(definition), "its definition" + blocks, None
 
 
-@cache
-def why_not_cut(name: str, definition: Callable, tokens: int, in_blocks: bool) -> str | None:
-    """Why the general form must not cut a text into parts; None if it may. Keeps SUSPECTS."""
+def why_not_cut(definition: Callable, tokens: int, in_blocks: bool) -> str | None:
+    """Why the general form must not cut a text into parts; None if it may."""
     cost = "Short heads cost T^2, and text needs use_cache=False"
     try:
         if not is_row_local(definition, tokens):
-            SUSPECTS.append(name)
             return (
                 "a query's output changes with later tokens, or with their number, or is not "
                 f"finite. If it sees later tokens, its losses mean nothing. {cost}"

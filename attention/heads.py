@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from attention.forms import FORM, form_of, unchanged
-from attention.scores import has_argument, plain_form
+from attention.forms import form_of
+from attention.scores import has_argument
 
 
 class HeadGroup:
@@ -35,31 +35,28 @@ class HeadGroup:
         self.schemes = schemes
         n_map = 2 if c.differential else 1
         self.widths = c.head_dim, n_map * c.head_dim  # of a key and of a value
-        values = [h // n_map // (c.n_head // c.n_kv_head) for h in heads]
-        keys = [n_map * value + h % n_map for h, value in zip(heads, values, strict=True)]
-        self.q = index(heads)
-        self.k = index(sorted(set(keys)))
-        self.v = index(sorted(set(values)))
-        self.k_of = [sorted(set(keys)).index(key) for key in keys]  # of each query head: its key
-        self.v_of = [sorted(set(values)).index(value) for value in values]
+        queries_per_key = c.n_head // c.n_kv_head
+        values = [h // n_map // queries_per_key for h in heads]
+        keys = [h // n_map // queries_per_key * n_map + h % n_map for h in heads]
+        self.q, _ = places(heads)
+        self.k, self.k_of = places(keys)  # k_of, for each query head: which of the keys is its own
+        self.v, self.v_of = places(values)
         # Such a definition gets the decay itself: ALiBi's extra dimensions would change q and k
         self.takes_decay = any(has_argument(definition, name) for name in ("fade", "q", "k"))
         self.choose_form(c)
 
     def choose_form(self, c) -> None:
         """Sets form, form_name, sums and linear for the definition and the schemes."""
-        needs = self.given_by_schemes()
-        if c.attn_dropout:
-            needs.add("dropout")
-        self.form, self.form_name = form_of(
+        needs = {"dropout"} if c.attn_dropout else set()
+        q = torch.zeros(1, len(self.heads), 1, c.head_dim)
+        k = torch.zeros(1, len(set(self.k_of)), 1, c.head_dim)
+        for scheme in self.schemes:
+            q, k, arguments = scheme(q, k, self, 0)
+            needs.update(arguments)
+        self.form, self.form_name, self.sums = form_of(
             self.name, self.definition, window=self.window, needs=needs, tokens=c.block_size
         )
-        self.sums = None
         self.linear = None
-        if self.window is None and unchanged(self.name, self.definition):
-            form = FORM[self.name]
-            if needs <= set(form.arguments):
-                self.sums = form.sums
         if self.sums is not None:
             least = self.sums.linear_from(c.head_dim)
             if c.attn_dropout:
@@ -69,52 +66,35 @@ class HeadGroup:
             else:
                 self.linear = self.sums
 
-    def given_by_schemes(self) -> set[str]:
-        """The names of the arguments that the schemes give to the attention, such as bias."""
-        q = torch.zeros(1, len(self.heads), 1, self.widths[0])
-        k = torch.zeros(1, len(set(self.k_of)), 1, self.widths[0])
-        names = set()
-        for scheme in self.schemes:
-            with torch.no_grad():
-                q, k, arguments = scheme(q, k, self, 0)
-            names |= set(arguments)
-        return names
-
-    def run_definition(self) -> None:
-        """From now on the group runs its definition, and a cache keeps all keys and values."""
-        self.form = plain_form(self.definition)
-        self.form_name = "its definition, on all tokens at once"
-        self.sums = None
-        self.linear = None
-
     def select(self, q, k, v):
         """The group's heads of a layer's q (B, H, T, D), k (B, G, T, D) and v.
 
-        v (B, G / n_map, T, n_map D).
+        v (B, G / n_map, T, n_map D). Of all heads it is x itself: a slice costs a backward pass.
         """
-        return selected(q, self.q), selected(k, self.k), selected(v, self.v)
+        pairs = (q, self.q), (k, self.k), (v, self.v)
+        return [x if heads == slice(0, x.shape[1]) else x[:, heads] for x, heads in pairs]
 
     def share(self, k: Tensor, v: Tensor):
         """Keys and values for each query head of the group, from those that `select` gave."""
         return per_head(k, self.k_of), per_head(v, self.v_of)
 
 
-def index(heads: list[int]) -> slice | list[int]:
-    """Heads as a slice, of which x[slice] is a view, if they are neighbours; else as a list."""
-    neighbours = list(range(heads[0], heads[-1] + 1))
-    return slice(heads[0], heads[-1] + 1) if heads == neighbours else heads
+def places(heads: list[int]) -> tuple[slice | list[int], list[int]]:
+    """(The different heads, the place of each head among them).
 
-
-def selected(x: Tensor, heads: slice | list[int]) -> Tensor:
-    """These heads of x (B, H, T, D); for all heads x itself: a slice costs a backward pass."""
-    return x if heads == slice(0, x.shape[1]) else x[:, heads]
+    Neighbours are a slice, since x[slice] is a view.
+    """
+    different = sorted(set(heads))
+    span = slice(different[0], different[-1] + 1)
+    neighbours = span.stop - span.start == len(different)
+    return span if neighbours else different, [different.index(h) for h in heads]
 
 
 def per_head(x: Tensor, heads: list[int]) -> Tensor:
     """For each query head h the head heads[h] of x (B, G, T, D): (B, H, T, D)."""
     G = x.shape[1]
     n = len(heads) // G
-    if G == 1 and n > 1:  # MQA: a view, so that decoding copies no keys and values
+    if G == 1:  # MQA: a view, so that decoding copies no keys and values
         return x.expand(-1, n, -1, -1)
     if heads == [g for g in range(G) for _ in range(n)]:
         return x if n == 1 else x.repeat_interleave(n, dim=1)

@@ -128,8 +128,10 @@ def plain_form(definition: Callable) -> Callable:
         y = definition(s, seen, values, **arguments)
         expected = (*q.shape[:-1], values.shape[-1])
         if y.shape != expected:
-            inputs = f"for s {tuple(s.shape)} and v {tuple(values.shape)}"
-            raise ValueError(f"this attention gave {tuple(y.shape)} {inputs}, not {expected}")
+            raise ValueError(
+                f"this attention gave {tuple(y.shape)} for s {tuple(s.shape)} and v "
+                f"{tuple(values.shape)}, not {expected}"
+            )
         if far is not None:
             y = with_values_by_distance(y, far, distance)
         return y.to(v.dtype)

@@ -41,7 +41,7 @@ out_dir = "out-gpu-run"  # the folder for the runs' checkpoints
 tiny = False  # the smallest sizes, on the CPU: a rehearsal of all commands
 
 PATIENCE = 20.0  # seconds between SIGTERM and SIGKILL
-KERNELS = "--import=lab.kernels"  # adds softmax_triton, laser_triton and beta_triton
+KERNELS = "--import=lab.kernels"  # adds softmax_triton and laser_triton
 SHAKESPEARE = "config/train_shakespeare_char.py"
 LONG_TEXTS = "config/train_pg19_ls.py"
 LONG_RUN = (
@@ -168,7 +168,7 @@ def gpu_training(name: str, seconds: float, *flags: str) -> Command:
 
 
 def training() -> Groups:
-    rows = "--only=plain,no wait,triton,beta,beta triton,reduce-overhead"
+    rows = "--only=plain,no wait,triton,beta,reduce-overhead"
     small = ("--size=shakespeare", "--budget=60", rows)
     yield {"gpt2": gpu_training("gpt2", 400, "--budget=340")}
     yield {"shakespeare": gpu_training("shakespeare", 100, *small)}

@@ -35,7 +35,6 @@ import torch  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from attention.forms import SUSPECTS  # noqa: E402
 from text import prepare  # noqa: E402
 from text.tokenizers import END, CharTokenizer  # noqa: E402
 from training import checkpoint, distributed  # noqa: E402
@@ -59,7 +58,6 @@ if package is not None:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-    SUSPECTS.clear()  # of other tests
 
 
 # -----------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def fast(core: str) -> Callable:
 
     def attend(q, k, v, *, window=None, scale=None, **settings):
         settings = {name: x for name, x in settings.items() if x is not None}
-        form, _ = form_of(core, ATTENTION[core], window=window, needs=settings)
+        form, *_ = form_of(core, ATTENTION[core], window=window, needs=settings)
         if window is not None:
             settings["window"] = window
         return form(q, k, v, scale=scale, **settings)

@@ -150,7 +150,7 @@ def test_steps_and_decoding(tmp_path, monkeypatch):
     }
     for name, value in settings.items():
         monkeypatch.setattr(bench, name, value)
-    row = bench.chosen_rows("cpu")["beta SL"]
+    row = bench.chosen_rows()["beta SL"]
     assert row == {"attention": "beta", "heads": "SL", "window": 5}
     bench.main()
     results = json.loads((tmp_path / "b.json").read_text())

@@ -364,11 +364,10 @@ def in_order(s, seen, v):
 def test_an_attention_that_breaks_the_rule_is_called_as_a_whole(broken, capfd):
     """Blocks would compute something else, and a line says so, once."""
     q, k, v = torch.randn(3, 1, 2, 300, 8)
-    form, words = form_of(broken.__name__, broken, window=9)
+    form, words, _ = form_of(broken.__name__, broken, window=9)
     err = capfd.readouterr().err
     assert "Short heads cost T^2" in err
     assert ("later tokens, or with their number" in err) == (broken is by_length)
-    assert (broken.__name__ in forms.SUSPECTS) == (broken is by_length)
     assert words == "its definition, on all tokens at once"
     assert torch.equal(form(q, k, v, window=9), plain_form(broken)(q, k, v, window=9))
     form_of(broken.__name__, broken, window=9)
@@ -392,12 +391,11 @@ def leak(first: int, seen_later: int = 1):
     "first, tokens, is_found",
     [(10, 64, True), (200, 256, True), (900, 1024, True), (900, 8192, True), (200, 64, False)],
 )
-def test_a_leak_is_found_at_the_models_own_block_size(first, tokens, is_found, monkeypatch):
+def test_a_leak_is_found_at_the_models_own_block_size(first, tokens, is_found, monkeypatch, capfd):
     """A model of 64 tokens cannot have a leak that begins at token 200."""
-    monkeypatch.setattr(forms, "SUSPECTS", [])
     monkeypatch.setitem(ATTENTION, "leaking", leak(first))
-    gpt_of(block_size=tokens, attention="leaking")
-    assert bool(forms.SUSPECTS) == is_found
+    gpt = gpt_of(block_size=tokens, attention="leaking")
+    assert ("all tokens at once" in groups_of(gpt)[0].form_name) == is_found
 
 
 def test_a_bug_in_an_attention_is_its_own(monkeypatch):
@@ -414,7 +412,7 @@ def test_a_bug_in_an_attention_is_its_own(monkeypatch):
 def test_an_error_while_an_attention_is_tried_is_shown_whole(capfd):
     """It works in float32 alone, so that nobody knows whether it sees later tokens."""
     weights = torch.full((8, 8), 0.125)
-    form, _ = form_of("mine", lambda s, seen, v: weights @ v)
+    form, *_ = form_of("mine", lambda s, seen, v: weights @ v)
     err = capfd.readouterr().err
     assert "whether it sees later tokens could not be tried" in err
     assert "weights @ v" in err and "RuntimeError" in err and __file__ in err

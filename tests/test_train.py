@@ -382,7 +382,7 @@ def test_latest_and_best_are_apart(train, run, tmp_path):
         (
             lambda s, seen, v: s.softmax(-1) @ v,
             0,
-            r", 0 s left[^$]+if it sees later tokens, the losses above mean nothing",
+            r", 0 s left[^$]+THE MODEL SEES LATER TOKENS, so its losses mean nothing",
         ),
     ],
 )

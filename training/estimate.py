@@ -30,8 +30,9 @@ def gpus_of(flag: str) -> tuple[int, str]:
     """(number, name) of a flag such as "8 x H100". Raises UserError for an unknown GPU."""
     match = re.fullmatch(r"([1-9]\d*) *x *(.+)", flag)
     if not match or match[2] not in GPUS:
-        known = ", ".join(GPUS)
-        raise UserError(f'--gpus={flag!r} must be such as "8 x H100"; known GPUs are {known}')
+        raise UserError(
+            f"--gpus={flag!r} must be such as '8 x H100'; known GPUs are {', '.join(GPUS)}"
+        )
     return int(match[1]), match[2]
 
 
@@ -83,11 +84,8 @@ def peak_flops(device: str, dtype: str) -> float | None:
     return next((rate for known, rate in GPUS.items() if f" {known} " in name), None)
 
 
-def report(config: GPTConfig, settings: dict, n_tokens: int | None, dtype: str, world: int) -> str:
-    """The lines of a dry run. settings: train.py's; n_tokens: of the train split, or None.
-
-    dtype: the flag; auto is 16 bits.
-    """
+def report(config: GPTConfig, settings: dict, n_tokens: int | None, world: int) -> str:
+    """The lines of a dry run. settings: train.py's; n_tokens: of the train split, or None."""
     with torch.device("meta"):
         model = GPT(config)
     n = num_params(model, non_embedding=False)
@@ -102,7 +100,8 @@ def report(config: GPTConfig, settings: dict, n_tokens: int | None, dtype: str, 
         gpus = [gpu]
 
     # bytes: a weight, its gradient, two numbers of AdamW's (Muon has one), and autocast's copy
-    held = (16 if dtype == "float32" else 18) * n
+    # (dtype=auto is 16 bits)
+    held = (16 if settings["dtype"] == "float32" else 18) * n
     if settings["optimizer"] == "muon":
         held -= 4 * sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
     if settings["parallel"] == "fsdp":

@@ -20,7 +20,8 @@ from typing import NoReturn
 
 import torch
 
-from attention.forms import SUSPECTS, unchanged
+from attention.cache import groups_of
+from attention.forms import unchanged
 from attention.trial import LEAK, change_by_later_tokens
 from errors import UserError, out_of_range, refuse
 from model import ATTENTION, GPT, GPTConfig
@@ -171,7 +172,7 @@ def print_estimates(config: dict, given: dict) -> None:
             vocab_size = VOCAB_SIZE.get(config["dataset"], GPT2_VOCAB_SIZE)
             say(f"so its vocabulary is unknown: assuming {vocab_size:,} tokens (--vocab_size=)")
         shape = GPTConfig(**model_args(config | {"vocab_size": vocab_size}))
-    say(report(shape, config, n_tokens, config["dtype"], distributed.world))
+    say(report(shape, config, n_tokens, distributed.world))
 
 
 def check_weights(weights: GPTConfig, config: dict, given: dict) -> None:
@@ -242,15 +243,12 @@ def launches(start: int) -> list[str]:
 def attention_in_words(model: GPT) -> list[str]:
     """A line for each attention of the model: in how many heads it is, and which code runs."""
     heads = Counter()
-    layers = Counter()
-    for block in model.transformer.h:
-        groups = getattr(block.attn, "groups", ())
-        for group in groups:
-            heads[group.name, group.window, group.form_name] += len(group.heads)
-        if not groups:
-            layers[type(block.attn)] += 1
+    for group in groups_of(model):
+        heads[group.name, group.window, group.form_name] += len(group.heads)
+    layers = [block.attn for block in model.transformer.h]
+    own_layers = Counter(type(layer) for layer in layers if not hasattr(layer, "groups"))
     lines = []
-    for own, n in layers.items():
+    for own, n in own_layers.items():
         line = f"{own.__name__} in {count(n, 'layer')}: no scores for maps and --log_logits"
         if not hasattr(own, "flops_per_token"):
             line += ", and no flops_per_token, so FLOPs lack those of its attention"
@@ -293,8 +291,8 @@ def describe(config: dict, model: GPT, train: Tokens, device: str, dtype: str) -
 
 def is_own(config: GPTConfig) -> bool:
     """Whether a model may have code that no test of this repository knows."""
-    definitions = {name: ATTENTION[name] for name in attentions(config)}
-    return bool(imported()) or not all(unchanged(*item) for item in definitions.items())
+    known = all(unchanged(name, ATTENTION[name]) for name in attentions(config))
+    return bool(imported()) or not known
 
 
 def try_causality(model: GPT) -> None:
@@ -443,8 +441,6 @@ def print_sample(config: dict, model: GPT, val: Tokens, amp: object, device: str
 def exit_with_code(it: int, stop: int, unsaved: OSError | None) -> NoReturn:
     """Ends the process with exit code 2 if the last save failed, 128 + the signal `stop`, or 0."""
     code = 0
-    if SUSPECTS:
-        say(f"\nattention={SUSPECTS[0]!r}: if it sees later tokens, the losses above mean nothing")
     if unsaved:
         code = 2
     elif stop:

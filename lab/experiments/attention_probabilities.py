@@ -22,10 +22,13 @@ from attention.scores import scores, visible
 from configurator import at_least_one, pick_device, run_script
 from errors import UserError
 from lab.experiments.results import measured, saved, show_table, spread
+from lab.experiments.runs import of_code
 from model import GPT
 from rules import attentions
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
+
+NORMS = ("softmax", "LASER")  # the attentions whose Jacobians are measured
 
 # What is measured?
 out_dir = "out"  # the folder that train.py wrote
@@ -113,7 +116,8 @@ def main() -> None:
     if out:
         below = [x["below"] for x in layers.values()]
         total |= {"low": min(below), "high": max(below)}
-        measured(out, "models", f"{attention}, {T} tokens", run["seed"], dict, total)
+        name = f"{attention}, {T} tokens"
+        measured(out, "models", name, run["seed"], dict, total, of=of_code(vars(model.config)))
         show(saved(out, {})["models"])
 
 
@@ -122,11 +126,11 @@ def show(models: dict[str, dict]) -> None:
     rows = []
     for name, by_seed in models.items():
         runs = list(by_seed.values())
-        mean = {key: statistics.mean(run[key] for run in runs) for key in runs[0]}
-        shares = [f"{mean[key]:.1%}" for key in ("below", "low", "high", "equal", "tiny")]
+        shares = ("below", "low", "high", "equal", "tiny")
+        mean = {key: statistics.mean(run[key] for run in runs) for key in (*shares, *NORMS)}
         ratio = spread([run["LASER"] / run["softmax"] for run in runs])
-        norms = [f"{mean['softmax']:.3f}", f"{mean['LASER']:.3f}"]
-        rows.append([name, len(runs), *shares, *norms, ratio])
+        cells = [f"{mean[key]:.1%}" for key in shares] + [f"{mean[key]:.3f}" for key in NORMS]
+        rows.append([name, len(runs), *cells, ratio])
     columns = "model | seeds | below 1e-3 | lowest layer | highest layer | if scores were equal"
     show_table(f"{columns} | below 1e-7 | Jacobian, softmax | LASER | ratio", rows)
 

@@ -36,7 +36,7 @@ from lab.experiments.results import (
     show_table,
     spread,
 )
-from lab.experiments.runs import as_flags, finals, record
+from lab.experiments.runs import by_seed, finals, of_code
 from model import ATTENTION
 from text.dataset import Tokens, folder_of
 from text.prepare import tokenised, write
@@ -87,13 +87,12 @@ def train(make: bool) -> dict:
     """{(attention, dropout): the results of the seeds}. make: see runs.record."""
     file, flags, share = SCALES[scale]
     data = part_of_the_text(share, make)
-    keys = [(row, dropout) for dropout in DROPOUT for row in ROWS]
-    commands = {}
-    for seed, (row, dropout) in itertools.product(range(1, seeds + 1), keys):
-        run = flags | ROWS[row] | {"dataset": data, "dropout": dropout, "seed": seed}
-        commands[f"{scale}, {row}, dropout {dropout:g}, seed {seed}"] = [file, *as_flags(run)]
-    runs = list(record(out, commands, out_dir, jobs, make, ("val_loss", "train_loss")).values())
-    return {key: runs[i :: len(keys)] for i, key in enumerate(keys)}
+    rows = {}
+    for dropout, row in itertools.product(DROPOUT, ROWS):
+        run = flags | ROWS[row] | {"dataset": data, "dropout": dropout}
+        rows[row, dropout] = f"{scale}, {row}, dropout {dropout:g}, seed ", file, run
+    keep = ("val_loss", "train_loss")
+    return by_seed(rows, range(1, seeds + 1), "", out, out_dir, jobs, make, keep)
 
 
 class ByHand(torch.autograd.Function):
@@ -197,7 +196,8 @@ def show_times() -> None:
     """Print the table of the times of the passes."""
     rows = []
     for n, forms in saved(out, {}).get("backward", {}).get("passes", {}).items():
-        for name, r in forms.items():
+        for name in FORMS:
+            r = forms[name]
             cells = [n, name, f"{r['ms']['forward']:.1f}", f"{r['ms']['backward']:.1f}"]
             rows.append([*cells, f"{r['ratio']['backward']:.2f}x", f"{r['bytes'] / 2**20:.0f}"])
     columns = "n |  | forward, ms | backward, ms | backward, against softmax's"
@@ -210,7 +210,7 @@ def main() -> None:
     parts = names(what, ["train", "backward", "show"])
     if "backward" in parts:
         for n in positive("lengths", lengths):
-            measured(out, "backward", "passes", n, times, n)
+            measured(out, "backward", "passes", n, times, n, of=of_code(*ROWS.values()))
     if parts == ["backward"]:
         return
     runs = train("train" in parts)

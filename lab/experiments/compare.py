@@ -2,9 +2,10 @@
 
     python -m lab.experiments.compare --table=cores                       # the README's first
     python -m lab.experiments.compare --table=choices --only="rope;muon"  # two rows, and the first
-    python -m lab.experiments.compare --table=novels --what=show          # what is in --out
+    python -m lab.experiments.compare --table=novels --what=show          # what is there
+    python -m lab.experiments.compare --rows="softmax; mine: --attention=laser --conv=4"
 
-tables.py has the tables and their flags. The parts (--what):
+tables.py has the tables and their flags; --rows makes one. The parts (--what):
 
 train   runs of each row, first all rows with seed 1, then all with seed 2, and so on: an hour in
         which the machine is slow slows all rows alike. Where a table tunes the learning rate, each
@@ -13,12 +14,13 @@ time    milliseconds of a training step on a CPU, and the ratio to the row that 
         with: medians of rounds, in which each row makes one step.
 equal   for tables of attention in linear time: runs of as many steps as fit into the time that the
         row they are compared with takes for the table's steps.
-show    prints the tables of what is in --out: losses, and their differences by the rule of
-        RESULTS.md.
+show    prints the tables of losses, and of their differences by the rule of RESULTS.md.
 
-Finished runs are skipped: you can stop the script and start it again.
+Finished runs are skipped: you can stop the script and start it again. The project's own results, in
+lab/experiments/compare.json, count too: a run that is there is not made again.
 """
 
+import pathlib
 import statistics
 
 import torch
@@ -33,13 +35,15 @@ from lab.experiments.results import (
     show_table,
     spread,
 )
-from lab.experiments.runs import as_flags, final, record, sooner
-from lab.experiments.tables import TABLES, Table, steps_of
+from lab.experiments.runs import as_flags, constants, final, identity, record, sooner
+from lab.experiments.tables import TABLES, Table, rows_of, steps_of
 from lab.experiments.times import step_times
+from text.dataset import folder_of, prepare_shakespeare, read_meta
 
 # What is measured?
 what = "train,time,equal,show"  # the parts to run, separated by commas: see above
 table = "cores"  # the tables, separated by commas: a name in TABLES
+rows = ""  # a table of one's own in their place: "name: flags of train.py; other name: flags"
 only = ""  # the rows to run, separated by semicolons; empty: all
 config_file: str | None = None  # the config file of every run; None: the table's
 seeds: int | None = None  # runs of each row, with the seeds 1, 2, ...; None: the table's number
@@ -47,9 +51,10 @@ against = ""  # show: the row that all rows are compared with; empty: the table'
 extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
 jobs = 1  # runs at the same time; they share the cores of the CPU
 repeats = 40  # number of timed steps of each row
-out = "lab/experiments/compare.json"  # the results
+out = "compare.json"  # the results
 out_dir = "out-compare"  # the folder for the runs, each in a folder of its own
 
+SHIPPED = str(pathlib.Path(__file__).with_suffix(".json"))  # the project's own results
 TUNING = (101, 102)  # the seeds of the runs that decide a learning rate
 
 
@@ -61,8 +66,8 @@ def chosen(t: Table) -> dict[str, dict]:
 
 
 def base(t: Table, row: str) -> str:
-    """The row that a row is compared with."""
-    return against or t.against.get(row, next(iter(t.rows)))
+    """The row whose loss a row's is compared with."""
+    return against or t.base(row)
 
 
 def counted(t: Table) -> range:
@@ -70,9 +75,14 @@ def counted(t: Table) -> range:
     return range(1, (seeds or t.seeds) + 1)
 
 
+def key_of(t: Table, row: str) -> str:
+    """The name of a row in --out. One of --rows has its flags in it: another may have its name."""
+    return ", ".join([t.name, row, *(as_flags(t.rows[row]) if rows else [])])
+
+
 def run_name(t: Table, row: str, seed: int, steps: int | None, rate: float | None) -> str:
     """The name of a run in --out."""
-    parts = [t.name, row]
+    parts = [key_of(t, row)]
     if rate:
         parts.append(f"rate {rate:g}")
     if steps:
@@ -82,33 +92,60 @@ def run_name(t: Table, row: str, seed: int, steps: int | None, rate: float | Non
     return ", ".join([*parts, f"seed {seed}"])
 
 
+def known_runs() -> dict:
+    """The runs of the project's own file, and those in --out, which come first."""
+    return saved(SHIPPED, {"runs": {}})["runs"] | saved(out, {"runs": {}})["runs"]
+
+
 def train(t: Table, steps: dict) -> None:
     """Make the missing runs of each row in `steps` and each seed, at the row's best learning rate.
 
-    steps: {row: its number of steps, or None: as many as the config file says}.
+    steps: {row: its number of steps, or None: as many as the config file says}. The learning rates
+    are those of the table's own steps.
     """
-    make(t, steps, [(row, rate, seed) for seed in TUNING for row in steps for rate in t.tune])
+    tried = [(row, rate, seed) for seed in TUNING for row in steps for rate in t.tune]
+    make(t, dict.fromkeys(steps, t.steps), tried)
     make(t, steps, [(row, tuned(t, row), seed) for seed in counted(t) for row in steps])
 
 
 def make(t: Table, steps: dict, keys: list[tuple]) -> None:
     """Make the missing runs of keys: (row, learning rate or None for the row's own, seed)."""
-    rows = chosen(t)
+    by_row = chosen(t)
+    file = config_file or t.file
     runs = {}
     for row, rate, seed in keys:
-        flags = dict(rows[row])
+        flags = dict(by_row[row])
         if steps[row]:
-            flags |= steps_of(steps[row])
+            flags |= steps_of(steps[row], evaluations(t, file, flags) if t.keep else 1)
         if rate:
             flags["learning_rate"] = rate
-        command = [config_file or t.file, *as_flags(flags), f"--seed={seed}", *extra.split()]
+        command = [file, *as_flags(flags), f"--seed={seed}", *extra.split()]
         runs[run_name(t, row, seed, steps[row], rate)] = command
+    use_shipped(runs)
     record(out, runs, out_dir, jobs, make=True, keep=t.keep)
+
+
+def evaluations(t: Table, file: str, flags: dict) -> int:
+    """How often a run of the table's own steps is evaluated."""
+    settings = constants("train.py") | constants(file) | {"max_iters": t.steps} | flags
+    return max(1, settings["max_iters"] // settings["eval_interval"])
+
+
+def use_shipped(runs: dict) -> None:
+    """Copy runs from the project's own file to --out, unless --out has them of the same code."""
+    results = saved(out, {"runs": {}})
+    shipped = saved(SHIPPED, {"runs": {}})["runs"]
+    for name, command in runs.items():
+        of = identity(command)
+        is_missing = results["runs"].get(name, {}).get("of") != of
+        if is_missing and shipped.get(name, {}).get("of") == of:
+            results["runs"][name] = shipped[name]
+            save(out, results)
 
 
 def tuned(t: Table, row: str) -> float | None:
     """The learning rate with the lowest mean loss over the seeds of TUNING; None: not tuned."""
-    runs = saved(out, {"runs": {}})["runs"]
+    runs = known_runs()
     means = {}
     for rate in t.tune:
         results = [runs.get(run_name(t, row, seed, t.steps, rate)) for seed in TUNING]
@@ -118,24 +155,38 @@ def tuned(t: Table, row: str) -> float | None:
 
 
 def take_times(t: Table) -> None:
-    """Add each row's milliseconds and their ratio to --out."""
-    rows = chosen(t)
-    bases = {row: base(t, row) for row in rows}
-    times = step_times(config_file or t.file, rows, t.vocab_size, repeats, bases)
+    """Add each row's milliseconds to --out, with their ratio to another row's, and that row."""
+    bases = {row: t.base(row) for row in chosen(t)}
+    bases |= {other: t.base(other) for other in bases.values()}  # --against may leave them out
+    flags = {row: t.flags | t.rows[row] for row in t.rows if row in bases}
+    vocab_size = t.vocab_size
+    if config_file:
+        data = (constants("train.py") | constants(config_file))["dataset"]
+        prepare_shakespeare(data)
+        vocab_size = read_meta(folder_of(data))["vocab_size"]
+    times = step_times(config_file or t.file, flags, vocab_size, repeats, bases)
     results = saved(out, {"times": {}})
-    for row, ms in times.items():
-        results["times"][f"{t.name}, {row}"] = short(ms)
+    for row, numbers in times.items():
+        results["times"][key_of(t, row)] = [*short(numbers), bases[row]]
     save(out, results)
+
+
+def times_of(t: Table) -> dict[str, tuple[float, float]]:
+    """{row: (milliseconds of a step, their ratio to the row that the table compares it with)}."""
+    times = {}
+    for path in (SHIPPED, out):
+        stored = saved(path, {"times": {}})["times"]
+        for row in t.rows:
+            ms, ratio, *other = stored.get(key_of(t, row), (None, None))
+            if ms and other in ([], [t.base(row)]):  # two numbers: older ones
+                times[row] = ms, ratio
+    return times
 
 
 def in_equal_time(t: Table) -> dict[str, int]:
     """How many steps each row makes in the time in which its base makes the table's steps."""
-    times = saved(out, {"times": {}})["times"]
-    steps = {}
-    for row in chosen(t):
-        if t.steps and f"{t.name}, {row}" in times:
-            steps[row] = round(t.steps / times[f"{t.name}, {row}"][1])
-    return steps
+    times = times_of(t) if t.steps else {}
+    return {row: round(t.steps / times[row][1]) for row in chosen(t) if row in times}
 
 
 def paired(x: dict, y: dict) -> tuple[list, list]:
@@ -146,35 +197,35 @@ def paired(x: dict, y: dict) -> tuple[list, list]:
 
 def show(t: Table) -> None:
     """Print a table. Of losses: the mean of the seeds, the lowest and the highest."""
-    results = saved(out, {"runs": {}, "times": {}})
+    runs = known_runs()
+    times = times_of(t)
     equal = in_equal_time(t)
 
-    def runs_of(row: str, steps: int | None) -> dict:
+    def results(row: str, steps: int | None) -> dict:
         rate = tuned(t, row)
         keys = {seed: run_name(t, row, seed, steps, rate) for seed in counted(t)}
-        return {n: results["runs"][key] for n, key in keys.items() if key in results["runs"]}
+        return {seed: runs[key] for seed, key in keys.items() if key in runs}
 
-    def losses(row: str, steps: int | None) -> dict:
-        loss = final if t.loss == "val" else lambda run: run["best"]
-        return {seed: loss(run) for seed, run in runs_of(row, steps).items()}
+    def losses(results: list) -> list[float]:
+        return [final(run) if t.loss == "val" else run["best"] for run in results]
 
     lines = []
     for row in chosen(t):
         other = base(t, row)
         rate = tuned(t, row)
         flags = " ".join(as_flags(t.rows[row] | ({"learning_rate": rate} if rate else {})))
-        x = losses(row, t.steps)
-        cells = [row, f"`{flags}`" if flags else "", spread([*x.values()])]
-        cells.append("" if row == other else difference(*paired(x, losses(other, t.steps))))
+        own = results(row, t.steps)
+        pair = paired(own, {} if row == other else results(other, t.steps))
+        cells = [row, f"`{flags}`" if flags else "", spread(losses(own.values()))]
+        cells.append(difference(*map(losses, pair)))
         if "val_loss" in t.keep:
-            pairs = paired(runs_of(row, t.steps), runs_of(other, t.steps))
-            cells.append("" if row == other else sooner(*pairs))
-        ms, ratio = results["times"].get(f"{t.name}, {row}", (None, None))
-        cells += [f"{ms:.1f}", f"{ratio:.2f}x"] if ms else ["", ""]
+            cells.append(sooner(*pair))
+        cells += [f"{times[row][0]:.1f}", f"{times[row][1]:.2f}x"] if row in times else ["", ""]
         if t.steps:
-            same = losses(row, equal[row]) if row in equal and row != other else {}
-            cells += [equal.get(row, ""), spread([*same.values()])]
-            cells.append(difference(*paired(same, losses(other, equal[other]))) if same else "")
+            own = {} if row == other else results(row, equal.get(row))
+            pair = paired(own, results(other, equal.get(other)))
+            cells += [equal.get(row, ""), spread(losses(own.values()))]
+            cells.append(difference(*map(losses, pair)))
         lines.append(cells)
     show_table(columns(t), lines)
 
@@ -199,8 +250,10 @@ def main() -> None:
     at_least_one(jobs=jobs, seeds=1 if seeds is None else seeds, repeats=repeats)
     check_writable(out)
     parts = names(what, ["train", "time", "equal", "show"])
-    for name in names(table, TABLES):
-        t = TABLES[name]
+    tables = [TABLES[name] for name in names(table, TABLES)]
+    if rows:
+        tables = [Table(rows_of(rows), name="rows")]
+    for t in tables:
         names(against, t.rows, ";")  # raises UserError for an unknown row
         if "train" in parts:
             train(t, dict.fromkeys(chosen(t), t.steps))

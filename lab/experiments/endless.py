@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from configurator import names, run_script
 from lab.experiments.results import measured, saved, show_table
-from lab.experiments.runs import as_flags, finished
+from lab.experiments.runs import as_flags, finished, identity
 from lab.experiments.times import apart
 from model import GPT
 from text.dataset import Tokens, folder_of
@@ -68,9 +68,8 @@ DECODED = ("beta, alibi", "softmax short, beta_squared long, conv, rope in short
 BANDS = [0, 64, 256, 1024, 4096, 16384, 65536, 2**30]  # of positions: where each begins
 
 
-def trained(name: str) -> str:
-    """The folder of a trained model. Train the model if it is missing."""
-    folder = os.path.join(out_dir, f"{re.sub('[^a-z0-9]+', '-', name)}-{block_size}")
+def command_of(name: str) -> list[str]:
+    """The arguments of train.py of a model's run."""
     flags = TRAINED[name] | {
         "max_iters": steps,
         "lr_decay_iters": steps,
@@ -79,8 +78,7 @@ def trained(name: str) -> str:
         "dataset": dataset,
         "block_size": block_size,
     }
-    finished(name, [config_file, *as_flags(flags)], folder)
-    return folder
+    return [config_file, *as_flags(flags)]
 
 
 def decode(folder: str, tokens: int, slide: int) -> dict:
@@ -202,11 +200,16 @@ def main() -> None:
     for name in names(only, TRAINED, ";"):
         if parts == ["show"]:
             break
-        folder = trained(name)
+        command = command_of(name)
+        folder = os.path.join(out_dir, f"{re.sub('[^a-z0-9]+', '-', name)}-{block_size}")
+        finished(name, command, folder)  # trains it if it is missing
+        measures = {}
         if "decode" in parts and name in DECODED:
-            measured(out, "decode", name, block_size, apart, decode, folder, tokens, slide)
+            measures["decode"] = decode, folder, tokens, slide
         if "far" in parts:
-            measured(out, "far", name, block_size, apart, read_far, folder, data)
+            measures["far"] = read_far, folder, data
+        for part, args in measures.items():
+            measured(out, part, name, block_size, apart, *args, of=identity(command))
     if "show" in parts:
         show()
 

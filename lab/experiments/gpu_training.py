@@ -112,7 +112,6 @@ ROWS = {
     "laser": {"attention": "laser"},
     "laser triton": TRITON | {"attention": "laser_triton"},
     "beta": {"attention": "beta"},
-    "beta triton": TRITON | {"attention": "beta_triton"},
     "SSSSSL": {"heads": "SSSSSL"},
     "SSSSSL triton": TRITON | {"heads": "SSSSSL"},
     "SSSSSL laser": {"heads": "SSSSSL", "attention": "laser"},

@@ -12,13 +12,14 @@ seeds at two sizes.)
 
 import math
 import statistics
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
 
 from configurator import at_least_one, names, run_script
 from lab.experiments.results import check_writable, difference, drawing, show_table, spread
-from lab.experiments.runs import as_flags, final, finals, record
+from lab.experiments.runs import by_seed, final, finals
 from lab.experiments.times import model_of
 from training.estimate import num_params
 
@@ -87,37 +88,33 @@ def train(make: bool) -> tuple[dict, dict]:
     for recipe, (size, _, tried) in s["more"].items():
         rates[size, recipe] = tried
     keys = [(*key, attention) for key in rates for attention in ATTENTIONS]
-    first = results_of([(*key, rate, 1) for key in keys for rate in rates[key[:2]]], make)
+    first = results_of([(*key, rate) for key in keys for rate in rates[key[:2]]], [1], make)
     best = {}
     for key in keys:
-        losses = {rate: final(first[*key, rate, 1]) for rate in rates[key[:2]]}
+        losses = {rate: final(first[*key, rate][0]) for rate in rates[key[:2]]}
         best[key] = min(losses, key=losses.get)
-    counted = range(2, seeds + 2)
-    others = results_of([(*key, best[key], seed) for seed in counted for key in keys], make)
-    tuned = {}
-    for key in keys:
-        tuned[key] = best[key], [others[*key, best[key], seed] for seed in counted]
+    others = results_of([(*key, best[key]) for key in keys], range(2, seeds + 2), make)
+    tuned = {key: (rate, others[*key, rate]) for key, rate in best.items()}
     same_rate = {}
     for key in rates:
         rate = best[*key, "softmax"]
-        same_rate[key] = [first[*key, attention, rate, 1] for attention in ATTENTIONS]
+        same_rate[key] = [first[*key, attention, rate][0] for attention in ATTENTIONS]
     return tuned, same_rate
 
 
-def results_of(runs: list[tuple], make: bool) -> dict:
-    """The results of runs (size, recipe, attention, rate, seed)."""
+def results_of(keys: list[tuple], seeds: Iterable[int], make: bool) -> dict:
+    """{key: the results of its seeds} of keys (size, recipe, attention, rate)."""
     s = SCALES[scale]
-    commands = {}
-    for size, recipe, attention, rate, seed in runs:
+    rows = {}
+    for key in keys:
+        size, recipe, attention, rate = key
         flags = s["flags"] | s["sizes"][size][0] | {"attention": attention, "optimizer": "adamw"}
         if recipe in s["more"]:
             flags |= s["more"][recipe][1]
-        flags |= {"learning_rate": rate, "seed": seed}
-        name = f"{scale}, {size}, {attention}, {recipe}, {rate:g}, seed {seed}"
-        commands[name] = [s["file"], *as_flags(flags), *extra.split()]
+        name = f"{scale}, {size}, {attention}, {recipe}, {rate:g}, seed "
+        rows[key] = name, s["file"], flags | {"learning_rate": rate}
     keep = ("val_loss", "loss", "norm", "first")
-    results = record(out, commands, out_dir, jobs, make, keep)
-    return dict(zip(runs, results.values(), strict=True))
+    return by_seed(rows, seeds, extra, out, out_dir, jobs, make, keep)
 
 
 def parameters(size: str) -> int:
@@ -222,8 +219,8 @@ def show(tuned: dict, same_rate: dict) -> None:
         rows.append([*cells, ", ".join(spikes)])
     columns = "size | parameters |  | softmax | its rate | LASER | its rate | LASER - softmax"
     show_table(f"{columns} | ratio of norms | spikes: softmax, LASER", rows)
-    for attention, by_seed in laws(tuned).items():
-        exponents = ", ".join(f"{b:.4f}" for _, b in by_seed)
+    for attention, laws_of_seeds in laws(tuned).items():
+        exponents = ", ".join(f"{b:.4f}" for _, b in laws_of_seeds)
         print(f"\n{attention}: L = a n^b, b = {exponents} (one for each seed)", end="")
     print(f"\nfewer parameters with LASER: {', '.join(f'{x:.1%}' for x in shares(tuned))}")
 

@@ -26,7 +26,7 @@ from lab.experiments.results import (
     show_table,
     spread,
 )
-from lab.experiments.runs import as_flags, finished, result_of
+from lab.experiments.runs import as_flags, finished, identity, result_of
 
 # What is measured?
 what = "positions,decay,vocabulary,show"  # the parts to run; show: the tables of --out
@@ -45,14 +45,6 @@ SCHEDULES = ("cosine", "constant")
 VOCABULARIES = (500, 2000, 8000)  # numbers of tokens
 
 
-def run(name: str, flags: dict, seed: int, n: int) -> tuple[str, dict]:
-    """(the folder of a run of train.py with n steps, its results). Make it if it is missing."""
-    folder = os.path.join(out_dir, f"{re.sub('[^a-z0-9]+', '-', name)}-{seed}")
-    flags = {"max_iters": n, "lr_decay_iters": n, "eval_interval": n // 5} | flags
-    log = finished(f"{name}, seed {seed}", [CPU, *as_flags(flags), f"--seed={seed}"], folder)
-    return folder, result_of(log, ("val_loss", "train_loss"), False)
-
-
 def evaluated(folder: str, *flags: str) -> dict[str, float]:
     """What eval.py prints of the latest checkpoint in a folder.
 
@@ -65,46 +57,89 @@ def evaluated(folder: str, *flags: str) -> dict[str, float]:
     return {"loss": float(loss[1]), "bits": float(bits[1])}
 
 
-def position(name: str, seed: int) -> dict:
-    """{length of the windows: the validation loss} of a model with this position."""
-    folder = run(f"position {name}", {"position": name}, seed, steps or 1000)[0]
-    return {str(n): evaluated(folder, f"--block_size={n}")["loss"] for n in LENGTHS}
+def positions() -> dict[str, dict]:
+    """{row: its flags} of the part positions."""
+    return {name: {"position": name} for name in POSITIONS}
 
 
-def decay(weight_decay: float, schedule: str, seed: int) -> dict:
-    """The losses of a model that overfits."""
-    flags = {
-        "dataset": part_of_the_text(0.02, True),
-        "weight_decay": weight_decay,
-        "schedule": schedule,
-        "eval_iters": 73,
-    }
-    result = run(f"{schedule} {weight_decay:g}", flags, seed, steps or 2000)[1]
+def decay() -> dict[str, dict]:
+    """{row: its flags} of the part decay."""
+    rows = {}
+    for schedule, x in itertools.product(SCHEDULES, DECAYS):
+        rows[f"{schedule} {x:g}"] = {
+            "dataset": part_of_the_text(0.02, False),
+            "weight_decay": x,
+            "schedule": schedule,
+            "eval_iters": 73,
+        }
+    return rows
+
+
+def vocabulary() -> dict[str, dict]:
+    """{row: its flags} of the part vocabulary."""
+    rows = {}
+    for size in VOCABULARIES:
+        folder = os.path.join(out_dir, f"novels-{size}")
+        rows[str(size)] = {"dataset": folder, "position": "rope", "eval_iters": 20}
+    return rows
+
+
+PARTS = {  # {part: (its rows, the steps of a run, how the names of its runs begin)}
+    "positions": (positions, 1000, "position "),
+    "decay": (decay, 2000, ""),
+    "vocabulary": (vocabulary, 1000, "vocabulary "),
+}
+
+
+def make(part: str) -> None:
+    """Make the runs of a part, and measure them, unless their numbers are in --out."""
+    rows, n, begin = PARTS[part]
+    n = steps or n
+    common = {"max_iters": n, "lr_decay_iters": n, "eval_interval": n // 5}
+    for seed, (row, flags) in itertools.product(range(1, seeds + 1), rows().items()):
+        flags = common | flags
+        command = [CPU, *as_flags(flags), f"--seed={seed}"]
+        name = f"{begin}{row}, seed {seed}"
+        args = numbers, part, name, command, flags
+        measured(out, part, row, seed, *args, of=identity(command))
+
+
+def numbers(part: str, name: str, command: list[str], flags: dict) -> dict:
+    """What is measured of a run. Make the run, and its data set, if they are missing."""
+    if part == "decay":
+        part_of_the_text(0.02, True)
+    if part == "vocabulary":
+        prepare_novels(flags["dataset"])
+    folder = os.path.join(out_dir, re.sub("[^a-z0-9]+", "-", name.replace(", seed", "")))
+    log = finished(name, command, folder)
+    if part == "vocabulary":
+        return evaluated(folder)
+    if part == "positions":
+        return {str(n): evaluated(folder, f"--block_size={n}")["loss"] for n in LENGTHS}
+    result = result_of(log, ("val_loss",), False)
     losses = {key: result[key] for key in ("train", "val", "best")}
     return losses | {"val_losses": result["curves"]["val_loss"]["val_loss"]}
 
 
-def vocabulary(size: int, seed: int) -> dict:
-    """What `evaluated` returns of a model with this many SentencePiece tokens."""
-    folder = os.path.join(out_dir, f"novels-{size}")
+def prepare_novels(folder: str) -> None:
+    """Make the novels' data set whose folder ends with its number of SentencePiece tokens."""
     if not os.path.exists(os.path.join(folder, "meta.json")):
+        size = folder.rpartition("-")[2]
         flags = [f"--source={source}", f"--vocab_size={size}", f"--out_dir={folder}"]
         command = [sys.executable, "data/pg19/prepare.py", *flags]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    flags = {"dataset": folder, "position": "rope", "eval_iters": 20}
-    return evaluated(run(f"vocabulary {size}", flags, seed, steps or 1000)[0])
 
 
-def part(name: str, row: str) -> list[dict]:
+def seeds_of(part: str, row: str) -> list[dict]:
     """The results of a row's seeds in --out."""
-    return list(saved(out, {}).get(name, {}).get(row, {}).values())
+    return list(saved(out, {}).get(part, {}).get(row, {}).values())
 
 
 def show_positions() -> None:
     """Print the table of the positions."""
     rows = []
     for name in POSITIONS:
-        results = part("positions", name)
+        results = seeds_of("positions", name)
         losses = [[result[str(n)] for result in results] for n in LENGTHS]
         rows.append([name, *map(spread, losses), difference(losses[-1], losses[0])])
     windows = " | ".join(f"windows of {n}" for n in LENGTHS)
@@ -129,13 +164,14 @@ def show_decay() -> None:
 
 def measures(row: str) -> list[list[float]]:
     """The training and validation losses, their gaps and the best validation losses of seeds."""
-    train, val, best = ([r[key] for r in part("decay", row)] for key in ("train", "val", "best"))
+    results = seeds_of("decay", row)
+    train, val, best = ([result[key] for result in results] for key in ("train", "val", "best"))
     return [train, val, [a - b for a, b in zip(val, train, strict=True)], best]
 
 
 def show_vocabulary() -> None:
     """Print the table of the vocabularies, compared with the second one."""
-    bits = {n: [r["bits"] for r in part("vocabulary", str(n))] for n in VOCABULARIES}
+    bits = {n: [r["bits"] for r in seeds_of("vocabulary", str(n))] for n in VOCABULARIES}
     middle = VOCABULARIES[1]
     rows = []
     for n, x in bits.items():
@@ -146,17 +182,10 @@ def show_vocabulary() -> None:
 def main() -> None:
     at_least_one(seeds=seeds)
     check_writable(out)
-    parts = names(what, ["positions", "decay", "vocabulary", "show"])
-    for seed in range(1, seeds + 1):
-        if "positions" in parts:
-            for name in POSITIONS:
-                measured(out, "positions", name, seed, position, name, seed)
-        if "decay" in parts:
-            for schedule, x in itertools.product(SCHEDULES, DECAYS):
-                measured(out, "decay", f"{schedule} {x:g}", seed, decay, x, schedule, seed)
-        if "vocabulary" in parts:
-            for size in VOCABULARIES:
-                measured(out, "vocabulary", str(size), seed, vocabulary, size, seed)
+    parts = names(what, [*PARTS, "show"])
+    for part in parts:
+        if part != "show":
+            make(part)
     if "show" in parts:
         show_positions()
         show_decay()

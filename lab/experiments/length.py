@@ -26,6 +26,7 @@ import torch
 from bench import interleaved, medians, ratios
 from configurator import names, positive, run_script
 from lab.experiments.results import drawing, measured, saved, show_table
+from lab.experiments.runs import of_code
 from lab.experiments.times import apart, max_rss, timed_step
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
@@ -116,7 +117,8 @@ def measure_steps() -> None:
             if seconds > patience or bytes_per_token * n > most_memory * 2**30:
                 print(f"steps, {name}: no {n} tokens (--patience, --most_memory)")
                 break
-            row = measured(out, "steps", name, n, apart, step, ROWS[name], n, repeats)
+            args = apart, step, ROWS[name], n, repeats
+            row = measured(out, "steps", name, n, *args, of=of_code(ROWS[name]))
             seconds = row["s"]
             bytes_per_token = row["bytes"] / n
 
@@ -125,7 +127,8 @@ def measure_double() -> None:
     """Compare the two lengths of --double for each row."""
     short, long = sorted(positive("double", double))[-2:]
     for name in names(only, ROWS, ";"):
-        measured(out, "double", name, long, apart, doubled, ROWS[name], short, long, repeats)
+        args = apart, doubled, ROWS[name], short, long, repeats
+        measured(out, "double", name, long, *args, of=of_code(ROWS[name]))
 
 
 def draw() -> None:

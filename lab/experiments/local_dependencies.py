@@ -31,6 +31,7 @@ from attention.scores import visible
 from configurator import at_least_one, names, run_script
 from errors import UserError
 from lab.experiments.results import check_writable, difference, drawing, measured, show_table
+from lab.experiments.runs import of_code
 
 # What is measured?
 what = "sweep,full,show"  # the parts to run, separated by commas; show: the tables and the picture
@@ -130,7 +131,8 @@ def recorded(row: tuple, attention: str, rate: float, seed: int, steps: int) -> 
     """The numbers of a fit in --out. Make the fit if it is missing."""
     n, d, init = row
     name = f"n {n}, d {d}, first {init:g}, {attention}, rate {rate:g}, {steps} steps"
-    return measured(out, "fits", name, seed, fit, *row, attention, rate, seed, steps)
+    args = fit, *row, attention, rate, seed, steps
+    return measured(out, "fits", name, seed, *args, of=of_code({}))
 
 
 def fits(rows: list[tuple], steps: int) -> dict:

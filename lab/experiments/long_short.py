@@ -25,7 +25,7 @@ from lab.experiments.results import (
     show_table,
     spread,
 )
-from lab.experiments.runs import as_flags, constants, final, finals, record, sooner
+from lab.experiments.runs import by_seed, constants, final, finals, of_code, sooner
 from lab.experiments.times import step_times
 
 # What is measured?
@@ -107,14 +107,12 @@ def usual_rate() -> float:
 
 def results(rows: dict, make: bool) -> dict:
     """The results of the seeds of each row, {key: flags of train.py}. make: see runs.record."""
-    commands = {}
-    for seed, (key, row) in itertools.product(range(1, seeds + 1), rows.items()):
-        name = ", ".join(map(str, (scale, *key, seed)))
-        run = as_flags(row | {"seed": seed})
-        commands[name] = [SCALES[scale]["file"], *run, *extra.split()]
+    file = SCALES[scale]["file"]
+    named = {}
+    for key, row in rows.items():
+        named[key] = ", ".join(map(str, (scale, *key, ""))), file, row
     keep = ("val_loss", "loss", "max_logit")
-    runs = list(record(out, commands, out_dir, jobs, make, keep).values())
-    return {key: runs[i :: len(rows)] for i, key in enumerate(rows)}
+    return by_seed(named, range(1, seeds + 1), extra, out, out_dir, jobs, make, keep)
 
 
 def lengths(make: bool) -> dict:
@@ -136,8 +134,10 @@ def times() -> dict:
             rows = {model: flags(n, heads, model) for model in s["models"]}
             against = dict.fromkeys(rows, "long")
             row = f"{scale}, {heads} heads"
-            ms = measured(out, "times", row, n, step_times, CPU, rows, 65, 15, against)
-            for model, (step, ratio) in ms.items():
+            args = step_times, CPU, rows, 65, 15, against
+            ms = measured(out, "times", row, n, *args, of=of_code(*rows.values()))
+            for model in rows:
+                step, ratio = ms[model]
                 ms_of[n, heads, model] = [f"{step:.0f}", f"{ratio:.2f}x"]
     return ms_of
 

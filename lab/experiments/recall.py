@@ -14,7 +14,8 @@ and the model has to give the token that came after it the first time.
 A batch has one of the trained sizes, at random. A run ends early once its last batches are perfect.
 Each model tries the learning RATES until it reaches ENOUGH; the rate with the best accuracy at the
 trained sizes counts. The accuracy against the size is drawn and printed. Results are added to the
-JSON file --out. Runs that are there are skipped, so you can stop the script and start it again.
+JSON file --out. Runs of the same code that are there are skipped, so you can stop the script and
+start it again.
 """
 
 import collections
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 from configurator import names, run_script
 from errors import UserError
 from lab.experiments.results import check_writable, drawing, save, saved, show_table
+from lab.experiments.runs import code_of, of_text
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
 
@@ -60,7 +62,7 @@ MODELS = {  # flags of the models in the picture
 MARKERS = "oosDv^vP<X"
 STICK = {"attention": "stick_breaking"}
 V2 = {"after": "differential_v2", "n_head": 8, "head_dim": 16, "n_kv_head": 4}
-# flags of models that need --import=lab.ideas: they run if --only has them
+# flags of models with an attention of lab/ideas.py: they run if --only has them
 IDEAS = {
     "stick-breaking, conv": STICK | CONV,
     "stick-breaking, differential V2, conv": STICK | V2 | CONV,
@@ -187,27 +189,36 @@ def test(gpt: GPT, task: str, n: int) -> float:
     return round(accuracy(logits, y), 4)
 
 
-def results(task: str = "", model: str = "") -> list[dict]:
-    """The runs in --out, of a task and a model, or of all.
-
-    A run is {"task": , "model": , "rate": , "seed": } and what `fit` returns.
-    """
+def stored() -> list[dict]:
+    """The runs in --out: {"task": , "model": , "rate": , "seed": , "of": } and `fit`'s numbers."""
     settings = SIZES | SCALES[scale]
-    stored = saved(out, {"settings": settings, "runs": []})
-    if stored["settings"] != settings:
+    results = saved(out, {"settings": settings, "runs": []})
+    if results["settings"] != settings:
         raise UserError(f"--out={out} has results of other settings: name another file")
-    return [
-        run for run in stored["runs"] if task in ("", run["task"]) and model in ("", run["model"])
-    ]
+    return results["runs"]
+
+
+def made_of(model: str) -> str:
+    """A checksum of a model's flags and of the code of its attention."""
+    flags = ALL[model] | ({"import": "lab.ideas"} if model in IDEAS else {})
+    return of_text(f"{flags} {code_of(flags)}")
+
+
+def results(task: str, model: str) -> list[dict]:
+    """The runs in --out of a task and a model, as its code is now."""
+    wanted = {"task": task, "model": model, "of": made_of(model)}
+    return [run for run in stored() if wanted.items() <= run.items()]
 
 
 def measure(task: str, model: str, rate: float, seed: int) -> None:
-    """Make a run and add it to --out, unless it is there."""
-    if any((run["rate"], run["seed"]) == (rate, seed) for run in results(task, model)):
+    """Make a run and add it to --out, unless it is there. It replaces a run of other code."""
+    key = {"task": task, "model": model, "rate": rate, "seed": seed}
+    run = key | {"of": made_of(model)}
+    if any(run.items() <= known.items() for known in stored()):
         return
-    run = {"task": task, "model": model, "rate": rate, "seed": seed}
     run |= fit(task, ALL[model], rate, seed)
-    save(out, {"settings": SIZES | SCALES[scale], "runs": [*results(), run]})
+    others = [known for known in stored() if not key.items() <= known.items()]
+    save(out, {"settings": SIZES | SCALES[scale], "runs": [*others, run]})
     about = f"{task}; {model}; {rate}; seed {seed}; {run['steps']} steps:"
     print(about, *run["accuracy"].values(), flush=True)
 

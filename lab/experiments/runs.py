@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from errors import UserError
 from lab.experiments.results import save, saved, short
@@ -126,6 +126,11 @@ def code_of(flags: dict) -> dict[str, str]:
     return fingerprints([name for name in attentions if name in ATTENTION], modules)
 
 
+def of_code(*rows: dict) -> str:
+    """A checksum of the code that rows of flags of train.py name."""
+    return of_text(str([code_of(flags) for flags in rows]))
+
+
 def flags_of(words: list[str]) -> dict:
     """["--window=16", "--tied", "--no-bias"] as {"window": 16, "tied": True, "bias": False}."""
     flags = {}
@@ -196,6 +201,18 @@ def record(
         if name not in known:
             raise UserError(f"{path} has no results of {name!r}: train it first")
     return {name: known[name] for name in runs}
+
+
+def by_seed(rows: dict, seeds: Iterable[int], extra: str, path: str, *args: object) -> dict:
+    """{key: the results of its seeds} of rows, {key: (name, config file, flags)}.
+
+    extra: more flags, separated by spaces; path, args: see `record`.
+    """
+    runs = {}
+    for seed, (name, file, flags) in itertools.product(seeds, rows.values()):
+        runs[f"{name}{seed}"] = [file, *as_flags(flags), f"--seed={seed}", *extra.split()]
+    results = list(record(path, runs, *args).values())
+    return {key: results[i :: len(rows)] for i, key in enumerate(rows)}
 
 
 def make_runs(

@@ -1,6 +1,11 @@
 """The tables of compare.py: their rows, and the flags of train.py that each row changes."""
 
+import re
+import shlex
 from dataclasses import dataclass, field
+
+from errors import UserError
+from lab.experiments.runs import flags_of
 
 CPU = "config/train_shakespeare_char_cpu.py"
 NOVELS = "config/train_pg19_ls.py"
@@ -20,6 +25,26 @@ class Table:
     keep: tuple[str, ...] = ()  # curves to store, see runs.result_of
     vocab_size: int = 65  # of the data set, for times
     name: str = ""  # its key in TABLES
+
+    def base(self, row: str) -> str:
+        """The row that a row is compared with."""
+        return self.against.get(row, next(iter(self.rows)))
+
+
+def rows_of(text: str) -> dict[str, dict]:
+    """{name: flags of train.py} of rows "name: --flag=value --other", on lines or between ";".
+
+    A line that begins with # is a comment. Raises UserError for what is no row.
+    """
+    rows = {}
+    for line in re.split("[;\n]", text):
+        name, _, words = line.strip().partition(":")
+        words = shlex.split(words)
+        if not all(word.startswith("--") for word in words):
+            raise UserError(f'{line.strip()!r} is no row, such as "name: --flag=value"')
+        if name and not name.startswith("#"):
+            rows[name] = flags_of(words)
+    return rows
 
 
 def each(flag: str, values: str, prefix: str = "") -> dict[str, dict]:
@@ -48,107 +73,138 @@ VARIANTS = {  # and the table differential, at tuned rates
     " + temperature per dimension": {"per_dim_temperature": True},
     " + QK-norm": {"qk_norm": "layernorm"},
 }
-CHOICES = {  # docs/choices.md has each row's paper, and where the choice is made
-    "GPT-2": {},
-    # positions
-    **each("position", "none sinusoidal relative t5 alibi rope"),
-    "rope S/S/L": {"heads": "S/S/L", "window": 16, "position": "rope"},
-    "rope S/S/L nope_long": {"heads": "S/S/L", "window": 16, "position": "rope", "nope_long": True},
-    "decay alibi": {"decay": "alibi"},
-    "decay learned": LEARNED,
-    "conv 4": CONV,
-    # norms
-    "bias": {"bias": True},
-    "rmsnorm": {"norm": "rmsnorm"},
-    **each("where", "post sandwich olmo2"),
-    # blocks
-    "parallel": {"block": "parallel"},
-    **each("mlp", "gelu_exact relu relu2 swish elu selu sigmoid softplus"),
-    **each("mlp", "glu reglu geglu swiglu liglu"),
-    # depth and width, with as many weights
-    "1 x 164": {"n_layer": 1, "n_embd": 164, "n_head": 4},
-    "6 x 68": {"n_layer": 6, "n_embd": 68, "n_head": 4},
-    "12 x 48": {"n_layer": 12, "n_embd": 48, "n_head": 4},
-    # heads
-    "GQA 2": {"n_kv_head": 2},
-    "MQA": {"n_kv_head": 1},
-    "head_dim 32": {"head_dim": 32},
-    "dropout": {"dropout": 0.1},
-    "dropout of weights alone": {"attn_dropout": 0.1},
-    # stability
-    **each("qk_norm", "layernorm rmsnorm l2", prefix="qk_norm "),
-    "softcap": {"attention": "softcap"},
-    "logit_softcap 15": {"logit_softcap": 15},
-    "z_loss": {"z_loss": 1e-4},
-    "zero_init": {"zero_init": True},
-    "untied": {"tied": False},
-    # training
-    "muon": {"optimizer": "muon"},
-    "lamb": {"optimizer": "lamb", "learning_rate": 1e-2},
-    "nadamw": {"optimizer": "nadamw"},
-    "adam_eps 1e-24": {"adam_eps": 1e-24},
-    "weight_decay 0": {"weight_decay": 0.0},
-    "label_smoothing 0.1": {"label_smoothing": 0.1},
-    "wsd": {"schedule": "wsd"},
-    "constant": {"schedule": "constant"},
-}
-SPEEDRUN = {  # one choice of the config changed in each row
-    "speedrun": {},
-    "learned positions": {"position": "learned", "rope_base": None},
-    "rope_base 10000": {"rope_base": 10000.0},
-    "no QK-norm": {"qk_norm": "none"},
-    "qk_norm rmsnorm": {"qk_norm": "rmsnorm"},
-    "3 layers": {"n_layer": 3},
-    "4 layers": {"n_layer": 4},
-    "96 wide": {"n_embd": 96, "n_hidden": 288},
-    "tied": {"tied": True},
-    "muon_beta 0.95": {"muon_beta": 0.95},
-    "AdamW": {"optimizer": "adamw", "learning_rate": 6e-3},
-}
-SPEEDRUN_MORE = {  # what the config does not choose; and steps in which a larger model's time ends
-    "speedrun": {},
-    **{f"{n} steps": {"max_iters": n, "lr_decay_iters": n} for n in (430, 540, 590)},
-    "logit_softcap 15": {"logit_softcap": 15},
-    "bias": {"bias": True},
-    "rmsnorm": {"norm": "rmsnorm"},
-    "1 head": {"n_head": 1},
-    "4 heads": {"n_head": 4},
-    "parallel": {"block": "parallel"},
-    "SL": {"heads": "SL", "window": 16},
-    "weight_decay 0": {"weight_decay": 0.0},
-    "swiglu": {"mlp": "swiglu", "n_hidden": 128},
-    "gelu": {"mlp": "gelu"},
-}
+# docs/choices.md has each row's paper, and where the choice is made
+CHOICES = rows_of("""
+GPT-2:
+# positions
+none: --position=none
+sinusoidal: --position=sinusoidal
+relative: --position=relative
+t5: --position=t5
+alibi: --position=alibi
+rope: --position=rope
+rope S/S/L: --heads=S/S/L --window=16 --position=rope
+rope S/S/L nope_long: --heads=S/S/L --window=16 --position=rope --nope_long
+decay alibi: --decay=alibi
+decay learned: --decay=learned
+conv 4: --conv=4
+# norms
+bias: --bias
+rmsnorm: --norm=rmsnorm
+post: --where=post
+sandwich: --where=sandwich
+olmo2: --where=olmo2
+# blocks
+parallel: --block=parallel
+gelu_exact: --mlp=gelu_exact
+relu: --mlp=relu
+relu2: --mlp=relu2
+swish: --mlp=swish
+elu: --mlp=elu
+selu: --mlp=selu
+sigmoid: --mlp=sigmoid
+softplus: --mlp=softplus
+glu: --mlp=glu
+reglu: --mlp=reglu
+geglu: --mlp=geglu
+swiglu: --mlp=swiglu
+liglu: --mlp=liglu
+# depth and width, with as many weights
+1 x 164: --n_layer=1 --n_embd=164 --n_head=4
+6 x 68: --n_layer=6 --n_embd=68 --n_head=4
+12 x 48: --n_layer=12 --n_embd=48 --n_head=4
+# heads
+GQA 2: --n_kv_head=2
+MQA: --n_kv_head=1
+head_dim 32: --head_dim=32
+dropout: --dropout=0.1
+dropout of weights alone: --attn_dropout=0.1
+# stability
+qk_norm layernorm: --qk_norm=layernorm
+qk_norm rmsnorm: --qk_norm=rmsnorm
+qk_norm l2: --qk_norm=l2
+softcap: --attention=softcap
+logit_softcap 15: --logit_softcap=15
+z_loss: --z_loss=0.0001
+zero_init: --zero_init
+untied: --tied=False
+# training
+muon: --optimizer=muon
+lamb: --optimizer=lamb --learning_rate=0.01
+nadamw: --optimizer=nadamw
+adam_eps 1e-24: --adam_eps=1e-24
+weight_decay 0: --weight_decay=0.0
+label_smoothing 0.1: --label_smoothing=0.1
+wsd: --schedule=wsd
+constant: --schedule=constant
+""")
+# one choice of the config changed in each row
+SPEEDRUN = rows_of("""
+speedrun:
+learned positions: --position=learned --rope_base=None
+rope_base 10000: --rope_base=10000.0
+no QK-norm: --qk_norm=none
+qk_norm rmsnorm: --qk_norm=rmsnorm
+3 layers: --n_layer=3
+4 layers: --n_layer=4
+96 wide: --n_embd=96 --n_hidden=288
+tied: --tied
+muon_beta 0.95: --muon_beta=0.95
+AdamW: --optimizer=adamw --learning_rate=0.006
+""")
+# what the config does not choose; and steps in which a larger model's time ends
+SPEEDRUN_MORE = rows_of("""
+speedrun:
+430 steps: --max_iters=430 --lr_decay_iters=430
+540 steps: --max_iters=540 --lr_decay_iters=540
+590 steps: --max_iters=590 --lr_decay_iters=590
+logit_softcap 15: --logit_softcap=15
+bias: --bias
+rmsnorm: --norm=rmsnorm
+1 head: --n_head=1
+4 heads: --n_head=4
+parallel: --block=parallel
+SL: --heads=SL --window=16
+weight_decay 0: --weight_decay=0.0
+swiglu: --mlp=swiglu --n_hidden=128
+gelu: --mlp=gelu
+""")
 WARMUP = {
     f"{where} {rate:g} warm-up {n}": {"where": where, "learning_rate": rate, "warmup_iters": n}
     for rate in (6e-3, 1e-3)
     for where in ("pre", "post")
     for n in (100, 0, 500)
 }
-NARANG = {  # rows of Narang et al.'s table that no flag of train.py has
-    "GPT-2": {},
-    "rezero": {"variant": "rezero"},
-    "rezero + LayerNorm": {"variant": "rezero_norm"},
-    "rezero + RMSNorm": {"variant": "rezero_norm", "norm": "rmsnorm"},
-    "fixup": {"variant": "fixup"},
-    "block sharing": {"variant": "shared"},
-    "block sharing + factorised embedding": {"variant": "factorised,shared", "tied": False},
-    "block sharing + factorised and shared embedding": {"variant": "factorised,shared"},
-    "factorised embedding": {"variant": "factorised", "tied": False},
-    "factorised and shared embedding": {"variant": "factorised"},
-    "synthesizer dense": {"variant": "synthesizer_dense"},
-    "synthesizer dense plus": {"variant": "synthesizer_dense_plus"},
-    "synthesizer random": {"variant": "synthesizer_random"},
-    "synthesizer random plus": {"variant": "synthesizer_random_plus"},
-}
-MAPS = {"beta": {}} | each("variant", "beta_unit beta_root beta_l1 beta_max")
-APART = {"variant": "qkv_apart"}
-QKV = {
-    "muon": CHOICES["muon"],
-    "muon, q k v apart": CHOICES["muon"] | APART,
-    "lamb": CHOICES["lamb"],
-    "lamb, q k v apart": CHOICES["lamb"] | APART,
-}
+# rows of Narang et al.'s table that no flag of train.py has
+NARANG = rows_of("""
+GPT-2:
+rezero: --variant=rezero
+rezero + LayerNorm: --variant=rezero_norm
+rezero + RMSNorm: --variant=rezero_norm --norm=rmsnorm
+fixup: --variant=fixup
+block sharing: --variant=shared
+block sharing + factorised embedding: --variant=factorised,shared --tied=False
+block sharing + factorised and shared embedding: --variant=factorised,shared
+factorised embedding: --variant=factorised --tied=False
+factorised and shared embedding: --variant=factorised
+synthesizer dense: --variant=synthesizer_dense
+synthesizer dense plus: --variant=synthesizer_dense_plus
+synthesizer random: --variant=synthesizer_random
+synthesizer random plus: --variant=synthesizer_random_plus
+""")
+MAPS = rows_of("""
+beta:
+beta_unit: --variant=beta_unit
+beta_root: --variant=beta_root
+beta_l1: --variant=beta_l1
+beta_max: --variant=beta_max
+""")
+QKV = rows_of("""
+muon: --optimizer=muon
+muon, q k v apart: --optimizer=muon --variant=qkv_apart
+lamb: --optimizer=lamb --learning_rate=0.01
+lamb, q k v apart: --optimizer=lamb --learning_rate=0.01 --variant=qkv_apart
+""")
 
 LINEAR = {
     "softmax": {},

@@ -3,7 +3,8 @@
     python lab/tests/resources.py --widths=32,64,128 --target=90     # 90: H100, H200; 80: A100
 
 Kernels are compiled for a GPU, and the binaries are read. The columns: registers of a thread, bytes
-of its stack (for registers that did not fit), bytes of shared memory of a block.
+of its stack (for registers that did not fit), bytes of shared memory of a block. split: the values
+are the sum of two tensors, as in LASER in bfloat16.
 """
 
 import os
@@ -29,9 +30,9 @@ dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of q, k and v
 target = 90  # the GPU's compute capability, times 10
 
 STRIDES = ("_b", "_h", "_t")
-INTEGERS = ("span", "H", "T", "n")
-REALS = ("c", "scale", "eps")
-FLOAT32 = ("shift", "lse", "extra", "delta", "z", "out", "before", "after", "norm", "divisor")
+INTEGERS = ("span", "T")
+REALS = ("c", "scale")
+FLOAT32 = ("lse", "delta")
 
 
 def type_of(name: str, float32: list[str]) -> str:
@@ -40,8 +41,6 @@ def type_of(name: str, float32: list[str]) -> str:
         return "i32"
     if name in REALS:
         return "fp32"
-    if name == "wide":
-        return "*i32"
     if name in FLOAT32 or name in float32 or dtype == "float32":
         return "*fp32"
     return "*bf16"
@@ -72,33 +71,17 @@ def resources(binary: object) -> dict[str, int]:
 
 def rows(D: int) -> Iterator[tuple]:
     """(name, constants and options, *tensors in float32) of each kernel, for heads of width D."""
-    split = dtype == "bfloat16"
-    N = {"N": kernels.ROWS}
-    for laser in (False, True):
-        forward, backward = kernels.blocks(D, D, laser, getattr(torch, dtype))
-        choices = {"SHORT": True, "LASER": laser, "SPLIT": laser and split}
-        float32 = ["x"] if laser else []
-        yield "delta", {"M": kernels.ROWS, "LASER": laser}, *float32
-        yield "forward", choices | forward, *float32
-        yield "dk_dv", choices | backward
+    for split in sorted({False, dtype == "bfloat16"}):  # softmax, LASER
+        forward, backward = kernels.blocks(D, D, split, getattr(torch, dtype))
+        choices = {"SHORT": True, "SPLIT": split}
+        yield "forward", choices | forward, *(["y"] if split else [])
+        yield "dk_dv", choices | backward, *(["dv"] if split else [])
         yield "dq", choices | backward
-    yield "exp", N | {"SPLIT": split}
-    yield "exact_forward", {}
-    yield "exact_backward", {}, "y"
-
-    chunk = kernels.chunk(D, D, getattr(torch, dtype))
-    yield "sums", chunk | {"WEIGHTED": False}
-    yield "sums", chunk | {"WEIGHTED": True}
-    yield "before", {"SIZE": 2 * D * D, "STEP": 256, "REVERSE": True}, "x"
-    yield "beta_rows", N
-    yield "beta_forward", chunk | {"SPLIT": split}
-    yield "beta_backward", chunk | {"SPLIT": split}
 
 
 def main() -> None:
     kernels.SMALL = target in (75, 86, 89, 120, 121)  # as kernels.py asks the GPU
-    kernels.BEFORE_HOPPER = target < 90
-    print(f"{'kernel':24}{'width':>6}{'laser':>6}{'registers':>10}{'stack':>7}{'shared':>8}")
+    print(f"{'kernel':24}{'width':>6}{'split':>6}{'registers':>10}{'stack':>7}{'shared':>8}")
     for D in map(int, names(widths, list(map(str, kernels.WIDTHS)))):
         for name, settings, *float32 in rows(D):
             constants = settings | {"D": D, "E": D}
@@ -109,7 +92,7 @@ def main() -> None:
             kernel = getattr(kernels, f"{name}_kernel")
             binary = compiled(kernel, constants, options, float32)
             used = resources(binary)
-            print(f"{name:24}{D:6}{constants.get('LASER', '-')!s:>6}{used['REG']:10}", end="")
+            print(f"{name:24}{D:6}{constants['SPLIT']!s:>6}{used['REG']:10}", end="")
             print(f"{used['STACK']:7}{binary.metadata.shared:8}")
 
 

@@ -15,9 +15,11 @@ from attention.scores import visible
 from lab.experiments import (
     attention_probabilities,
     beta_post,
+    compare,
     endless,
     lecture,
     local_dependencies,
+    runs,
 )
 from lab.experiments.tables import TABLES
 from model import GPT, GPTConfig
@@ -93,6 +95,7 @@ def test_mistakes(run, small, tmp_path):
         "compare --extra=--block_size=9999": "this run failed",
         f"compare --config_file={ROOT}/README.md": "is no config file",
         f"compare --out={small}": "is damaged",
+        "compare --rows=a:b": "'a:b' is no row, such as",
         "variants --variant=rezro": "'rezro' is not one of rezero,",
         "variants --variant=rezero --where=post": "is for where='pre', not 'post'",
         "variants --variant=beta_l1": "add --attention=beta",
@@ -109,15 +112,44 @@ def test_mistakes(run, small, tmp_path):
 
 
 @slow
+def test_a_table_of_rows(experiment, small, tmp_path):
+    flags = [f"--config_file={small}", f"--out_dir={tmp_path}", f"--extra={STEPS}", "--seeds=1"]
+    out, results = experiment("compare", *flags, "--rows=plain; mine: --mlp=relu", "--repeats=1")
+    assert [row[:2] for row in tables(out)[0]] == [["plain", ""], ["mine", "`--mlp=relu`"]]
+    assert f"rows, mine, --mlp=relu, {STEPS}, seed 1" in results["runs"]
+    assert results["times"]["rows, mine, --mlp=relu"][2] == "plain"
+
+
+def test_the_projects_results_are_used_and_never_written(monkeypatch, tmp_path):
+    made = {}
+    shipped, own = (tmp_path / name for name in ("shipped.json", "own.json"))
+    monkeypatch.setattr(compare, "SHIPPED", str(shipped))
+    monkeypatch.setattr(compare, "out", str(own))
+    monkeypatch.setattr(compare, "record", lambda out, runs, *_, **__: made.update(runs))
+    args = TABLES["64"], {"LS (rope)": 9}, [("LS (rope)", None, 1)]
+    compare.make(*args)
+    ((name, command),) = made.items()
+    for of in ("other code", runs.identity(command)):
+        text = json.dumps({"runs": {name: {"of": of, "val": 1.0}}})
+        shipped.write_text(text)
+        compare.make(*args)
+        assert own.exists() == (of != "other code")
+    assert (json.loads(own.read_text()), shipped.read_text()) == (json.loads(text), text)
+    times = {"64, LS (rope)": [9.0, 2.0, "beta (rope)"], "64, beta (rope)": [8.0, 3.0]}
+    own.write_text(json.dumps({"times": times}))
+    assert compare.times_of(TABLES["64"]) == {"beta (rope)": (8.0, 3.0)}  # of its own base
+
+
+@slow
 def test_compare_in_equal_time(experiment, data, tmp_path):
     """Runs of equal steps and of equal time, each once."""
     extra = f"--dataset={data} {STEPS} --warmup_iters=1 --eval_iters=1 --n_layer=1 --device=cpu"
     flags = [f"--extra={extra}", f"--out_dir={tmp_path / 'runs'}", "--seeds=1", "--repeats=1"]
     flags += ["--table=256", "--only=LS, conv (rope)"]
     out, results = experiment("compare", *flags)
-    steps = {name: round(1500 / ratio) for name, (_, ratio) in results["times"].items()}
-    (ms, one), (others_ms, ratio) = results["times"].values()  # of one round
-    assert (one, ratio) == (1.0, pytest.approx(others_ms / ms))
+    steps = {name: round(1500 / x[1]) for name, x in results["times"].items()}
+    (ms, *one), (others_ms, ratio, base) = results["times"].values()  # of one round
+    assert [one, ratio] == [[1.0, base], pytest.approx(others_ms / ms)]
     assert [int(row[6]) for row in tables(out)[0]] == list(steps.values())
     n = steps["256, LS, conv (rope)"]
     assert f"256, LS, conv (rope), {n} steps, {extra}, seed 1" in results["runs"]
@@ -274,7 +306,11 @@ def test_lecture(data, monkeypatch, tmp_path):
     monkeypatch.setattr(beta_post, "dataset", data)
     for script in (lecture, beta_post):
         monkeypatch.setattr(script, "out_dir", str(tmp_path))
-    found = lecture.decay(0.3, "constant", 1)
+    for name, value in {"DECAYS": (0.3,), "SCHEDULES": ("constant",), "seeds": 1}.items():
+        monkeypatch.setattr(lecture, name, value)
+    monkeypatch.setattr(lecture, "out", str(tmp_path / "x.json"))
+    lecture.make("decay")
+    (found,) = lecture.seeds_of("decay", "constant 0.3")
     losses = found["val_losses"]
     assert found["val"] == pytest.approx(losses[-1], abs=1e-3)
     assert 0 < found["train"] < losses[0]

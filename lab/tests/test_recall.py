@@ -6,6 +6,7 @@ from harness import done, parametrize, refused
 from torch.nn import functional as F
 
 from lab.experiments import recall
+from model import ATTENTION
 
 
 def drawn(task, n):
@@ -64,6 +65,19 @@ def test_the_sizes_that_count(monkeypatch):
     monkeypatch.setattr(recall, "test", lambda gpt, task, n: n / 64)
     found = recall.fit("pairs", {}, 0.1, seed=1)
     assert found["trained"] == pytest.approx((4 + 8 + 16 + 32) / 4 / 64, abs=1e-4)
+
+
+def test_a_run_of_other_code_is_replaced(monkeypatch, tmp_path):
+    monkeypatch.setattr(recall, "fit", lambda *_: {"steps": 1, "accuracy": {}})
+    monkeypatch.setattr(recall, "out", str(tmp_path / "r.json"))
+    recall.measure("pairs", "softmax", 0.1, 1)
+    first = recall.stored()
+    recall.measure("pairs", "softmax", 0.1, 1)
+    assert recall.stored() == first
+    monkeypatch.setitem(ATTENTION, "softmax", lambda s, seen, v: 0.0 * v)
+    recall.measure("pairs", "softmax", 0.1, 1)
+    assert recall.stored() != first
+    assert len(recall.stored()) == 1
 
 
 def test_runs_are_made_once_and_drawn(run, tmp_path):

@@ -13,6 +13,7 @@ from test_experiments import tables
 
 from errors import UserError
 from lab.experiments import beta_post, laser, long_short, results, runs
+from model import ATTENTION
 from text.dataset import read_meta
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -214,6 +215,22 @@ def test_a_changed_command_or_config_is_run_again_and_shown_as_it_is(data, tmp_p
     config.write_text(config.read_text().replace("n_embd = 8", "n_embd = 4"))
     assert val(False) == second
     assert val(True) not in (first, second)
+
+
+def test_changed_code_has_another_identity(tmp_path, monkeypatch):
+    """Also that of a file beside the imported one, but not a docstring."""
+    helper = tmp_path / "helper_of_mine.py"
+    (tmp_path / "mine.py").write_text("import helper_of_mine")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def identity(helps='"""As it is."""', number=1.0):
+        helper.write_text(f"def times(y):\n    {helps}\n    return {number} * y")
+        return runs.identity([CPU, "--import=mine"])
+
+    first = identity()
+    assert identity('"""Edited."""') == first != identity(number=0.0)
+    monkeypatch.setitem(ATTENTION, "softmax", lambda s, seen, v: 0.0 * v)
+    assert identity() != first
 
 
 def test_what_is_stored_of_a_log():
