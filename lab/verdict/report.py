@@ -12,13 +12,15 @@ from errors import UserError
 from lab import maps
 from lab.experiments.results import drawing, short, show_table
 from lab.verdict.judge import Difference
+from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
 from training.distributed import count
 from training.estimate import duration
 
 # Where the card looks for verdicts: those of the lab, and those of the folder in which it runs
 VERDICTS = ("lab/verdicts/*.json", "verdict-*/runs.json")
-TEXT = "First Citizen: we are"  # of the maps, if the model has such characters
+FOLDER = "verdict-"  # and the name of a verdict: the folder of its report
+TOKENS = 24  # of the validation text, in a map
 WIDTH = 36  # of a column of the report
 
 
@@ -99,7 +101,7 @@ def write(numbers: dict, folders: list[str]) -> None:
 
     folders: of the trained models, what the idea is compared with first; empty: none were trained.
     """
-    folder = "verdict-" + re.sub("[^A-Za-z0-9_.]+", "-", numbers["idea"]).strip("-")
+    folder = FOLDER + re.sub("[^A-Za-z0-9_.]+", "-", numbers["idea"]).strip("-")
     os.makedirs(folder, exist_ok=True)
     text = "\n".join(lines_of(numbers))
     print(f"\n{text}\n")
@@ -143,9 +145,11 @@ def draw_maps(n: dict, folders: list[str], path: str) -> bool:
     grids = {}
     try:
         for name, folder in zip((n["base"], n["idea"]), folders, strict=True):
-            model, tok, _, _ = open_model("resume", folder, "latest")
-            layer = model.config.n_layer - 1
-            tokens, grids[name] = maps.chosen_maps(model, tok, TEXT, layer, None)
+            model, tok, settings, _ = open_model("resume", folder, "latest")
+            val = Tokens(folder_of(settings["dataset"]), "val", 1)
+            text = tok.decode(val.ids[:TOKENS].tolist())
+            last = model.config.n_layer - 1
+            tokens, grids[name] = maps.chosen_maps(model, tok, text, last, None)
     except UserError as error:
         print(f"no maps: {error}")
         return False

@@ -1,0 +1,66 @@
+"""lab.verdict: how it decides, and one verdict from the command to the card."""
+
+import json
+import os
+
+import pytest
+from harness import done, parametrize, slow
+
+from lab.verdict import checks, judge
+from model import ATTENTION, GPT, GPTConfig
+
+SIZES = {"block_size": 32, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 8}
+
+
+def test_a_difference_of_pairs():
+    """Student's interval of 0.1, 0.2 and 0.3: 0.2 +- 4.303 * 0.1 / sqrt(3)."""
+    x = judge.difference([1.1, 2.2, 3.3], [1.0, 2.0, 3.0])
+    assert (x.mean, x.high - x.mean) == pytest.approx((0.2, 0.248), abs=1e-3) and x.word == ""
+    assert x.shown == pytest.approx((4.303 + 1.061) * 0.1 / 3**0.5, abs=1e-3)
+    assert judge.difference([1.0, 1.01], [2.0, 2.0]).word == "better"
+    assert judge.difference([float("inf"), 1.0], [2.0, 2.0]).word == "worse"
+    assert judge.difference([2.0, 1.0], [2.0, 1.0])[:3] == (0, 0, 0)
+
+
+def test_words():
+    assert judge.in_words({"a": "worse", "b": "worse"}, "here") == "worse here at both sizes"
+    assert judge.in_words({"a": "better", "b": ""}, "here") == "better here at 1 of 2 sizes"
+    assert judge.in_words({"a": "", "b": ""}, "here") == "no difference seen here"
+
+
+@parametrize(
+    "definition, says",
+    [
+        (lambda s, seen, v: s.softmax(-1) @ v, "future not seen logits change by"),
+        (lambda s, seen, v: (s * seen).sqrt() @ v, "gradients finite (not on zeros) FAILS"),
+    ],
+)
+def test_a_model_that_fails_a_check(definition, says, monkeypatch):
+    monkeypatch.setitem(ATTENTION, "own", definition)
+    gpt = GPT(GPTConfig(**SIZES, attention="own"))
+    found = [check(gpt) for check in (checks.later_tokens, checks.cached, checks.gradients)]
+    assert says in " ".join(str(check) for check in found if not check.ok)
+    good = GPT(GPTConfig(**SIZES))
+    assert all(check(good).ok for check in (checks.later_tokens, checks.cached, checks.gradients))
+
+
+@slow
+def test_from_an_idea_to_the_card(run, quick, no_new_processes, data, tmp_path, monkeypatch):
+    """A second call makes no run again, and the card has a row."""
+    monkeypatch.setattr(
+        "lab.experiments.recall.SCALES", {"small": {"steps": 2, "tokens": 128, "sequences": 4}}
+    )
+    monkeypatch.setattr("lab.verdict.report.VERDICTS", (str(tmp_path / "verdict-*" / "runs.json"),))
+    root = os.getcwd()
+    args = ["--attention=laser", "--quick", "--steps=10", "--seeds=2", f"--dataset={data}"]
+    args += [f"--out_dir={tmp_path / 'runs'}", "--both=--batch_size=2 --block_size=32"]
+    monkeypatch.setattr("lab.verdict.report.FOLDER", str(tmp_path / "verdict-"))
+    out = done(run("lab.verdict", *args), "laser against softmax: about", "VERDICT    ")
+    folder = tmp_path / "verdict-laser"
+    assert {"report.md", "curves.png", "maps.png", "runs.json"} <= set(os.listdir(folder))
+    numbers = json.loads((folder / "runs.json").read_text())
+    assert numbers["made"][0] > 8 and "cache = full" in out
+    again = done(run("lab.verdict", *args), "laser against softmax: about 0 runs")
+    assert again.split("VERDICT")[1].splitlines()[0] == out.split("VERDICT")[1].splitlines()[0]
+    done(run("lab.verdict", "--what=card"), "| laser `--attention=laser` | softmax |")
+    assert os.getcwd() == root
