@@ -92,9 +92,12 @@ class Judge:
         known = saved(self.store, {"runs": {}})["runs"]
         total = 0.0
         for setting in settings:
-            runs = [self.run(setting, rate, seed) for rate in self.rates for seed in self.tuning]
+            first = self.tuning if tunes else self.seeds
+            runs = [self.run(setting, rate, seed) for rate in self.rates for seed in first]
             left = sum(known.get(name, {}).get("of") != identity(args) for name, args in runs)
-            n = left * tunes + len(self.seeds) * (left > 0)
+            n = left + len(self.seeds) * (left > 0)
+            if not tunes:  # at one of the rates
+                n = len(self.seeds) if left == len(runs) else 0
             ms = self.ms[setting.arm.name, setting.size]
             self.planned += n
             total += n * (START + EVALUATIONS * setting.steps * ms / 1e3) / self.jobs
