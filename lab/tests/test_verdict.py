@@ -31,8 +31,11 @@ def test_words():
 @parametrize(
     "definition, says",
     [
-        (lambda s, seen, v: s.softmax(-1) @ v, "future not seen logits change by"),
-        (lambda s, seen, v: (s * seen).sqrt() @ v, "gradients finite (not on zeros) FAILS"),
+        (
+            lambda s, seen, v: s.softmax(-1) @ v,
+            "future not seen: FAILS, logits change with later tokens by",
+        ),
+        (lambda s, seen, v: (s * seen).sqrt() @ v, "gradients finite: FAILS, not on zeros"),
     ],
 )
 def test_a_model_that_fails_a_check(definition, says, monkeypatch):

@@ -17,13 +17,17 @@ class Check(NamedTuple):
     found: str = ""
 
     def __str__(self) -> str:
-        return " ".join(filter(None, (self.what, self.found, "ok" if self.ok else "FAILS")))
+        if self.ok:
+            return f"{self.what} {self.found} ok".replace("  ", " ")
+        return f"{self.what}: FAILS, {self.found}"
 
 
 def later_tokens(gpt: GPT) -> Check:
     """The logits do not change with later tokens."""
     change = change_by_later_tokens(gpt)
-    found = "" if change <= LEAK else f"logits change by {change:.1g} of their spread:"
+    found = (
+        "" if change <= LEAK else f"logits change with later tokens by {change:.1g} of their spread"
+    )
     return Check("future not seen", change <= LEAK, found)
 
 
@@ -39,7 +43,7 @@ def cached(gpt: GPT) -> Check:
         pieces = idx.split([T - T // 2, *[1] * (T // 2)], dim=1)
         in_pieces = torch.cat([gpt(x, x, cache=cache)[0] for x in pieces], dim=1)
     except Exception as error:  # of the user's code
-        return Check("cache = full", False, f"({type(error).__name__}: {first_line(error)})")
+        return Check("cache = full", False, f"{type(error).__name__}: {first_line(error)}")
     error = ((in_pieces - logits).abs().max() / logits.std()).item()
     return Check("cache = full", error <= ROUNDING, f"{error:.0e}")
 
@@ -57,7 +61,7 @@ def gradients(gpt: GPT) -> Check:
         wanted = [inputs, *layer.parameters()]
         grads = torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)
         if not all(g.isfinite().all() for g in (y, *grads) if g is not None):
-            return Check("gradients finite", False, f"(not on {case})")
+            return Check("gradients finite", False, f"not on {case}")
     return Check("gradients finite", True)
 
 
