@@ -216,10 +216,15 @@ def layer(fields: dict, x: list, plain: bool = False) -> Callable:
     return run
 
 
+def functions() -> dict:
+    """The attentions that are functions of scores; a layer of one's own is not timed here."""
+    return {name: f for name, f in ATTENTION.items() if not isinstance(f, type)}
+
+
 def chosen_rows() -> dict:
     """{name: the fields of GPTConfig whose attention it is} of the chosen rows."""
     rows = {"sdpa": {}}
-    for name, definition in ATTENTION.items():
+    for name, definition in functions().items():
         rows[name] = {"attention": name}
         rows[f"{name} {heads}"] = {"attention": name, "heads": heads, "window": window}
         rows[f"{name} differential"] = {"attention": name, "differential": True}
@@ -303,7 +308,7 @@ def models(dev: str, heads: str, **sizes) -> dict:
     The last two are softmax with fewer heads of keys and values: GQA and MQA.
     """
     rows = {}
-    for name in ATTENTION:
+    for name in functions():
         rows[f"{name} L"] = {"attention": name}
         rows[f"{name} {heads}"] = {"attention": name, "heads": heads}
     if {"S", "L"} <= set(heads):  # softmax in short heads, another attention in long heads

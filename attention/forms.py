@@ -16,8 +16,8 @@ from functools import cache, partial
 
 import torch
 
-from attention import scores
 from attention.fast import block_length, general_form, in_blocks, laser_by_exp, sdpa
+from attention.scores import plain_form
 from attention.sums import Beta, BetaSquared, by_sums
 from attention.trial import is_row_local, works_in_blocks
 from errors import note
@@ -104,7 +104,8 @@ def fingerprint(*functions: Callable) -> str:
 
 def print_of(definition: Callable) -> str:
     """The fingerprint of a definition together with the scores and the mask that it gets."""
-    return fingerprint(definition, scores.scores, scores.visible)
+    module = inspect.getmodule(plain_form)  # with scores and visible as they are now
+    return fingerprint(definition, module.scores, module.visible)
 
 
 def unchanged(name: str, definition: Callable) -> bool:
@@ -144,7 +145,7 @@ def form_of(
         why_not = why_not_cut(definition, tokens, in_blocks=window is not None)
         if why_not:
             note_once(f"attention={name!r}: {why_not}")
-            return scores.plain_form(definition), "its definition, on all tokens at once", None
+            return plain_form(definition), "its definition, on all tokens at once", None
     return general_form(definition), "its definition" + blocks, None
 
 

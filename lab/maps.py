@@ -76,7 +76,10 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
     Dropout is off. Raises UserError for an attention that has no weights.
     """
     c = model.config
-    for name in attentions(c):
+    functions = [name for name in attentions(c) if not isinstance(ATTENTION[name], type)]
+    if not functions:
+        raise UserError(f"attention={c.attention!r} is a layer of its own, without weights to draw")
+    for name in functions:
         _check_linear(name)
     weights = {}  # {(layer, head): (its group, its weights)}
 
@@ -91,14 +94,17 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
     model.train(training)
     rows = []
     for layer, block in enumerate(model.transformer.h):
+        if not hasattr(block.attn, "groups"):
+            note(f"layer {layer} is a {type(block.attn).__name__}, without weights to draw")
+            continue
         row = []
         for head in range(c.n_head):
             group, w = weights[block.attn, head]
-            note = "" if group.window is None else f": S, window {group.window}"
-            row.append(Map(layer, head, f"layer {layer}, head {head}{note}", group.window, w))
+            span = "" if group.window is None else f": S, window {group.window}"
+            row.append(Map(layer, head, f"layer {layer}, head {head}{span}", group.window, w))
             if c.differential and head % 2 and _linear_in(group.name)[1] == group.name:
                 factor = block.attn.lambda_of_pairs()
-                title = f"layer {layer}, head {head - 1} {-factor:+.2f} head {head}{note}"
+                title = f"layer {layer}, head {head - 1} {-factor:+.2f} head {head}{span}"
                 first = row[-2]
                 w = first.weights - factor * w
                 row.append(first._replace(title=title, weights=w, difference=True))

@@ -166,7 +166,7 @@ def check_commands(run, pages: dict[str, list[str]], scripts: list[str]) -> None
                 assert exists(word), where
 
     flags_of_all = {*OTHERS}
-    for script in scripts:
+    for script in (*scripts, "lab/tests/resources.py"):
         flags_of_all |= flags_of(script)
     for path, lines in pages.items():
         for line in lines:

@@ -28,7 +28,7 @@ def later_tokens(gpt: GPT) -> Check:
     found = (
         "" if change <= LEAK else f"logits change with later tokens by {change:.1g} of their spread"
     )
-    return Check("future not seen", change <= LEAK, found)
+    return Check("no later token seen", change <= LEAK, found)
 
 
 @torch.no_grad()
@@ -43,9 +43,9 @@ def cached(gpt: GPT) -> Check:
         pieces = idx.split([T - T // 2, *[1] * (T // 2)], dim=1)
         in_pieces = torch.cat([gpt(x, x, cache=cache)[0] for x in pieces], dim=1)
     except Exception as error:  # of the user's code
-        return Check("cache = full", False, f"{type(error).__name__}: {first_line(error)}")
+        return Check("cached = uncached", False, f"{type(error).__name__}: {first_line(error)}")
     error = ((in_pieces - logits).abs().max() / logits.std()).item()
-    return Check("cache = full", error <= ROUNDING, f"{error:.0e}")
+    return Check("cached = uncached", error <= ROUNDING, f"{error:.0e}")
 
 
 def gradients(gpt: GPT) -> Check:

@@ -61,34 +61,42 @@ def table_of(n: dict) -> list[str]:
             "learning rate",
             [f"{of['rates'][1]:g} ({n['base']} {of['rates'][0]:g})" for of in sizes],
         ),
-        row("loss", [f"{mean(of['losses'][1]):.3f} ({mean(of['losses'][0]):.3f})" for of in sizes]),
+        row(
+            "last loss",
+            [
+                f"{mean(of['losses'][1]):.3f} ({n['base']} {mean(of['losses'][0]):.3f})"
+                for of in sizes
+            ],
+        ),
     ]
-    for part, title in (("steps", f"equal steps, {n['seeds']} seeds"), ("time", "equal time")):
+    for part, title in (("steps", f"equal steps, {n['seeds']} pairs"), ("time", "equal time")):
         found = [Difference(*of[part]) for of in sizes]
         words = [
             "(edge)" if of[f"{part}_edge"] else x.word for of, x in zip(sizes, found, strict=True)
         ]
         lines.append(row(title, [f"{x} {word}" for x, word in zip(found, words, strict=True)]))
-        lines.append(row("  could have shown", [f"{x.shown:.3f}" for x in found]))
+        lines.append(row("  seen at 80% power", [f"{x.shown:.3f}" for x in found]))
     lines.append(row("  steps in this time", [f"{of['fit']} of {n['steps']}" for of in sizes]))
     return lines
 
 
 def costs_of(n: dict) -> list[str]:
     """The lines about speed, recall and longer texts."""
-    ratios = ", ".join(f"{of['ratio']:.2f}x" for of in n["sizes"].values())
+    ratios = ", ".join(f"{of['ratio']:.2f}" for of in n["sizes"].values())
     layer = n["layer"]
     decoding = n["decoding"]
     recall = n["recall"]
     pairs = [f"{k} pairs {recall['idea'][k]:.2f} ({recall['base'][k]:.2f})" for k in ("8", "32")]
     longer = n["longer"]
     return [
-        f"speed      step {ratios} | layer at 2048 tokens {layer['ratio']:.2f}x, "
-        f"{layer['bytes'] / 2**20:,.0f} MiB | decoding {decoding['ratio']:.2f}x | "
-        f"cache {decoding['cache']:.2f}x",
-        f"bfloat16   error {n['bfloat16']:.1f}x that of {n['base']}",
+        f"time, as a multiple of {n['base']}'s: step {ratios} | layer at 2048 tokens "
+        f"{layer['ratio']:.2f} ({layer['bytes'] / 2**20:,.0f} MiB) | token in decoding "
+        f"{decoding['ratio']:.2f}",
+        f"cache      {decoding['cache']:.2f} of {n['base']}'s bytes, for a context",
+        f"bfloat16   error {n['bfloat16']:.1f} times that of {n['base']}",
         f"recall     {', '.join(pairs)}",
-        f"longer     4x the context: {longer['idea']:+.2f} ({n['base']} {longer['base']:+.2f})",
+        f"longer     loss on 4x the context: {longer['idea']:+.2f} ({n['base']} "
+        f"{longer['base']:+.2f}; one seed)",
     ]
 
 
