@@ -88,7 +88,7 @@ def origin(config: GPTConfig) -> dict:
         with contextlib.suppress(OSError, TypeError):  # not from a file; no function
             sources[name] = inspect.getsource(ATTENTION[name])
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]).replace(f"{ROOT}/", ""),
         "import": imported(),
         "commit": commit(),
         "versions": {
