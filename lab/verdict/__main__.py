@@ -217,7 +217,8 @@ class Verdict:
         """{"base": , "idea": accuracy in associative recall}, with a convolution and RoPE."""
         extra = {"position": "rope", "conv": 4}
         fields = [costs.added(flags, extra) for flags in self.flags()]
-        base, idea = costs.recall_of(fields, imported(), self.judge.jobs)
+        modules = [flags["import"] for flags in self.flags() if "import" in flags]
+        base, idea = costs.recall_of(fields, ",".join(modules).split(","), self.judge.jobs)
         return {"base": base, "idea": idea}
 
     def longer(self) -> dict:

@@ -68,7 +68,7 @@ def added(flags: dict, extra: dict) -> dict:
 
 def recalled(fields: dict, modules: list[str]) -> dict:
     """The accuracy of a small model in associative recall, {number of pairs: accuracy}."""
-    for module in modules:
+    for module in filter(None, modules):
         importlib.import_module(module)
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
