@@ -36,7 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention.cache import run_definitions
 from attention.forms import FORM
 from attention.scores import has_argument
-from configurator import at_least_one, configure, names, pick_device, positive, user_errors
+from configurator import at_least_one, names, pick_device, positive, run_script
 from errors import UserError, first_line
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION
@@ -412,9 +412,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, given = configure(globals())
-    if config["quick"]:
-        config |= QUICK | {name: config[name] for name in given}
-    globals().update(config)
-    with user_errors():
-        main()
+    run_script(globals())

@@ -131,8 +131,14 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
 
 
 def run_script(script: dict) -> None:
-    """Set the flags of a script, given by its globals(), and call its main()."""
-    script.update(configure(script)[0])
+    """Set the flags of a script, given by its globals(), and call its main().
+
+    With --quick the values of the script's QUICK are the defaults.
+    """
+    config, given = configure(script)
+    if config.get("quick"):
+        config |= script["QUICK"] | {name: config[name] for name in given}
+    script.update(config)
     with user_errors():
         script["main"]()
 

@@ -1,5 +1,6 @@
 """One process or many: this one's rank, communication, and a model that several train."""
 
+import inspect
 import os
 import signal
 import sys
@@ -109,8 +110,8 @@ def data_parallel(
     """
     if parallel == "ddp":
         DDP = torch.nn.parallel.DistributedDataParallel
-        name = "forward_sync_buffers" if torch.__version__ >= "2.13" else "broadcast_buffers"
-        settings = {name: False}
+        since_2_13 = "forward_sync_buffers" in inspect.signature(DDP).parameters
+        settings = {"forward_sync_buffers" if since_2_13 else "broadcast_buffers": False}
         if device.startswith("cuda"):
             settings["device_ids"] = [device]
         return DDP(model, gradient_as_bucket_view=True, **settings)

@@ -68,8 +68,9 @@ def fingerprints(names: Iterable[str], modules: Iterable[str]) -> dict[str, str]
     """
     prints = {}
     for name in names:
-        whole = pathlib.Path(ROOT, "model.py").read_text(encoding="utf-8")
-        prints[name] = print_of(ATTENTION[name]) or checksum(whole)
+        prints[name] = print_of(ATTENTION[name])
+        if not prints[name]:
+            prints[name] = checksum(pathlib.Path(ROOT, "model.py").read_text(encoding="utf-8"))
     return prints | {module: checksum(text) for module, text in files_of(modules).items()}
 
 

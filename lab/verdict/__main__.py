@@ -22,8 +22,9 @@ from typing import Literal
 
 import torch
 
-from configurator import at_least_one, configure, user_errors
+from configurator import at_least_one, run_script
 from errors import UserError
+from lab.experiments.compare import TUNING
 from lab.experiments.lecture import evaluated
 from lab.experiments.results import measured
 from lab.experiments.runs import code_of, constants, final, flags_of, identity, of_text
@@ -99,7 +100,7 @@ class Verdict:
             common=tuple(common),
             rates=[middle / 2, middle, 2 * middle],
             seeds=list(range(1, seeds + 1)),
-            tuning=(101,) if quick else (101, 102),
+            tuning=TUNING[:1] if quick else TUNING,
             out_dir=out_dir,
             jobs=jobs or cores,
         )
@@ -293,9 +294,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    config, given = configure(globals())
-    if config["quick"]:
-        config |= QUICK | {name: config[name] for name in given}
-    globals().update(config)
-    with user_errors():
-        main()
+    run_script(globals())

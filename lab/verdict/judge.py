@@ -12,7 +12,6 @@ from lab.experiments.runs import final, identity, record
 from training.distributed import count
 from training.estimate import duration
 
-TUNING = (101, 102)  # the seeds of the runs that decide a learning rate
 WIDER = 2  # how often a grid of rates is made wider where its best rate is at its edge
 START = 5.0  # seconds of a run besides its steps
 EVALUATIONS = 1.3  # the time of a run's steps with its evaluations, as a multiple

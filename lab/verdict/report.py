@@ -4,7 +4,7 @@ import glob
 import json
 import os
 import re
-import statistics
+from statistics import mean
 
 import torch
 
@@ -98,10 +98,6 @@ def costs_of(n: dict) -> list[str]:
         f"longer     loss on 4x the context: {longer['idea']:+.2f} ({n['base']} "
         f"{longer['base']:+.2f}; one seed)",
     ]
-
-
-def mean(losses: list[float]) -> float:
-    return statistics.mean(losses)
 
 
 def write(numbers: dict, folders: list[str]) -> None:
