@@ -49,7 +49,7 @@ config_file = "config/train_shakespeare_char_cpu.py"  # the config file of every
 dataset: str | None = None  # the data of every run; None: the config file's
 both = ""  # more flags of train.py for both sides, such as "--block_size=256 --device=cuda"
 # How exactly?
-quick = False  # one size, fewer steps and seeds: four minutes on two cores
+quick = False  # one size, fewer steps and seeds: a first look
 sizes = "2 x 48, 3 x 96"  # layers x width of the models, with commas
 steps = 1000  # steps of a run
 seeds = 5  # runs of each side and size, with the seeds 1, 2, ...
