@@ -24,7 +24,10 @@ BFLOAT16_FROM = (
     512  # with fewer tokens a CPU's fused attention is slower in bfloat16 than in float32
 )
 AT_ONCE = 2**23  # numbers held at once: 32 MiB in float32; a GPU holds four times as many
+HALF = (torch.bfloat16, torch.float16)
 LASER_RANGE = 60.0  # largest range of a channel: exp(-60) is far above float32's smallest number
+HALF_RANGE = 16.0  # the same for float16: exp(8) and exp(-8) are normal numbers
+LOG_2 = math.log(2)
 
 # -----------------------------------------------------------------------------
 # any attention: short heads in blocks, long heads a few queries at a time
@@ -190,47 +193,105 @@ def sdpa(q, k, v, window=None, scale=None, bias=None, dropout=0.0):
     return y[..., :Dv]
 
 
+def windowed(q, k, v, *, window, **settings):
+    """y = softmax(s) v of short heads: FlashAttention's window on a GPU, and elsewhere blocks."""
+    B, H, T, D = q.shape
+    plain = not settings.get("dropout") and settings.get("bias") is None
+    if (
+        plain
+        and q.shape == k.shape == v.shape
+        and window < T - 1
+        and has_window(v.device, v.dtype, D)
+    ):
+        q, k, v = (x.to(v.dtype).transpose(1, 2).reshape(B * T, H, D) for x in (q, k, v))
+        starts = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
+        scale = settings.get("scale")
+        y = varlen_attn(q, k, v, starts, starts, T, T, scale=scale, window_size=(window, 0))
+        return y.reshape(B, T, H, D).transpose(1, 2)
+    return in_blocks(sdpa)(q, k, v, window=window, **settings)
+
+
+@torch.compiler.assume_constant_result
+def has_window(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether FlashAttention takes heads of this width: on GPUs since 2020, in 16 bits."""
+    if device.type != "cuda" or dtype not in HALF or width % 8 or width > 256:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 # -----------------------------------------------------------------------------
 # LASER
 
 
-def laser_by_exp(mean: Callable, definition: Callable) -> Callable:
+def laser_by_exp(mean: Callable, definition: Callable, fused: bool = False) -> Callable:
     """y = log(softmax(s) exp(v)) by exp and log around softmax (Duvvuri and Dhillon, equation 6).
 
-    mean: a form of softmax, or of another attention whose weights sum to 1.
+    mean: a form of softmax, or of another attention whose weights sum to 1. fused: whether it is a
+    kernel that is fast in 16 bits.
 
     As in the paper, each channel of v is shifted by its largest value. This shift alone is not
     enough: it is taken over the whole sequence, so one large v at a later token would let every
     earlier output underflow to log(0). But the weights of a row sum to 1, so its sum of
     exponentials is at least exp(min v - max v). Where this is far from underflow, the shift is
-    harmless. Otherwise the definition runs: it takes its sums in log space, slowly.
+    harmless. Otherwise the definition runs: it takes its sums in log space, slowly. The test of the
+    range makes a GPU wait, once per call, and interrupts the graph of torch.compile.
 
     All of it is in float32 or wider: rounding exp(v) to bfloat16 would be an error of 2^-9 in y
-    however small y is, and would depend on the shift, and so on later tokens. The test of the range
-    makes a GPU wait, once per call, and interrupts the graph of torch.compile.
+    however small y is. A GPU has no fast kernel for float32. If v has 16 bits, a fused mean runs in
+    float16 there, with an error of 2^-12 in y; the shift is a multiple of log 2, for else the
+    rounding would depend on it, and so on later tokens.
     """
     in_log_space = general_form(definition, holds_values=True)
 
+    @uncompiled
     def laser(q, k, v, **settings):
-        q, k, values = map(at_least_float32, (q, k, v))
+        q32, k32, values = map(at_least_float32, (q, k, v))
         with torch.autocast(q.device.type, enabled=False):
-            if wider_than(values, LASER_RANGE):
-                return in_log_space(q, k, values, **settings).to(v.dtype)
             shift = values.detach().amax(-2, keepdim=True)  # (B, H, 1, Dv)
-            y = mean(q, k, (values - shift).exp(), **settings)
+            widest = largest(shift - values.detach().amin(-2, keepdim=True))
+            if widest > LASER_RANGE:
+                warnings.warn(
+                    f"a channel of the values has a range above {LASER_RANGE:.0f}: LASER computes "
+                    "its sums in log space, slowly",
+                    stacklevel=3,
+                )
+                return in_log_space(q32, k32, values, **settings).to(v.dtype)
+            in_half = fused and v.is_cuda and v.dtype in HALF and widest < HALF_RANGE
+            if in_half and settings.get("bias") is None:
+                shift = (shift / LOG_2).ceil() * LOG_2 - HALF_RANGE / 2
+                y = InFloat16.apply(q, k, (values - shift).exp(), mean, settings)
+            else:
+                y = mean(q32, k32, (values - shift).exp(), **settings)
             return (y.log() + shift).to(v.dtype)
 
     return laser
 
 
-@uncompiled
-def wider_than(v: Tensor, limit: float) -> bool:
-    """Whether a channel of v (B, H, T, Dv) has a range over time above limit; warns if so."""
-    wide = (v.amax(-2) - v.amin(-2)).max().item() > limit
-    if wide:
-        warnings.warn(
-            f"a channel of the values has a range above {limit:.0f}: LASER computes its sums in "
-            "log space, slowly",
-            stacklevel=3,
-        )
-    return wide
+def largest(x: Tensor) -> float:
+    """The largest number of x. A GPU's host waits for it."""
+    return x.max().item()
+
+
+class InFloat16(torch.autograd.Function):
+    """mean(q, k, v) in float32, computed in float16: y = InFloat16.apply(q, k, v, mean, settings).
+
+    The gradient dy may be far too small or too large for float16. A power of two brings it near the
+    largest number there.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, mean, settings):
+        with torch.enable_grad():
+            ctx.inputs = [x.detach().half().requires_grad_() for x in (q, k, v)]
+            ctx.y = mean(*ctx.inputs, **settings)
+        ctx.dtypes = [x.dtype for x in (q, k, v)]
+        return ctx.y.detach().float()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        exponent = dy.abs().amax().clamp(min=1e-30).log2().ceil()
+        scale = (13 - exponent).exp2()
+        gradients = torch.autograd.grad(ctx.y, ctx.inputs, (dy * scale).half())
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        return *((g.float() / scale).to(dtype) for g, dtype in pairs), None, None

@@ -16,7 +16,7 @@ from functools import cache, partial
 
 import torch
 
-from attention.fast import block_length, general_form, in_blocks, laser_by_exp, sdpa
+from attention.fast import general_form, laser_by_exp, sdpa, windowed
 from attention.scores import plain_form
 from attention.sums import Beta, BetaSquared, by_sums
 from attention.trial import is_row_local, works_in_blocks
@@ -46,14 +46,14 @@ FORM: dict[str, Form] = {
         written_for="07d39b51b8a4bf9f",
         name="PyTorch's fused attention",
         long=lambda definition: sdpa,  # it never needs the definition
-        short=lambda definition: in_blocks(sdpa),
+        short=lambda definition: windowed,
         arguments=("bias", "dropout"),
     ),
     "laser": Form(
         written_for="9404a840506e40a8",
         name="exp and log around PyTorch's fused attention",
-        long=partial(laser_by_exp, sdpa),
-        short=partial(laser_by_exp, in_blocks(sdpa)),
+        long=partial(laser_by_exp, sdpa, fused=True),
+        short=partial(laser_by_exp, windowed, fused=True),
         arguments=("bias",),
         linear_in=(torch.exp, "softmax"),
     ),
@@ -130,7 +130,7 @@ def form_of(
     tokens: the model's block_size, at which a definition without a fast form is tried. The running
     sums are None where a cache must keep keys and values.
     """
-    blocks = "" if window is None else f" in blocks of {block_length(window)}"
+    blocks = "" if window is None else " in blocks"
     if unchanged(name, definition):
         form = FORM[name]
         make = form.long if window is None else form.short

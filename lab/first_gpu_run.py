@@ -6,7 +6,7 @@
 
 There are five parts, the most useful one first:
 
-    right       the Triton kernels' tests; bench.py compares each attention with its definition
+    right       tests/test_gpu.py; bench.py compares each attention with its definition
     speed       bench.py, all of its tables; forward passes of the long-short paper's model
     training    steps of GPT-2 (124M) and of a small model, by lab/experiments/gpu_training.py
     learning    nanoGPT's Shakespeare model; the beta post's run; long texts, LS and long heads
@@ -41,7 +41,6 @@ out_dir = "out-gpu-run"  # the folder for the runs' checkpoints
 tiny = False  # the smallest sizes, on the CPU: a rehearsal of all commands
 
 PATIENCE = 20.0  # seconds between SIGTERM and SIGKILL
-KERNELS = "--import=lab.kernels"  # adds softmax_triton and laser_triton
 SHAKESPEARE = "config/train_shakespeare_char.py"
 LONG_TEXTS = "config/train_pg19_ls.py"
 LONG_RUN = (
@@ -76,7 +75,6 @@ def run(name: str, command: Command, log: TextIO, running: list[subprocess.Popen
         "PYTHONUNBUFFERED": "1",
         "WANDB_MODE": "disabled",
         "TORCHINDUCTOR_COMPILE_THREADS": "4",
-        "TRITON_INTERPRET": str(int(tiny)),
         "TEST_DEVICE": "cpu" if tiny else "cuda",
     }
     began = time.monotonic()
@@ -134,15 +132,15 @@ def out_flag(name: str) -> str:
 
 def bench(name: str, seconds: float, flags: str) -> Command:
     """A run of bench.py, which first compares each attention with its definition."""
-    sizes = f"{TINY_BENCH} --device=cpu" if tiny else f"{KERNELS} --device=cuda"
+    sizes = f"{TINY_BENCH} --device=cpu" if tiny else "--device=cuda"
     return Command(["bench.py", *flags.split(), *sizes.split(), out_flag(name)], seconds)
 
 
 def right() -> Groups:
-    kernels = tests("lab/tests/test_kernels.py", names="without_positions" if tiny else "")
+    gpu = tests("tests/test_gpu.py", names="alone" if tiny else "")
     flags = "--what=attention --quick --head_dim=64 --lengths=512 --dtype="
     yield {
-        "kernels": Command(kernels, 510),
+        "tests": Command(gpu, 510),
         "float32": bench("right-float32", 510, flags + "float32"),
         "bfloat16": bench("right-bfloat16", 510, flags + "bfloat16"),
     }
@@ -168,7 +166,7 @@ def gpu_training(name: str, seconds: float, *flags: str) -> Command:
 
 
 def training() -> Groups:
-    rows = "--only=plain,no wait,triton,beta,reduce-overhead"
+    rows = "--only=plain,no wait,beta,reduce-overhead"
     small = ("--size=shakespeare", "--budget=60", rows)
     yield {"gpt2": gpu_training("gpt2", 400, "--budget=340")}
     yield {"shakespeare": gpu_training("shakespeare", 100, *small)}
@@ -189,13 +187,13 @@ def learning() -> Groups:
 
 
 def faults() -> Groups:
-    names = "alone" if tiny else "resume or saved or restarts or alone or wait"
+    names = "resume" if tiny else "resume or saved or restarts or wait"
     often = [] if tiny else ["--eval_interval=100", "--eval_iters=20"]
     steps = [] if tiny else ["--max_iters=300"]
     endless = ["--save_interval=50", *often, "--max_iters=1000000"]
     stopped = Command(train("stopped", SHAKESPEARE, *endless), 20 if tiny else 90)
     yield {
-        "tests": Command(tests("tests/test_gpu.py", "tests/test_faults.py", names=names), 300),
+        "tests": Command(tests("tests/test_faults.py", names=names), 300),
         "float16": Command(train("float16", SHAKESPEARE, "--dtype=float16", *often, *steps), 300),
         "stopped": stopped,
     }

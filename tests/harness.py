@@ -21,9 +21,6 @@ import threading
 
 import pytest
 
-# Before torch is imported, which imports Triton: without a GPU, kernels run in its interpreter.
-if not os.path.exists("/dev/nvidiactl"):
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 # One thread, in new processes too: the tests run beside each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Libraries' caches. The tests read nothing that another program left, and leave nothing.

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import grad
 from torch.nn import functional as F
 
-from attention.fast import LASER_RANGE, laser_by_exp, sdpa
+from attention.fast import LASER_RANGE, InFloat16, laser_by_exp, sdpa
 from attention.scores import has_argument
 from model import ATTENTION
 
@@ -278,6 +278,20 @@ def test_laser_on_both_sides_of_its_range(spread):
     assert_exact(laser_by_exp(sdpa, counted), "laser", x, 1e-5)
     widest = (x["v"].amax(-2) - x["v"].amin(-2)).max()
     assert bool(calls) == (widest.item() >= LASER_RANGE)
+
+
+@parametrize("size", [1.0, 1e-9])
+def test_laser_in_float16(size):
+    """As on a GPU: its error is that of float16, also where gradients are far too small for it."""
+    x = qkv(dtype=torch.float32)
+    exact = [t.detach().double().requires_grad_() for t in x.values()]
+    ours = InFloat16.apply(*x.values(), sdpa, {"scale": 0.3})
+    theirs = sdpa(*exact, scale=0.3)
+    dy = size * torch.randn_like(ours)
+    gradients = torch.autograd.grad(ours, x.values(), dy)
+    exact_gradients = torch.autograd.grad(theirs, exact, dy.double())
+    for a, b in zip([ours, *gradients], [theirs, *exact_gradients], strict=True):
+        assert 1e-6 < (a - b).norm() / b.norm() < 1e-3
 
 
 def test_a_cpu_computes_short_texts_of_bfloat16_in_float32():

@@ -144,8 +144,6 @@ def check_commands(run, pages: dict[str, list[str]], scripts: list[str]) -> None
 
     @functools.cache
     def flags_of(script):
-        if script.startswith("lab/tests/"):  # it imports Triton
-            return set(re.findall(r"--\w+", read(script)))
         out = done(run(script, "--help"))
         return {"--help", "--import", *re.findall(r"(?m)^ +(--\w+)", out)}
 
@@ -166,7 +164,7 @@ def check_commands(run, pages: dict[str, list[str]], scripts: list[str]) -> None
                 assert exists(word), where
 
     flags_of_all = {*OTHERS}
-    for script in (*scripts, "lab/tests/resources.py"):
+    for script in scripts:
         flags_of_all |= flags_of(script)
     for path, lines in pages.items():
         for line in lines:

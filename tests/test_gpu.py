@@ -16,7 +16,7 @@ from harness import DEVICE, legal, pairwise, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import fast
-from attention.cache import why_it_ends
+from attention.cache import groups_of, run_definitions, why_it_ends
 from model import ATTENTION, GPT, GPTConfig
 from positions import POSITION
 from training.distributed import data_parallel
@@ -89,7 +89,7 @@ def is_legal(core, position, decay) -> bool:
 )
 def test_no_float64_outside_the_cpu(core, position, decay, meta, monkeypatch):
     """Neither in a new model, nor in training, nor in decoding, past block_size if it can."""
-    monkeypatch.setattr(fast, "wider_than", lambda v, limit: False)
+    monkeypatch.setattr(fast, "largest", lambda x: 1.0)
     with NoFloat64(), torch.device(meta):
         gpt = GPT(config(core, position=position, decay=decay))
         x = torch.zeros(2, SIZES["block_size"], dtype=torch.long)
@@ -144,6 +144,31 @@ def waits(f: Callable) -> int:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="these forms are a GPU's")
+@parametrize("core", ["softmax", "laser"])
+@parametrize(
+    "choices", [{}, {"heads": "SSSS", "window": 50}, {"heads": "SSLL", "position": "alibi"}]
+)
+@parametrize("dtype", [torch.bfloat16, torch.float16])
+@parametrize("compiled", [False, True])
+def test_forms_in_16_bits(core, choices, dtype, compiled):
+    """The gradients of a model are those of its definitions in float32, but for the rounding."""
+    gpt = GPT(config(core, **choices)).cuda()
+    x = batch().cuda()
+    run_definitions(gpt)
+    exact = torch.autograd.grad(gpt(x, x)[1], [*gpt.parameters()])
+    for group in groups_of(gpt):
+        group.choose_form(gpt.config)
+    torch._dynamo.reset()
+    model = torch.compile(gpt) if compiled else gpt
+    with torch.autocast("cuda", dtype):
+        loss = model(x, x)[1]
+    scale = 2.0**13 if dtype == torch.float16 else 1.0
+    ours = torch.autograd.grad(scale * loss, [*gpt.parameters()])
+    for a, b in zip(ours, exact, strict=True):
+        assert (a / scale - b).norm() <= 0.05 * b.norm() + 1e-7
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the host of a CPU never waits for it")

@@ -15,7 +15,6 @@ it is measured.
 import contextlib
 import functools
 import gc
-import importlib
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -93,9 +92,7 @@ PLAIN = {
     "loss": of_model,
     "backend": None,  # of SDPA; None: PyTorch chooses
     "mode": None,  # of torch.compile
-    "import": None,  # a module that adds an attention
 }
-TRITON = {"attention": "softmax_triton", "import": "lab.kernels"}  # Triton is not everywhere
 # What each row changes of PLAIN; the rest are fields of GPTConfig.
 ROWS = {
     "plain": {},
@@ -104,16 +101,13 @@ ROWS = {
     "batch x 4": {"batch": 4, "wait": False},
     "cudnn": {"backend": SDPBackend.CUDNN_ATTENTION},
     "flash": {"backend": SDPBackend.FLASH_ATTENTION},
-    "triton": TRITON,
     "logits in bfloat16": {"loss": in_bfloat16},
     "chunks": {"loss": in_chunks},
     "linear cross-entropy": {"loss": linear},
     "vocabulary of 50257": {"vocab_size": 50257},
     "laser": {"attention": "laser"},
-    "laser triton": TRITON | {"attention": "laser_triton"},
     "beta": {"attention": "beta"},
     "SSSSSL": {"heads": "SSSSSL"},
-    "SSSSSL triton": TRITON | {"heads": "SSSSSL"},
     "SSSSSL laser": {"heads": "SSSSSL", "attention": "laser"},
     "reduce-overhead": {"mode": "reduce-overhead"},
 }
@@ -121,8 +115,6 @@ ROWS = {
 
 def new_model(row: dict, dev: str) -> GPT:
     """The model of a row, with the same first weights wherever the sizes are the same."""
-    if row["import"]:
-        importlib.import_module(row["import"])
     torch.manual_seed(1337)
     fields = SIZES[size][0] | {key: value for key, value in row.items() if key not in PLAIN}
     return GPT(GPTConfig(bias=False, **fields)).to(dev).train()

@@ -300,6 +300,21 @@ def test_length(experiment, tmp_path):
 
 
 @slow
+def test_training_on_a_gpu(run, tmp_path):
+    """Other ways to compute the loss give the same loss."""
+    out = tmp_path / "gpu.json"
+    same = "plain,no wait,flash,logits in bfloat16,chunks"
+    flags = "--size=tiny --device=cpu --dtype=float32 --no-compile --steps=6"
+    args = [*flags.split(), f"--only={same},beta,batch x 2", f"--out={out}"]
+    done(run("lab.experiments.gpu_training", *args))
+    rows = json.loads(out.read_text())["rows"]
+    losses = [rows[name]["loss"] for name in same.split(",")]
+    assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5)
+    assert abs(rows["beta"]["loss"] - losses[0]) > 1e-6
+    for name, n in (("plain", 48), ("batch x 2", 96)):  # tokens of a step
+        assert rows[name]["tokens_per_s"] * rows[name]["ms"] / 1e3 == pytest.approx(n)
+
+
 def test_lecture(data, monkeypatch, tmp_path):
     """A run of weight decay, on 2% of the text."""
     monkeypatch.setattr(lecture, "steps", 105)
