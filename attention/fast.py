@@ -193,22 +193,19 @@ def sdpa(q, k, v, window=None, scale=None, bias=None, dropout=0.0):
     return y[..., :Dv]
 
 
-def windowed(q, k, v, *, window, **settings):
+def windowed(q, k, v, *, window, scale=None, bias=None, dropout=0.0):
     """y = softmax(s) v of short heads: FlashAttention's window on a GPU, and elsewhere blocks."""
     B, H, T, D = q.shape
-    plain = not settings.get("dropout") and settings.get("bias") is None
-    if (
-        plain
-        and q.shape == k.shape == v.shape
-        and window < T - 1
-        and has_window(v.device, v.dtype, D)
-    ):
-        q, k, v = (x.to(v.dtype).transpose(1, 2).reshape(B * T, H, D) for x in (q, k, v))
-        starts = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
-        scale = settings.get("scale")
-        y = varlen_attn(q, k, v, starts, starts, T, T, scale=scale, window_size=(window, 0))
-        return y.reshape(B, T, H, D).transpose(1, 2)
-    return in_blocks(sdpa)(q, k, v, window=window, **settings)
+    same = q.shape == k.shape == v.shape  # no cache, no differential heads
+    if not same or bias is not None or dropout or not has_window(v.device, v.dtype, D):
+        settings = {"scale": scale, "bias": bias, "dropout": dropout}
+        return in_blocks(sdpa)(q, k, v, window=window, **settings)
+    from torch.nn.attention.varlen import varlen_attn  # it imports torch.compile
+
+    q, k, v = (x.to(v.dtype).transpose(1, 2).reshape(B * T, H, D) for x in (q, k, v))
+    starts = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
+    y = varlen_attn(q, k, v, starts, starts, T, T, scale=scale, window_size=(window, 0))
+    return y.view(B, T, H, D).transpose(1, 2)
 
 
 @torch.compiler.assume_constant_result
