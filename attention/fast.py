@@ -11,6 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,20 +46,23 @@ def in_blocks(attend: Callable) -> Callable:
     attend runs once for all blocks: the c queries of a block are the last of its c + window tokens,
     and dimension 1 counts blocks. The first tokens, whose window begins before position 0, are a
     call of their own. Few tokens are not cut, and neither are queries after the keys of a cache.
+    On a GPU torch.compile leaves the blocks out: there, what it made of them was wrong (2.11).
     """
 
     def blocks(q, k, v, *, window=None, **settings):
-        B, H, Tq, D = q.shape
         T = k.shape[-2]
-        bias = settings.get("bias")
         if window is None or window >= T - 1:  # the window hides nothing
             return attend(q, k, v, **settings)
         settings["window"] = window
         c = block_length(window)
         first = c * max(1, math.ceil(window / c))
-        if Tq < T or T <= first + c:  # blocks would not save more than they cost
+        if q.shape[-2] < T or T <= first + c:  # blocks would not save more than they cost
             return attend(q, k, v, **settings)
+        return (uncompiled(cut) if is_gpu(q) else cut)(q, k, v, c, first, **settings)
 
+    def cut(q, k, v, c, first, *, window, bias=None, **settings):
+        B, H, T, D = q.shape
+        settings["window"] = window
         if bias is not None:
             bias = bias.expand(torch.broadcast_shapes(bias.shape, (T, T)))
             settings["bias"] = bias[..., :first, :first]
@@ -83,6 +87,11 @@ def in_blocks(attend: Callable) -> Callable:
         return torch.cat((y_first, rest[..., : T - first, :]), dim=-2)
 
     return blocks
+
+
+def is_gpu(x: Tensor) -> bool:
+    """Whether x is on a CUDA GPU."""
+    return x.is_cuda
 
 
 class Windows(torch.autograd.Function):
@@ -234,9 +243,9 @@ def laser_by_exp(mean: Callable, definition: Callable, fused: bool = False) -> C
     range makes a GPU wait, once per call, and interrupts the graph of torch.compile.
 
     All of it is in float32 or wider: rounding exp(v) to bfloat16 would be an error of 2^-9 in y
-    however small y is. A GPU has no fast kernel for float32. If v has 16 bits, a fused mean runs in
-    float16 there, with an error of 2^-12 in y; the shift is a multiple of log 2, for else the
-    rounding would depend on it, and so on later tokens.
+    however small y is. A GPU has no fast kernel for float32: there, a fused mean of values of 16
+    bits runs in float16 (In16Bits), an error of 2^-12. The shift is then a multiple of log 2: any
+    other would change the rounding, and depends on later tokens.
     """
     in_log_space = general_form(definition, holds_values=True)
 
@@ -253,10 +262,10 @@ def laser_by_exp(mean: Callable, definition: Callable, fused: bool = False) -> C
                     stacklevel=3,
                 )
                 return in_log_space(q32, k32, values, **settings).to(v.dtype)
-            in_half = fused and v.is_cuda and v.dtype in HALF and widest < HALF_RANGE
+            in_half = fused and is_gpu(v) and v.dtype in HALF and widest < HALF_RANGE
             if in_half and settings.get("bias") is None:
                 shift = (shift / LOG_2).ceil() * LOG_2 - HALF_RANGE / 2
-                y = InFloat16.apply(q, k, (values - shift).exp(), mean, settings)
+                y = In16Bits.apply(q, k, (values - shift).exp(), mean, settings)
             else:
                 y = mean(q32, k32, (values - shift).exp(), **settings)
             return (y.log() + shift).to(v.dtype)
@@ -269,26 +278,25 @@ def largest(x: Tensor) -> float:
     return x.max().item()
 
 
-class InFloat16(torch.autograd.Function):
-    """mean(q, k, v) in float32, computed in float16: y = InFloat16.apply(q, k, v, mean, settings).
+class In16Bits(torch.autograd.Function):
+    """A mean of values in float32 by a kernel for 16 bits: In16Bits.apply(q, k, v, mean, settings).
 
-    The gradient dy may be far too small or too large for float16. A power of two brings it near the
-    largest number there.
+    Forward in float16, for its digits: v must be within its range. Backward in bfloat16, since
+    gradients have any size; its values are those less their mean, which changes no gradient and
+    loses fewer digits.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, mean, settings):
-        with torch.enable_grad():
-            ctx.inputs = [x.detach().half().requires_grad_() for x in (q, k, v)]
-            ctx.y = mean(*ctx.inputs, **settings)
-        ctx.dtypes = [x.dtype for x in (q, k, v)]
-        return ctx.y.detach().float()
+        ctx.save_for_backward(q, k, v)
+        ctx.mean = partial(mean, **settings)
+        return ctx.mean(q.half(), k.half(), v.half()).float()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        exponent = dy.abs().amax().clamp(min=1e-30).log2().ceil()
-        scale = (13 - exponent).exp2()
-        gradients = torch.autograd.grad(ctx.y, ctx.inputs, (dy * scale).half())
-        pairs = zip(gradients, ctx.dtypes, strict=True)
-        return *((g.float() / scale).to(dtype) for g, dtype in pairs), None, None
+        q, k, v = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v - v.mean(-2, keepdim=True))]
+            y = ctx.mean(*(x.bfloat16() for x in inputs))
+        return *torch.autograd.grad(y, inputs, dy.bfloat16()), None, None
