@@ -1,15 +1,11 @@
-"""Measures how long the attentions take, alone and in whole models, and how much memory they need.
+"""Measures how long the attentions take, forward and backward, and how much memory they need.
 
-    python bench.py                                  # about ten minutes on two CPU cores
+    python bench.py                                  # at most ten minutes on two CPU cores
     python bench.py --quick                          # under a minute
-    python bench.py --what=attention --only=sdpa,beta --lengths=4096,8192,16384
+    python bench.py --only=sdpa,beta --lengths=4096,8192,16384
     python bench.py --device=cuda --dtype=bfloat16 --head_dim=64,128 --tokens=32768
 
 --import=my.ideas adds rows for the attentions of a module of your own.
-
-There are three parts. `attention` times the function alone, forward and backward, and finds its
-peak memory. `step` times a training step of the long-short paper's model. `decode` times a model
-that writes text, and finds the size of its cache.
 
 First, the outputs and gradients of each attention are compared with its definition in float64, on
 random inputs. An attention that is wrong is reported and not timed. Then all rows are timed in
@@ -34,7 +30,6 @@ from torch.autograd.profiler import profile
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.cache import run_definitions
-from attention.forms import FORM
 from attention.scores import has_argument
 from configurator import at_least_one, names, pick_device, positive, run_script
 from errors import UserError, first_line
@@ -43,33 +38,25 @@ from positions import POSITION
 
 # What is measured?
 quick = False  # short lengths and few repeats: under a minute on two cores
-what = ""  # the parts: attention, step, decode, with commas; empty: all, but with --only attention
-only = ""  # attention: the rows to measure, separated by commas; empty: all
+only = ""  # the rows to measure, separated by commas; empty: all
 # How large are the inputs?
-lengths = "512,2048,8192"  # attention: sequence lengths in tokens
-step_length = 1024  # step: sequence length in tokens
-decode_length = 1024  # decode: number of tokens to generate
+lengths = "512,2048,8192"  # sequence lengths in tokens, separated by commas
 batch_size = 2  # sequences at once; one long head of one sequence uses only one CPU core backward
 tokens = 0  # tokens at once: sets the number of sequences instead of batch_size; 0: batch_size does
-n_head = 6  # attention: number of heads
-head_dim = "32"  # attention: width of a head; several, separated by commas
+n_head = 6  # number of heads
+head_dim = "32"  # width of a head; several, separated by commas
 heads = "SSSSSL"  # in rows with short heads, a letter for each head of a layer: S short, L long
-window = 100  # attention: tokens that a short head sees before its own (step: 50)
+window = 100  # tokens that a short head sees before its own
 # How exact?
-repeats = 9  # rounds; in each round everything runs once
+repeats = 9  # rounds; in each round every row runs once
 # Where do the results go?
 out = "bench.json"  # the file of results
 # What does it run on?
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of q, k, v; models use autocast
-seed = 1337  # decides the random numbers: q, k, v, weights and generated tokens
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of q, k and v
+seed = 1337  # decides the random numbers: q, k, v and weights
 
-QUICK = {"lengths": "256,1024", "step_length": 256, "decode_length": 128, "repeats": 3}
-# The long-short paper's model (section 5.1). The paper does not say which GELU: this is PyTorch's
-# default, and faster on a CPU
-LS_MODEL = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 10000, "mlp": "gelu_exact"}
-# nanoGPT's Shakespeare model
-GPT_10M = {"n_layer": 6, "n_head": 6, "n_embd": 384, "vocab_size": 65}
+QUICK = {"lengths": "256,1024", "repeats": 3}
 # Tokens: more than the first blocks of short heads, and enough for beta's linear form
 CHECKED_AT = 300
 # An output or gradient x is right up to rounding if ||x - exact|| / ||exact|| is at most this
@@ -189,7 +176,7 @@ def table(title: str, about: dict, rounds: dict, extra: dict) -> list[dict]:
 
 
 # -----------------------------------------------------------------------------
-# attention: what is timed, and whether it is right
+# what is timed, and whether it is right
 
 
 def layer(fields: dict, x: list, plain: bool = False) -> Callable:
@@ -271,11 +258,6 @@ def passes(run: Callable, x: list, dev: str) -> dict:
     return {"forward": forward, "backward": backward, "both": for_backward + backward}
 
 
-def sequences(n: int) -> int:
-    """The number of sequences of n tokens that are computed at once."""
-    return max(1, tokens // n) if tokens else batch_size
-
-
 def attention(dev: str, dt: torch.dtype) -> Iterator:
     """Time the passes of each attention; yield the rows of a table for each head dim and length."""
 
@@ -288,7 +270,7 @@ def attention(dev: str, dt: torch.dtype) -> Iterator:
         for name, fields in chosen_rows().items():
             right[name] = tried(name, partial(checked, name, fields, x), dev)
         for n in positive("lengths", lengths):
-            B = sequences(n)
+            B = max(1, tokens // n) if tokens else batch_size
             x = inputs(B, n, D)
             tasks = {name: partial(passes, row[0], x, dev) for name, row in right.items() if row}
             rounds = interleaved(tasks, dev, repeats)
@@ -299,93 +281,11 @@ def attention(dev: str, dt: torch.dtype) -> Iterator:
 
 
 # -----------------------------------------------------------------------------
-# models: a training step, decoding
-
-
-def models(dev: str, heads: str, **sizes) -> dict:
-    """{name: model} of these sizes, for each attention with long heads and with `heads`.
-
-    The last two are softmax with fewer heads of keys and values: GQA and MQA.
-    """
-    rows = {}
-    for name in functions():
-        rows[f"{name} L"] = {"attention": name}
-        rows[f"{name} {heads}"] = {"attention": name, "heads": heads}
-    if {"S", "L"} <= set(heads):  # softmax in short heads, another attention in long heads
-        mixed = {"short_attention": "softmax", "heads": heads, "conv": 4}
-        for name, form in FORM.items():
-            if form.sums is not None:
-                rows[f"softmax/{name} conv {heads}"] = mixed | {"attention": name}
-    rows |= {"softmax L, GQA 2": {"n_kv_head": 2}, "softmax L, MQA": {"n_kv_head": 1}}
-    return {name: GPT(GPTConfig(**sizes | fields)).to(dev) for name, fields in rows.items()}
-
-
-def milliseconds(dev: str, f: Callable, *args) -> dict:
-    """The time of f(*args)."""
-    return {"ms": stopwatch(dev, f, *args)[0]}
-
-
-def step(dev: str, amp: object) -> Iterator:
-    """Time a training step of the long-short paper's model; yield the rows of its table."""
-    n = step_length
-    B = sequences(n)
-    x = torch.randint(LS_MODEL["vocab_size"], (B, n), device=dev)
-
-    def train(gpt, adamw):
-        with amp:
-            loss = gpt(x, x)[1]
-        loss.backward()
-        adamw.step()
-        adamw.zero_grad()
-
-    tasks = {}
-    for name, gpt in models(dev, heads, block_size=n, **LS_MODEL).items():
-        adamw = torch.optim.AdamW(gpt.parameters(), fused=True)
-        tasks[name] = partial(milliseconds, dev, train, gpt, adamw)
-    yield table("training step", {"n": n, "batch": B}, interleaved(tasks, dev, repeats), {})
-
-
-def decode(dev: str, amp: object) -> Iterator:
-    """Time how nanoGPT's Shakespeare model writes a sequence; yield the rows of its table.
-
-    It writes the likeliest tokens, in at most three rounds.
-    """
-    n = decode_length
-    tasks = {}
-    sizes = {}
-
-    @torch.no_grad()
-    def write(name, gpt):
-        token = torch.zeros(1, 1, dtype=torch.long, device=dev)
-        cache = gpt.new_cache()
-        began = clock(dev)
-        with amp:
-            for _ in range(n):
-                token = gpt(token, cache=cache)[0].argmax(-1)
-        sizes[name] = {"cache, bytes": cache.nbytes}
-        return {"tokens/s": n / (clock(dev) - began)}
-
-    for name, gpt in models(dev, heads, block_size=n, **GPT_10M).items():
-        tasks[name] = partial(write, name, gpt.eval())
-    yield table("decoding one sequence", {"n": n}, interleaved(tasks, dev, min(repeats, 3)), sizes)
-
-
-# -----------------------------------------------------------------------------
 
 
 def main() -> None:
-    dev, precision, amp = pick_device(device, dtype)
-    parts = {  # each yields the rows of its tables, one table at a time
-        "attention": attention(dev, getattr(torch, precision)),
-        "step": step(dev, amp),
-        "decode": decode(dev, amp),
-    }
-    chosen = names(what or ("attention" if only else ""), parts)
-    at_least_one(
-        repeats=repeats, batch_size=batch_size, step_length=step_length, decode_length=decode_length
-    )
-    if only and "attention" not in chosen:
-        raise UserError("--only is for --what=attention")
+    dev, precision, _ = pick_device(device, dtype)
+    at_least_one(repeats=repeats, batch_size=batch_size)
     # Raises UserError for heads that are not the letters of one layer, with an S
     GPTConfig(n_layer=1, n_head=n_head, n_embd=n_head, heads=heads, window=window)
     torch.set_float32_matmul_precision("high")  # as train.py: TF32 on a GPU, no effect on a CPU
@@ -401,13 +301,11 @@ def main() -> None:
         "repeats": repeats,
     }
     print(about)
-    results = {"about": about}
-    for part in chosen:
-        results[part] = []
-        for rows in parts[part]:
-            results[part] += rows
-            with open(out, "w") as f:
-                json.dump(results, f, indent=1)
+    results = []
+    for rows in attention(dev, getattr(torch, precision)):
+        results += rows
+        with open(out, "w") as f:
+            json.dump({"about": about, "attention": results}, f, indent=1)
     print(f"\nwrote {out}")
 
 

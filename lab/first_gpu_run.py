@@ -7,7 +7,7 @@
 There are five parts, the most useful one first:
 
     right       tests/test_gpu.py; bench.py compares each attention with its definition
-    speed       bench.py, all of its tables; forward passes of the long-short paper's model
+    speed       bench.py; forward passes, training steps and decoding of whole models
     training    steps of GPT-2 (124M) and of a small model, by lab/experiments/gpu_training.py
     learning    nanoGPT's Shakespeare model; the beta post's run; long texts, LS and long heads
     faults      the tests of disturbed runs, on the GPU; float16; a run that is stopped and goes on
@@ -50,6 +50,7 @@ LONG_RUN = (
 TINY_BENCH = (
     "--only=sdpa,softmax --heads=SL --n_head=2 --head_dim=8 --lengths=16 --tokens=32 --repeats=1"
 )
+TINY_MODELS = "--lengths=16 --tokens=32 --repeats=1 --device=cpu"
 TINY_STEPS = "--only=plain --size=tiny --steps=6 --no-compile --device=cpu --dtype=float32"
 TINY_TRAIN = (
     "--n_layer=1 --n_head=6 --n_embd=24 --block_size=16 --batch_size=2 --max_iters=4 "
@@ -138,7 +139,7 @@ def bench(name: str, seconds: float, flags: str) -> Command:
 
 def right() -> Groups:
     gpu = tests("tests/test_gpu.py", names="alone" if tiny else "")
-    flags = "--what=attention --quick --head_dim=64 --lengths=512 --dtype="
+    flags = "--quick --head_dim=64 --lengths=512 --dtype="
     yield {
         "tests": Command(gpu, 510),
         "float32": bench("right-float32", 510, flags + "float32"),
@@ -146,17 +147,20 @@ def right() -> Groups:
     }
 
 
+def models(name: str, seconds: float, flags: str) -> Command:
+    """A run of lab/experiments/model_times.py."""
+    sizes = TINY_MODELS if tiny else "--device=cuda --dtype=bfloat16 --repeats=7"
+    argv = ["-m", "lab.experiments.model_times", *flags.split(), *sizes.split(), out_flag(name)]
+    return Command(argv, seconds)
+
+
 def speed() -> Groups:
     flags = (
-        "--what=step,decode,attention --dtype=bfloat16 --head_dim=64,128,32 --tokens=32768 "
-        "--lengths=2048,8192,32768 --decode_length=512 --repeats=7"
+        "--dtype=bfloat16 --head_dim=64,128,32 --tokens=32768 --lengths=2048,8192,32768 --repeats=7"
     )
-    yield {"bench": bench("bench-gpu", 400, "--what=attention --dtype=float32" if tiny else flags)}
-    forward = (
-        "--lengths=128 --repeats=1 --device=cpu" if tiny else "--lengths=2048,8192 --device=cuda"
-    )
-    argv = ["-m", "lab.experiments.forward_pass", *forward.split(), out_flag("forward-gpu")]
-    yield {"forward": Command(argv, 100)}
+    yield {"bench": bench("bench-gpu", 280, flags)}
+    yield {"models": models("models-gpu", 100, "--what=forward,step --tokens=32768")}
+    yield {"decode": models("decode-gpu", 100, "--what=decode --lengths=512")}
 
 
 def gpu_training(name: str, seconds: float, *flags: str) -> Command:

@@ -214,10 +214,7 @@ def test_add_your_own(data, tmp_path):
     )
     sample = "sample.py --out_dir=out --num_samples=1 --max_new_tokens=40 --start='the '"
     output(sample, "-----")
-    out = output(
-        "bench.py --what=attention --only=sdpa,softmax,sigmoid --lengths=300 --repeats=1 "
-        "--device=cpu"
-    )
+    out = output("bench.py --only=sdpa,softmax,sigmoid --lengths=300 --repeats=1 --device=cpu")
     assert re.search(r"(?m)^sigmoid .*e-\d\d$", out)
     worker.processes[0].kill()
     assert "\npytest -k sigmoid " in section

@@ -18,11 +18,12 @@ from torch.nn import functional as F
 
 from attention.forms import form_of
 from attention.scores import scores, visible
-from bench import interleaved, milliseconds, ratios
+from bench import interleaved, ratios
 from configurator import positive, run_script
 from lab.experiments.laser_precision import layers_of
 from lab.experiments.results import show_table
 from lab.experiments.runs import finished
+from lab.experiments.times import milliseconds
 from lab.ideas import log_sticks
 from lab.stick_breaking import BLOCK, cut, walk
 from model import ATTENTION, GPT

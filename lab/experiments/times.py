@@ -1,4 +1,4 @@
-"""What the experiments share: times of training steps, and memory."""
+"""What the experiments share: times of training steps and of decoding, and memory."""
 
 import concurrent.futures
 import functools
@@ -7,6 +7,7 @@ import multiprocessing
 import resource
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -17,6 +18,25 @@ from lab.experiments.variants import change
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
 from training.run import DEFAULTS, model_args
+
+
+def milliseconds(dev: str, f: Callable, *args: object) -> dict[str, float]:
+    """The time of f(*args) on the device dev."""
+    return {"ms": stopwatch(dev, f, *args)[0]}
+
+
+@torch.no_grad()
+def write(gpt: GPT, n: int, dev: str, amp: AbstractContextManager) -> int:
+    """Write n tokens, each time the likeliest; return the bytes of the cache.
+
+    amp: autocast, or nothing.
+    """
+    token = torch.zeros(1, 1, dtype=torch.long, device=dev)
+    cache = gpt.eval().new_cache()
+    with amp:
+        for _ in range(n):
+            token = gpt(token, cache=cache)[0].argmax(-1)
+    return cache.nbytes
 
 
 def apart(f: Callable, *args: object) -> object:
@@ -82,4 +102,4 @@ def timed_step(gpt: GPT, optimizers: list, x: Tensor) -> dict[str, float]:
             optimizer.step()
         gpt.zero_grad(set_to_none=True)
 
-    return {"ms": stopwatch("cpu", step)[0]}
+    return milliseconds("cpu", step)

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-from bench import interleaved, milliseconds, peak_memory, ratios
+from bench import interleaved, peak_memory, ratios
 from errors import UserError
 from lab.experiments import recall
+from lab.experiments.times import milliseconds, write
 from model import GPT, GPTConfig
 from training.run import DEFAULTS
 
@@ -42,17 +43,11 @@ def of_layer(base: GPT, idea: GPT) -> dict:
 
 def of_decoding(base: GPT, idea: GPT) -> dict:
     """Ratios of the idea to the base: the time of block_size tokens, and the size of the cache."""
-
-    @torch.no_grad()
-    def write(gpt: GPT) -> int:
-        cache = gpt.eval().new_cache()
-        token = torch.zeros(1, 1, dtype=torch.long)
-        for _ in range(gpt.config.block_size):
-            gpt(token, cache=cache)
-        return cache.nbytes
-
-    tasks = [functools.partial(write, gpt) for gpt in (base, idea)]
-    return {"ratio": ratio_of(tasks, 5), "cache": write(idea) / write(base)}
+    tasks = []
+    for gpt in (base, idea):
+        n = gpt.config.block_size
+        tasks.append(functools.partial(write, gpt, n, "cpu", contextlib.nullcontext()))
+    return {"ratio": ratio_of(tasks, 5), "cache": tasks[1]() / tasks[0]()}
 
 
 def added(flags: dict, extra: dict) -> dict:
