@@ -179,12 +179,11 @@ def table(title: str, about: dict, rounds: dict, extra: dict) -> list[dict]:
 # what is timed, and whether it is right
 
 
-def layer(fields: dict, x: list, plain: bool = False) -> Callable:
+def layer(fields: dict, x: torch.Tensor, T: int, plain: bool = False) -> Callable:
     """The attention of a layer with these fields of GPTConfig: run(q, k, v) -> y, all (B, H, T, D).
 
     x: a tensor of this width on this device. plain: compute it by its definition.
     """
-    T = max(CHECKED_AT, *positive("lengths", lengths))
     torch.manual_seed(seed)  # both forms get the same weights of a position
     n_embd = n_head * x.shape[-1]
     gpt = GPT(GPTConfig(T, vocab_size=1, n_layer=1, n_head=n_head, n_embd=n_embd, **fields))
@@ -233,14 +232,16 @@ def outputs(run: Callable, x: list) -> list:
 def checked(name: str, fields: dict, x: list) -> tuple:
     """(run, the largest relative error of its outputs on x). Raises UserError for a large one."""
     q = x[0]
-    run = sdpa if name == "sdpa" else layer(fields, q)
     double = [t.detach().cpu().double().requires_grad_() for t in x]
-    exact = outputs(layer(fields, double[0], plain=True), double)
+    exact = outputs(layer(fields, double[0], CHECKED_AT, plain=True), double)
+    run = sdpa if name == "sdpa" else layer(fields, q, CHECKED_AT)
     pairs = zip(outputs(run, x), exact, strict=True)
     errors = [(a.cpu().double() - b).norm() / b.norm() for a, b in pairs]
     error = torch.stack(errors).max().item()  # of a NaN: NaN
     if not error <= max(TOLERANCE[q.dtype], TF32 if q.is_cuda else 0):
         raise UserError(f"it is WRONG: output or gradients are off by {error:.2g}")
+    if name != "sdpa":
+        run = layer(fields, q, max(positive("lengths", lengths)))
     return run, float(f"{error:.2g}")
 
 

@@ -191,7 +191,7 @@ def learning() -> Groups:
 
 
 def faults() -> Groups:
-    names = "resume" if tiny else "resume or saved or restarts or wait"
+    names = "resume" if tiny else "resume or saved or restarts"
     often = [] if tiny else ["--eval_interval=100", "--eval_iters=20"]
     steps = [] if tiny else ["--max_iters=300"]
     endless = ["--save_interval=50", *often, "--max_iters=1000000"]
