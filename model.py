@@ -120,7 +120,7 @@ class GPTConfig:
     # How does the model know the order of the tokens?
     position: str = "learned"  # a name in positions.POSITION
     rope_base: float | None = None  # rope: the base of its wavelengths; None: 10000
-    max_distance: int | None = None  # relative (None: 16), t5 (128): larger distances count as this
+    max_distance: int | None = None  # of a position of --import=: larger distances count as this
     decay: str = "none"  # far keys weigh less, by exp(-slope (i - j)): a name in positions.DECAY
     nope_long: bool = False  # only short heads know positions (Command A: --heads=S/S/S/L)
     # What are the blocks made of?

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention.scores import at_least_float32, distances, has_argument, learned_of, of_token
-from attention.trial import linear_in_values
+from attention.scores import at_least_float32, has_argument, learned_of, of_token
 
 # -----------------------------------------------------------------------------
 # Added to the token embedding
@@ -93,7 +92,7 @@ class Scheme(nn.Module):
                 cls.biased and has_argument(definition, "fade"),
                 f"{choice} adds a number to scores, so that far keys can weigh "
                 f"less. In {name} a low score is no small weight, but a negative or a large one: "
-                "use alibi, rope or relative",
+                "use alibi or rope",
             )
 
 
@@ -242,86 +241,6 @@ def alibi_slopes(n: int) -> list[float]:
     return [2 ** (-4 * h / m) for h in halves]
 
 
-class Relative(Scheme):
-    """Adds a learned vector for each distance to the keys, and another one to the values.
-
-    s_ij = q_i (k_j + a_k[i - j]), where q_i a_k is computed apart, as a bias, and
-    y_i = sum_j w_ij (v_j + a_v[i - j]) (Shaw et al. 2018, equations 3 to 5). Distances above
-    max_distance share a vector. For short texts: memory grows with T^2, long heads' time with T^3.
-    """
-
-    biased = True
-    defaults = {"max_distance": 16}  # the paper's
-
-    def __init__(self, c):
-        super().__init__()
-        n = c.max_distance + 1
-        D = c.head_dim
-        self.scale = c.scale
-        self.k = nn.Parameter(0.02 * torch.randn(n, D))
-        self.v = nn.Parameter(0.02 * torch.randn(n, 2 * D if c.differential else D))
-
-    @staticmethod
-    def refuses(c, definitions):
-        for name, definition in definitions.items():
-            yield (
-                not linear_in_values(definition),
-                "position='relative' adds a vector to the values for each distance: the attention "
-                f"must be linear in its values, and {name} is not. Use rope, alibi, t5, learned, "
-                "sinusoidal or none",
-            )
-
-    def forward(self, q, k, group, past):
-        T = q.shape[-2]
-        by_distance = self.scale * (q @ self.k.to(q.dtype).mT)  # (B, H, T, n)
-        index = distances(T, past + T, q.device).clamp(0, len(self.k) - 1)  # (T, past + T)
-        bias = by_distance.gather(-1, index.expand(*q.shape[:2], -1, -1))  # (B, H, T, past + T)
-        return q, k, {"bias": bias, "far": self.v}
-
-
-class T5(Scheme):
-    """Adds a learned number per head and bucket of distances to the scores (Raffel et al. 2019).
-
-    Section 2.1. Memory grows with T^2.
-    """
-
-    biased = True
-    shared = True
-    defaults = {"max_distance": 128}  # the paper's
-    buckets = 32
-
-    def __init__(self, c):
-        super().__init__()
-        self.table = nn.Embedding(self.buckets, c.n_head)
-        bucket = t5_bucket(torch.arange(c.max_distance + 1), c.max_distance)
-        self.register_buffer("bucket", bucket, persistent=False)
-
-    @classmethod
-    def refuses(cls, c, definitions):
-        least = cls.buckets // 2 + 1
-        yield (
-            c.max_distance is not None and c.max_distance < least,
-            f"max_distance={c.max_distance} must be at least {least} for position='t5'",
-        )
-        yield from super().refuses(c, definitions)
-
-    def forward(self, q, k, group, past):
-        T = q.shape[-2]
-        end = past + T
-        distance = torch.arange(end, device=q.device).clamp(max=len(self.bucket) - 1)
-        by_distance = self.table(self.bucket[distance]).T[group.q]  # (H, past + T)
-        index = distances(T, end, q.device).clamp(min=0)  # (T, past + T)
-        return q, k, {"bias": by_distance[None, :, index]}  # (1, H, T, past + T)
-
-
-def t5_bucket(distance: Tensor, max_distance: int) -> Tensor:
-    """The bucket of each distance: one for each below 16, then 16 more, wider by a factor each."""
-    exact = T5.buckets // 2
-    ratio = torch.log(distance.clamp(min=exact) / exact) / math.log(max_distance / exact)
-    wide = exact + (ratio * (T5.buckets - exact)).long()
-    return torch.where(distance < exact, distance, wide.clamp(max=T5.buckets - 1))
-
-
 class LearnedScalars(Scheme):
     """The learned scalars of a layer's definitions; a definition gets its own by name."""
 
@@ -370,8 +289,6 @@ POSITION: dict[str, tuple[Callable | None, type[Scheme] | None]] = {
     "sinusoidal": (Sinusoids, None),
     "rope": (None, RoPE),
     "alibi": (None, ALiBi),
-    "relative": (None, Relative),
-    "t5": (None, T5),
     "none": (None, None),
 }
 

@@ -204,8 +204,8 @@ def rules_of_position(c, ATTENTION: dict[str, Callable]) -> Rules:
         value = getattr(c, name)
         yield (
             value is not None and c.position not in users,
-            f"{name}={value} is used only with position={' or '.join(users)}, not "
-            f"{c.position!r}: leave it out",
+            f"{name}={value} is not used by position={c.position!r}, only by "
+            f"{' or '.join(users) or 'positions that --import= adds'}: leave it out",
         )
     definitions = {}  # of scores
     for name in attentions(c):

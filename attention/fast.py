@@ -80,7 +80,7 @@ def in_blocks(attend: Callable) -> Callable:
             bias = pairs.diagonal(0, -4, -3).movedim(-1, -3)  # each block's queries with its keys
             settings["bias"] = bias.expand(B, H, -1, -1, -1).flatten(0, 1)
         for name, x in settings.items():
-            if isinstance(x, Tensor) and name not in ("bias", "far"):  # a decay, a learned scalar
+            if isinstance(x, Tensor) and name != "bias":  # a decay, a learned scalar
                 settings[name] = x.expand(B, H, 1, 1).reshape(B * H, 1, 1, 1)
         rest = attend(q_blocks, k_blocks, v_blocks, **settings)  # (B H, blocks, c, Dv)
         rest = rest.reshape(B, H, -1, v.shape[-1])  # (B, H, T - first + pad, Dv)

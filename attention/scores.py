@@ -89,8 +89,7 @@ def plain_form(definition: Callable) -> Callable:
         exp(-decay (i - j)) before the weights are divided by their sum or norm; a definition
         without `fade` gets lower scores instead, which is the same for exp(s)
       dropout: the probability with which `drop` drops a weight
-      far (n, Dv): is added to the values by distance, v_j + far[min(i - j, n - 1)] (Shaw et al.
-        2018, equation 3), for a definition that is linear in its values
+      around: a function that makes of the definition the one that runs in its place
       learned_scalars: (H, 1, 1) each, by name; a missing one is what it begins as
     After its D dimensions k may have the numbers of its tokens (positions.TokenNumbers), which so
     go with their keys everywhere; without them they are what they begin as.
@@ -101,17 +100,17 @@ def plain_form(definition: Callable) -> Callable:
 
     def plain(
         q, k, v, *, window=None, seen=None, scale=None, bias=None, decay=None, dropout=0.0,
-        far=None, **learned_scalars,
+        around=None, **learned_scalars,
     ):  # fmt: skip
         k, numbers = split_numbers(k, q.shape[-1], definition)
         s = scores(q, k, scale, bias)
         if seen is None:
             seen = visible(q, k, window)
         distance = None
-        if decay is not None or far is not None:
+        if decay is not None:
             distance = distances(q.shape[-2], k.shape[-2], q.device)
-        if decay is not None and "fade" not in names:
-            s = s - decay * distance.abs()
+            if "fade" not in names:
+                s = s - decay * distance.abs()
 
         arguments = {name: s.new_full((1, 1, 1), x) for name, x in learned_of(definition).items()}
         arguments |= numbers | learned_scalars
@@ -124,16 +123,14 @@ def plain_form(definition: Callable) -> Callable:
         if "k" in names:
             arguments["k"] = at_least_float32(k)
 
-        values = at_least_float32(v) if far is None else with_one_hot(v)
-        y = definition(s, seen, values, **arguments)
-        expected = (*q.shape[:-1], values.shape[-1])
+        run = definition if around is None else around(definition)
+        y = run(s, seen, at_least_float32(v), **arguments)
+        expected = (*q.shape[:-1], v.shape[-1])
         if y.shape != expected:
             raise ValueError(
                 f"this attention gave {tuple(y.shape)} for s {tuple(s.shape)} and v "
-                f"{tuple(values.shape)}, not {expected}"
+                f"{tuple(v.shape)}, not {expected}"
             )
-        if far is not None:
-            y = with_values_by_distance(y, far, distance)
         return y.to(v.dtype)
 
     return plain
@@ -156,21 +153,3 @@ def split_numbers(k: Tensor, D: int, definition: Callable) -> tuple[Tensor, dict
 def faded(x: Tensor, decay: Tensor | None, distance: Tensor | None) -> Tensor:
     """Weights x (B, H, Tq, T), multiplied by exp(-decay (i - j)) if there is a decay."""
     return x if decay is None else x * (-decay * distance.abs()).exp()
-
-
-def with_one_hot(v: Tensor) -> Tensor:
-    """[v | I], (B, H, T, Dv + T), in float32 or wider: an attention turns I into its weights."""
-    one_hot = torch.eye(v.shape[-2], device=v.device, dtype=v.dtype).expand(*v.shape[:-1], -1)
-    return at_least_float32(torch.cat((v, one_hot), dim=-1))
-
-
-def with_values_by_distance(y: Tensor, far: Tensor, distance: Tensor) -> Tensor:
-    """y (B, H, Tq, Dv) of y = [y | weights], (B, H, Tq, Dv + T), plus the weighted sum of far.
-
-    far (n, Dv), by distance (Tq, T); its last row is for all larger distances.
-    """
-    n, Dv = far.shape
-    y, weights = y.split((Dv, y.shape[-1] - Dv), dim=-1)
-    index = distance.clamp(0, n - 1).expand_as(weights)  # (B, H, Tq, T)
-    by_distance = weights.new_zeros(*weights.shape[:-1], n).scatter_add(-1, index, weights)
-    return y + by_distance @ far.to(y.dtype)  # (B, H, Tq, n) @ (n, Dv)

@@ -39,15 +39,6 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 
 @functools.cache
-def linear_in_values(definition: Callable) -> bool:
-    """Whether y is linear in v, as an attention must be for values by distance (`far`)."""
-    plain = plain_form(definition)
-    q, k, v = fixed_inputs(1, definition)
-    other = v.flip(-2)
-    return alike(plain(q, k, v + other), plain(q, k, v) + plain(q, k, other))
-
-
-@functools.cache
 def is_row_local(definition: Callable, tokens: int) -> bool:
     """Whether an output depends only on its query and on the keys and values that the query sees.
 

@@ -33,7 +33,7 @@ import torch
 
 from attention.forms import FORM
 from attention.probe import probing
-from attention.scores import plain_form, visible, with_one_hot
+from attention.scores import at_least_float32, plain_form, visible
 from attention.trial import alike, fixed_inputs
 from configurator import run_script
 from errors import UserError, note, optional
@@ -83,7 +83,7 @@ def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
         _check_linear(name)
     weights = {}  # {(layer, head): (its group, its weights)}
 
-    def keep(attn, group, q, k, v, *, far=None, **settings):
+    def keep(attn, group, q, k, v, *, around=None, **settings):
         of_heads = weights_at_once(group.name, q, k, **settings)[0].cpu()
         for head, w in zip(group.heads, of_heads, strict=True):
             weights[attn, head] = group, w
@@ -137,7 +137,8 @@ def weights_at_once(attention: str, q: torch.Tensor, k: torch.Tensor, **settings
     settings: the arguments of attention.scores.plain_form.
     """
     _, inside = _linear_in(attention)
-    return plain_form(ATTENTION[inside])(q, k, with_one_hot(k[..., :0]), **settings)
+    one_hot = torch.eye(k.shape[-2], device=k.device, dtype=k.dtype).expand(*k.shape[:-1], -1)
+    return plain_form(ATTENTION[inside])(q, k, at_least_float32(one_hot), **settings)
 
 
 def labels(tok: Tokenizer, ids: list[int]) -> list[str]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from harness import assert_equal, legal, pairwise, parametrize, refusal
-from reference import cached, fast, naive_attention, shaken
+from reference import cached, shaken
 from test_model import C, D, T, V, config, gpt_of, normalised, saved_bytes, tokens
 from torch.autograd import grad
 from torch.nn import functional as F
@@ -16,21 +16,19 @@ from attention.fast import general_form
 from attention.forms import FORM
 from choices import ACTIVATION, WHERE
 from model import ATTENTION, GPT
-from positions import POSITION, RoPE, alibi_slopes, t5_bucket
+from positions import POSITION, RoPE, alibi_slopes
 from training import checkpoint
 
 SCHEMES = {name: scheme for name, (_, scheme) in POSITION.items() if scheme is not None}
+LAB = {"relative", "t5"}  # lab/tests/test_positions.py has these, if a test has imported them
 positions = parametrize("position", POSITION)
 
 
-def test_what_is_refused():
-    """The only refused pairs are these. Many tests skip refused pairs, so they skip no others."""
-    assert [
-        (core, position)
-        for core in ATTENTION
-        for position in POSITION
-        if not legal(config, attention=core, position=position)
-    ] == [("laser", "relative"), ("beta", "t5"), ("beta_squared", "t5")]
+def test_no_pair_is_refused():
+    """Many tests skip refused pairs: without the lab's positions they skip none."""
+    for core in ATTENTION:
+        for position in POSITION.keys() - LAB:
+            assert legal(config, attention=core, position=position)
 
 
 def relative_error(a, b) -> float:
@@ -40,48 +38,6 @@ def relative_error(a, b) -> float:
 
 # -----------------------------------------------------------------------------
 # positions, in every attention
-
-
-LINEAR = [core for core in ATTENTION if core != "laser"]  # linear in their values
-FAR = [  # window, rows of far
-    (None, 1),
-    (None, 9),
-    (None, 200),
-    (0, 9),
-    (16, 9),
-    (16, 200),
-    (100, 9),
-]
-
-
-@parametrize(
-    "core, window_and_rows, in_parts",
-    pairwise(LINEAR, FAR, [False, True]),
-)
-def test_values_by_distance(core, window_and_rows, in_parts, monkeypatch):
-    """Outputs and gradients, in blocks and in parts, against one query at a time."""
-    window, n = window_and_rows
-    monkeypatch.setattr(attention.fast, "AT_ONCE", 16000 if in_parts else 2**24)
-    shapes = [
-        (1, 2, 200, 8),
-        (1, 2, 200, 8),
-        (1, 2, 200, 5),
-        (1, 2, 200, 200),
-        (n, 5),
-    ]
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    q, k, v, bias, far = inputs
-    settings = {"window": window, "bias": bias, "far": far}
-    y = fast(core)(q, k, v, **settings)
-    exact = naive_attention(core, q, k, v, **settings)
-    assert_equal(y, exact, 1e-12)
-    ours = grad(y.sin().sum(), inputs)
-    theirs = grad(exact.sin().sum(), inputs)
-    assert_equal(ours, theirs, 1e-11)
-    for Tq in (1, 7, 150):  # the last queries, as in decoding
-        settings["bias"] = bias[..., -Tq:, :]
-        y = fast(core)(q[..., -Tq:, :], k, v, **settings)
-        assert_equal(y, exact[..., -Tq:, :], 1e-12)
 
 
 class Largest(torch.overrides.TorchFunctionMode):
@@ -344,20 +300,6 @@ def test_alibi_stays_within_float16(past):
     expected = -50 * torch.tensor(SLOPES[4])[:, None]
     error = (s.diagonal(-50, -2, -1) - expected).abs()
     assert (error <= 0.02 * expected.abs() + 0.1).all()
-
-
-@parametrize("max_distance", [20, 64, 128, 1000])
-def test_t5_buckets_are_the_papers(max_distance):
-    t5 = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
-    distance = torch.arange(3000)
-    theirs = t5._relative_position_bucket(-distance, False, 32, max_distance)
-    assert torch.equal(t5_bucket(distance, max_distance), theirs)
-
-
-@parametrize("position, is_shared", [("t5", True), ("relative", False)])
-def test_layers_share_a_position_or_do_not(position, is_shared):
-    first, second = gpt_of(position=position).transformer.h
-    assert (first.attn.position is second.attn.position) == is_shared
 
 
 def test_sinusoids_are_the_papers():

@@ -57,8 +57,6 @@ KEEPS_ALL = "long heads of attention='{}' keep all keys and values"
 ENDS = [
     ({"attention": "softmax", "position": "rope"}, KEEPS_ALL.format("softmax")),
     (SHORT | {"attention": "laser", "short_attention": "beta"}, KEEPS_ALL.format("laser")),
-    # Its bias needs all keys.
-    ({"attention": "beta", "position": "relative"}, KEEPS_ALL.format("beta")),
     ({"attention": "beta"}, "position='learned' is not for endless texts"),
 ]
 

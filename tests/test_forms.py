@@ -60,13 +60,9 @@ def test_the_fast_forms_are_used(core, capfd):
 
 
 NEEDS = [  # fields of GPTConfig, and which code short and long heads then run
-    ("softmax", {"position": "t5"}, "PyTorch's fused attention"),
-    ("softmax", {"position": "relative"}, "its definition"),
     ("softmax", {"dropout": 0.1}, "PyTorch's fused attention"),
-    ("laser", {"position": "t5"}, "exp and log around PyTorch's fused attention"),
     ("beta", {"decay": "learned"}, "running sums"),
     ("beta", {"dropout": 0.1}, "its definition in training, since attention weights are dropped"),
-    ("beta", {"position": "relative"}, "its definition"),
     ("beta", {"block_size": 64}, "its definition in training, which is faster below 256 tokens"),
     ("softcap", {}, "its definition"),
 ]
@@ -95,34 +91,37 @@ def test_from_forward_to_the_kernel_are_six_frames(monkeypatch):
     assert len(ours) <= 6 and ours[0] == "forward" and ours[-1] == "sdpa", ours
 
 
-class ByDistance(Scheme):
-    """Gives values by distance, and no bias."""
+class Times(Scheme):
+    """Multiplies an attention's outputs by a number, and gives no bias."""
 
     def __init__(self, c):
         super().__init__()
-        self.v = torch.nn.Parameter(torch.randn(5, c.head_dim))
+        self.factor = torch.nn.Parameter(torch.tensor(3.0))
 
     def forward(self, q, k, group, past):
-        return q, k, {"far": self.v}
+        return q, k, {"around": self.around}
+
+    def around(self, definition):
+        return lambda *args, **settings: self.factor * definition(*args, **settings)
 
 
 @parametrize("core", ["softmax", "beta", "beta_squared", "softcap"])
 def test_what_a_position_gives_is_never_dropped(core, monkeypatch):
-    """Values by distance alone, beyond 256 tokens: they are in the output and have a gradient."""
-    monkeypatch.setitem(POSITION, "by_distance", (None, ByDistance))
-    gpt = gpt_of(attention=core, position="by_distance").double()
+    """A function around the definition, beyond 256 tokens: it acts, and has a gradient."""
+    monkeypatch.setitem(POSITION, "times", (None, Times))
+    gpt = gpt_of(attention=core, position="times").double()
     attn = gpt.transformer.h[0].attn
     q, k, v = torch.randn(3, 1, 2, 300, 8, dtype=torch.float64)
     y = attn.mix(q, k, v)
-    assert_equal(y, naive_attention(core, q, k, v, far=attn.position.v), 1e-9)
-    assert grad(y.sum(), attn.position.v)[0].abs().min() > 0
+    assert_equal(y, 3 * naive_attention(core, q, k, v), 1e-9)
+    assert grad(y.sum(), attn.position.factor)[0] != 0
     assert type(new_part(attn.groups[0], 300)) is KeyValues
 
 
 def test_a_form_refuses_what_it_cannot_take():
     q, k, v = torch.randn(3, 1, 2, 300, 8)
     for core, form in FORM.items():
-        for name in {"bias", "decay", "dropout", "far", "misspelt"} - set(form.arguments):
+        for name in {"bias", "decay", "dropout", "around", "misspelt"} - set(form.arguments):
             with pytest.raises(TypeError, match=name):
                 form.long(ATTENTION[core])(q, k, v, **{name: torch.zeros(2, 1, 1)})
 
@@ -249,9 +248,9 @@ def test_a_new_attention_has_everything(monkeypatch, capfd):
     sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "attention": "sigmoid"}
     idx = torch.randint(11, (2, 300))
     for fields in (
-        {"position": "relative"},
+        {"position": "alibi"},
         {"position": "rope", "n_kv_head": 2},
-        {"differential": True, "position": "t5"},
+        {"differential": True, "decay": "learned"},
     ):
         gpt = gpt_of(**sizes, **fields, heads="SSLL", window=20).eval()
         full = gpt(idx, idx)[0]
@@ -329,20 +328,6 @@ def test_an_attention_with_a_learned_scalar(monkeypatch):
     assert_equal(ours, theirs, 1e-12)
     idx = torch.arange(300)[None] % 11
     assert_cached(gpt, idx, gpt(idx, idx)[0])
-
-
-def test_values_by_distance_need_a_linear_attention(monkeypatch):
-    """The check looks at what an attention computes, not at its name."""
-    monkeypatch.setitem(ATTENTION, "mine", sigmoid_attention)
-    GPTConfig(**SMALL, position="relative", attention="mine")
-
-    def squared(s, seen, v, drop):
-        return model.softmax_attention(s, seen, v * v, drop)
-
-    for not_linear in (squared, lambda s, seen, v: model.laser_attention(s, seen, v)):
-        monkeypatch.setitem(ATTENTION, "mine", not_linear)
-        with refusal("must be linear in its values, and mine is not"):
-            GPTConfig(**SMALL, position="relative", attention="mine")
 
 
 # -----------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def saved_bytes():
 
 
 @cores
-@parametrize("position", ["learned", "t5"])
+@parametrize("position", ["learned", "alibi"])
 def test_activation_checkpointing_changes_memory_alone(core, position):
     """The same loss and gradients, bit for bit, with dropout and documents; less is kept."""
     if not legal(config, attention=core, position=position):
@@ -91,7 +91,7 @@ DEFAULTS = [  # fields; another field, and what it then is
     ({"heads": "S"}, "window", 50),  # the LS paper's spans, up to 2048 tokens and above
     ({"heads": "S", "block_size": 8192}, "window", 100),
     ({"heads": "S", "window": 0}, "window", 0),
-    ({"position": "relative"}, "max_distance", 16),
+    ({"position": "rope"}, "rope_base", 10000.0),
     ({"n_head": 2}, "n_kv_head", 2),
     ({"dropout": 0.2}, "attn_dropout", 0.2),
     ({"dropout": 0.2, "attn_dropout": 0.0}, "attn_dropout", 0.0),
@@ -159,17 +159,10 @@ REFUSED = {  # part of the message: fields
     "n_embd=33 is odd": {"position": "sinusoidal", "n_embd": 33, "head_dim": 8},
     "position='alibi' is a decay itself": {"position": "alibi", "decay": "alibi"},
     "leave decay='learned' out, or use --position=none": {"position": "alibi", "decay": "learned"},
-    "In beta a low score is no small weight": {"position": "t5", "attention": "beta"},
-    "linear in its values, and laser is not": {
-        "position": "relative",
-        "short_attention": "laser",
-        "heads": "SL",
-    },
-    "rope_base=100.0 is used only with position=rope, not 'learned'": {"rope_base": 100.0},
-    "is used only with position=relative or t5, not 'learned'": {"max_distance": 9},
-    "max_distance=0 must be at least 1": {"max_distance": 0, "position": "relative"},
-    "max_distance=16 must be at least 17": {"max_distance": 16, "position": "t5"},
-    "(rope, alibi, relative, t5), not for position='learned'": {"nope_long": True, "heads": "SL"},
+    "rope_base=100.0 is not used by position='learned', only by rope": {"rope_base": 100.0},
+    "max_distance=9 is not used by position='learned', only by": {"max_distance": 9},
+    "max_distance=0 must be at least 1": {"max_distance": 0},
+    "positions inside attention (rope, alibi": {"nope_long": True, "heads": "SL"},
     "nope_long needs both": {"nope_long": True, "position": "rope"},
 }
 for field, table in NAMES.items():
@@ -287,7 +280,6 @@ KEPT = [  # tokens of a prompt, fields, and how many keys and as many values a l
     (10, {"attention": "beta"}, 4 * 8),  # two 8 x 8 states
     (300, {"attention": "beta"}, 4 * 8),
     (300, {"attention": "beta", "heads": "SSSL"}, 3 * 20 + 8),
-    (300, {"attention": "beta", "position": "relative"}, 4 * 400),  # no sums with a bias
     (300, {"differential": True}, 4 * 400),  # the value of a pair is kept once
     (300, {"n_kv_head": 2}, 2 * 400),
     (300, {"n_kv_head": 1}, 400),

@@ -15,7 +15,7 @@ def model(**fields) -> GPT:
 
 
 SETTINGS = Settings(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.3, muon_lr=0.05, muon_beta=0.8)
-NOT_PLAIN = {"tied": False, "position": "t5", "qk_norm": "l2", "differential": True}
+NOT_PLAIN = {"tied": False, "decay": "learned", "qk_norm": "l2", "differential": True}
 
 
 @parametrize("name", OPTIMIZER)

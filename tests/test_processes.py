@@ -38,11 +38,12 @@ def rows(tmp_path, *keys) -> list:
 @parametrize(
     "flags",
     [  # the first: 10 sequences, five micro-batches of 2; for each of two processes 2, 2 and 1
-        "--batch_size=2 --gradient_accumulation_steps=5 --n_kv_head=2 --position=t5",
+        "--batch_size=2 --gradient_accumulation_steps=5 --n_kv_head=2 "
+        "--import=lab.positions --position=t5",
         "--attention=laser --heads=SSSL --window=4 --position=alibi --optimizer=muon "
         "--muon_lr=2e-3",
-        "--attention=beta --position=relative --import=lab.lamb --optimizer=lamb --n_layer=1 "
-        "--activation_checkpointing",
+        "--attention=beta --import=lab.positions --position=relative --import=lab.lamb "
+        "--optimizer=lamb --n_layer=1 --activation_checkpointing",
     ],
 )
 def test_the_same_curve_whoever_computes_it(train, tmp_path, flags):

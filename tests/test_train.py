@@ -173,7 +173,7 @@ def test_the_seed_decides_weights_batches_and_dropout(train, tmp_path, monkeypat
 
 
 RESUMED = {core: f"--attention={core} --heads=SL --window=5" for core in ATTENTION} | {
-    "muon": "--optimizer=muon --schedule=wsd --decay_share=0.9 --position=t5",
+    "muon": "--optimizer=muon --schedule=wsd --decay_share=0.9 --decay=learned",
     "constant": "--schedule=constant --adam_eps=1e-3",
     "bfloat16": "--dtype=bfloat16 --attention=laser",
     "float16": "--dtype=float16 --attention=laser",

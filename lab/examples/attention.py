@@ -17,11 +17,12 @@ from torch.nn import functional as F
 from attention.fast import LASER_RANGE
 from attention.forms import unchanged
 from attention.heads import HeadGroup
-from attention.scores import distances, plain_form, with_one_hot, with_values_by_distance
+from attention.scores import distances, plain_form
 from errors import UserError
 from lab.maps import weights_at_once
+from lab.positions import T5, Relative
 from model import GPT, CausalSelfAttention, GPTConfig, laser_attention
-from positions import DECAY, POSITION, T5, ALiBi, Relative, RoPE
+from positions import DECAY, POSITION, ALiBi, RoPE
 
 
 class BothALiBi(ALiBi):
@@ -52,11 +53,8 @@ class BothRelative(Relative):
         # Relative makes one vector more than max_distance.
         super().__init__(replace(c, max_distance=2 * c.max_distance))
 
-    def forward(self, q, k, group, past):
-        bias = self.scale * (q @ self.k.to(q.dtype).mT)  # (B, H, T, 2k + 1)
-        index = place_in(self.k, q.shape[-2]).clamp(0, len(self.k) - 1)
-        bias = bias.gather(-1, index.expand(*bias.shape[:2], -1, -1))  # (B, H, T, T)
-        return q, k, {"bias": bias, "far": self.v}
+    def place(self, Tq, T, device):
+        return place_in(self.k, T).clamp(0, len(self.k) - 1)
 
 
 def place_in(table: Tensor, T: int) -> Tensor:
@@ -119,11 +117,10 @@ class Bidirectional:
         self.other = other
         self.weights = weights
 
-    def attend(self, group: HeadGroup, q, k, v, *, window=None, far=None, **settings):
+    def attend(self, group: HeadGroup, q, k, v, *, window=None, **settings):
         """y (B, H, T, Dv) of a group of heads, by its definition. group.form is not used.
 
-        far (2k + 1, Dv): BothRelative's vectors for values. Raises UserError for a position inside
-        attention that an Encoder does not have.
+        Raises UserError for a position inside attention that an Encoder does not have.
         """
         for scheme in group.schemes:
             if not isinstance(scheme, (RoPE, BothALiBi, BothRelative, BothT5)):
@@ -139,12 +136,7 @@ class Bidirectional:
         definition = group.definition
         if group.name == "laser" and unchanged("laser", definition):
             definition = laser_by_exp
-        form = plain_form(definition)
-        if far is None:
-            return form(q, k, v, seen=seen, **settings).to(v.dtype)
-        # An attention makes its weights of one-hot values.
-        y = form(q, k, with_one_hot(v), seen=seen, **settings)
-        return with_values_by_distance(y, far, place_in(far, k.shape[-2])).to(v.dtype)
+        return plain_form(definition)(q, k, v, seen=seen, **settings)
 
     def visible(self, T: int, window: int | None, device: torch.device):
         """Which of T keys each of T queries sees: (T, T), or (B, 1, T, T) with padding.

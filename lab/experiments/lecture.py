@@ -39,6 +39,7 @@ out_dir = "out-lecture"  # the folder for the runs, each in a folder of its own
 CPU = "config/train_shakespeare_char_cpu.py"
 # learned positions end at block_size; Shaw's take n^3
 POSITIONS = ("none", "sinusoidal", "rope", "alibi", "t5")
+IMPORT = {"import": "lab.positions"}  # of t5
 LENGTHS = (64, 256, 1024)  # tokens in a window of the evaluation
 DECAYS = (0.0, 0.1, 1.0)  # weight decays
 SCHEDULES = ("cosine", "constant")
@@ -59,7 +60,9 @@ def evaluated(folder: str, *flags: str) -> dict[str, float]:
 
 def positions() -> dict[str, dict]:
     """{row: its flags} of the part positions."""
-    return {name: {"position": name} for name in POSITIONS}
+    rows = {name: {"position": name} for name in POSITIONS}
+    rows["t5"] |= IMPORT
+    return rows
 
 
 def decay() -> dict[str, dict]:
@@ -115,7 +118,8 @@ def numbers(part: str, name: str, command: list[str], flags: dict) -> dict:
     if part == "vocabulary":
         return evaluated(folder)
     if part == "positions":
-        return {str(n): evaluated(folder, f"--block_size={n}")["loss"] for n in LENGTHS}
+        more = as_flags(IMPORT)
+        return {str(n): evaluated(folder, f"--block_size={n}", *more)["loss"] for n in LENGTHS}
     result = result_of(log, ("val_loss",), False)
     losses = {key: result[key] for key in ("train", "val", "best")}
     return losses | {"val_losses": result["curves"]["val_loss"]["val_loss"]}

@@ -79,8 +79,8 @@ GPT-2:
 # positions
 none: --position=none
 sinusoidal: --position=sinusoidal
-relative: --position=relative
-t5: --position=t5
+relative: --import=lab.positions --position=relative
+t5: --import=lab.positions --position=t5
 alibi: --position=alibi
 rope: --position=rope
 rope S/S/L: --heads=S/S/L --window=16 --position=rope

@@ -18,7 +18,7 @@ from errors import UserError, note, optional
 from lab.hub.formats import export
 from lab.hub.tokenizer_json import fast
 from text.dataset import ROOT
-from training import checkpoint
+from training import checkpoint, origin
 from training.pretrained import USER
 
 # What is exported, and where does it go?
@@ -33,15 +33,21 @@ IMPORT = re.compile(r"^( *)from (\S+) import(.*)", re.MULTILINE)
 
 
 def code_files() -> dict[str, str]:
-    """{file name: code} of CODE and of every file of ours that it imports, for one flat folder."""
+    """{file name: code} for one flat folder.
+
+    These are CODE, the modules of --import, and every file of ours that they import.
+    """
     files = {}
-    modules = [CODE]
+    added = [module for module in origin.imported() if path_of(module).exists()]
+    modules = [CODE, *added]
     for module in modules:  # the list grows in this loop
         code = path_of(module).read_text("utf-8")
         files[f"{flat(module)}.py"] = IMPORT.sub(rewritten, code)
         for indent, imported, _ in IMPORT.findall(code):
             if not indent and imported not in modules and path_of(imported).exists():
                 modules.append(imported)
+    for module in added:  # it is imported for what it adds to tables
+        files[f"{flat(CODE)}.py"] += f"from .{flat(module)} import __name__ as _\n"
     return files
 
 

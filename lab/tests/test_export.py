@@ -12,6 +12,7 @@ from harness import ROOT, assert_equal, done, parametrize, refusal, refused, slo
 from reference import shaken
 from torch.nn import functional as F
 
+import lab.positions  # noqa: F401
 from model import ATTENTION, GPTConfig
 from positions import POSITION
 from text import tokenizers
@@ -240,9 +241,11 @@ def export(run, tmp_path):
 
 
 @slow
-def test_a_process_without_the_repository_loads_and_samples_it(export, train, tmp_path):
-    done(train(LASER))
-    done(export("--custom"), "NanoattnForCausalLM")
+@parametrize("flags", [LASER, "--import=lab.positions --position=relative"])
+def test_a_process_without_the_repository_loads_and_samples_it(export, train, tmp_path, flags):
+    done(train(flags))
+    modules = [flag for flag in flags.split() if flag.startswith("--import=")]
+    done(export("--custom", *modules), "NanoattnForCausalLM")
     env = os.environ | {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     env.pop("PYTHONPATH", None)
     argv = [sys.executable, "-c", ALONE, tmp_path / "exported", ROOT]

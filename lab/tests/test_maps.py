@@ -8,6 +8,7 @@ import torch
 from harness import assert_equal, done, legal, pairwise, parametrize, refusal, refused
 from reference import shaken
 
+import lab.positions  # noqa: F401
 from attention.probe import probing
 from attention.scores import distances, visible
 from errors import UserError
@@ -61,9 +62,10 @@ def test_the_weights_give_what_the_heads_compute(attention, case):
             w = m.weights[..., None]  # (T, T, 1)
             assert m.head == head and m.window == group.window
             assert not w[~visible(w[0], w[0], m.window)].any()
-            if "far" in settings:
-                far = settings["far"]
-                values = values + far[distances(T, T, w.device).clamp(0, len(far) - 1)]
+            if "around" in settings:
+                vectors = attn.position.v
+                place = distances(T, T, w.device).clamp(0, len(vectors) - 1)
+                values = values + vectors[place]
             if group.name == "laser":
                 assert_equal((w * values.exp()).sum(1).log(), y, 1e-9)
             else:
