@@ -217,12 +217,11 @@ def windowed(q, k, v, *, window, scale=None, bias=None, dropout=0.0):
     return y.view(B, T, H, D).transpose(1, 2)
 
 
-@torch.compiler.assume_constant_result
 def has_window(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether FlashAttention takes heads of this width: on GPUs since 2020, in 16 bits."""
     if device.type != "cuda" or dtype not in HALF or width % 8 or width > 256:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cuda.get_device_properties(device).major >= 8
 
 
 # -----------------------------------------------------------------------------

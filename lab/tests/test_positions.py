@@ -280,7 +280,7 @@ def test_vectors_that_were_not_trained_are_missed(train, tmp_path):
 
 def test_they_are_timed(run, tmp_path):
     """bench.py compares both with the definition, and has their rows."""
-    flags = "--import=lab.positions --what=attention --only=t5,relative --device=cpu --n_head=2"
+    flags = "--import=lab.positions --only=t5,relative --device=cpu --n_head=2"
     sizes = "--heads=SL --lengths=16,64 --head_dim=8 --tokens=128 --repeats=2"
     out_file = f"--out={tmp_path / 'b.json'}"
     out = done(run("bench.py", *flags.split(), *sizes.split(), out_file), "t5", "relative")

@@ -48,22 +48,37 @@ def test_a_model_that_fails_a_check(definition, says, monkeypatch):
 
 
 @slow
-def test_from_an_idea_to_the_card(run, quick, no_new_processes, data, tmp_path, monkeypatch):
-    """A second call makes no run again, and the card has a row."""
+@parametrize(
+    "name, flags, maps",
+    [("laser", "", True), ("gated_delta", "--import=lab.gated_delta", False)],
+)
+def test_from_an_idea_to_the_card(
+    name, flags, maps, run, quick, no_new_processes, data, tmp_path, monkeypatch
+):
+    """A second call makes no run again, and the card has a row. A layer has no maps."""
     monkeypatch.setattr(
         "lab.experiments.recall.SCALES", {"small": {"steps": 2, "tokens": 128, "sequences": 4}}
     )
     monkeypatch.setattr("lab.verdict.report.VERDICTS", (str(tmp_path / "verdict-*" / "runs.json"),))
     root = os.getcwd()
-    args = ["--attention=laser", "--quick", "--steps=10", "--seeds=2", f"--dataset={data}"]
+    args = [
+        f"--attention={name}",
+        *flags.split(),
+        "--quick",
+        "--steps=10",
+        "--seeds=2",
+        f"--dataset={data}",
+    ]
     args += [f"--out_dir={tmp_path / 'runs'}", "--both=--batch_size=2 --block_size=32"]
     monkeypatch.setattr("lab.verdict.report.FOLDER", str(tmp_path / "verdict-"))
-    out = done(run("lab.verdict", *args), "laser against softmax: about", "VERDICT    ")
-    folder = tmp_path / "verdict-laser"
-    assert {"report.md", "curves.png", "maps.png", "runs.json"} <= set(os.listdir(folder))
+    out = done(run("lab.verdict", *args), f"{name} against softmax: about", "VERDICT    ")
+    folder = tmp_path / f"verdict-{name}"
+    files = set(os.listdir(folder))
+    assert {"report.md", "curves.png", "runs.json"} <= files
+    assert ("maps.png" in files) == maps
     numbers = json.loads((folder / "runs.json").read_text())
     assert numbers["made"][0] > 8 and "cached = uncached" in out
-    again = done(run("lab.verdict", *args), "laser against softmax: about 0 runs")
+    again = done(run("lab.verdict", *args), f"{name} against softmax: about 0 runs")
     assert again.split("VERDICT")[1].splitlines()[0] == out.split("VERDICT")[1].splitlines()[0]
-    done(run("lab.verdict", "--what=card"), "| laser `--attention=laser` | softmax |")
+    done(run("lab.verdict", "--what=card"), f"| {name} `--attention={name}", "| softmax |")
     assert os.getcwd() == root

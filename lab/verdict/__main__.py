@@ -215,9 +215,9 @@ class Verdict:
         self.numbers["longer"] = self.longer()
 
     def recall(self) -> dict:
-        """{"base": , "idea": accuracy in associative recall}, with a convolution and RoPE."""
+        """{"base": , "idea": accuracy in associative recall}, with a convolution and RoPE if it can."""
         extra = {"position": "rope", "conv": 4}
-        fields = [costs.added(flags, extra) for flags in self.flags()]
+        fields = [{"position": "none"} | costs.added(flags, extra) for flags in self.flags()]
         modules = [flags["import"] for flags in self.flags() if "import" in flags]
         base, idea = costs.recall_of(fields, ",".join(modules).split(","), self.judge.jobs)
         return {"base": base, "idea": idea}
