@@ -1,4 +1,4 @@
-"""Checkpoints of version 1 and of earlier files: they load, and their runs go on as they did."""
+"""Checkpoints that were written before: they load, and their runs go on as they did."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from harness import ROOT, done, log_of, parametrize, refusal
+from harness import ROOT, done, log_of, parametrize
 
 from model import GPT, GPTConfig
 from training import checkpoint
@@ -27,22 +27,6 @@ def test_names_order_and_first_weights(kind):
     assert list(sums) == before["parameters"]
     assert list(gpt.state_dict()) == before["state_dict"]
     assert sums == pytest.approx(before["initial"], rel=1e-6, abs=1e-6)
-
-
-def test_version_1(tmp_path):
-    """It has sqrt(D) g for g (D is 4 here), and a temperature per dimension came before RoPE."""
-    path = os.path.join(FOLDER, "differential.pt")
-    name = "transformer.h.0.attn.q_norm.scale"
-    state = checkpoint.load(path)
-    saved = torch.load(path, weights_only=True)
-    assert state["model"][name] == saved["model"][name] / 2
-    new = str(tmp_path / "new.pt")
-    checkpoint.save(new, state)
-    assert checkpoint.load(new)["model"][name] == state["model"][name]  # version 2
-    saved["model_args"]["position"] = "rope"
-    checkpoint.save(new, saved)
-    with refusal("has per_dim_temperature before RoPE"):
-        checkpoint.load(new)
 
 
 @kinds

@@ -488,7 +488,8 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
         path.write_bytes(damaged)
         with refusal(says):
             checkpoint.load(str(path))
-    for foreign in (good | {"version": 99}, {"model": {}}, [1], good | {"config": Evil()}):
+    others = good | {"version": 1}, good | {"version": 99}
+    for foreign in (*others, {"model": {}}, [1], good | {"config": Evil()}):
         torch.save(foreign, path)
         with refusal("damaged or no checkpoint"):
             checkpoint.load(str(path))

@@ -80,32 +80,17 @@ def load(path: str, lazily: bool = False, verify: bool = True) -> dict:
             if record:
                 raise ValueError(f"its record {record} does not match its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
-        if state.setdefault("version", 1) > VERSION or not state.keys() >= set(KEYS):
-            raise ValueError(f"it needs {', '.join(KEYS)}, and a version of {VERSION} or less")
+        if state.get("version", VERSION) != VERSION or not state.keys() >= set(KEYS):
+            raise ValueError(f"it needs {', '.join(KEYS)}, and version {VERSION}")
     except Exception as error:  # unpickling a damaged file can raise any error
         raise UserError(
             f"{path} is damaged or no checkpoint of train.py: {first_line(error)}. If you delete "
             "it, --init_from=resume goes on from an older checkpoint in its folder"
         ) from None
     state["path"] = path
-    if state["version"] == 1:
-        _convert_version_1(path, state)
     if "tokenizer" not in state:
         _convert_nanogpt(state)
     return state
-
-
-def _convert_version_1(path, state):
-    """Makes version 2 of version 1, in place. UserError for a model that computed otherwise."""
-    args = state["model_args"]
-    args.pop("norm_bias", None)
-    if args.get("per_dim_temperature") and args.get("position") == "rope":
-        raise UserError(f"{path} has per_dim_temperature before RoPE, not after: train it anew")
-    D = args.get("head_dim") or args["n_embd"] // args["n_head"]
-    for name, x in state["model"].items():
-        if name.endswith("attn.q_norm.scale"):  # qk_norm=l2: sqrt(D) g in the place of g
-            state["model"][name] = x / D**0.5
-    state["version"] = VERSION
 
 
 def _convert_nanogpt(state):
