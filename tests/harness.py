@@ -2,6 +2,7 @@
 
 import atexit
 import concurrent.futures
+import copy
 import hashlib
 import importlib
 import importlib.util
@@ -137,8 +138,8 @@ def train(run, data, tmp_path):
 
 
 def state_of(tmp_path, name=checkpoint.LATEST):
-    """The checkpoint that `train` has written."""
-    return checkpoint.load(str(tmp_path / "out" / name))
+    """A copy of the checkpoint that `train` has written: tests damage the file later."""
+    return copy.deepcopy(checkpoint.load(str(tmp_path / "out" / name)))
 
 
 def weights_of(tmp_path):

@@ -122,7 +122,7 @@ def test_a_checkpoint_without_its_origin_is_as_good(train, run, tmp_path):
     path = str(tmp_path / "out" / "ckpt.pt")
     state = checkpoint.load(path)
     del state["origin"]
-    torch.save(state, path)
+    checkpoint.save(path, state)
     result = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--which=latest")
     assert "loss" in done(result) and result[2] == ""
     refused(run("training.checkpoint", path), "did not keep what made it")

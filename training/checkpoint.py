@@ -62,11 +62,11 @@ def save(path: str, state: dict, older: str = "") -> OSError | None:
     return problem
 
 
-def load(path: str, lazily: bool = False, verify: bool = True) -> dict:
+def load(path: str, verify: bool = True) -> dict:
     """The checkpoint at path, on the CPU. Raises UserError for a missing, damaged or foreign file.
 
-    lazily: read a tensor when it is used; until then the file must not change. verify: compare the
-    checksums of all that is in the file.
+    A tensor is read when it is used: until then the file must not be written to. (save writes
+    another file and renames it.) verify: compare the checksums of all that is in the file.
     """
     if not exists(path):
         raise UserError(
@@ -79,7 +79,7 @@ def load(path: str, lazily: bool = False, verify: bool = True) -> dict:
                 record = archive.testzip()
             if record:
                 raise ValueError(f"its record {record} does not match its checksum")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if state.get("version", VERSION) != VERSION or not state.keys() >= set(KEYS):
             raise ValueError(f"it needs {', '.join(KEYS)}, and version {VERSION}")
     except Exception as error:  # unpickling a damaged file can raise any error
@@ -120,7 +120,7 @@ def open_model(
         tok = tokenizers.pretrained_tokenizer(init_from, model.config.vocab_size)
         return model, tok, {}, init_from
     path = path_of(out_dir, which)
-    state = load(path, lazily=True)  # only the weights are used
+    state = load(path)
     about = f"{path}: step {state['iter_num']}, best validation loss {state['best_val_loss']:.4f}"
     return model_of(state), tokenizer_of(state), state["config"], about
 
@@ -265,7 +265,7 @@ class Saver:
 
 def _step(path):
     """The number of steps that the run of a checkpoint had made."""
-    return load(path, lazily=True, verify=False)["iter_num"]
+    return load(path, verify=False)["iter_num"]
 
 
 def checkpoints_in(folder: str) -> list[str]:
@@ -286,14 +286,14 @@ def path_of(out_dir: str, which: str) -> str:
 def load_newest(out_dir: str) -> tuple[str, dict]:
     """(path, state) of the checkpoint with the most steps, perhaps the best. Errors: see load."""
     path = max((join(out_dir, name) for name in checkpoints_in(out_dir) or [LATEST]), key=_step)
-    return path, load(path, lazily=True)
+    return path, load(path)
 
 
 def begun_by(launch: str, out_dir: str) -> bool:
     """Whether out_dir has a checkpoint of this call of torchrun (distributed.launch)."""
     for name in checkpoints_in(out_dir) if launch else ():
         with contextlib.suppress(UserError):  # a damaged file
-            if launch in load(join(out_dir, name), lazily=True, verify=False).get("launch", ()):
+            if launch in load(join(out_dir, name), verify=False).get("launch", ()):
                 return True
     return False
 
@@ -318,7 +318,7 @@ def move_to_previous(out_dir: str) -> list[str]:
 
 def print_origin(path: str) -> None:
     """Prints what made a checkpoint. Raises UserError if the checkpoint does not say it."""
-    made_by = load(path, lazily=True).get("origin")
+    made_by = load(path).get("origin")
     if made_by is None:
         raise UserError(f"{path} is of a version that did not keep what made it")
     for name, text in made_by.pop("sources").items():

@@ -127,7 +127,7 @@ def hub_config(name: str) -> tuple:
 
 def run_in(folder: str) -> dict:
     """The checkpoint with the lowest validation loss in a run's folder."""
-    return checkpoint.load(checkpoint.path_of(folder, "best"), lazily=True)
+    return checkpoint.load(checkpoint.path_of(folder, "best"))
 
 
 def config_of(name: str, changes: dict) -> tuple:

@@ -362,7 +362,7 @@ def restored(
         )
     best = saved
     if checkpoint.BEST in checkpoint.checkpoints_in(c.out_dir):
-        best = checkpoint.load(checkpoint.path_of(c.out_dir, "best"), lazily=True, verify=False)
+        best = checkpoint.load(checkpoint.path_of(c.out_dir, "best"), verify=False)
     if "data" in best and windows(best["config"], val, best["data"]) == windows(config, val, data):
         return best["best_val_loss"]
     say("resume: the evaluation uses other windows now, so the best validation loss starts anew")
