@@ -79,16 +79,16 @@ def change_by_later_tokens(model: nn.Module) -> float:
     affordable = (2e11 if device.type == "cpu" else 2e13) / work  # a second or so
     n = max(1, int(min(T - 1, 32, affordable, 2**27 / (T * V))))
     random = torch.Generator("cpu").manual_seed(0)
-    x = torch.randint(V, (n, T), generator=random)
-    cuts = T - 1 - torch.arange(n)[:, None] * (T - 1) // n
-    is_later = torch.arange(T) >= cuts
-    other = (x + torch.randint(1, max(2, V), (n, T), generator=random)) % V
-    other = torch.where(is_later, other, x)
+    x = torch.randint(V, (n, T), generator=random).to(device)
+    step = torch.randint(1, max(2, V), (n, T), generator=random).to(device)
+    cuts = T - 1 - torch.arange(n, device=device)[:, None] * (T - 1) // n
+    is_later = torch.arange(T, device=device) >= cuts
+    other = (x + is_later * step) % V
 
     was_training = model.training
     model.eval()
-    logits = model(x.to(device), x.to(device))[0]
-    change = (model(other.to(device), x.to(device))[0] - logits).abs() / logits.std()
+    logits = model(x, x)[0]
+    change = (model(other, x)[0] - logits).abs() / logits.std()
     model.train(was_training)
-    change = change.amax(-1).masked_fill(is_later.to(device), 0.0)  # (n, T)
+    change = change.amax(-1).masked_fill(is_later, 0.0)  # (n, T)
     return change.nan_to_num(math.inf).max().item()
