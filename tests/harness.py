@@ -186,8 +186,8 @@ def data(tmp_path_factory, text):
 
 def write(folder, tok, texts, source):
     """Prepares a data set of texts {split: text}; returns its meta.json."""
-    splits = ((name, prepare.tokenised(text, tok)) for name, text in texts.items())
-    return prepare.write(str(folder), tok, splits, source)
+    rows = {name: [prepare.tokenised(text, tok)] for name, text in texts.items()}
+    return prepare.write(str(folder), tok, rows, source)
 
 
 @pytest.fixture

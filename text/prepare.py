@@ -12,7 +12,6 @@ import glob
 import hashlib
 import itertools
 import json
-import operator
 import os
 import re
 import shlex
@@ -143,14 +142,8 @@ def run(
     if several and not end:
         print("this tokenizer has no token for the end of a document: nothing separates documents")
     options = {"tok": tok, "end": end, "code": CODE} | cleaning
-    tokenised_rows = (
-        (split, row)
-        for split, rows in splits.items()
-        for row in _tokenised_rows(rows, options, num_workers)
-    )
-    _report(
-        write(out_dir, tok, tokenised_rows, {"from": source, "tokenizer": tokenizer}, id=digest)
-    )
+    rows = {split: _tokenised_rows(splits[split], options, num_workers) for split in splits}
+    _report(write(out_dir, tok, rows, {"from": source, "tokenizer": tokenizer}, id=digest))
 
 
 def _requested(tokenizer):
@@ -436,22 +429,22 @@ def _tokenised_rows(rows, options, num_workers):
 
 
 def write(
-    folder: str, tok: Tokenizer, rows: Iterable[tuple[str, dict]], source: dict, **fields
+    folder: str, tok: Tokenizer, rows: dict[str, Iterable[dict]], source: dict, **fields
 ) -> dict:
     """Write <split>.bin and meta.json, each whole or not at all. Return the content of meta.json.
 
-    rows: (split, what `tokenised` returns) of each row, one split after the other.
+    rows: {split: what `tokenised` returns for each of its rows}.
     source, fields: what else meta.json holds. Raises UserError for a split without tokens.
     """
     os.makedirs(folder, exist_ok=True)
     dtype = np.min_scalar_type(tok.n_vocab - 1)
     files = {}
     with tempfile.TemporaryDirectory(dir=folder, suffix=".tmp") as temporary:
-        for split, group in itertools.groupby(rows, key=operator.itemgetter(0)):
+        for split, rows_of_split in rows.items():
             path = Path(temporary, f"{split}.bin")
             entry = dict.fromkeys(("tokens", *COUNTS), 0)
             with open(path, "wb") as f:
-                for _, row in group:
+                for row in rows_of_split:
                     f.write(row["ids"])
                     for key in COUNTS:
                         entry[key] += row[key]

@@ -78,8 +78,8 @@ def part_of_the_text(share: float, make: bool) -> str:
         val = Tokens(folder_of(dataset), "val", 1)
         tok = tokenizer(train.meta["tokenizer"])
         ids = {"train": train.ids[: int(share * len(train))], "val": val.ids}
-        documents = ((split, tokenised(tok.decode(x), tok)) for split, x in ids.items())
-        write(folder, tok, documents, {"from": f"{share:.1%} of {dataset}"})
+        rows = {split: [tokenised(tok.decode(x), tok)] for split, x in ids.items()}
+        write(folder, tok, rows, {"from": f"{share:.1%} of {dataset}"})
     return folder
 
 

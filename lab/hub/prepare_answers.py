@@ -68,7 +68,7 @@ def prepare(folder: str, source: str, tok: Tokenizer) -> dict:
     Its entry "answers" says where answers are: {split: [[begin, end], ...]}. source: a folder with
     train.jsonl and val.jsonl.
     """
-    rows = []
+    rows = {}
     counts = dict.fromkeys(COUNTS, 0) | {"documents": 1}  # bytes and words are those of texts
     answers = {}
     dtype = np.min_scalar_type(tok.n_vocab - 1)
@@ -76,13 +76,14 @@ def prepare(folder: str, source: str, tok: Tokenizer) -> dict:
         path = os.path.join(source, f"{split}.jsonl")
         if not os.path.isfile(path):
             raise UserError(f"--source={source} must be a folder with train.jsonl and val.jsonl")
+        rows[split] = []
         answers[split] = []
         end = 0
         for prompt, answer in read_examples(path):
             ids, n = encode(tok, prompt, answer)
             answers[split].append([end + n, end + len(ids)])
             end += len(ids)
-            rows.append((split, counts | {"ids": ids.astype(dtype).tobytes()}))
+            rows[split].append(counts | {"ids": ids.astype(dtype).tobytes()})
         if not answers[split]:
             raise UserError(f"{path} holds no examples")
     return write(folder, tok, rows, {"from": source}, answers=answers)
