@@ -197,10 +197,9 @@ def _paths_in(folder):
     """Return the paths of all files in a folder and in linked folders, but for hidden ones."""
     paths = []
     seen = set()
-    folders = [folder]
-    links = []  # they come last: a folder that is here under its own name keeps this name
-    while folders or links:
-        root = (folders or links).pop()
+    left = collections.deque([folder])
+    while left:
+        root = left.popleft()
         real = os.path.realpath(root)
         if real in seen:
             continue
@@ -210,10 +209,10 @@ def _paths_in(folder):
                 continue
             if not entry.is_dir():
                 paths.append(entry.path)
-            elif entry.is_symlink():
-                links.append(entry.path)
+            elif entry.is_symlink():  # comes last: a folder that is here keeps its own name
+                left.append(entry.path)
             else:
-                folders.append(entry.path)
+                left.appendleft(entry.path)
     return sorted(paths)
 
 
