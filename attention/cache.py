@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from attention.heads import HeadGroup
-from attention.scores import at_least_float32, plain_form
-from attention.sums import linear_attention, scaled
+from attention.scores import plain_form
+from attention.sums import linear_attention
 
 
 class KeyValues:
@@ -63,19 +63,11 @@ class RunningSums:
         self.sums = sums
         self.state = None
 
-    def attend(self, group: HeadGroup, q, k, v, *, scale, decay=None) -> Tensor:
+    def attend(self, group: HeadGroup, q, k, v, **settings) -> Tensor:
         """y (B, H, T, Dv) of the next T tokens, which are added to the sums."""
         k, v = group.share(k, v)
-        if self.state is None or q.shape[-2] > 1:
-            y, self.state = linear_attention(
-                self.sums, q, k, v, scale=scale, decay=decay, state=self.state
-            )
-            return y
-        with torch.autocast(q.device.type, enabled=False):
-            y, self.state = self.sums.one_token(
-                scaled(q, scale), at_least_float32(k), at_least_float32(v), decay, self.state
-            )
-        return y.to(v.dtype)
+        y, self.state = linear_attention(self.sums, q, k, v, state=self.state, **settings)
+        return y
 
 
 def new_part(group: HeadGroup, capacity: int) -> KeyValues | RunningSums:

@@ -51,14 +51,19 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """(y, state) of `Linear` for unscaled queries, in float32 or wider also under autocast.
 
-    decay: one number per head, (H, 1, 1), or None. y is in v's precision.
+    decay: one number per head, (H, 1, 1), or None. y is in v's precision. A single token after
+    others (in decoding) needs no chunks.
     """
     with torch.autocast(q.device.type, enabled=False):
         q = scaled(q, scale)
+        k = at_least_float32(k)
         values = at_least_float32(v)
-        if decay is not None:
-            decay = decay.to(q.dtype).expand(q.shape[1], 1, 1)
-        y, state = Linear.apply(sums, q, at_least_float32(k), values, decay, state)
+        if state is not None and q.shape[-2] == 1:
+            y, state = sums.one_token(q, k, values, decay, state)
+        else:
+            if decay is not None:
+                decay = decay.to(q.dtype).expand(q.shape[1], 1, 1)
+            y, state = Linear.apply(sums, q, k, values, decay, state)
     return y.to(v.dtype), state
 
 
