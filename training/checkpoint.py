@@ -65,8 +65,9 @@ def save(path: str, state: dict, older: str = "") -> OSError | None:
 def load(path: str, verify: bool = True) -> dict:
     """The checkpoint at path, on the CPU. Raises UserError for a missing, damaged or foreign file.
 
-    A tensor is read when it is used: until then the file must not be written to. (save writes
-    another file and renames it.) verify: compare the checksums of all that is in the file.
+    state["path"] is its path. A tensor is read when it is used: until then nothing may write to the
+    file. (save writes to another file and renames it.) verify: compare the checksums of all that is
+    in the file.
     """
     if not exists(path):
         raise UserError(
@@ -283,10 +284,10 @@ def path_of(out_dir: str, which: str) -> str:
     return join(out_dir, BEST if best else LATEST)
 
 
-def load_newest(out_dir: str) -> tuple[str, dict]:
-    """(path, state) of the checkpoint with the most steps, perhaps the best. Errors: see load."""
-    path = max((join(out_dir, name) for name in checkpoints_in(out_dir) or [LATEST]), key=_step)
-    return path, load(path)
+def load_newest(out_dir: str) -> dict:
+    """The checkpoint with the most steps, perhaps the best. Errors: see load."""
+    paths = [join(out_dir, name) for name in checkpoints_in(out_dir) or [LATEST]]
+    return load(max(paths, key=_step))
 
 
 def begun_by(launch: str, out_dir: str) -> bool:

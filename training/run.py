@@ -58,8 +58,8 @@ def resumed(config: dict, given: dict) -> tuple[dict, dict | None]:
         if config["eval_only"] or not checkpoint.begun_by(distributed.launch, out_dir):
             return config, None
         why = "started again by torchrun"
-    path, saved = checkpoint.load_newest(out_dir)
-    say(f"{why}: going on from {path}, step {saved['iter_num']}")
+    saved = checkpoint.load_newest(out_dir)
+    say(f"{why}: going on from {saved['path']}, step {saved['iter_num']}")
 
     fixed = DEFAULTS | saved["model_args"]
     for name in TRAINING:
