@@ -245,8 +245,9 @@ def attention_in_words(model: GPT) -> list[str]:
     heads = Counter()
     for group in groups_of(model):
         heads[group.name, group.window, group.form_name] += len(group.heads)
-    layers = [block.attn for block in model.transformer.h]
-    own_layers = Counter(type(layer) for layer in layers if not hasattr(layer, "groups"))
+    own_layers = Counter(
+        type(block.attn) for block in model.transformer.h if not hasattr(block.attn, "groups")
+    )
     lines = []
     for own, n in own_layers.items():
         line = f"{own.__name__} in {count(n, 'layer')}: no scores for maps and --log_logits"
@@ -384,9 +385,10 @@ class Signals:
 
     def __init__(self):
         self.number = 0
-        for number in signal.valid_signals() & {getattr(signal, name, None) for name in STOPS}:
+        for number in signal.Signals:
             ignored = signal.getsignal(number) == signal.SIG_IGN  # SIGHUP, by nohup
-            if not (ignored and number.name == "SIGHUP" and distributed.world == 1):
+            by_nohup = ignored and number.name == "SIGHUP" and distributed.world == 1
+            if number.name in STOPS and not by_nohup:
                 with contextlib.suppress(ValueError):  # not the main thread: it alone gets signals
                     signal.signal(number, self.ask)
 
