@@ -49,12 +49,12 @@ def largest_logits(model: nn.Module, idx: Tensor, pos: Tensor | None = None) -> 
 
     def look(layer, group, q, k, v, *, window=None, scale=None, bias=None, **_):
         no_values = at_least_float32(k[..., :1])
-        s = largest_scores(q, k, no_values, window=window, scale=scale, bias=bias)
-        largest.setdefault(layer, []).append(s.max())
+        s = largest_scores(q, k, no_values, window=window, scale=scale, bias=bias).max()
+        largest[layer] = s.maximum(largest.get(layer, s))
 
     with probing(model, look):
         model(idx, pos=pos)
-    return [torch.stack(of_groups).max().item() for of_groups in largest.values()]
+    return [s.item() for s in largest.values()]
 
 
 def largest_score(s, seen, v):
