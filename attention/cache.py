@@ -28,32 +28,26 @@ class KeyValues:
 
     def attend(self, group: HeadGroup, q, k, v, **settings) -> Tensor:
         """y (B, H, T, Dv) of the next T tokens, whose keys and values are kept."""
-        k, v = self.with_all(k, v) if self.window is None else self.with_last(k, v)
+        self.k, k = self.extended(self.k, k)
+        self.v, v = self.extended(self.v, v)
+        self.n += q.shape[-2]
         if "bias" in settings:  # it has a number for every key so far
             settings["bias"] = settings["bias"][..., -k.shape[-2] :]
         k, v = group.share(k.to(q.dtype), v.to(q.dtype))
         return group.form(q, k, v, **settings)
 
-    def with_all(self, k, v):
-        """Appends the new k and v, in memory for `capacity` tokens; returns all of them so far."""
-        if self.k is None:
-            self.k = k.new_empty(*k.shape[:2], self.capacity, k.shape[-1])
-            self.v = v.new_empty(*v.shape[:2], self.capacity, v.shape[-1])
-        end = self.n + k.shape[-2]
-        self.k[:, :, self.n : end] = k
-        self.v[:, :, self.n : end] = v
-        self.n = end
-        return self.k[:, :, :end], self.v[:, :, :end]
-
-    def with_last(self, k, v):
-        """Returns the last `window` keys and values and the new ones; keeps the last `window`."""
-        if self.k is not None:
-            k = torch.cat((self.k, k), dim=-2)  # (B, G, window + T, D)
-            v = torch.cat((self.v, v), dim=-2)
-        start = max(0, k.shape[-2] - self.window)
-        self.k = k[:, :, start:].clone()  # a view would keep the memory of all of k
-        self.v = v[:, :, start:].clone()
-        return k, v
+    def extended(self, kept: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+        """(What to keep of keys or values, all that the new tokens see), (B, G, tokens, D) each."""
+        if self.window is None:  # the memory for `capacity` tokens is taken once
+            if kept is None:
+                kept = new.new_empty(*new.shape[:2], self.capacity, new.shape[-1])
+            end = self.n + new.shape[-2]
+            kept[:, :, self.n : end] = new
+            return kept, kept[:, :, :end]
+        if kept is not None:
+            new = torch.cat((kept, new), dim=-2)  # (B, G, window + T, D)
+        start = max(0, new.shape[-2] - self.window)
+        return new[:, :, start:].clone(), new  # a view would keep the memory of all of `new`
 
 
 class RunningSums:
