@@ -19,6 +19,7 @@ import sys
 from typing import Literal
 
 import torch
+from torch import Tensor, nn
 
 from attention.cache import run_definitions
 from attention.probe import largest_logits
@@ -153,7 +154,7 @@ def get_batch(step: int) -> tuple:
     return to_device(x, y)
 
 
-def to_device(x: torch.Tensor, y: torch.Tensor) -> tuple:
+def to_device(x: Tensor, y: Tensor) -> tuple:
     """(x, y) on the device; with --pack=document (x, y, positions in the documents)."""
     batch = [x, y]
     if eot is not None:
@@ -163,9 +164,7 @@ def to_device(x: torch.Tensor, y: torch.Tensor) -> tuple:
     return tuple(t.to(device, non_blocking=device_type == "cuda") for t in batch)
 
 
-def loss_of(
-    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None
-) -> torch.Tensor:
+def loss_of(model: nn.Module, x: Tensor, y: Tensor, pos: Tensor | None = None) -> Tensor:
     """The mean loss of a micro-batch."""
     with amp:
         return model(x, y, pos=pos)[1]
@@ -208,9 +207,7 @@ def estimate_loss() -> dict[str, float]:
     return means
 
 
-def largest_scores(
-    x: torch.Tensor, y: torch.Tensor, pos: torch.Tensor | None = None
-) -> list[float]:
+def largest_scores(x: Tensor, y: Tensor, pos: Tensor | None = None) -> list[float]:
     """The largest absolute attention score of each layer, on a micro-batch."""
     raw_model.eval()
     with amp, torch.compiler.set_stance("force_eager"):
@@ -337,7 +334,7 @@ while True:
         scaler.scale(micro_loss).backward()
     for o in optimizers:
         scaler.unscale_(o)
-    grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+    grad_norm = nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
     if sharded:
         grad_norm = grad_norm.full_tensor()
     next_batch = get_batch(it + 1)  # while a GPU still computes
