@@ -154,7 +154,7 @@ def test_an_unknown_data_set_names_the_known(monkeypatch, tmp_path):
 
 def test_a_prepared_folder_comes_before_one_that_is_not(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dataset, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(dataset, "DATA", tmp_path / "root" / "data")
     own = tmp_path / "text"
     known = tmp_path / "root" / "data" / "text"
     known.mkdir(parents=True)

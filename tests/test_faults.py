@@ -110,7 +110,7 @@ def test_the_best_checkpoint_survives_another_evaluation(
     train, data, tmp_path, monkeypatch, flags, is_same
 ):
     """The old best.pt is kept if its loss and the new ones are of other windows."""
-    monkeypatch.setattr(dataset, "ROOT", tmp_path)
+    monkeypatch.setattr(dataset, "DATA", tmp_path / "data")
     shutil.copytree(data, tmp_path / "data" / "COPY")
     train()
     best = checkpoints(tmp_path)["best.pt"]

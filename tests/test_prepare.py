@@ -151,7 +151,7 @@ def test_the_first_use_prepares_shakespeare(tmp_path, monkeypatch, capfd):
     folder.mkdir(parents=True)
     code = "import pathlib\npathlib.Path(__file__).with_name('meta.json').touch()"
     (folder / "prepare.py").write_text(code)
-    monkeypatch.setattr(dataset, "ROOT", tmp_path)
+    monkeypatch.setattr(dataset, "DATA", tmp_path / "data")
     dataset.prepare_shakespeare("shakespeare")
     assert "is not prepared yet: running" in capfd.readouterr().out
     dataset.prepare_shakespeare("shakespeare")

@@ -17,7 +17,7 @@ import torch
 
 from errors import UserError
 
-ROOT = str(Path(__file__).absolute().parents[1])
+DATA = Path(__file__).absolute().parents[1] / "data"
 VERIFY_BYTES = 2**30  # a larger file's checksum is not compared: that would read the whole file
 
 
@@ -26,13 +26,12 @@ def folder_of(dataset: str) -> str:
 
     A prepared folder comes before one that is not. Raises UserError, with the names in data/.
     """
-    data = Path(ROOT, "data")
-    folder = data / dataset
+    folder = DATA / dataset
     for candidate in (folder, Path(dataset).absolute()):
         if (candidate / "meta.json").is_file():
             return str(candidate)
     if not folder.is_dir():
-        names = sorted(path.name for path in data.glob("[!.]*"))
+        names = sorted(path.name for path in DATA.glob("[!.]*"))
         raise UserError(
             f"there is no data set {dataset!r} ({folder}); there are: {', '.join(names)}"
         )
@@ -44,7 +43,7 @@ def prepare_shakespeare(dataset: str) -> None:
 
     Raises UserError if its script fails.
     """
-    folder = Path(ROOT, "data", dataset)
+    folder = DATA / dataset
     if dataset not in ("shakespeare_char", "shakespeare") or (folder / "meta.json").exists():
         return
     script = folder / "prepare.py"

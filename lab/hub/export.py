@@ -13,11 +13,10 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from configurator import run_script
+from configurator import ROOT, run_script
 from errors import UserError, note, optional
 from lab.hub.formats import export
 from lab.hub.tokenizer_json import fast
-from text.dataset import ROOT
 from training import checkpoint, origin
 from training.pretrained import USER
 

@@ -10,8 +10,8 @@ import runpy
 import sys
 from unittest import mock
 
+from configurator import ROOT
 from lab.hub.prepare_answers import open_split
-from text.dataset import ROOT
 
 if __name__ == "__main__":
     sys.argv[0] = os.path.join(ROOT, "train.py")
