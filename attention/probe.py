@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from attention.cache import groups_of
 from attention.fast import general_form
 from attention.heads import HeadGroup
 from attention.scores import at_least_float32
@@ -25,14 +24,15 @@ def probing(model: nn.Module, probe: Callable) -> Iterator[None]:
         probe(layer, group, q, k, v, **settings)
         return form(q, k, v, **settings)
 
-    forms = {group: group.form for group in groups_of(model)}
+    changed = []  # (a group, the form that it had)
     try:
         for block in model.transformer.h:
             for group in getattr(block.attn, "groups", ()):
+                changed.append((group, group.form))
                 group.form = partial(probed, block.attn, group, group.form)
         yield
     finally:
-        for group, form in forms.items():
+        for group, form in changed:
             group.form = form
 
 
