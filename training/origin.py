@@ -66,11 +66,11 @@ def fingerprints(names: Iterable[str], modules: Iterable[str]) -> dict[str, str]
     An attention's covers scores() and visible() as well; that of a class, or of what is no plain
     function, all of model.py.
     """
-    prints = {}
-    for name in names:
-        prints[name] = print_of(ATTENTION[name])
-        if not prints[name]:
-            prints[name] = checksum(pathlib.Path(ROOT, "model.py").read_text(encoding="utf-8"))
+    model_py = pathlib.Path(ROOT, "model.py")
+    prints = {
+        name: print_of(ATTENTION[name]) or checksum(model_py.read_text(encoding="utf-8"))
+        for name in names
+    }
     return prints | {module: checksum(text) for module, text in files_of(modules).items()}
 
 
