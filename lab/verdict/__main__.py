@@ -215,7 +215,7 @@ class Verdict:
         self.numbers["longer"] = self.longer()
 
     def recall(self) -> dict:
-        """{"base": , "idea": accuracy in associative recall}, with a convolution and RoPE if it can."""
+        """{"base": , "idea": accuracy in associative recall}, with RoPE if possible."""
         extra = {"position": "rope", "conv": 4}
         fields = [{"position": "none"} | costs.added(flags, extra) for flags in self.flags()]
         modules = [flags["import"] for flags in self.flags() if "import" in flags]
