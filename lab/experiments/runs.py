@@ -15,6 +15,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -25,6 +26,7 @@ from training.origin import fingerprints
 
 # What --import needs for an optimizer outside the core
 OPTIMIZER_MODULES = {"lamb": "lab.lamb", "nadamw": "lab.lamb"}
+PARSING = threading.Lock()  # Python 3.11's ast may fail where two threads parse at once
 
 
 def finished(
@@ -104,8 +106,9 @@ def identity(command: list[str]) -> str:
     The first argument is the config file. Comments and docstrings do not count. Results are stored
     under it.
     """
-    flags = constants(command[0]) | flags_of(command[1:])
-    return of_text(f"{command} {ast.unparse(parsed(command[0]))} {code_of(flags)}")
+    with PARSING:
+        flags = constants(command[0]) | flags_of(command[1:])
+        return of_text(f"{command} {ast.unparse(parsed(command[0]))} {code_of(flags)}")
 
 
 def of_text(text: str) -> str:

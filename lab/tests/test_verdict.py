@@ -6,6 +6,7 @@ import os
 import pytest
 from harness import done, parametrize, slow
 
+from lab.gated_delta import GatedDelta
 from lab.verdict import checks, judge
 from model import ATTENTION, GPT, GPTConfig
 
@@ -56,6 +57,7 @@ def test_from_an_idea_to_the_card(
     name, flags, maps, run, quick, no_new_processes, data, tmp_path, monkeypatch
 ):
     """A second call makes no run again, and the card has a row. A layer has no maps."""
+    monkeypatch.setitem(ATTENTION, "gated_delta", GatedDelta)  # the import happened already
     monkeypatch.setattr(
         "lab.experiments.recall.SCALES", {"small": {"steps": 2, "tokens": 128, "sequences": 4}}
     )
