@@ -73,16 +73,18 @@ class CharTokenizer(Tokenizer):
         if eot:
             self.eot = len(vocab)
             self.meta["eot"] = True
-        self._id = {character: i for i, character in enumerate(vocab)}
+        self._id = np.zeros(0x110000, np.int64)  # by code point
+        self._id[[*map(ord, vocab)]] = np.arange(len(vocab))
 
     def ids(self, text):
-        unknown = sorted(set(text) - self._id.keys())
+        unknown = sorted(set(text) - set(self.vocab))
         if unknown:
             raise UserError(
                 f"the text holds {', '.join(map(repr, unknown[:10]))}, which the "
                 f"{len(self.vocab)} characters of this vocabulary do not include"
             )
-        return np.array([self._id[character] for character in text], np.int64)
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        return self._id[codes]
 
     def text(self, ids):
         return "".join(self.vocab[i] for i in ids)
