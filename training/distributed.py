@@ -117,10 +117,9 @@ def data_parallel(
         return DDP(model, gradient_as_bucket_view=True, **settings)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    gathered = None if dtype == torch.float32 else dtype
     settings = {
         "mesh": dist.init_device_mesh(device.split(":")[0], (world,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
     }
     blocks = model.transformer.h
     for position in {block.attn.position for block in blocks}:
