@@ -403,7 +403,7 @@ def tokenised(
     return {
         "ids": b"".join(ids),
         "documents": len(documents),
-        "bytes": sum(len(document.encode("utf-8", "surrogatepass")) for document in documents),
+        "bytes": len("".join(documents).encode("utf-8", "surrogatepass")),
         "words": len(text.split()),
         "end_marks": text.count(END),
     }
