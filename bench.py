@@ -182,7 +182,8 @@ def table(title: str, about: dict, rounds: dict, extra: dict) -> list[dict]:
 def layer(fields: dict, x: torch.Tensor, T: int, plain: bool = False) -> Callable:
     """The attention of a layer with these fields of GPTConfig: run(q, k, v) -> y, all (B, H, T, D).
 
-    x: a tensor of this width on this device. plain: compute it by its definition.
+    x: a tensor of this width on this device. T: the model's block_size. plain: compute it by its
+    definition.
     """
     torch.manual_seed(seed)  # both forms get the same weights of a position
     n_embd = n_head * x.shape[-1]

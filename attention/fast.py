@@ -27,7 +27,7 @@ BFLOAT16_FROM = (
 AT_ONCE = 2**23  # numbers held at once: 32 MiB in float32; a GPU holds four times as many
 HALF = (torch.bfloat16, torch.float16)
 LASER_RANGE = 60.0  # largest range of a channel: exp(-60) is far above float32's smallest number
-HALF_RANGE = 16.0  # the same for float16: exp(8) and exp(-8) are normal numbers
+HALF_RANGE = 10.0  # the same for float16, whose smallest weight, 6e-8, times exp(10) is small
 LOG_2 = math.log(2)
 
 # -----------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def in_blocks(attend: Callable) -> Callable:
     attend runs once for all blocks: the c queries of a block are the last of its c + window tokens,
     and dimension 1 counts blocks. The first tokens, whose window begins before position 0, are a
     call of their own. Few tokens are not cut, and neither are queries after the keys of a cache.
-    On a GPU torch.compile leaves the blocks out: there, what it made of them was wrong (2.11).
+    On a GPU the blocks are not compiled: PyTorch 2.11 compiled them to code with wrong results.
     """
 
     def blocks(q, k, v, *, window=None, **settings):
@@ -58,7 +58,8 @@ def in_blocks(attend: Callable) -> Callable:
         first = c * max(1, math.ceil(window / c))
         if q.shape[-2] < T or T <= first + c:  # blocks would not save more than they cost
             return attend(q, k, v, **settings)
-        return (uncompiled(cut) if is_gpu(q) else cut)(q, k, v, c, first, **settings)
+        run = eager_cut if q.is_cuda else cut
+        return run(q, k, v, c, first, **settings)
 
     def cut(q, k, v, c, first, *, window, bias=None, **settings):
         B, H, T, D = q.shape
@@ -86,12 +87,8 @@ def in_blocks(attend: Callable) -> Callable:
         rest = rest.reshape(B, H, -1, v.shape[-1])  # (B, H, T - first + pad, Dv)
         return torch.cat((y_first, rest[..., : T - first, :]), dim=-2)
 
+    eager_cut = uncompiled(cut)
     return blocks
-
-
-def is_gpu(x: Tensor) -> bool:
-    """Whether x is on a CUDA GPU."""
-    return x.is_cuda
 
 
 class Windows(torch.autograd.Function):
@@ -202,13 +199,15 @@ def sdpa(q, k, v, window=None, scale=None, bias=None, dropout=0.0):
     return y[..., :Dv]
 
 
-def windowed(q, k, v, *, window, scale=None, bias=None, dropout=0.0):
-    """y = softmax(s) v of short heads: FlashAttention's window on a GPU, and elsewhere blocks."""
+def windowed(q, k, v, *, window, scale=None, **settings):
+    """y = softmax(s) v of short heads: FlashAttention's window on a GPU, and elsewhere blocks.
+
+    settings: a bias or dropout, for which there are blocks only. Neither does FlashAttention take
+    fewer queries than keys, ALiBi's wider q and k, or the wider v of a pair of heads.
+    """
     B, H, T, D = q.shape
-    same = q.shape == k.shape == v.shape  # no cache, no differential heads
-    if not same or bias is not None or dropout or not has_window(v.device, v.dtype, D):
-        settings = {"scale": scale, "bias": bias, "dropout": dropout}
-        return in_blocks(sdpa)(q, k, v, window=window, **settings)
+    if settings or not q.shape == k.shape == v.shape or not has_window(v):
+        return in_blocks(sdpa)(q, k, v, window=window, scale=scale, **settings)
     from torch.nn.attention.varlen import varlen_attn  # it imports torch.compile
 
     q, k, v = (x.to(v.dtype).transpose(1, 2).reshape(B * T, H, D) for x in (q, k, v))
@@ -217,11 +216,17 @@ def windowed(q, k, v, *, window, scale=None, bias=None, dropout=0.0):
     return y.view(B, T, H, D).transpose(1, 2)
 
 
-def has_window(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether FlashAttention takes heads of this width: on GPUs since 2020, in 16 bits."""
-    if device.type != "cuda" or dtype not in HALF or width % 8 or width > 256:
+def fast_in_16_bits(x: Tensor) -> bool:
+    """Whether x has 16 bits and is on a GPU with fused kernels for them: on NVIDIA's since 2020."""
+    return x.is_cuda and x.dtype in HALF and torch.cuda.get_device_properties(x.device).major >= 8
+
+
+def has_window(x: Tensor) -> bool:
+    """Whether FlashAttention takes heads such as x (..., D)."""
+    width = x.shape[-1]
+    if width % 8 or width > 192 or not fast_in_16_bits(x):
         return False
-    return torch.cuda.get_device_properties(device).major >= 8
+    return torch.backends.cuda.is_flash_attention_available()
 
 
 # -----------------------------------------------------------------------------
@@ -239,12 +244,13 @@ def laser_by_exp(mean: Callable, definition: Callable, fused: bool = False) -> C
     earlier output underflow to log(0). But the weights of a row sum to 1, so its sum of
     exponentials is at least exp(min v - max v). Where this is far from underflow, the shift is
     harmless. Otherwise the definition runs: it takes its sums in log space, slowly. The test of the
-    range makes a GPU wait, once per call, and interrupts the graph of torch.compile.
+    range makes a GPU wait, once per call; torch.compile leaves LASER out.
 
     All of it is in float32 or wider: rounding exp(v) to bfloat16 would be an error of 2^-9 in y
     however small y is. A GPU has no fast kernel for float32: there, a fused mean of values of 16
-    bits runs in float16 (In16Bits), an error of 2^-12. The shift is then a multiple of log 2: any
-    other would change the rounding, and depends on later tokens.
+    bits runs in float16 (In16Bits), an error of 2^-12, and more where much of a row's sum comes
+    from weights below 6e-8. The shift is then a multiple of log 2, which changes no digit. (Whether
+    the range is below 10 depends on later tokens: that may change the last ones.)
     """
     in_log_space = general_form(definition, holds_values=True)
 
@@ -261,7 +267,7 @@ def laser_by_exp(mean: Callable, definition: Callable, fused: bool = False) -> C
                     stacklevel=3,
                 )
                 return in_log_space(q32, k32, values, **settings).to(v.dtype)
-            in_half = fused and is_gpu(v) and v.dtype in HALF and widest < HALF_RANGE
+            in_half = fused and fast_in_16_bits(v) and widest < HALF_RANGE
             if in_half and settings.get("bias") is None:
                 shift = (shift / LOG_2).ceil() * LOG_2 - HALF_RANGE / 2
                 y = In16Bits.apply(q, k, (values - shift).exp(), mean, settings)
@@ -280,9 +286,9 @@ def largest(x: Tensor) -> float:
 class In16Bits(torch.autograd.Function):
     """A mean of values in float32 by a kernel for 16 bits: In16Bits.apply(q, k, v, mean, settings).
 
-    Forward in float16, for its digits: v must be within its range. Backward in bfloat16, since
-    gradients have any size; its values are those less their mean, which changes no gradient and
-    loses fewer digits.
+    Forward in float16, for its digits: v must be within its range, and above 0. Backward in
+    bfloat16, since gradients have any size. There v is less its harmonic mean, which changes no
+    gradient: small numbers keep the most digits, and dy is largest where y is small.
     """
 
     @staticmethod
@@ -295,7 +301,8 @@ class In16Bits(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         q, k, v = ctx.saved_tensors
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in (q, k, v - v.mean(-2, keepdim=True))]
+        v = v - 1 / (1 / v).mean(-2, keepdim=True)
+        with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
             y = ctx.mean(*(x.bfloat16() for x in inputs))
         return *torch.autograd.grad(y, inputs, dy.bfloat16()), None, None

@@ -130,12 +130,12 @@ def form_of(
     tokens: the model's block_size, at which a definition without a fast form is tried. The running
     sums are None where a cache must keep keys and values.
     """
-    blocks = "" if window is None else " in blocks"
+    windows = "" if window is None else " with a window"
     if unchanged(name, definition):
         form = FORM[name]
         make = form.long if window is None else form.short
         if make is not None and set(needs) <= set(form.arguments):
-            return make(definition), form.name + blocks, form.sums if window is None else None
+            return make(definition), form.name + windows, form.sums if window is None else None
     else:
         if name in FORM:
             note_once(
@@ -146,7 +146,7 @@ def form_of(
         if why_not:
             note_once(f"attention={name!r}: {why_not}")
             return plain_form(definition), "its definition, on all tokens at once", None
-    return general_form(definition), "its definition" + blocks, None
+    return general_form(definition), "its definition" + windows, None
 
 
 def why_not_cut(definition: Callable, tokens: int, in_blocks: bool) -> str | None:

@@ -89,7 +89,7 @@ def plain_form(definition: Callable) -> Callable:
         exp(-decay (i - j)) before the weights are divided by their sum or norm; a definition
         without `fade` gets lower scores instead, which is the same for exp(s)
       dropout: the probability with which `drop` drops a weight
-      around: a function that makes of the definition the one that runs in its place
+      around: around(definition) is the function that runs in its place
       learned_scalars: (H, 1, 1) each, by name; a missing one is what it begins as
     After its D dimensions k may have the numbers of its tokens (positions.TokenNumbers), which so
     go with their keys everywhere; without them they are what they begin as.

@@ -27,6 +27,7 @@ class Entmax15(torch.autograd.Function):
         return root.square()
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dp):
         (root,) = ctx.saved_tensors
         mean = (root * dp).sum(-1, keepdim=True) / root.sum(-1, keepdim=True)

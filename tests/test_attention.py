@@ -281,21 +281,27 @@ def test_laser_on_both_sides_of_its_range(spread):
     assert bool(calls) == (widest.item() >= LASER_RANGE)
 
 
-@parametrize("spread", [0.3, 1.0])
+@parametrize("scale, spread, last", [(0.3, 0.3, 0.0), (0.3, 1.0, 0.0), (2.0, 1.0, 3.5)])
 @parametrize("size", [1e4, 1e-9])
-def test_laser_in_16_bits(spread, size, monkeypatch):
-    """As a GPU computes it, on a CPU: its errors are those of softmax in bfloat16."""
-    monkeypatch.setattr(fast_forms, "is_gpu", lambda x: True)
+def test_laser_in_16_bits(scale, spread, last, size, monkeypatch):
+    """As a GPU computes it, on a CPU: its errors are those of softmax in bfloat16.
+
+    last: is added to the last token's values, which earlier queries do not see.
+    """
+    monkeypatch.setattr(fast_forms, "fast_in_16_bits", lambda x: True)
     x = qkv(600, torch.bfloat16)
-    x["v"] = (spread * x["v"].detach()).requires_grad_()
-    ours = fast("laser")(**x, scale=0.3)
+    v = spread * x["v"].detach()
+    v[:, :, -1] += last
+    x["v"] = v.requires_grad_()
+    assert (v.amax(-2) - v.amin(-2)).max() < fast_forms.HALF_RANGE
+    ours = fast("laser")(**x, scale=scale)
     exact = {name: t.detach().double().requires_grad_() for name, t in x.items()}
-    theirs = naive_attention("laser", **exact, scale=0.3)
+    theirs = naive_attention("laser", **exact, scale=scale)
     dy = size * torch.randn_like(ours)
     gradients = torch.autograd.grad(ours, x.values(), dy)
     exact_gradients = torch.autograd.grad(theirs, exact.values(), dy.double())
     for a, b in zip([ours, *gradients], [theirs, *exact_gradients], strict=True):
-        assert (a - b).norm() < 7e-3 * b.norm()
+        assert 1e-3 * b.norm() < (a - b).norm() < 8e-3 * b.norm()
 
 
 def test_a_cpu_computes_short_texts_of_bfloat16_in_float32():

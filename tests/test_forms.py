@@ -53,7 +53,7 @@ def test_the_fast_forms_are_used(core, capfd):
     short, long = groups_of(gpt)
     assert FORM[core].name == long.form_name
     code = FORM[core].name if FORM[core].short else "its definition"
-    assert short.form_name == f"{code} in blocks"
+    assert short.form_name == f"{code} with a window"
     kept = RunningSums if FORM[core].sums else KeyValues
     assert type(new_part(long, 300)) is kept and type(new_part(short, 300)) is KeyValues
     assert capfd.readouterr().err == ""

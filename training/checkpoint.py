@@ -81,13 +81,16 @@ def load(path: str, verify: bool = True) -> dict:
             if record:
                 raise ValueError(f"its record {record} does not match its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if state.get("version", VERSION) != VERSION or not state.keys() >= set(KEYS):
-            raise ValueError(f"it needs {', '.join(KEYS)}, and version {VERSION}")
+        if not state.keys() >= set(KEYS):
+            raise ValueError(f"it needs {', '.join(KEYS)}")
     except Exception as error:  # unpickling a damaged file can raise any error
         raise UserError(
             f"{path} is damaged or no checkpoint of train.py: {first_line(error)}. If you delete "
             "it, --init_from=resume goes on from an older checkpoint in its folder"
         ) from None
+    version = state.get("version", VERSION)
+    if version != VERSION:
+        raise UserError(f"{path} has version {version} of checkpoints; this code reads {VERSION}")
     state["path"] = path
     if "tokenizer" not in state:
         _convert_nanogpt(state)
@@ -322,10 +325,8 @@ def print_origin(path: str) -> None:
     made_by = load(path).get("origin")
     if made_by is None:
         raise UserError(f"{path} is of a version that did not keep what made it")
-    for name, text in made_by.pop("sources").items():
-        print(f"# {'-' * 30} {name}\n{text}")
-    for name, value in made_by.items():
-        print(f"# {name}: {value}")
+    for name, made in (made_by.pop("sources") | made_by).items():
+        print(f"# {name}:\n{made}\n")
 
 
 if __name__ == "__main__":

@@ -385,10 +385,9 @@ class Signals:
 
     def __init__(self):
         self.number = 0
-        for number in signal.Signals:
+        for number in [number for number in signal.Signals if number.name in STOPS]:
             ignored = signal.getsignal(number) == signal.SIG_IGN  # SIGHUP, by nohup
-            by_nohup = ignored and number.name == "SIGHUP" and distributed.world == 1
-            if number.name in STOPS and not by_nohup:
+            if not (ignored and number.name == "SIGHUP" and distributed.world == 1):
                 with contextlib.suppress(ValueError):  # not the main thread: it alone gets signals
                     signal.signal(number, self.ask)
 

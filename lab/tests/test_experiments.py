@@ -299,7 +299,6 @@ def test_length(experiment, tmp_path):
     assert "steps, softmax: no 128 tokens (--patience" in experiment("length", *flags)[0]
 
 
-@slow
 def test_training_on_a_gpu(run, tmp_path):
     """Other ways to compute the loss give the same loss."""
     out = tmp_path / "gpu.json"
@@ -315,6 +314,7 @@ def test_training_on_a_gpu(run, tmp_path):
         assert rows[name]["tokens_per_s"] * rows[name]["ms"] / 1e3 == pytest.approx(n)
 
 
+@slow
 def test_lecture(data, monkeypatch, tmp_path):
     """A run of weight decay, on 2% of the text."""
     monkeypatch.setattr(lecture, "steps", 105)

@@ -14,11 +14,13 @@ import lab.ideas  # noqa: F401
 from attention.forms import FORM, print_of
 from choices import AFTER
 from errors import UserError
+from lab.entmax import Entmax15
 from lab.stick_breaking import BLOCK
 from model import ATTENTION, GPT, GPTConfig
 
+FILES = ("lab.ideas", "lab.entmax")
 # The core's tests, which may run in the same process, do not know the ideas.
-NEW = {name: f for name, f in ATTENTION.items() if f.__module__ == "lab.ideas"}
+NEW = {name: f for name, f in ATTENTION.items() if f.__module__ in FILES}
 FORMS = {name: form for name, form in FORM.items() if name in NEW}
 V2 = {"differential_v2": AFTER["differential_v2"]}
 TABLES = [(ATTENTION, NEW), (FORM, FORMS), (AFTER, V2)]
@@ -225,3 +227,17 @@ def test_the_numbers_of_two_attentions_in_one_layer():
     attn = gpt.transformer.h[0].attn
     assert attn.numbers.b.tolist() == pytest.approx([0.0, 0.43, 0.0, 0.43])
     assert [group.name for group in attn.groups] == ["sink", "ssmax"]
+
+
+def test_entmax():
+    """Its weights are max(0, s / 2 - tau)^2 and sum to 1, on ties too."""
+    s = torch.tensor(
+        [[3.0, 1.0, 0.9, -9.0], [2.0, 2.0, 2.0, 2.0], [1.0, 0.0, -math.inf, -math.inf]]
+    )
+    p = Entmax15.apply(s.double())
+    torch.testing.assert_close(p.sum(-1), torch.ones(3).double())
+    for row, scores in zip(p, s.double(), strict=True):
+        tau = scores / 2 - row.sqrt()
+        torch.testing.assert_close(tau[row > 0], tau[0].expand(int((row > 0).sum())))
+        assert (scores[row == 0] / 2 <= tau[0]).all()
+    assert torch.autograd.gradcheck(Entmax15.apply, torch.randn(3, 5).double().requires_grad_())
