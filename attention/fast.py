@@ -199,6 +199,9 @@ def sdpa(q, k, v, window=None, scale=None, bias=None, dropout=0.0):
     return y[..., :Dv]
 
 
+sdpa_in_blocks = in_blocks(sdpa)
+
+
 def windowed(q, k, v, *, window, scale=None, **settings):
     """y = softmax(s) v of short heads: FlashAttention's window on a GPU, and elsewhere blocks.
 
@@ -207,7 +210,7 @@ def windowed(q, k, v, *, window, scale=None, **settings):
     """
     B, H, T, D = q.shape
     if settings or not q.shape == k.shape == v.shape or not has_window(v):
-        return in_blocks(sdpa)(q, k, v, window=window, scale=scale, **settings)
+        return sdpa_in_blocks(q, k, v, window=window, scale=scale, **settings)
     from torch.nn.attention.varlen import varlen_attn  # it imports torch.compile
 
     q, k, v = (x.to(v.dtype).transpose(1, 2).reshape(B * T, H, D) for x in (q, k, v))

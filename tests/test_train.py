@@ -488,11 +488,13 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
         path.write_bytes(damaged)
         with refusal(says):
             checkpoint.load(str(path))
-    others = good | {"version": 1}, good | {"version": 99}
-    for foreign in (*others, {"model": {}}, [1], good | {"config": Evil()}):
+    for foreign in ({"model": {}}, [1], good | {"config": Evil()}):
         torch.save(foreign, path)
         with refusal("damaged or no checkpoint"):
             checkpoint.load(str(path))
+    torch.save(good | {"version": 99}, path)
+    with refusal("has version 99 of checkpoints; this code reads 2"):
+        checkpoint.load(str(path))
     assert not (tmp_path / "executed").exists()
     with refusal("has unknown fields: colour, shape"):
         checkpoint.model_of({"model_args": {"shape": 1, "n_head": 2, "colour": 3}})
