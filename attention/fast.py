@@ -29,6 +29,7 @@ HALF = (torch.bfloat16, torch.float16)
 LASER_RANGE = 60.0  # largest range of a channel: exp(-60) is far above float32's smallest number
 HALF_RANGE = 10.0  # the same for float16, whose smallest weight, 6e-8, times exp(10) is small
 LOG_2 = math.log(2)
+HAS_FLASH = torch.backends.cuda.is_flash_attention_available()  # whether PyTorch was built with it
 
 # -----------------------------------------------------------------------------
 # any attention: short heads in blocks, long heads a few queries at a time
@@ -227,9 +228,7 @@ def fast_in_16_bits(x: Tensor) -> bool:
 def has_window(x: Tensor) -> bool:
     """Whether FlashAttention takes heads such as x (..., D)."""
     width = x.shape[-1]
-    if width % 8 or width > 192 or not fast_in_16_bits(x):
-        return False
-    return torch.backends.cuda.is_flash_attention_available()
+    return HAS_FLASH and fast_in_16_bits(x) and width % 8 == 0 and width <= 192
 
 
 # -----------------------------------------------------------------------------
