@@ -1,7 +1,7 @@
 """Where the time of a training step goes on a GPU, and what makes a step shorter: GPT-2 (124M).
 
     python -m lab.experiments.gpu_training --profile    # all rows; compilation takes longest
-    python -m lab.experiments.gpu_training --only="plain,cudnn,chunks"
+    python -m lab.experiments.gpu_training --only="plain,cudnn,laser"
 
 The row `plain` trains as nanoGPT does: bfloat16, a micro-batch of 12, torch.compile, fused AdamW,
 the SDPA kernel that PyTorch chooses, the logits of all tokens at once, and a loss that is read
@@ -24,7 +24,6 @@ import torch._functorch.config
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from bench import clock, tried
 from configurator import at_least_one, names, pick_device, run_script
@@ -52,7 +51,6 @@ TINY = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 24, "vocab_size":
 # {size: (fields of GPTConfig, sequences of a step)}
 SIZES = {"gpt2": (GPT2, 12), "shakespeare": (SHAKESPEARE, 64), "tiny": (TINY, 2)}
 BATCHES = 4  # batches of random tokens, which are used again and again
-CHUNKS = 8  # number of parts in which the row chunks computes the loss
 
 
 def of_model(model: GPT, x: Tensor, y: Tensor) -> Tensor:
@@ -72,20 +70,6 @@ def linear(model: GPT, x: Tensor, y: Tensor) -> Tensor:
     return F.linear_cross_entropy(h, model.lm_head.weight, y.flatten())
 
 
-def in_chunks(model: GPT, x: Tensor, y: Tensor) -> Tensor:
-    """The loss of some tokens at a time, whose logits the backward pass computes again."""
-
-    def part(h: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model.lm_head(h).float(), y, reduction="sum")
-
-    h = model.hidden(x).flatten(0, 1)
-    y = y.flatten()
-    total = 0
-    for h_part, y_part in zip(h.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
-        total += checkpoint(part, h_part, y_part, use_reentrant=False)
-    return total / len(y)
-
-
 PLAIN = {
     "batch": 1,  # times the sequences of a step
     "wait": True,  # read the loss after each step
@@ -101,7 +85,6 @@ ROWS = {
     "cudnn": {"backend": SDPBackend.CUDNN_ATTENTION},
     "flash": {"backend": SDPBackend.FLASH_ATTENTION},
     "logits in bfloat16": {"loss": in_bfloat16},
-    "chunks": {"loss": in_chunks},
     "linear cross-entropy": {"loss": linear},
     "laser": {"attention": "laser"},
     "beta": {"attention": "beta"},
