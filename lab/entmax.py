@@ -9,8 +9,6 @@ import torch
 
 from model import ATTENTION
 
-NEWTON_STEPS = 15  # enough for thousands of equal scores
-
 
 class Entmax15(torch.autograd.Function):
     """p = max(0, s / 2 - tau)^2 over the last dimension, with tau such that p sums to 1."""
@@ -19,7 +17,8 @@ class Entmax15(torch.autograd.Function):
     def forward(ctx, s):
         s = (s - s.amax(-1, keepdim=True)) / 2
         tau = -torch.ones_like(s[..., :1])  # too small, and Newton's steps never make it too large
-        for _ in range(NEWTON_STEPS):
+        halvings = math.log2(s.shape[-1]) / 2  # of tau, where all scores are equal
+        for _ in range(5 + math.ceil(halvings)):
             x = (s - tau).clamp(min=0)
             tau += (x.square().sum(-1, keepdim=True) - 1) / (2 * x.sum(-1, keepdim=True))
         root = (s - tau).clamp(min=0)
