@@ -32,7 +32,7 @@ from lab.experiments.runs import folder_of as run_folder
 from lab.experiments.times import model_of, step_times
 from lab.verdict import checks, costs, report
 from lab.verdict.judge import Arm, Judge, Setting, difference, in_words, shape_of
-from model import GPT
+from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of, prepare_shakespeare, read_meta
 from training.checkpoint import open_model
 from training.estimate import duration, num_params
@@ -86,7 +86,8 @@ class Verdict:
         common = shlex.split(both)
         if dataset:
             common.append(f"--dataset={dataset}")
-        self.settings = constants("train.py") | constants(config_file) | flags_of(common)
+        self.settings = {"block_size": GPTConfig.block_size} | constants("train.py")
+        self.settings |= constants(config_file) | flags_of(common)
         data = self.settings["dataset"]
         prepare_shakespeare(data)
         self.vocab_size = read_meta(folder_of(data))["vocab_size"]
@@ -188,7 +189,8 @@ class Verdict:
                 row[part] = difference(losses[setting], losses[base])
                 row[f"{part}_edge"] = rates[base].at_edge or rates[setting].at_edge
             row["ms"] = [self.judge.ms[arm.name, size] for arm in (self.base, self.idea)]
-            row["losses"] = [losses[base], losses[idea]]
+            row["losses"] = list(losses.values())
+            row["tried"] = [rates[s].means for s in losses]
             row["curves"] = [[x["curves"]["val_loss"] for x in results[s]] for s in (base, idea)]
         self.best = {s: rates[s].rate for s in in_steps[self.sizes[-1]]}
         self.folders = [run_folder(*self.judge.run(*x, 1), out_dir) for x in self.best.items()]
@@ -232,7 +234,7 @@ class Verdict:
                 more = [f"--position={position}"]
             runs.append(self.judge.run(setting, rate, 1, *more))
         self.judge.make(runs)
-        T = self.settings.get("block_size", 1024)
+        T = self.settings["block_size"]
         changes = []
         for name, args in runs:
             words = [word for word in args if word.startswith("--import")]
@@ -269,6 +271,8 @@ class Verdict:
             "made": [len(self.judge.made), time.monotonic() - self.began],
             "seeds": seeds,
             "steps": steps,
+            "context": self.settings["block_size"],
+            "data": self.settings["dataset"],
             "origin": origin(self.models(self.sizes[-1])[1].config),
         }
         report.write(self.numbers, getattr(self, "folders", ()))

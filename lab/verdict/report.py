@@ -35,6 +35,7 @@ def lines_of(n: dict) -> list[str]:
     lines = [
         f"{n['idea']} against {n['base']}: {count(runs, 'run')} made, {duration(seconds)}",
         f"{', '.join(code)}; commit {commit}, torch {version}",
+        f"{n['data']}, context {n['context']}, {n['steps']} steps; losses in nats a token",
         f"checks     {' | '.join(n['checks'])}",
     ]
     sizes = n["sizes"]
@@ -89,7 +90,7 @@ def costs_of(n: dict) -> list[str]:
     layer = n["layer"]
     decoding = n["decoding"]
     recall = n["recall"]
-    pairs = [f"{k} pairs {recall['idea'][k]:.2f} ({recall['base'][k]:.2f})" for k in ("8", "32")]
+    pairs = [f"{k} pairs {x:.2f} ({recall['base'][k]:.2f})" for k, x in recall["idea"].items()]
     longer = n["longer"]
     return [
         f"time, as a multiple of {n['base']}'s, of the code as it is: step {ratios} | attention "
@@ -97,7 +98,7 @@ def costs_of(n: dict) -> list[str]:
         f"decoding {decoding['ratio']:.2f}",
         f"cache      {decoding['cache']:.2f} of {n['base']}'s bytes, at the context of the runs",
         f"bfloat16   error {n['bfloat16']:.1f} times that of {n['base']}",
-        f"recall     {', '.join(pairs)}; with a convolution, one seed; guessing gives 0.12, 0.03",
+        f"recall     {', '.join(pairs)}; with a convolution, one seed; guessing gives 1 / pairs",
         f"longer     loss on 4x the context minus loss on it: {longer['idea']:+.2f} ({n['base']} "
         f"{longer['base']:+.2f}); with RoPE or no positions, one seed",
     ]
@@ -178,7 +179,7 @@ def card() -> None:
             verdicts[n["idea"], n["base"]] = n
     done = [n for n in verdicts.values() if "layer" in n]
     columns = (
-        "attention | against | equal steps | equal time | step | layer at 2048 | recall, 32 pairs "
+        "attention | against | equal steps | equal time | step | layer at 2048 | recall, 64 pairs "
         "| 4x the context | cache | verdict"
     )
     show_table(columns, [cells_of(n) for n in sorted(done, key=order)])
@@ -202,7 +203,7 @@ def cells_of(n: dict) -> list[str]:
         "; ".join(str(Difference(*of["time"])) for of in sizes),
         "; ".join(f"{of['ratio']:.2f}x" for of in sizes),
         f"{n['layer']['ratio']:.2f}x, {n['layer']['bytes'] / 2**20:,.0f} MiB",
-        f"{n['recall']['idea']['32']:.2f} ({n['recall']['base']['32']:.2f})",
+        f"{n['recall']['idea']['64']:.2f} ({n['recall']['base']['64']:.2f})",
         f"{n['longer']['idea']:+.2f} ({n['longer']['base']:+.2f})",
         f"{n['decoding']['cache']:.2f}x",
         n["verdict"],
