@@ -94,7 +94,7 @@ def costs_of(n: dict) -> list[str]:
     longer = n["longer"]
     return [
         f"time, as a multiple of {n['base']}'s, of the code as it is: step {ratios} | attention "
-        f"alone, 2048 tokens {layer['ratio']:.2f} ({layer['bytes'] / 2**20:,.0f} MiB) | token in "
+        f"layer, 2048 tokens {layer['ratio']:.2f} ({layer['bytes'] / 2**20:,.0f} MiB) | token in "
         f"decoding {decoding['ratio']:.2f}",
         f"cache      {decoding['cache']:.2f} of {n['base']}'s bytes, at the context of the runs",
         f"bfloat16   error {n['bfloat16']:.1f} times that of {n['base']}",
@@ -126,6 +126,7 @@ def write(numbers: dict, folders: list[str]) -> None:
         json.dump(short(numbers), f)
     with open(f"{folder}/report.md", "w", encoding="utf-8") as f:
         f.write(f"```sh\n{numbers['command']}\n```\n\n```\n{text}\n```\n")
+        f.write("\nHow to read it: docs/verdict.md\n")
         f.writelines(f"\n![{name.removesuffix('.png')}]({name})\n" for name in pictures)
     print(f"wrote {folder}/")
 
