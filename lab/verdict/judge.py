@@ -58,7 +58,7 @@ class Judge:
             *shape_of(setting.size),
             f"--max_iters={n}",
             f"--lr_decay_iters={n}",
-            f"--warmup_iters={n // 5}",  # shorter, some seeds learn nothing for long at high rates
+            f"--warmup_iters={n // 5}",  # with a shorter rise some seeds fail at high rates
             f"--eval_interval={max(1, n // 5)}",
             "--eval_iters=73",
             "--min_lr=0.0",

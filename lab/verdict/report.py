@@ -125,8 +125,10 @@ def write(numbers: dict, folders: list[str]) -> None:
     with open(f"{folder}/runs.json", "w", encoding="utf-8") as f:
         json.dump(short(numbers), f)
     with open(f"{folder}/report.md", "w", encoding="utf-8") as f:
-        f.write(f"```sh\n{numbers['command']}\n```\n\n```\n{text}\n```\n")
-        f.write("\nHow to read it: docs/verdict.md\n")
+        f.write(
+            f"```sh\n{numbers['command']}\n```\n\n```\n{text}\n```\n\n"
+            "How to read it: docs/verdict.md\n"
+        )
         f.writelines(f"\n![{name.removesuffix('.png')}]({name})\n" for name in pictures)
     print(f"wrote {folder}/")
 
