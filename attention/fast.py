@@ -47,7 +47,7 @@ def in_blocks(attend: Callable) -> Callable:
     attend runs once for all blocks: the c queries of a block are the last of its c + window tokens,
     and dimension 1 counts blocks. The first tokens, whose window begins before position 0, are a
     call of their own. Few tokens are not cut, and neither are queries after the keys of a cache.
-    On a GPU the blocks are not compiled: PyTorch 2.11 compiled them to code with wrong results.
+    On a GPU the blocks are not compiled: docs/benchmarks.md, "How fast is it on a GPU?", says why.
     """
 
     def blocks(q, k, v, *, window=None, **settings):

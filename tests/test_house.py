@@ -129,6 +129,7 @@ def test_a_file_imports_what_stands_before_it(name):
             assert at_top and LEVEL[other] < LEVEL[name], f"{name} imports {other}"
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="an f-string is several tokens there")
 @pytest.mark.parametrize(
     ("part", "most", "per_line"), [("core", 42_000, 7.5), ("lab", 65_000, 9), ("tests", 90_000, 9)]
 )
