@@ -29,6 +29,21 @@ def test_words():
     assert judge.in_words({"a": "", "b": ""}, "here") == "no difference seen here"
 
 
+@parametrize("best, found", [(5, (4, False)), (1.1, (1, False)), (64, (32, True))])
+def test_a_grid_is_made_wider_twice_at_most(best, found, monkeypatch):
+    """The rates 2, 4 and 8; each new rate adds its two runs to the plan."""
+
+    def make(self, runs):
+        return {name: abs(best - float(name.split("rate ")[1].split(",")[0])) for name, _ in runs}
+
+    monkeypatch.setattr(judge.Judge, "make", make)
+    monkeypatch.setattr(judge, "final", lambda loss: loss)
+    one = judge.Judge("", (), [2.0, 4.0, 8.0], [1], (101, 102), "", 1)
+    setting = judge.Setting(judge.Arm("idea", ()), "1 x 2", 10)
+    tuned = one.tuned([setting])[setting]
+    assert tuned[:2] == found and one.planned == 2 * len(tuned.means) - 6
+
+
 @parametrize(
     "definition, says",
     [

@@ -86,7 +86,7 @@ class Judge:
     def plan(self, settings: list[Setting], tunes: bool) -> float:
         """Add the runs that these settings need to the plan; return their seconds, roughly.
 
-        A grid may have to be made wider. Where a rate is tuned already, the seeds are there too.
+        Where a grid is made wider, more are added. Where rates are tuned, the seeds are there too.
         """
         known = saved(self.store, {"runs": {}})["runs"]
         total = 0.0
@@ -120,15 +120,13 @@ class Judge:
                     names = [self.run(setting, rate, seed)[0] for seed in self.tuning]
                     means[rate] = statistics.mean(final(results[name]) for name in names)
                 rate = min(means, key=means.get)
-                at_edge = rate in (rates[0], rates[-1])
-                best[setting] = Tuned(rate, at_edge, means)
+                best[setting] = Tuned(rate, rate in (min(rates), max(rates)), means)
             if widened == WIDER or not any(x.at_edge for x in best.values()):
                 return best
             for setting, (rate, at_edge, _) in best.items():
-                rates = grids[setting]
                 if at_edge:
-                    rates.append(2 * rate if rate == rates[-1] else rate / 2)
-                    rates.sort()
+                    grids[setting].append(2 * rate if rate == max(grids[setting]) else rate / 2)
+                    self.planned += len(self.tuning)
         return best
 
     def losses(self, rates: dict[Setting, "Tuned"]) -> dict[Setting, list[dict]]:
