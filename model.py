@@ -63,7 +63,7 @@ def laser_attention(s, seen, v):
 
 
 def beta_attention(s, seen, v, drop, fade):
-    """y = s / (1 + ||s||) v, ||s|| the L2 norm of a query's scores (the post on beta in nanoGPT).
+    """y = s / (1 + ||s||) v, ||s|| the L2 norm of a query's scores (a post of dscamiss 2024).
 
     Weights may be negative, and need not sum to 1.
     """
@@ -171,8 +171,8 @@ class GPTConfig:
 class CausalSelfAttention(nn.Module):
     """Makes queries, keys and values of all heads; runs attention for short and for long heads.
 
-    A short head sees its own token and the `window` tokens before it (LS-attention: "Short-Range
-    Dependency Effects on Transformer Instability and a Decomposed Attention Solution").
+    A short head sees its own token and the `window` tokens before it (LS-attention: Hajra 2025,
+    arXiv 2505.15548).
     Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value V twice as wide, and
     y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with an RMSNorm per pair and one lambda
     per layer. LASER takes the logarithm of each A V.

@@ -117,7 +117,10 @@ def beta_squared_learned_attention(s, seen, v, drop, fade, b=learned(0.0)):
 
 
 def laser_temperature_attention(s, seen, v, t=learned(1.0)):
-    """y = log(softmax(s) exp(t v)) / t: LASER at t = 1, and softmax in the limit t = 0 (ours)."""
+    """y = log(softmax(s) exp(t v)) / t: LASER at t = 1, and softmax in the limit t = 0.
+
+    The read of the Free Energy Mixer (arXiv 2602.07160), without its gates.
+    """
     log_weights = s.where(seen, -math.inf).log_softmax(-1)
     t = t[..., None]
     return (log_weights[..., None] + t * v[..., None, :, :]).logsumexp(-2) / t[..., 0]

@@ -36,7 +36,7 @@ ATTENTION = {
     "beta": plain_form(beta_attention),
 }
 # of the first key: softmax's weights go from 1e-6 to 1 - 1e-6
-SCORES = torch.linspace(-13.8, 13.8, 401, dtype=torch.float64)
+SCORES = torch.linspace(-13.8, 13.8, 10001, dtype=torch.float64)
 
 
 def outputs(name: str, s: Tensor, v: Tensor) -> Tensor:
