@@ -162,7 +162,7 @@ def show(fitted: dict) -> None:
         cells = [*row, attention, f"{rate:g}", f"{fits[0]['step'][-1]:,}"]
         cells.append(f"{statistics.mean(missed):.4f}")
         short = last(fitted[row, "short"][1], "missed")
-        cells.append(difference(missed, short, 4) if attention == "long" else "")
+        cells.append(difference(missed, short) if attention == "long" else "")
         cells.append(f"{statistics.mean(last(fits, 'largest')):.1f}")
         lines.append([*cells, min(fit["rank"] for fit in fits)])
     columns = "n | d | first q and k | attention | learning rate | steps | missed | long - short"

@@ -6,6 +6,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from errors import UserError, optional
 
@@ -82,21 +83,39 @@ def measured(
     return numbers
 
 
-def difference(x: list[float], y: list[float], digits: int = 3) -> str:
-    """The mean of x - y and its 95% interval, for a table; in bold type if it does not contain 0.
+class Difference(NamedTuple):
+    """The mean of paired differences, its 95% interval, and what the pairs could have shown."""
 
-    x and y: numbers of the same seeds. The interval is Student's, of the paired differences (n - 1
-    degrees of freedom). A single pair has its difference alone.
-    """
+    mean: float
+    low: float
+    high: float
+    shown: float  # the true difference that such pairs show with a power of 80%
+    p: float = 1.0  # of Student's t test
+
+    def __str__(self) -> str:
+        if not math.isfinite(self.mean):
+            return "diverged"
+        return f"{self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+
+    @property
+    def word(self) -> str:
+        """better, worse, or nothing where the interval contains 0."""
+        return "better" if self.high < 0 else "worse" if self.low > 0 else ""
+
+
+def difference(x: list[float], y: list[float]) -> Difference | str:
+    """Of x - y, numbers of the same seeds, by Student's t. A text where there are no two pairs."""
     changes = [a - b for a, b in zip(x, y, strict=False)]
-    if len(changes) == 1:
-        return f"{changes[0]:+.{digits}f}, one seed"
-    if not changes or not all(map(math.isfinite, changes)):
-        return ""
-    stats = optional("scipy.stats", "an interval")
-    low, high = stats.ttest_1samp(changes, 0.0).confidence_interval()
-    text = f"{statistics.mean(changes):+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
-    return f"**{text}**" if low > 0 or high < 0 else text
+    if len(changes) < 2:
+        return f"{changes[0]:+.3f}, one seed" if changes else ""
+    if not all(map(math.isfinite, changes)):
+        return Difference(math.inf, math.inf, math.inf, math.inf)
+    t = optional("scipy.stats", "an interval").t(len(changes) - 1)
+    mean = statistics.mean(changes)
+    error = statistics.stdev(changes) / math.sqrt(len(changes)) or 1e-12
+    half = t.ppf(0.975) * error
+    p = 2 * t.sf(abs(mean) / error)
+    return Difference(mean, mean - half, mean + half, half + t.ppf(0.8) * error, p)
 
 
 def spread(x: list[float]) -> str:
@@ -108,10 +127,25 @@ def spread(x: list[float]) -> str:
 
 
 def show_table(columns: str, rows: Iterable[list]) -> None:
-    """Print a table in Markdown. columns: its head, "size | loss"."""
+    """Print a table in Markdown. columns: its head, "size | loss".
+
+    A Difference is in bold type if it is not 0 by Holm's correction for all in the table.
+    """
+    rows = list(rows)
+    found = [x for row in rows for x in row if isinstance(x, Difference)]
+    found.sort(key=lambda x: x.p)
+    bold = set()
+    for n, x in enumerate(found):
+        if x.p > 0.05 / (len(found) - n):
+            break
+        bold.add(x)
     print(f"\n| {columns} |\n{'|---' * (columns.count(' | ') + 1)}|")
     for row in rows:
-        print(f"| {' | '.join(map(str, row))} |")
+        print(f"| {' | '.join(f'**{x}**' if x in bold else str(x) for x in row)} |")
+    shown = [x.shown for x in found]
+    if shown:
+        cases = "True differences that such pairs show in 4 of 5 cases"
+        print(f"\n{cases}: {min(shown):.3f} to {max(shown):.3f}")
 
 
 @contextlib.contextmanager

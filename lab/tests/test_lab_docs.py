@@ -13,6 +13,7 @@ from test_docs import check_commands, check_links, commands, read
 
 from lab.experiments import attention_probabilities
 from lab.experiments.results import saved
+from lab.verdict import report
 
 PAGES = ["lab/README.md", "lab/RESULTS.md", *sorted(glob.glob("lab/*/README.md", root_dir=ROOT))]
 FILES = sorted(glob.glob("lab/*.py", root_dir=ROOT) + glob.glob("lab/[ehl]*/*.py", root_dir=ROOT))
@@ -66,7 +67,7 @@ def missing(out, page):
     Errors of float64, such as 8e-16, differ from CPU to CPU.
     """
     out, page = (re.sub(r"\b\de-1\d\b", "tiny", text) for text in (out, page))
-    rows = [line for line in out.splitlines() if line.startswith("|")]
+    rows = [line for line in out.splitlines() if line.startswith(("|", "True differences"))]
     assert rows
     return [row for row in rows if row not in page]
 
@@ -87,6 +88,18 @@ def test_probabilities_are_what_the_models_had(capsys):
     models = saved("lab/experiments/attention_probabilities.json", {})["models"]
     attention_probabilities.show(models)
     assert not missing(capsys.readouterr().out, read("lab/RESULTS.md"))
+
+
+def test_the_card_is_what_the_verdicts_are(monkeypatch, capsys):
+    """And README's table has its cells."""
+    monkeypatch.setattr("lab.verdict.report.VERDICTS", ("lab/verdicts/*.json",))
+    report.card()
+    out = capsys.readouterr().out
+    assert not missing(out, read("docs/card.md"))
+    _, table = read("README.md").split("| recall |\n|---|---|---|---|---|---|\n")
+    for row in table.split("\n\n")[0].splitlines():
+        cells = row.strip("| ").split(" | ")
+        assert any(all(cell in line for cell in cells) for line in out.splitlines()), row
 
 
 def test_the_table_names_every_experiment():

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import statistics
 
 import pytest
 import torch
@@ -93,15 +92,8 @@ def test_laser(tiny, data):
             first = {rate: vals[name.format(rate, 1)] for rate in rates}
             assert best == min(first, key=first.get)
             losses.append([vals[name.format(best, seed)] for seed in (2, 3)])
-        assert against == results.difference(*losses)
+        assert against.strip("*") == str(results.difference(*losses))
     assert len({*vals.values()}) == len(vals)  # no two runs are the same
-
-
-def test_the_long_short_papers_heads(monkeypatch):
-    monkeypatch.setattr(long_short, "scale", "paper")
-    flags = long_short.flags(8192, 2, "LS")
-    assert (flags["heads"], flags["window"]) == ("SL", 100)
-    assert long_short.flags(2048, 6, "LS")["window"] == 50
 
 
 def test_the_statistics_of_laser():
@@ -249,15 +241,23 @@ def test_what_is_stored_of_a_log():
     assert found == {"val": 2.5, "best": 2.0, "train": 1.0, "spikes": 1, "max_logit": 9.0}
 
 
-def test_a_difference_is_bold_where_a_paired_t_test_says_so():
-    x = [2.0, 2.1, 2.3]
-    for y, bold in (([2.1, 2.21, 2.42], "**"), ([2.1, 2.0, 2.5], "")):
-        test = stats.ttest_rel(x, y)
-        low, high = test.confidence_interval()
-        change = statistics.mean(x) - statistics.mean(y)
-        text = f"{change:+.3f} ({low:+.3f} to {high:+.3f})"
-        assert results.difference(x, y) == bold + text + bold
+def test_a_difference_is_that_of_a_paired_t_test():
+    x, y = [2.0, 2.1, 2.3], [2.1, 2.21, 2.45]
+    test = stats.ttest_rel(x, y)
+    found = results.difference(x, y)
+    low, high = test.confidence_interval()
+    assert found[:3] == pytest.approx((-0.12, low, high))
+    assert (found.p, found.word) == (pytest.approx(test.pvalue), "better")
+    assert found.shown == pytest.approx((4.303 + 1.061) * test._standard_error, rel=1e-3)
     assert results.difference([2.0], [1.5]) == "+0.500, one seed"
+    assert results.difference([math.inf, 1.0], [2.0, 2.0]).word == "worse"
+
+
+@parametrize("ps, bold", [([0.04, 0.01, 0.02], 3), ([0.02, 0.02, 0.02], 0), ([0.03, 0.01, 0.9], 1)])
+def test_what_is_bold_in_a_table(ps, bold, capsys):
+    """By Holm (1979): the lowest p is compared with 0.05 / 3, the next with 0.05 / 2."""
+    results.show_table("x", [[results.Difference(1, 0, 2, 3, p)] for p in ps])
+    assert capsys.readouterr().out.count("**") == 2 * bold
 
 
 def test_sooner():

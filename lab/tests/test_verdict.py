@@ -3,7 +3,6 @@
 import json
 import os
 
-import pytest
 from harness import done, parametrize, slow
 
 from lab.gated_delta import GatedDelta
@@ -11,16 +10,6 @@ from lab.verdict import checks, judge
 from model import ATTENTION, GPT, GPTConfig
 
 SIZES = {"block_size": 32, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 8}
-
-
-def test_a_difference_of_pairs():
-    """Student's interval of 0.1, 0.2 and 0.3: 0.2 +- 4.303 * 0.1 / sqrt(3)."""
-    x = judge.difference([1.1, 2.2, 3.3], [1.0, 2.0, 3.0])
-    assert (x.mean, x.high - x.mean) == pytest.approx((0.2, 0.248), abs=1e-3) and x.word == ""
-    assert x.shown == pytest.approx((4.303 + 1.061) * 0.1 / 3**0.5, abs=1e-3)
-    assert judge.difference([1.0, 1.01], [2.0, 2.0]).word == "better"
-    assert judge.difference([float("inf"), 1.0], [2.0, 2.0]).word == "worse"
-    assert judge.difference([2.0, 1.0], [2.0, 1.0])[:3] == (0, 0, 0)
 
 
 def test_words():
@@ -77,7 +66,6 @@ def test_from_an_idea_to_the_card(
         "lab.experiments.recall.SCALES", {"small": {"steps": 2, "tokens": 128, "sequences": 4}}
     )
     monkeypatch.setattr("lab.verdict.report.VERDICTS", (str(tmp_path / "verdict-*" / "runs.json"),))
-    root = os.getcwd()
     args = [
         f"--attention={name}",
         *flags.split(),
@@ -98,4 +86,3 @@ def test_from_an_idea_to_the_card(
     again = done(run("lab.verdict", *args), f"{name} against softmax: about 0 runs")
     assert again.split("VERDICT")[1].splitlines()[0] == out.split("VERDICT")[1].splitlines()[0]
     done(run("lab.verdict", "--what=card"), f"| {name} `--attention={name}", "| softmax |")
-    assert os.getcwd() == root

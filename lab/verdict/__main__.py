@@ -26,12 +26,12 @@ from configurator import at_least_one, run_script
 from errors import UserError
 from lab.experiments.compare import TUNING
 from lab.experiments.lecture import evaluated
-from lab.experiments.results import measured
+from lab.experiments.results import difference, measured
 from lab.experiments.runs import code_of, constants, final, flags_of, identity, of_text
 from lab.experiments.runs import folder_of as run_folder
 from lab.experiments.times import model_of, step_times
 from lab.verdict import checks, costs, report
-from lab.verdict.judge import Arm, Judge, Setting, difference, in_words, shape_of
+from lab.verdict.judge import Arm, Judge, Setting, in_words, shape_of
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of, prepare_shakespeare, read_meta
 from training.checkpoint import open_model

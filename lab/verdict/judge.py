@@ -1,12 +1,11 @@
 """The runs of a verdict: learning rates are tuned, then seeds are paired; and its statistics."""
 
-import math
 import re
 import statistics
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from errors import UserError, optional
+from errors import UserError
 from lab.experiments.results import saved
 from lab.experiments.runs import final, identity, record
 from training.distributed import count
@@ -148,39 +147,6 @@ class Tuned(NamedTuple):
     rate: float
     at_edge: bool
     means: dict[float, float]  # {rate: mean loss}
-
-
-class Difference(NamedTuple):
-    """The mean of paired differences, its 95% interval, and what the pairs could have shown."""
-
-    mean: float
-    low: float
-    high: float
-    shown: float  # the difference that such pairs show with a power of 80%
-
-    def __str__(self) -> str:
-        if not math.isfinite(self.mean):
-            return "diverged"
-        return f"{self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
-
-    @property
-    def word(self) -> str:
-        """better, worse, or nothing where the interval contains 0."""
-        if not math.isfinite(self.mean):
-            return "worse"
-        return "better" if self.high < 0 else "worse" if self.low > 0 else ""
-
-
-def difference(x: list[float], y: list[float]) -> Difference:
-    """Of x - y, losses of the same seeds."""
-    changes = [a - b for a, b in zip(x, y, strict=True)]
-    mean = statistics.mean(changes)
-    if not all(map(math.isfinite, changes)):
-        return Difference(math.inf, math.inf, math.inf, math.inf)
-    t = optional("scipy.stats", "an interval").t(len(changes) - 1)
-    error = statistics.stdev(changes) / math.sqrt(len(changes))
-    half = t.ppf(0.975) * error
-    return Difference(mean, mean - half, mean + half, (t.ppf(0.975) + t.ppf(0.8)) * error)
 
 
 def in_words(words: dict[str, str], where: str) -> str:

@@ -10,8 +10,7 @@ import torch
 
 from errors import UserError
 from lab import maps
-from lab.experiments.results import drawing, short, show_table
-from lab.verdict.judge import Difference
+from lab.experiments.results import Difference, drawing, short, show_table
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
 from training.distributed import count
