@@ -212,37 +212,25 @@ def show(t: Table) -> None:
     lines = []
     for row in chosen(t):
         other = base(t, row)
-        rate = tuned(t, row)
-        flags = " ".join(as_flags(t.rows[row] | ({"learning_rate": rate} if rate else {})))
         own = results(row, t.steps)
         pair = paired(own, {} if row == other else results(other, t.steps))
-        cells = [row, f"`{flags}`" if flags else "", spread(losses(own.values()))]
-        cells.append(difference(*map(losses, pair)))
-        if "val_loss" in t.keep:
-            cells.append(sooner(*pair))
-        cells += [f"{times[row][0]:.1f}", f"{times[row][1]:.2f}x"] if row in times else ["", ""]
-        if t.steps:
-            own = {} if row == other else results(row, equal.get(row))
-            pair = paired(own, results(other, equal.get(other)))
-            cells += [equal.get(row, ""), spread(losses(own.values()))]
-            cells.append(difference(*map(losses, pair)))
+        cells = [row, spread(losses(own.values())), difference(*map(losses, pair))]
+        cells.append(f"{tuned(t, row):g}" if t.tune else "")
+        cells.append(sooner(*pair) if "val_loss" in t.keep else "")
+        cells.append(f"{times[row][1]:.2f}x" if row in times else "")
+        own = {} if row == other or not t.steps else results(row, equal.get(row))
+        pair = paired(own, results(other, equal.get(other)))
+        cells += [spread(losses(own.values())), difference(*map(losses, pair))]
         lines.append(cells)
-    show_table(columns(t), lines)
-
-
-def columns(t: Table) -> str:
-    """The head of a table."""
     loss = {"val": "last val loss", "best": "lowest val loss"}[t.loss]
     if t.file.startswith("lab/"):
         loss = "error"
     other = "its base" if t.against else base(t, "")
-    head = f"{t.name} | flags | {loss}, mean (range) | against {other}: mean (95% interval)"
-    if "val_loss" in t.keep:
-        head += " | share of the steps to its loss"
-    head += " | ms per step | ratio"
-    if t.steps:
-        head += " | steps | loss in equal time | against its base"
-    return head
+    show_table(
+        f"{t.name} | {loss}, mean (range) | against {other}: mean (95% interval) | learning rate "
+        "| share of the steps to its loss | time of a step | loss in equal time | against its base",
+        lines,
+    )
 
 
 def main() -> None:

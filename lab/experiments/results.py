@@ -127,11 +127,13 @@ def spread(x: list[float]) -> str:
 
 
 def show_table(columns: str, rows: Iterable[list]) -> None:
-    """Print a table in Markdown. columns: its head, "size | loss".
+    """Print a table in Markdown, without empty columns. columns: its head, "size | loss".
 
     A Difference is in bold type if it is not 0 by Holm's correction for all in the table.
     """
-    rows = list(rows)
+    rows = [columns.split(" | "), *rows]
+    full = [cells for cells in zip(*rows, strict=True) if {*cells[1:]} != {""}]
+    head, *rows = zip(*full, strict=True)
     found = [x for row in rows for x in row if isinstance(x, Difference)]
     found.sort(key=lambda x: x.p)
     bold = set()
@@ -139,7 +141,7 @@ def show_table(columns: str, rows: Iterable[list]) -> None:
         if x.p > 0.05 / (len(found) - n):
             break
         bold.add(x)
-    print(f"\n| {columns} |\n{'|---' * (columns.count(' | ') + 1)}|")
+    print(f"\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
     for row in rows:
         print(f"| {' | '.join(f'**{x}**' if x in bold else str(x) for x in row)} |")
     shown = [x.shown for x in found]

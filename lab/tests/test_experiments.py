@@ -76,7 +76,7 @@ def test_compare(experiment, small, tmp_path):
     flags = [*flags.split(), f"--extra={STEPS}", "--table=choices"]
     out, results = experiment("compare", *flags, "--only=swiglu;muon")
     ((gpt2, swiglu, _),) = tables(out)
-    assert swiglu[:2] == ["swiglu", "`--mlp=swiglu`"]
+    assert swiglu[0] == "swiglu"
     vals = {run["val"] for run in results["runs"].values()}
     assert len(vals) == len(results["runs"]) == 3 * 2
     flags += ["--what=train,show", "--only=swiglu"]
@@ -84,7 +84,7 @@ def test_compare(experiment, small, tmp_path):
     assert "seed 1" not in again
     assert tables(again) == [[gpt2, swiglu]]
     (rows,) = tables(experiment("compare", *flags, "--against=muon")[0])
-    assert [(row[0], row[3] == "") for row in rows] == [("swiglu", False), ("muon", True)]
+    assert [(row[0], row[2] == "") for row in rows] == [("swiglu", False), ("muon", True)]
 
 
 def test_mistakes(run, small, tmp_path):
@@ -115,7 +115,7 @@ def test_mistakes(run, small, tmp_path):
 def test_a_table_of_rows(experiment, small, tmp_path):
     flags = [f"--config_file={small}", f"--out_dir={tmp_path}", f"--extra={STEPS}", "--seeds=1"]
     out, results = experiment("compare", *flags, "--rows=plain; mine: --mlp=relu", "--repeats=1")
-    assert [row[:2] for row in tables(out)[0]] == [["plain", ""], ["mine", "`--mlp=relu`"]]
+    assert [row[0] for row in tables(out)[0]] == ["plain", "mine"]
     assert f"rows, mine, --mlp=relu, {STEPS}, seed 1" in results["runs"]
     assert results["times"]["rows, mine, --mlp=relu"][2] == "plain"
 
@@ -150,7 +150,6 @@ def test_compare_in_equal_time(experiment, data, tmp_path):
     steps = {name: round(1500 / x[1]) for name, x in results["times"].items()}
     (ms, *one), (others_ms, ratio, base) = results["times"].values()  # of one round
     assert [one, ratio] == [[1.0, base], pytest.approx(others_ms / ms)]
-    assert [int(row[6]) for row in tables(out)[0]] == list(steps.values())
     n = steps["256, LS, conv (rope)"]
     assert f"256, LS, conv (rope), {n} steps, {extra}, seed 1" in results["runs"]
     assert len(results["runs"]) == 3
@@ -177,7 +176,7 @@ def test_examples(experiment, run, data, monkeypatch):
             tried = [results[name.format(rate, seed)] for seed in (101, 102)]
             errors[rate] = sum(result["error of hidden tokens"] for result in tried)
         best = min(errors, key=errors.get)
-        assert f"--learning_rate={best:g}" in cells[1]
+        assert cells[3] == f"{best:g}"
         assert name.format(best, 2) in results
     flags.append("--extra=--heads=SSSSSSSS")
     refused(run("lab.experiments.compare", *flags), "heads='SSSSSSSS' is too long")

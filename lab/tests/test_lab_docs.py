@@ -15,7 +15,7 @@ from lab.experiments import attention_probabilities
 from lab.experiments.results import saved
 from lab.verdict import report
 
-PAGES = ["lab/README.md", "lab/RESULTS.md", *sorted(glob.glob("lab/*/README.md", root_dir=ROOT))]
+PAGES = sorted(glob.glob("lab/**/*.md", root_dir=ROOT, recursive=True))
 FILES = sorted(glob.glob("lab/*.py", root_dir=ROOT) + glob.glob("lab/[ehl]*/*.py", root_dir=ROOT))
 SCRIPTS = [
     path.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
@@ -61,33 +61,31 @@ SHOWN = [
 ]
 
 
-def missing(out, page):
-    """The rows of the tables in out that the page lacks. out must have a table.
+def missing(out):
+    """The rows of the tables in out that no page has. out must have a table.
 
     Errors of float64, such as 8e-16, differ from CPU to CPU.
     """
-    out, page = (re.sub(r"\b\de-1\d\b", "tiny", text) for text in (out, page))
+    pages = "".join(read(path) for path in [*PAGES, "docs/card.md", "docs/choices.md"])
+    out, pages = (re.sub(r"\b\de-1\d\b", "tiny", text) for text in (out, pages))
     rows = [line for line in out.splitlines() if line.startswith(("|", "True differences"))]
     assert rows
-    return [row for row in rows if row not in page]
+    return [row for row in rows if row not in pages]
 
 
 @parametrize("command", SHOWN)
 def test_results_are_what_the_experiments_have(command, run, tmp_path):
-    """Each row of a table that an experiment prints of its JSON file stands on the page."""
+    """Each row of a table that an experiment prints of its JSON file stands on a page."""
     script, *flags = command.split()
     if "\npicture = " in read(f"lab/experiments/{script}.py"):
         flags.append(f"--picture={tmp_path / 'x.png'}")
-    out = done(run(f"lab.experiments.{script}", *flags))
-    # docs/choices.md has two more columns: where a choice is made, and its paper.
-    choices = re.sub(r"(?m)(\|[^|\n]*){2}\|$", "|", read("docs/choices.md"))
-    assert not missing(out, read("lab/RESULTS.md") + choices)
+    assert not missing(done(run(f"lab.experiments.{script}", *flags)))
 
 
 def test_probabilities_are_what_the_models_had(capsys):
     models = saved("lab/experiments/attention_probabilities.json", {})["models"]
     attention_probabilities.show(models)
-    assert not missing(capsys.readouterr().out, read("lab/RESULTS.md"))
+    assert not missing(capsys.readouterr().out)
 
 
 def test_the_card_is_what_the_verdicts_are(monkeypatch, capsys):
@@ -95,7 +93,7 @@ def test_the_card_is_what_the_verdicts_are(monkeypatch, capsys):
     monkeypatch.setattr("lab.verdict.report.VERDICTS", ("lab/verdicts/*.json",))
     report.card()
     out = capsys.readouterr().out
-    assert not missing(out, read("docs/card.md"))
+    assert not missing(out)
     _, table = read("README.md").split("| recall |\n|---|---|---|---|---|---|\n")
     for row in table.split("\n\n")[0].splitlines():
         cells = row.strip("| ").split(" | ")
