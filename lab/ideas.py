@@ -4,7 +4,7 @@
 
 Importing this file adds them to model.ATTENTION and to choices.AFTER; a file of your own does the
 same. model.py explains the arguments of a definition, choices.py a module after attention.
-RESULTS.md has their losses.
+lab/results/ideas.md has their losses.
 
 Not here, since they are no functions of scores: value residuals (arXiv 2410.17897; docs/ideas.md)
 and nGPT (2410.01131) change the residual stream, MLA (2405.04434) the projections; NSA (2502.11089)

@@ -33,7 +33,6 @@ from lab.experiments.results import (
     saved,
     short,
     show_table,
-    spread,
 )
 from lab.experiments.runs import as_flags, constants, final, identity, record, sooner
 from lab.experiments.tables import TABLES, Table, rows_of, steps_of
@@ -196,7 +195,7 @@ def paired(x: dict, y: dict) -> tuple[list, list]:
 
 
 def show(t: Table) -> None:
-    """Print a table. Of losses: the mean of the seeds, the lowest and the highest."""
+    """Print a table of the means of the seeds, and of their differences."""
     runs = known_runs()
     times = times_of(t)
     equal = in_equal_time(t)
@@ -209,25 +208,28 @@ def show(t: Table) -> None:
     def losses(results: list) -> list[float]:
         return [final(run) if t.loss == "val" else run["best"] for run in results]
 
+    def mean(x: list[float]) -> str:
+        return f"{statistics.mean(x):.3f}" if x else ""
+
     lines = []
     for row in chosen(t):
         other = base(t, row)
         own = results(row, t.steps)
         pair = paired(own, {} if row == other else results(other, t.steps))
-        cells = [row, spread(losses(own.values())), difference(*map(losses, pair))]
+        cells = [row, mean(losses(own.values())), difference(*map(losses, pair))]
         cells.append(f"{tuned(t, row):g}" if t.tune else "")
         cells.append(sooner(*pair) if "val_loss" in t.keep else "")
         cells.append(f"{times[row][1]:.2f}x" if row in times else "")
         own = {} if row == other or not t.steps else results(row, equal.get(row))
         pair = paired(own, results(other, equal.get(other)))
-        cells += [spread(losses(own.values())), difference(*map(losses, pair))]
+        cells += [mean(losses(own.values())), difference(*map(losses, pair))]
         lines.append(cells)
     loss = {"val": "last val loss", "best": "lowest val loss"}[t.loss]
     if t.file.startswith("lab/"):
         loss = "error"
     other = "its base" if t.against else base(t, "")
     show_table(
-        f"{t.name} | {loss}, mean (range) | against {other}: mean (95% interval) | learning rate "
+        f"{t.name} | {loss} | against {other}: mean (95% interval) | learning rate "
         "| share of the steps to its loss | time of a step | loss in equal time | against its base",
         lines,
     )

@@ -101,7 +101,7 @@ def test_the_card_is_what_the_verdicts_are(monkeypatch, capsys):
 
 
 def test_the_table_names_every_experiment():
-    page = read("lab/README.md")
+    page = read("lab/RESULTS.md")
     shared = ("__init__", "results", "runs", "tables", "times")
     for path in glob.glob("experiments/*.py", root_dir=os.path.join(ROOT, "lab")):
         assert os.path.basename(path)[:-3] in shared or f"({path})" in page, path
