@@ -109,7 +109,7 @@ def difference(x: list[float], y: list[float]) -> Difference | str:
     if len(changes) < 2:
         return f"{changes[0]:+.3f}, one seed" if changes else ""
     if not all(map(math.isfinite, changes)):
-        return Difference(math.inf, math.inf, math.inf, math.inf)
+        return Difference(*[math.inf] * 4)
     t = optional("scipy.stats", "an interval").t(len(changes) - 1)
     mean = statistics.mean(changes)
     error = statistics.stdev(changes) / math.sqrt(len(changes)) or 1e-12

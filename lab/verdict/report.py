@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import re
+import shlex
 from statistics import mean
 
 import torch
@@ -21,6 +22,7 @@ VERDICTS = ("lab/verdicts/*.json", "verdict-*/runs.json")
 FOLDER = "verdict-"  # and the name of a verdict: the folder of its report
 TOKENS = 24  # of the validation text, in a map
 WIDTH = 36  # of a column of the report
+SETTINGS = "--(both|config_file|dataset|quick|sizes|steps|seeds)"
 
 
 def lines_of(n: dict) -> list[str]:
@@ -178,7 +180,7 @@ def card() -> None:
         for path in glob.glob(pattern):
             with open(path, encoding="utf-8") as f:
                 n = json.load(f)
-            verdicts[n["idea"], n["base"]] = n
+            verdicts[title(n), n["base"]] = n
     done = [n for n in verdicts.values() if "layer" in n]
     columns = (
         "attention | against | equal steps | equal time | step | layer at 2048 | recall, 64 pairs "
@@ -195,11 +197,17 @@ def order(n: dict) -> float:
     return mean([of["steps"][0] for of in n["sizes"].values()])
 
 
+def title(n: dict) -> str:
+    """The name of a verdict, with its flags and what differs from other verdicts' settings."""
+    settings = [word for word in shlex.split(n["command"]) if re.match(SETTINGS, word)]
+    return f"{n['idea']} `{' '.join([n['flags'], *settings])}`"
+
+
 def cells_of(n: dict) -> list[str]:
     """A verdict's row of the card."""
     sizes = n["sizes"].values()
     return [
-        f"{n['idea']}" + (f" `{n['flags']}`" if n["flags"] else ""),
+        title(n),
         n["base"],
         "; ".join(str(Difference(*of["steps"])) for of in sizes),
         "; ".join(str(Difference(*of["time"])) for of in sizes),
