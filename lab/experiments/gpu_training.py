@@ -1,15 +1,14 @@
 """Where the time of a training step goes on a GPU, and what makes a step shorter: GPT-2 (124M).
 
     python -m lab.experiments.gpu_training --profile    # all rows; compilation takes longest
-    python -m lab.experiments.gpu_training --only="plain,cudnn,laser"
+    python -m lab.experiments.gpu_training --only="plain,beta,laser"
 
 The row `plain` trains as nanoGPT does: bfloat16, a micro-batch of 12, torch.compile, fused AdamW,
-the SDPA kernel that PyTorch chooses, the logits of all tokens at once, and a loss that is read
-after every step. Each other row changes what its name says. All rows start from the same weights
-and see the same few batches of random tokens. So the last column, the final loss, shows whether two
-rows compute the same (rows with another batch size or attention do not). MFU is in percent of the
-GPU's peak, as in train.py's log (0: the peak is not known). Each row is written to --out as soon as
-it is measured.
+the SDPA kernel that PyTorch chooses, and a loss that is read after every step. Each other row
+changes what its name says. All rows start from the same weights and see the same few batches of
+random tokens. So the last column, the final loss, shows whether two rows compute the same (rows
+with another batch size or attention do not). MFU is in percent of the GPU's peak, as in train.py's
+log (0: the peak is not known). Each row is written to --out as soon as it is measured.
 """
 
 import contextlib
@@ -20,10 +19,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-import torch._functorch.config
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import clock, tried
 from configurator import at_least_one, names, pick_device, run_script
@@ -53,28 +49,9 @@ SIZES = {"gpt2": (GPT2, 12), "shakespeare": (SHAKESPEARE, 64), "tiny": (TINY, 2)
 BATCHES = 4  # batches of random tokens, which are used again and again
 
 
-def of_model(model: GPT, x: Tensor, y: Tensor) -> Tensor:
-    """The model's own loss."""
-    return model(x, y)[1]
-
-
-def in_bfloat16(model: GPT, x: Tensor, y: Tensor) -> Tensor:
-    """The loss of logits in autocast's precision."""
-    logits = model.lm_head(model.hidden(x))
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-def linear(model: GPT, x: Tensor, y: Tensor) -> Tensor:
-    """The loss by PyTorch's function that holds no logits."""
-    h = model.hidden(x).flatten(0, 1)
-    return F.linear_cross_entropy(h, model.lm_head.weight, y.flatten())
-
-
 PLAIN = {
     "batch": 1,  # times the sequences of a step
     "wait": True,  # read the loss after each step
-    "loss": of_model,
-    "backend": None,  # of SDPA; None: PyTorch chooses
     "mode": None,  # of torch.compile
 }
 # What each row changes of PLAIN; the rest are fields of GPTConfig.
@@ -82,10 +59,6 @@ ROWS = {
     "plain": {},
     "no wait": {"wait": False},
     "batch x 2": {"batch": 2, "wait": False},
-    "cudnn": {"backend": SDPBackend.CUDNN_ATTENTION},
-    "flash": {"backend": SDPBackend.FLASH_ATTENTION},
-    "logits in bfloat16": {"loss": in_bfloat16},
-    "linear cross-entropy": {"loss": linear},
     "laser": {"attention": "laser"},
     "beta": {"attention": "beta"},
     "SSSSSL": {"heads": "SSSSSL"},
@@ -114,18 +87,14 @@ def measured(
     vocab_size = min(fields["vocab_size"], 50257)
     tokens = [torch.randint(vocab_size, (B, T + 1)).to(dev) for _ in range(BATCHES)]
 
-    def kernel() -> contextlib.AbstractContextManager:
-        backend = row["backend"]
-        return contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
-
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        return row["loss"](model, x, y)
+        return model(x, y)[1]
 
     fast = torch.compile(loss_of, mode=row["mode"]) if compile else loss_of
 
     def step(i: int) -> Tensor:
         x = tokens[i % BATCHES]
-        with amp, kernel():
+        with amp:
             loss = fast(x[:, :-1], x[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -199,8 +168,6 @@ def main() -> None:
     dev, name, amp = pick_device(device, dtype)
     if profile and (dev == "cpu" or "plain" not in wanted):
         raise UserError("--profile is of the row plain, on a GPU")
-    # the cache would not notice that a row asks for another SDPA kernel
-    torch._functorch.config.enable_autograd_cache = False
     torch.set_float32_matmul_precision("high")
     began = time.monotonic()
     peak = peak_flops(dev, name)

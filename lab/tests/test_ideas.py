@@ -10,7 +10,8 @@ from reference import assert_exact, cached, plain, shaken
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-import lab.ideas  # noqa: F401
+import lab.ideas
+import lab.recent  # noqa: F401
 from attention.forms import FORM, print_of
 from choices import AFTER
 from errors import UserError
@@ -18,12 +19,12 @@ from lab.entmax import Entmax15
 from lab.stick_breaking import BLOCK
 from model import ATTENTION, GPT, GPTConfig
 
-FILES = ("lab.ideas", "lab.entmax")
+FILES = ("lab.ideas", "lab.entmax", "lab.recent")
 # The core's tests, which may run in the same process, do not know the ideas.
 NEW = {name: f for name, f in ATTENTION.items() if f.__module__ in FILES}
 FORMS = {name: form for name, form in FORM.items() if name in NEW}
-V2 = {"differential_v2": AFTER["differential_v2"]}
-TABLES = [(ATTENTION, NEW), (FORM, FORMS), (AFTER, V2)]
+NEXT = {name: AFTER[name] for name in ("differential_v2", "xsa_learned")}
+TABLES = [(ATTENTION, NEW), (FORM, FORMS), (AFTER, NEXT)]
 for table, added in TABLES:
     for name in added:
         del table[name]
@@ -131,6 +132,15 @@ def test_the_delta_rule_step_by_step(window):
         assert_close(y[i], state @ q[i], rtol=1e-10, atol=1e-10)
 
 
+def test_lucid():
+    """Of the last query; a window's keys are chosen as in the delta rule."""
+    x = qkv()
+    q, k, v = (t[1, 2] for t in x)
+    similar = (8**0.5 * (F.cosine_similarity(k[:, None], k, dim=-1) - 1)).exp().tril()
+    weights = (k @ q[-1] / 8**0.5).softmax(-1)
+    assert_close(plain("lucid")(*x)[1, 2, -1], weights @ similar.inverse() @ v)
+
+
 @ideas
 @parametrize("T", [common.T, common.LONG])
 @parametrize("window", [None, 16])
@@ -139,7 +149,9 @@ def test_as_every_attention(core, T, window):
     common.test_causal_by_gradient(core, T, window)
     span = (T, window)
     common.test_equals_naive_forward_and_backward(core, span, torch.float64, common.fast)
-    if core != "delta_rule" or window is None:  # with a window it solves for each query: slow
+    if (
+        core not in ("delta_rule", "lucid") or window is None
+    ):  # with a window it solves for each query: slow
         common.test_a_large_later_token_changes_nothing_before_it(core, span, 50.0, torch.float32)
     if core != "beta_learned":  # as beta, whose norm has its own gradient at 0
         common.test_zero_queries_have_finite_gradients(core, T, window)
@@ -219,6 +231,16 @@ def test_differential_v2_is_its_formula():
     assert_close(attn(x), attn.c_proj(torch.cat((first, second), dim=-1)))
     with refusal("n_kv_head must divide n_head / 2", UserError):
         GPT(GPTConfig(**SIZES, after="differential_v2"))
+
+
+def test_xsa_with_a_strength():
+    """From none to XSA's."""
+    gpt = GPT(GPTConfig(**SIZES, after="xsa_learned", n_kv_head=2))
+    after = gpt.transformer.h[0].attn.after
+    y, v = torch.randn(2, 4, 9, 4), torch.randn(2, 2, 9, 4)
+    assert after(y, None, v).equal(y)
+    after.a.data += 20
+    assert_close(after(y, None, v), AFTER["xsa"](gpt.config)(y, None, v))
 
 
 def test_the_numbers_of_two_attentions_in_one_layer():

@@ -10,7 +10,6 @@ import torch
 from harness import done, parametrize, refusal, refused
 
 pytest.importorskip("lm_eval")
-import datasets
 import lm_eval.tasks
 from lm_eval.api.instance import Instance
 
@@ -140,28 +139,13 @@ def test_the_token_before_a_text(capsys):
 # tasks
 
 
-def test_the_tasks_of_the_laser_paper(monkeypatch):
-    """17 different ones: lm-eval knows 16 names, and a file of ours reads the hub's data of one."""
+def test_the_tasks_of_the_laser_paper():
+    """17 different ones: lm-eval knows 16 names, and one is a file of ours."""
     names = [name for name in script.LASER if not name.endswith(".yaml")]
     assert len(set(script.LASER)) == 17 and len(names) == 16
     files = Path(lm_eval.tasks.__file__).parent.rglob("*.yaml")
     lines = "".join(file.read_text("utf-8") for file in files)  # its own index takes 18 seconds
     assert {*names} <= {*re.findall(r"task: \W?(\w+)", lines)}
-    row = {
-        "article": "Tom has a dog.",
-        "answer": "B",
-        "question": "What has Tom?",
-        "options": ["A cat", "A dog", "Two", "None"],
-    }
-    rows = datasets.Dataset.from_list([row])
-    splits = dict.fromkeys(("train", "validation", "test"), rows)
-    asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda **args: asked.append(args) or splits)
-    (path,) = set(script.LASER) - set(names)
-    (task,) = script.load([path], num_fewshot=None)["tasks"].values()
-    assert asked == [{"path": "ehovy/race", "name": "middle"}]
-    assert task.doc_to_text(row) == "Article: Tom has a dog.\n\nQuestion: What has Tom?\nAnswer:"
-    assert task.doc_to_choice(row)[int(task.doc_to_target(row))] == "A dog"
 
 
 PROMPTS = ("all", "noble", "Rome!", "and the lord speaks: ")
