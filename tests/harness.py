@@ -14,7 +14,6 @@ import runpy
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -271,9 +270,7 @@ class Workers:
         """
         while len(self.processes) < n:
             self.start()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = random.SystemRandom().randrange(10_000, 30_000)  # the system gives these to nobody
         processes = self.processes[:n]
         for rank, process in enumerate(processes):
             env = {
@@ -285,20 +282,29 @@ class Workers:
             }
             job = {"env": env, "argv": [*map(str, argv)], "before": before}
             print(json.dumps(job), file=process.stdin, flush=True)
-        answers = [json.loads(process.stdout.readline()) for process in processes]
+        try:
+            answers = [json.loads(process.stdout.readline()) for process in processes]
+        except BaseException:  # too late, or one has died: the others may wait for it
+            self.stop()
+            raise
         codes, outs, errs = zip(*answers, strict=True)
         return list(codes), outs[0], "".join(errs)
 
     def start(self):
-        process = subprocess.Popen(
-            [sys.executable, os.path.join(self.root, "tests", "worker.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=self.env,
-            cwd=self.root,
+        self.processes.append(
+            subprocess.Popen(
+                [sys.executable, os.path.join(self.root, "tests", "worker.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=self.env,
+                cwd=self.root,
+            )
         )
-        self.processes.append(process)
+
+    def stop(self):
+        while self.processes:
+            self.processes.pop().kill()
 
 
 @pytest.fixture
@@ -318,8 +324,7 @@ def quick(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", run_in_pool)
     yield
-    for process in pool.processes:
-        process.kill()
+    pool.stop()
 
 
 @pytest.fixture

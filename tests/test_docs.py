@@ -216,7 +216,7 @@ def test_add_your_own(data, tmp_path):
     output(sample, "-----")
     out = output("bench.py --only=sdpa,softmax,sigmoid --lengths=300 --repeats=1 --device=cpu")
     assert re.search(r"(?m)^sigmoid .*e-\d\d$", out)
-    worker.processes[0].kill()
+    worker.stop()
     assert "\npytest -k sigmoid " in section
     tests = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-k", "sigmoid"],

@@ -424,20 +424,23 @@ def test_under_torchrun(train, tmp_path, data):
     fault.write_text(FAULT)
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=2".split()
     flags = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", *SMALL, *QUICK]
-    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     run = subprocess.Popen(
         [sys.executable, *torchrun, fault, f"{ROOT}/train.py", *flags, "--max_iters=1000000"],
         stdout=-1,
         stderr=-1,
         text=True,
-        env=env,
+        env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         start_new_session=True,
     )
-    path = tmp_path / "out" / "log.jsonl"
-    while run.poll() is None and '"iter": 15, "loss"' not in path.read_text():
-        time.sleep(0.05)
-    os.killpg(run.pid, signal.SIGINT)
-    out, err = run.communicate(timeout=60)
+    log = tmp_path / "out" / "log.jsonl"
+    try:
+        while run.poll() is None and '"iter": 15, "loss"' not in log.read_text():
+            time.sleep(0.05)
+        os.killpg(run.pid, signal.SIGINT)
+        out, err = run.communicate()
+    except BaseException:
+        os.killpg(run.pid, signal.SIGKILL)
+        raise
     steps = state_of(tmp_path)["iter_num"]
     assert "OSError: no start" in err and "OSError: the disk is gone" in err, err
     assert out.count("held a run") == 1 and "step 12" not in out, out

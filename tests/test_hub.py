@@ -83,7 +83,7 @@ def worker(server, tmp_path_factory):
     home = str(tmp_path_factory.mktemp("hf"))
     pool = Workers(HF_ENDPOINT=server.url, HF_HOME=home, HF_DATASETS_CACHE=f"{home}/datasets")
     yield pool
-    pool.processes[0].kill()
+    pool.stop()
 
 
 @pytest.fixture

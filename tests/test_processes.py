@@ -10,8 +10,7 @@ from text import tokenizers
 def workers():
     pool = Workers()
     yield pool
-    for process in pool.processes:
-        process.kill()
+    pool.stop()
 
 
 @pytest.fixture
