@@ -6,8 +6,8 @@ It trains a LASER model with the CPU config, unless it has done so before. It ta
 keys and values of the model's layers on the validation text, rounded to bfloat16. Each way to
 compute attention from them in bfloat16 is compared with the definition in float64. The script
 prints the mean and the standard deviation, over layers and batches, of ||y - y_exact|| /
-||y_exact||. In the second table the values are multiplied by a factor, because the values of a
-larger model may be larger.
+||y_exact||, also with values that are multiplied by a factor, because those of a larger model may
+be larger. Numbers that are in --out are not measured again.
 """
 
 import math
@@ -21,8 +21,8 @@ from attention.fast import general_form
 from attention.forms import form_of
 from attention.probe import probing
 from configurator import at_least_one, pick_device, run_script
-from lab.experiments.results import show_table
-from lab.experiments.runs import finished
+from lab.experiments.results import measured, show_table
+from lab.experiments.runs import finished, identity
 from model import ATTENTION, GPT
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
@@ -30,6 +30,7 @@ from training.checkpoint import open_model
 # Which model?
 config_file = "config/train_shakespeare_char_cpu.py"  # the config file of the run
 out_dir = "out-laser-precision"  # the folder of the run
+out = "lab/experiments/laser_precision.json"  # the results
 extra = ""  # more flags of train.py, separated by spaces
 # On how much text, and on what does it run?
 batches = 50  # number of batches of the validation text
@@ -54,6 +55,7 @@ WAYS = {
     "LASER, ours": (form_of("laser", ATTENTION["laser"])[0], "laser"),
     "softmax": (form_of("softmax", ATTENTION["softmax"])[0], "softmax"),
 }
+FACTORS = (3.0, 10.0, 100.0)  # of the values
 
 
 def layers_of(gpt: GPT, idx: Tensor) -> list[tuple]:
@@ -86,32 +88,38 @@ def errors(name: str, inputs: list[tuple], factor: float) -> list[float]:
 
 
 @torch.no_grad()
-def main() -> None:
-    at_least_one(batches=batches, batch_size=batch_size)
-    finished("LASER", [config_file, "--attention=laser", *extra.split()], out_dir)
+def measure(command: list[str], where: str) -> dict:
+    """{way: [the standard deviation of its errors, their mean at each factor]} in a run."""
+    finished("LASER", command, out_dir)
     model, _, settings, _ = open_model("resume", out_dir, "latest")
-    where, _, _ = pick_device(device, "float32")
     model.to(where)
     tokens = Tokens(folder_of(settings["dataset"]), "val", model.config.block_size)
     inputs = []
     for x, _ in tokens.eval_batches(batches, batch_size):
         for layer in layers_of(model, x.to(where)):
             inputs.append([part.bfloat16() for part in layer])
-    span = max((v.amax(-2) - v.amin(-2)).max().item() for _, _, v in inputs)
-    shape = tuple(inputs[0][0].shape)
-    print(f"{len(inputs)} q, k and v of shape {shape} on {where}; ", end="")
-    print(f"a channel's values span up to {span:.1f}")
-    rows = []
+    some = inputs[:: max(1, len(inputs) // 12)]
+    found = {}
     for name in WAYS:
         e = errors(name, inputs, 1.0)
-        rows.append([name, f"{statistics.mean(e):.5f}", f"{statistics.pstdev(e):.5f}"])
-    show_table("in bfloat16 | relative error, mean | standard deviation", rows)
-    some = inputs[:: max(1, len(inputs) // 12)]
+        means = [statistics.mean(errors(name, some, factor)) for factor in FACTORS]
+        found[name] = [statistics.pstdev(e), statistics.mean(e), *means]
+    return found
+
+
+def main() -> None:
+    at_least_one(batches=batches, batch_size=batch_size)
+    command = [config_file, "--attention=laser", *extra.split()]
+    where, _, _ = pick_device(device, "float32")
+    size = f"{batches} x {batch_size}"
+    of = identity(command)
+    found = measured(out, "errors", where, size, measure, command, where, of=of)
     rows = []
     for name in WAYS:
-        means = [statistics.mean(errors(name, some, factor)) for factor in (3.0, 10.0, 100.0)]
-        rows.append([name, *(f"{mean:.5f}" for mean in means)])
-    show_table("values times | 3 | 10 | 100", rows)
+        deviation, mean, *large = found[name]
+        rows.append([name, f"{mean:.4f} ({deviation:.4f})", *(f"{e:.4f}" for e in large)])
+    factors = " | ".join(f"{factor:g}" for factor in FACTORS)
+    show_table(f"in bfloat16 | error, mean (standard deviation) | values times {factors}", rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ It trains the CPU config with a context of 512 characters and no positions, unle
 before. It prints of this model and of a new one, for each head, the median number of keys back
 until 99% of a query's stick is used up. For texts of --lengths tokens it prints the share of the
 pairs of blocks that are computed, and the time of attention, forward and backward, as a ratio to
-SDPA's in the same round.
+SDPA's in the same round. Numbers that are in --out are not measured again.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from attention.scores import scores, visible
 from bench import interleaved, ratios
 from configurator import positive, run_script
 from lab.experiments.laser_precision import layers_of
-from lab.experiments.results import show_table
-from lab.experiments.runs import finished
+from lab.experiments.results import measured, show_table
+from lab.experiments.runs import finished, identity
 from lab.experiments.times import milliseconds
 from lab.ideas import log_sticks
 from lab.stick_breaking import BLOCK, cut, walk
@@ -32,6 +32,7 @@ from training.checkpoint import open_model
 
 # What is measured?
 out_dir = "out-sticks"  # the folder of the run
+out = "lab/experiments/sticks.json"  # the results
 lengths = "512,2048,8192"  # tokens of a text, separated by commas: whole blocks
 repeats = 5  # rounds of the times
 
@@ -69,17 +70,16 @@ def computed(layers: list, n_head: int, scale: float) -> float:
     return done / (len(layers) * n_head * blocks * (blocks + 1) / 2)
 
 
-def main() -> None:
+def table(sizes: list[int]) -> dict:
+    """{"rows": of the table}."""
     finished("stick-breaking", RUN.split(), out_dir)
-    trained, _, run, about = open_model("resume", out_dir, "best")
-    sizes = positive("lengths", lengths)
+    trained, _, run, _ = open_model("resume", out_dir, "best")
     ids = Tokens(folder_of(run["dataset"]), "val", 1).ids[: max(sizes)]
     text = torch.from_numpy(ids.astype("int64"))
     forms = {
         "sdpa": partial(F.scaled_dot_product_attention, is_causal=True),
         "sticks": form_of("stick_breaking", ATTENTION["stick_breaking"])[0],
     }
-    print(about)
     rows = []
     for name, gpt in (("trained", trained), ("new", GPT(trained.config))):
         for n in sizes:
@@ -93,8 +93,15 @@ def main() -> None:
             }
             ratio = ratios(interleaved(tasks, "cpu", repeats), "sticks", "sdpa")["ms"]
             rows.append([name, n, far, f"{share:.0%}", f"{ratio:.2f}x"])
+    return {"rows": rows}
+
+
+def main() -> None:
+    kept = measured(
+        out, "rows", lengths, repeats, table, positive("lengths", lengths), of=identity(RUN.split())
+    )
     columns = "model | tokens | keys back, of each head; layer | pairs of blocks"
-    show_table(f"{columns} | time against SDPA", rows)
+    show_table(f"{columns} | time against SDPA", kept["rows"])
 
 
 if __name__ == "__main__":
