@@ -169,6 +169,12 @@ weight_decay 0: --weight_decay=0.0
 swiglu: --mlp=swiglu --n_hidden=128
 gelu: --mlp=gelu
 """)
+# the runs of docs/speedrun.md, track 1
+RECORDS = rows_of("""
+Muon: --max_iters=330 --lr_decay_iters=330
+stick-breaking: --import=lab.ideas --attention=stick_breaking --position=none --rope_base=None \
+--conv=4 --mlp=swiglu --n_hidden=128 --max_iters=210 --lr_decay_iters=210
+""")
 WARMUP = {
     f"{where} {rate:g} warm-up {n}": {"where": where, "learning_rate": rate, "warmup_iters": n}
     for rate in (6e-3, 1e-3)
@@ -264,6 +270,7 @@ STICK = {"attention": "stick_breaking"}
 STICK_LASER = {"attention": "stick_laser"}
 V2 = {"after": "differential_v2", "n_head": 12, "head_dim": 16, "n_kv_head": 6}
 NOWHERE = {"position": "none"}
+HYBRID = {"heads": "L/L/L/S", "short_attention": "softmax", "window": 255}  # sees all of 256
 IDEAS = {  # with RoPE, unless a row says something else; lab/ideas.py has the papers
     "softmax": {},
     "LS": SHORT,
@@ -304,6 +311,17 @@ BEST = (
 )
 IMPORT = {"import": "lab.ideas"}
 ROPE = IMPORT | {"position": "rope"}
+
+
+def in_time(*steps: int, window: int = 16) -> dict[str, dict]:
+    """Softmax, LS, stick-breaking without positions, and both: so many steps of each."""
+    short = SHORT | {"window": window}
+    stick = STICK | NOWHERE
+    rows = {"softmax": {}, "LS": short, "stick-breaking": stick, "both": stick | short}
+    # with a shorter rise of the rate some seeds fail at high rates
+    each = zip(rows, steps, strict=True)
+    return {row: rows[row] | steps_of(n) | {"warmup_iters": n // 5} for row, n in each}
+
 
 # LASER against softmax at two sizes: what is tuned is the learning rate of each row
 SIZES = {
@@ -366,6 +384,7 @@ TABLES = {
     "choices": Table(CHOICES, flags=steps_of(1000)),  # docs/choices.md
     "speedrun": Table(SPEEDRUN, "config/speedrun_shakespeare_char_cpu.py"),
     "speedrun_more": Table(SPEEDRUN_MORE, "config/speedrun_shakespeare_char_cpu.py"),
+    "records": Table(RECORDS, "config/speedrun_shakespeare_char_cpu.py", seeds=10),
     "warmup": Table(WARMUP, flags=steps_of(1000)),
     "narang": Table(NARANG, flags=steps_of(1000)),
     "maps": Table(MAPS, flags=BETA | {"position": "rope"} | steps_of(1000)),
@@ -402,6 +421,42 @@ TABLES = {
         NOVELS_1024,
         NOVELS,
         LONG | steps_of(400) | {"block_size": 1024, "batch_size": 2, "position": "rope"},
+        vocab_size=10000,
+    ),
+    "hybrids": Table(  # softmax in one layer of four
+        {
+            "softmax": {},
+            "LS": SHORT,
+            "beta, hybrid": BETA | HYBRID,
+            "beta_squared, hybrid": SQUARED | HYBRID,
+            "gated delta rule, hybrid": {"attention": "gated_delta"}
+            | HYBRID
+            | {"import": "lab.gated_delta"},
+            "softmax short, beta_squared long": MIXED | SQUARED,
+        },
+        flags=AT_256 | CONV | {"n_layer": 4, "position": "rope"} | steps_of(1000),
+    ),
+    "differential_3e-3": Table(  # the table differential tunes the rate of each
+        {
+            "softmax": {},
+            "differential": {"differential": True},
+            "differential, LASER": {"differential": True} | LASER,
+        },
+        flags={"learning_rate": 3e-3} | steps_of(1500),
+        seeds=5,
+    ),
+    "equal_256": Table(  # each in softmax's time, at tuned rates
+        in_time(800, 825, 405, 504),
+        flags=ROPE | AT_256 | {"min_lr": 0.0},
+        tune=(3e-3, 6e-3, 1.2e-2, 2.4e-2),
+        seeds=8,
+    ),
+    "equal_novels": Table(
+        in_time(400, 477, 385, 386, window=50),
+        NOVELS,
+        LONG | IMPORT | {"block_size": 1024, "position": "rope", "min_lr": 0.0},
+        tune=(1.5e-3, 3e-3, 6e-3),
+        seeds=5,
         vocab_size=10000,
     ),
 }
