@@ -62,12 +62,17 @@ MODELS = {  # flags of the models in the picture
 MARKERS = "oosDv^vP<X"
 STICK = {"attention": "stick_breaking"}
 V2 = {"after": "differential_v2", "n_head": 8, "head_dim": 16, "n_kv_head": 4}
+# as in tables.py; the window holds all pairs
+HYBRID = {"n_layer": 4, "heads": "L/L/L/S", "short_attention": "softmax", "window": 255} | CONV
 # flags of models with an attention of lab/ideas.py: they run if --only has them
 IDEAS = {
     "stick-breaking, conv": STICK | CONV,
     "stick-breaking, differential V2, conv": STICK | V2 | CONV,
     "differential V2, conv": V2 | CONV,
     "delta rule, conv": {"attention": "delta_rule"} | CONV,
+    "LUCID, conv": {"attention": "lucid"} | CONV,  # of lab/recent.py
+    "beta, hybrid, conv": BETA | HYBRID,
+    "beta_squared, hybrid, conv": SQUARED | HYBRID,
 }
 ALL = MODELS | IDEAS
 VOCAB = 256
