@@ -63,6 +63,8 @@ TRAINED = {
     "softmax short, beta_squared long, conv, rope": MIXED | ROPE,
     "softmax short, beta_squared long, conv, rope in short heads": MIXED | ROPE_IN_SHORT,
     "softmax short, beta_squared long, conv, alibi": MIXED | ALIBI,
+    "beta, rope, decay": BETA | ROPE | {"decay": "alibi"},
+    "softmax short, beta_squared long, conv, rope, decay": MIXED | ROPE | {"decay": "alibi"},
 }
 DECODED = ("beta, alibi", "softmax short, beta_squared long, conv, rope in short heads")
 BANDS = [0, 64, 256, 1024, 4096, 16384, 65536, 2**30]  # of positions: where each begins

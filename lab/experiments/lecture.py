@@ -39,7 +39,6 @@ out_dir = "out-lecture"  # the folder for the runs, each in a folder of its own
 CPU = "config/train_shakespeare_char_cpu.py"
 # learned positions end at block_size; Shaw's take n^3
 POSITIONS = ("none", "sinusoidal", "rope", "alibi", "t5")
-IMPORT = {"import": "lab.positions"}  # of t5
 LENGTHS = (64, 256, 1024)  # tokens in a window of the evaluation
 DECAYS = (0.0, 0.1, 1.0)  # weight decays
 SCHEDULES = ("cosine", "constant")
@@ -61,7 +60,13 @@ def evaluated(folder: str, *flags: str) -> dict[str, float]:
 def positions() -> dict[str, dict]:
     """{row: its flags} of the part positions."""
     rows = {name: {"position": name} for name in POSITIONS}
-    rows["t5"] |= IMPORT
+    rows["t5"] |= {"import": "lab.positions"}
+    rows["rope, decay"] = {"position": "rope", "decay": "alibi"}
+    rows["stick-breaking, none"] = {
+        "attention": "stick_breaking",
+        "position": "none",
+        "import": "lab.ideas",
+    }
     return rows
 
 
@@ -118,7 +123,7 @@ def numbers(part: str, name: str, command: list[str], flags: dict) -> dict:
     if part == "vocabulary":
         return evaluated(folder)
     if part == "positions":
-        more = as_flags(IMPORT)
+        more = [f"--import={flags['import']}"] if "import" in flags else []
         return {str(n): evaluated(folder, f"--block_size={n}", *more)["loss"] for n in LENGTHS}
     result = result_of(log, ("val_loss",), False)
     losses = {key: result[key] for key in ("train", "val", "best")}
@@ -142,7 +147,7 @@ def seeds_of(part: str, row: str) -> list[dict]:
 def show_positions() -> None:
     """Print the table of the positions."""
     rows = []
-    for name in POSITIONS:
+    for name in positions():
         results = seeds_of("positions", name)
         losses = [[result[str(n)] for result in results] for n in LENGTHS]
         rows.append([name, *map(spread, losses), difference(losses[-1], losses[0])])
