@@ -6,12 +6,13 @@ And each script explains its flags.
 import glob
 import os
 import re
+import statistics
 
 import test_configurator
 from harness import ROOT, done, parametrize
 from test_docs import check_commands, check_links, commands, read
 
-from lab.experiments import attention_probabilities
+from lab.experiments import attention_probabilities, tables
 from lab.experiments.results import saved
 from lab.verdict import report
 
@@ -103,6 +104,17 @@ def test_the_card_is_what_the_verdicts_are(monkeypatch, capsys):
     for row in table.split("\n\n")[0].splitlines():
         cells = row.strip("| ").split(" | ")
         assert any(all(cell in line for cell in cells) for line in out.splitlines()), row
+
+
+def test_the_records_are_what_ten_runs_had():
+    page = read("docs/speedrun.md")
+    runs = saved("lab/experiments/compare.json", {})["runs"]
+    for row in tables.RECORDS:
+        losses = [runs[f"records, {row}, seed {seed}"]["val"] for seed in range(1, 11)]
+        mean = statistics.mean(losses)
+        bound = mean + 2.82 * statistics.stdev(losses) / len(losses) ** 0.5
+        cell = f"{mean:.3f} ({min(losses):.3f} to {max(losses):.3f}) < {bound:.3f}"
+        assert cell in page and bound < 1.88, cell
 
 
 def test_the_table_names_every_experiment():
