@@ -270,6 +270,7 @@ STICK = {"attention": "stick_breaking"}
 STICK_LASER = {"attention": "stick_laser"}
 V2 = {"after": "differential_v2", "n_head": 12, "head_dim": 16, "n_kv_head": 6}
 NOWHERE = {"position": "none"}
+RECENT = {"import": "lab.recent"}
 HYBRID = {"heads": "L/L/L/S", "short_attention": "softmax", "window": 255}  # sees all of 256
 IDEAS = {  # with RoPE, unless a row says something else; lab/ideas.py has the papers
     "softmax": {},
@@ -285,6 +286,7 @@ IDEAS = {  # with RoPE, unless a row says something else; lab/ideas.py has the p
     "gate": GATE,
     "gate per head": {"after": "gate_head"},
     "XSA": {"after": "xsa"},
+    "XSA, learned strength": {"after": "xsa_learned"} | RECENT,
     "stick-breaking, gate": STICK | GATE,
     "sink": {"attention": "sink"},
     "SSMax": {"attention": "ssmax"},
