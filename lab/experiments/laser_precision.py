@@ -89,7 +89,7 @@ def errors(name: str, inputs: list[tuple], factor: float) -> list[float]:
 
 @torch.no_grad()
 def measure(command: list[str], where: str) -> dict:
-    """{way: [the standard deviation of its errors, their mean at each factor]} in a run."""
+    """{way: [the standard deviation of its errors, their mean, and at each factor]} of a run."""
     finished("LASER", command, out_dir)
     model, _, settings, _ = open_model("resume", out_dir, "latest")
     model.to(where)

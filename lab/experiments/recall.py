@@ -32,6 +32,7 @@ from configurator import names, run_script
 from errors import UserError
 from lab.experiments.results import check_writable, drawing, save, saved, show_table
 from lab.experiments.runs import code_of, of_text
+from lab.experiments.tables import HYBRID
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
 
@@ -62,8 +63,7 @@ MODELS = {  # flags of the models in the picture
 MARKERS = "oosDv^vP<X"
 STICK = {"attention": "stick_breaking"}
 V2 = {"after": "differential_v2", "n_head": 8, "head_dim": 16, "n_kv_head": 4}
-# as in tables.py; the window holds all pairs
-HYBRID = {"n_layer": 4, "heads": "L/L/L/S", "short_attention": "softmax", "window": 255} | CONV
+FOUR = {"n_layer": 4} | HYBRID | CONV  # the window holds all pairs
 # flags of models with an attention of lab/ideas.py: they run if --only has them
 IDEAS = {
     "stick-breaking, conv": STICK | CONV,
@@ -71,8 +71,8 @@ IDEAS = {
     "differential V2, conv": V2 | CONV,
     "delta rule, conv": {"attention": "delta_rule"} | CONV,
     "LUCID, conv": {"attention": "lucid"} | CONV,  # of lab/recent.py
-    "beta, hybrid, conv": BETA | HYBRID,
-    "beta_squared, hybrid, conv": SQUARED | HYBRID,
+    "beta, hybrid, conv": BETA | FOUR,
+    "beta_squared, hybrid, conv": SQUARED | FOUR,
 }
 ALL = MODELS | IDEAS
 VOCAB = 256

@@ -187,8 +187,10 @@ def test_lasers_precision_and_probabilities(experiment, run, small, tmp_path):
     flags = [f"--out_dir={tmp_path / 'run'}", "--device=cpu"]
     more = f"--config_file={small} --batches=2 --batch_size=4".split()
     more += ["--extra=--n_layer=2 --max_iters=3", f"--out={tmp_path / 'errors.json'}"]
-    for _ in range(2):  # the second time it reads them from --out
-        (rows,) = tables(done(run("lab.experiments.laser_precision", *flags, *more)))
+    for is_measured in (True, False):  # the second time it reads them from --out
+        out = done(run("lab.experiments.laser_precision", *flags, *more))
+        assert ("errors, cpu" in out) == is_measured
+        (rows,) = tables(out)
         error = {name: float(mean.split()[0]) for name, mean, *_ in rows}
         assert error["LASER, ours"] < 1.5 * error["softmax"] < 0.005 < error["LASER, vanilla"]
         assert rows[2][0] == "LASER, ours" and max(map(float, rows[2][2:])) < 0.005
