@@ -45,7 +45,7 @@ table = "cores"  # the tables, separated by commas: a name in TABLES
 rows = ""  # a table of one's own in their place: "name: flags of train.py; other name: flags"
 only = ""  # the rows to run, separated by semicolons; empty: all
 config_file: str | None = None  # the config file of every run; None: the table's
-seeds: int | None = None  # runs of each row, with the seeds 1, 2, ...; None: the table's number
+seeds: int | None = None  # runs of each row, most with the seeds 1, 2, ...; None: the table's number
 against = ""  # show: the row that all rows are compared with; empty: the table's choice
 extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
 jobs = 1  # runs at the same time; they share the cores of the CPU
@@ -71,7 +71,7 @@ def base(t: Table, row: str) -> str:
 
 def counted(t: Table) -> range:
     """The seeds of the runs that are compared."""
-    return range(1, (seeds or t.seeds) + 1)
+    return range(t.first_seed, t.first_seed + (seeds or t.seeds))
 
 
 def key_of(t: Table, row: str) -> str:

@@ -22,6 +22,7 @@ class Table:
     steps: int | None = None  # of a run; a number: rows are compared in equal time as well
     tune: tuple[float, ...] = ()  # learning rates to try for each row, with other seeds
     seeds: int = 3  # runs of each row
+    first_seed: int = 1
     keep: tuple[str, ...] = ()  # curves to store, see runs.result_of
     vocab_size: int = 65  # of the data set, for times
     name: str = ""  # its key in TABLES
@@ -174,6 +175,17 @@ RECORDS = rows_of("""
 Muon: --max_iters=330 --lr_decay_iters=330
 stick-breaking: --import=lab.ideas --attention=stick_breaking --position=none --rope_base=None \
 --conv=4 --mlp=swiglu --n_hidden=128 --max_iters=210 --lr_decay_iters=210
+""")
+# track 2, and the run of nanoGPT's README, whose time it has
+IN_NANOGPTS_TIME = rows_of("""
+stick-breaking, 950 steps: --n_layer=3 --n_head=3 --n_embd=96 --block_size=128 --batch_size=16 \
+--muon_beta=0.9 --import=lab.ideas --attention=stick_breaking --position=none --rope_base=None \
+--conv=4 --mlp=swiglu --n_hidden=192 --max_iters=950 --lr_decay_iters=950
+""")
+NANOGPT = rows_of("""
+nanoGPT's flags: --device=cpu --eval_iters=146 --eval_interval=2000 --log_interval=100 \
+--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 \
+--lr_decay_iters=2000 --dropout=0.0 --sample_tokens=0
 """)
 WARMUP = {
     f"{where} {rate:g} warm-up {n}": {"where": where, "learning_rate": rate, "warmup_iters": n}
@@ -330,7 +342,12 @@ SIZES = {
     "3 x 96": {"n_layer": 3, "n_head": 6, "n_embd": 96},
     "4 x 128": {"n_layer": 4, "n_head": 8, "n_embd": 128},
 }
+AT_1000 = steps_of(1000, 10) | {"eval_iters": 73, "min_lr": 0.0}
 SETTLED = {f"{name}, {size}": SIZES[size] | flags for size in SIZES for name, flags in TWO.items()}
+FRESH = {  # at the rates that laser_settled and laser.py have found, with seeds that they have not
+    "4 x 128": SIZES["4 x 128"] | {"learning_rate": 5e-3},
+    "5 x 192": {"n_layer": 5, "n_head": 12, "n_embd": 192, "learning_rate": 2e-3},
+}
 ASPECT = {  # as many weights
     "3 x 96": {"n_layer": 3, "n_embd": 96, "n_head": 6},
     "1 x 164": CHOICES["1 x 164"],
@@ -362,7 +379,7 @@ TABLES = {
     ),
     "laser_settled": Table(
         SETTLED,
-        flags=steps_of(1000, 10) | {"eval_iters": 73, "min_lr": 0.0},
+        flags=AT_1000,
         against={
             "LASER, 3 x 96": "softmax, 3 x 96",
             "LASER, 4 x 128": "softmax, 4 x 128",
@@ -370,6 +387,14 @@ TABLES = {
         },
         tune=(2.5e-3, 5e-3, 1e-2, 2e-2),
         seeds=8,
+        keep=("val_loss",),
+    ),
+    "laser_fresh": Table(
+        {f"{name}, {size}": FRESH[size] | flags for size in FRESH for name, flags in TWO.items()},
+        flags=AT_1000,
+        against={f"{name}, {size}": f"softmax, {size}" for size in FRESH for name in TWO},
+        seeds=8,
+        first_seed=9,
         keep=("val_loss",),
     ),
     "differential": Table(
@@ -387,6 +412,8 @@ TABLES = {
     "speedrun": Table(SPEEDRUN, "config/speedrun_shakespeare_char_cpu.py"),
     "speedrun_more": Table(SPEEDRUN_MORE, "config/speedrun_shakespeare_char_cpu.py"),
     "records": Table(RECORDS, "config/speedrun_shakespeare_char_cpu.py", seeds=10),
+    "in_nanogpts_time": Table(IN_NANOGPTS_TIME, "config/speedrun_shakespeare_char_cpu.py"),
+    "nanogpt": Table(NANOGPT, "config/train_shakespeare_char.py"),
     "warmup": Table(WARMUP, flags=steps_of(1000)),
     "narang": Table(NARANG, flags=steps_of(1000)),
     "maps": Table(MAPS, flags=BETA | {"position": "rope"} | steps_of(1000)),
@@ -454,7 +481,7 @@ TABLES = {
         seeds=8,
     ),
     "equal_novels": Table(
-        in_time(400, 477, 385, 386, window=50),
+        in_time(400, 480, 420, 416, window=50),
         NOVELS,
         LONG | IMPORT | {"block_size": 1024, "position": "rope", "min_lr": 0.0},
         tune=(1.5e-3, 3e-3, 6e-3),

@@ -1,0 +1,104 @@
+"""The times in docs/benchmarks.md and docs/speedrun.md, each with the command that it is from.
+
+    python -m lab.experiments.speeds                   # prints the project's own
+    python -m lab.experiments.speeds --out=mine.json   # measures: about an hour on two cores
+
+COMMANDS write files, of which the medians are kept, and the medians of the ratios to the first row.
+RUNS are whole processes of train.py, from start to end, in turns: the medians of their seconds.
+"""
+
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from configurator import run_script
+from lab.experiments.results import measured, show_table
+from lab.experiments.runs import as_flags
+from lab.experiments.tables import TABLES
+
+out = "lab/experiments/speeds.json"  # the results
+
+SOME = 'bench.py --only="sdpa,beta,softmax SSSSSL"'
+MODELS = "-m lab.experiments.model_times"
+COMMANDS = (
+    "bench.py",
+    SOME + " --batch_size=1 --lengths=2048,8192",
+    SOME + " --lengths=4096,8192,16384 --repeats=5",
+    "bench.py --import=lab.positions --only=sdpa,alibi,t5,relative --lengths=1024",
+    MODELS,
+    MODELS + " --what=step --dtype=bfloat16",
+    MODELS + " --what=decode --lengths=8192 --repeats=1",
+)
+RUNS = ("nanogpt", "records", "in_nanogpts_time")  # tables of tables.py
+REPEATS = 3
+
+
+def rows_of(command: str) -> dict[str, dict]:
+    """{part: {row: {"both, n = 512": (milliseconds, their ratio to the first row's)}}}.
+
+    And {"bytes, n = 512": number} of the peak of memory, or of a cache.
+    """
+    kept = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "times.json")
+        subprocess.run([sys.executable, *shlex.split(command), f"--out={path}"], check=True)
+        with open(path) as f:
+            results = json.load(f)
+    results.pop("about")
+    for part, rows in results.items():
+        table = kept.setdefault(part, {})
+        for row in rows:
+            cells = table.setdefault(row["subject"], {})
+            size = f"n = {row['n']}"
+            for name, ms in row["median"].items():
+                cells[f"{name}, {size}"] = ms, row["ratio"][name]
+            for name in {"peak bytes", "cache, bytes"} & {*row}:
+                cells[f"bytes, {size}"] = row[name]
+    return kept
+
+
+def seconds(runs: dict) -> dict[str, float]:
+    """{run: the median of the seconds that its command takes}."""
+    taken = {name: [] for name in runs}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(REPEATS):
+            for name, command in runs.items():
+                began = time.perf_counter()
+                args = [sys.executable, "train.py", *command, f"--out_dir={folder}/out"]
+                subprocess.run(args, check=True)
+                taken[name].append(time.perf_counter() - began)
+    return {name: statistics.median(x) for name, x in taken.items()}
+
+
+def cell(x: list | int | None) -> str:
+    """A median with its ratio, or a number of bytes."""
+    if isinstance(x, int):
+        return f"{x:,}"
+    return f"{x[0]:.4g}, {x[1]:.2f}x" if x else ""
+
+
+def main() -> None:
+    for command in COMMANDS:
+        for part, rows in measured(out, "times", command, "", rows_of, command).items():
+            measures = dict.fromkeys(name.split(",")[0] for row in rows.values() for name in row)
+            for measure in measures:
+                columns = [name for name in next(iter(rows.values())) if name.startswith(measure)]
+                table = [[row, *(cell(x.get(name)) for name in columns)] for row, x in rows.items()]
+                show_table(f"{part}, {' | '.join(columns)}", table)
+    runs = {}
+    for t in map(TABLES.get, RUNS):
+        for row, flags in t.rows.items():
+            runs[row] = [t.file, *as_flags(t.flags | flags | {"eval_iters": 1, "seed": 1})]
+    taken = measured(out, "seconds", "train.py", "", seconds, runs)
+    first, *_ = taken.values()
+    rows = [[name, f"{x:.1f}", f"{x / first:.3f}"] for name, x in taken.items()]
+    show_table("run | seconds | ratio to the first run's", rows)
+
+
+if __name__ == "__main__":
+    run_script(globals())
