@@ -24,7 +24,6 @@ In Python, with ids a list of token ids:
 """
 
 import math
-import warnings
 from itertools import zip_longest
 from json import dump
 from typing import Literal, NamedTuple
@@ -156,31 +155,6 @@ def labels(tok: Tokenizer, ids: list[int]) -> list[str]:
     return texts
 
 
-def fonts_with(text: str) -> list[str]:
-    """Families of installed fonts that have the characters of a text, the usual one first.
-
-    Prints a line if no font has some of them: boxes stand in their place.
-    """
-    from matplotlib import font_manager
-
-    families = ["monospace"]
-    files = [(font_manager.findfont("monospace"), "")]
-    installed = font_manager.fontManager.ttflist
-    files += [(f.fname, f.name) for f in installed if "Last Resort" not in f.name]  # of boxes
-    missing = set(text)
-    for file, family in files:
-        if not missing:
-            break
-        there = missing.intersection(map(chr, font_manager.get_font(file).get_charmap()))
-        missing -= there
-        if there and family:
-            families.append(family)
-    if missing:
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # matplotlib's, for each of them
-        note(f"no installed font has {''.join(sorted(missing))}: boxes stand for these characters")
-    return families
-
-
 def draw(rows: list[list[Map]], tokens: list[str]) -> object:
     """A matplotlib Figure of a grid of maps, with the tokens on its outer axes where they fit.
 
@@ -203,7 +177,6 @@ def draw(rows: list[list[Map]], tokens: list[str]) -> object:
     # asinh is linear near 0 and a logarithm further out: a tenth of the largest weight still has
     # a colour.
     norm = colors.AsinhNorm(most / 10, -most if signed else 0.0, most)
-    fonts = fonts_with("".join(tokens))
     for r, row in enumerate(rows):
         for column, m in enumerate(row, 1):
             ax = figure.add_subplot(len(rows), columns, r * columns + column)
@@ -211,7 +184,7 @@ def draw(rows: list[list[Map]], tokens: list[str]) -> object:
             seen = visible(m.weights, m.weights, m.window) | (m.weights != 0)  # shows a leak too
             weights = m.weights.where(seen, math.nan).numpy()
             image = ax.imshow(weights, cmap="RdBu" if signed else "YlGnBu", norm=norm)
-            _label(ax, tokens, side * 72 / len(tokens), fonts)
+            _label(ax, tokens, side * 72 / len(tokens))
     figure.colorbar(
         image,
         ax=figure.axes,
@@ -224,17 +197,17 @@ def draw(rows: list[list[Map]], tokens: list[str]) -> object:
     return figure
 
 
-def _label(ax, tokens, point, fonts):
+def _label(ax, tokens, point):
     """Names the axes of a map, and labels them with the tokens, or with numbers if they are many.
 
-    point: the room of a token, in points. fonts: families, for the tokens.
+    point: the room of a token, in points.
     """
     ax.set(xlabel="key", ylabel="query", facecolor="0.85")
     if point >= 5:
         font = min(10.0, 0.92 * point)
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_ticks(
-                range(len(tokens)), tokens, fontsize=font, family=fonts, parse_math=False
+                range(len(tokens)), tokens, fontsize=font, family="monospace", parse_math=False
             )
         if max(map(len, tokens)) > 1:
             ax.tick_params("x", rotation=90)

@@ -113,7 +113,7 @@ def results_of(keys: list[tuple], seeds: Iterable[int], make: bool) -> dict:
             flags |= s["more"][recipe][1]
         name = f"{scale}, {size}, {attention}, {recipe}, {rate:g}, seed "
         rows[key] = name, s["file"], flags | {"learning_rate": rate}
-    keep = ("val_loss", "loss", "norm", "first")
+    keep = ("val_loss", "norm")
     return by_seed(rows, seeds, extra, out, out_dir, jobs, make, keep)
 
 
@@ -162,11 +162,10 @@ def norm_ratio(softmax: dict, laser: dict) -> list[float]:
 
 
 def draw(tuned: dict, same_rate: dict) -> None:
-    """The power law (figure 4), losses (2), the gradient norms' ratio (3), the first losses (6)."""
+    """The power law (figure 4), and the ratio of the gradient norms (figure 3)."""
     sizes = list(SCALES[scale]["sizes"])
     n = list(map(parameters, sizes))
-    large = sizes[-1]
-    with drawing(picture, 2, 2, 13, 8) as (law, loss, norm, first):
+    with drawing(picture, 1, 2, 13, 4) as (law, norm):
         for i, color in enumerate(("black", "C1")):
             attention = ATTENTIONS[i]
             by_size = [finals(tuned[size, "adamw", attention][1]) for size in sizes]
@@ -174,15 +173,6 @@ def draw(tuned: dict, same_rate: dict) -> None:
             label = f"{attention}: {a:.2f} n^{b:.4f}"
             law.plot(n, [a * x**b for x in n], color=color, label=label)
             law.plot(n, by_size, "o", color=color, alpha=0.6)
-            for key, line in (("val_loss", "-"), ("loss", ":")):
-                curve = same_rate[large, "adamw"][i]["curves"][key]
-                label = f"{attention}, {key}"
-                loss.plot(curve["iter"], curve[key], line, color=color, label=label)
-            for j, size in enumerate(sizes):
-                curve = same_rate[size, "adamw"][i]["curves"]["first"]
-                apart = [x + 2 * j for x in curve["first"]]
-                label = None if j else attention
-                first.plot(curve["iter"], apart, color=color, label=label)
         for size in sizes:
             pair = same_rate[size, "adamw"]
             ratio = norm_ratio(*pair)
@@ -191,15 +181,8 @@ def draw(tuned: dict, same_rate: dict) -> None:
         less = ", ".join(f"{share:.1%}" for share in shares(tuned))
         law.set_title(f"power law; fewer parameters: {less} (paper: 15.65%)")
         law.set(xscale="log", yscale="log", xlabel="parameters", ylabel="validation loss")
-        loss.set_title(f"losses, {large} (paper's 301M: LASER 2.595, softmax 2.641)")
-        loss.set(xlabel="step", ylabel="loss", ylim=(None, 3.5))
         norm.set_title("LASER's gradient norm / softmax's, same rate (paper: above 1)")
         norm.set_xlabel("step")
-        title = (
-            "first losses, the largest of 5 steps, sizes 2 apart (paper: LASER has fewer spikes)"
-        )
-        first.set_title(title)
-        first.set_xlabel("step")
 
 
 def show(tuned: dict, same_rate: dict) -> None:

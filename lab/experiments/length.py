@@ -10,7 +10,6 @@ steps   time and peak memory of a training step for each row of ROWS and each le
         disturb it less; with one thread it is that of an idle machine.
 double  how much longer a step takes when the text gets twice as long, for the last two of
         --double: the median of rounds in which both lengths take turns.
-draw    the picture
 show    the table
 
 Results that are in --out are not measured again, so you can stop the script and start it again.
@@ -25,13 +24,13 @@ import torch
 
 from bench import interleaved, medians, ratios
 from configurator import names, positive, run_script
-from lab.experiments.results import drawing, measured, saved, show_table
+from lab.experiments.results import measured, saved, show_table
 from lab.experiments.runs import of_code
 from lab.experiments.times import apart, max_rss, timed_step
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER, Settings
 
-what = "steps,double,draw,show"  # the parts: see above
+what = "steps,double,show"  # the parts: see above
 only = ""  # the rows to measure, separated by semicolons; empty: all
 lengths = "1024,4096,8192,16384,65536"  # tokens of the one sequence of a step
 double = "8192,16384"  # the two lengths that are compared in rounds
@@ -39,7 +38,6 @@ repeats = 5  # rounds of that comparison; a step of the part steps is repeated a
 patience = 90.0  # seconds; after a longer step a row gets no longer text
 most_memory = 8.0  # GiB; a row ends before a step that would need more
 out = "lab/experiments/length.json"  # the results
-picture = "lab/pictures/length.png"  # the picture
 
 SIZES = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 256, "position": "rope"}
 SHORT = {"heads": "SSSL", "window": 16}
@@ -131,27 +129,6 @@ def measure_double() -> None:
         measured(out, "double", name, long, *args, of=of_code(ROWS[name]))
 
 
-def draw() -> None:
-    """Time and memory of a training step against the length, on log axes."""
-    rows = saved(out, {"steps": {}})["steps"]
-    ticks = sorted({int(n) for row in rows.values() for n in row})
-    with drawing(picture, 1, 2, 12, 5) as axes:
-        axes[0].set_ylabel("seconds of a training step")
-        axes[1].set_ylabel("peak memory of a step, MiB")
-        for i, (name, row) in enumerate(rows.items()):
-            color = "black" if name == "softmax" else f"C{i}"
-            line = "--o" if "8 heads" in name else "-o"
-            x = [int(n) for n in row]
-            axes[0].plot(x, [r["s"] for r in row.values()], line, color=color, ms=4)
-            memory = [r["bytes"] / 2**20 for r in row.values()]
-            axes[1].plot(x, memory, line, color=color, ms=4, label=name)
-        for ax in axes:
-            ax.set(xscale="log", yscale="log", xlabel="tokens")
-            ax.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
-            ax.minorticks_off()
-        axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
 def show() -> None:
     """Print the table."""
     results = saved(out, {"steps": {}, "double": {}})
@@ -170,7 +147,7 @@ def show() -> None:
 
 
 def main() -> None:
-    parts = {"steps": measure_steps, "double": measure_double, "draw": draw, "show": show}
+    parts = {"steps": measure_steps, "double": measure_double, "show": show}
     for part in names(what, parts):
         parts[part]()
 

@@ -30,18 +30,17 @@ from torch import Tensor
 from attention.scores import visible
 from configurator import at_least_one, names, run_script
 from errors import UserError
-from lab.experiments.results import check_writable, difference, drawing, measured, show_table
+from lab.experiments.results import check_writable, difference, measured, show_table
 from lab.experiments.runs import of_code
 
 # What is measured?
-what = "sweep,full,show"  # the parts to run, separated by commas; show: the tables and the picture
+what = "sweep,full,show"  # the parts to run, separated by commas; show: the tables
 seeds = "1,2,3"  # each decides the random numbers of a fit: the target, q and k
 n = 2500  # tokens of the part full
 steps = 100000  # steps of Adam of the part full
 sweep_steps = 10000  # steps of Adam of the part sweep
 device = "cpu"  # cpu, cuda or mps
 out = "lab/experiments/local_dependencies.json"  # the results
-picture = "lab/pictures/local_dependencies.png"  # the picture
 
 BAND = 50  # tokens that the target looks back
 SPAN = 50  # tokens that short attention looks back
@@ -169,33 +168,9 @@ def show(fitted: dict) -> None:
     show_table(f"{columns} | largest score | rank", lines)
 
 
-def draw(fitted: dict) -> None:
-    """Shares missed and largest scores over steps (figures 2c, 2d); shares missed by d and n."""
-    full = (n, 25, 0.1)
-    if (full, "long") not in fitted:
-        full = BY_N[-1]
-    with drawing(picture, 1, 4, 18, 4) as (missed, largest, by_d, by_n):
-        for attention, color in (("long", "black"), ("short", "C0")):
-            for i, fit in enumerate(fitted[full, attention][1]):
-                x = [step / 1000 for step in fit["step"][1:]]
-                style = {"color": color, "label": None if i else attention}
-                missed.plot(x, fit["missed"][1:], **style)
-                largest.plot(x, fit["largest"][1:], **style)
-            for ax, column, rows in ((by_d, 1, BY_D), (by_n, 0, BY_N)):
-                if all((row, attention) in fitted for row in rows):
-                    x = [row[column] for row in rows]
-                    y = [statistics.mean(last(fitted[row, attention][1], "missed")) for row in rows]
-                    ax.plot(x, y, "o-", color=color, label=attention)
-        title = f"share missed, n = {full[0]}, d = {full[1]} (figure 2c)"
-        missed.set(title=title, xlabel="thousand steps", yscale="log")
-        largest.set(title="largest score (figure 2d)", xlabel="thousand steps")
-        by_d.set(title=f"share missed, n = 500, {sweep_steps:,} steps", xlabel="d", yscale="log")
-        by_n.set(title=f"share missed, d = 25, {sweep_steps:,} steps", xlabel="n")
-
-
 def main() -> None:
     at_least_one(n=n, steps=steps, sweep_steps=sweep_steps)
-    check_writable(out, picture)
+    check_writable(out)
     torch.set_flush_denormal(True)
     parts = names(what, ["sweep", "full", "show"])
     fitted = {}
@@ -209,7 +184,6 @@ def main() -> None:
         )
     if "show" in parts:
         show(fitted)
-        draw(fitted)
 
 
 if __name__ == "__main__":

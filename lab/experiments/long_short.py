@@ -197,12 +197,12 @@ def perplexity(results: list[dict]) -> float:
     return statistics.mean(map(math.exp, finals(results)))
 
 
-def draw(by_length: dict, by_rate: dict) -> None:
-    """Losses and scores over steps (figures 1, 3, 4), over lengths (5, 6), over learning rates."""
+def draw(by_length: dict) -> None:
+    """Losses and scores over steps (figures 1, 3, 4), and over lengths (5, 6)."""
     s = SCALES[scale]
     n = max(s["lengths"])
     x = [*map(str, s["lengths"])]
-    with drawing(picture, 2, 3, 15, 8) as (loss, score, at_border, end, score_end, score_border):
+    with drawing(picture, 2, 2, 12, 8) as (loss, score, end, score_end):
         for i, model in enumerate(s["models"]):
             color = f"C{i - 1}" if i else "black"
             for heads, line in ((6, "-"), (2, ":")):
@@ -213,20 +213,10 @@ def draw(by_length: dict, by_rate: dict) -> None:
                 rows = [by_length[length, heads, model] for length in s["lengths"]]
                 end.plot(x, [*map(perplexity, rows)], marker="o", **style)
                 score_end.plot(x, [*map(largest, rows)], marker="o", **style)
-            rates = {key[0]: runs for key, runs in by_rate.items() if key[1] == model}
-            if rates:
-                style = {"color": color, "marker": "o", "label": f"{model}, 6 heads"}
-                losses = [statistics.mean(finals(runs)) for runs in rates.values()]
-                at_border.plot([*rates], losses, **style)
-                score_border.plot([*rates], [*map(largest, rates.values())], **style)
         loss.set(title=f"training loss, n = {n} (figures 1a, 3b, 4a, 4b)", xlabel="step")
         score.set(title=f"largest score, n = {n} (figures 1b, 4c)", xlabel="step", yscale="log")
         end.set(title="perplexity (figures 5, 6: LS 36, short 42, QK-norm 112)", xlabel="n")
         score_end.set(title="largest score of the whole run (figure 4c)", xlabel="n", yscale="log")
-        at_border.set(title=f"last validation loss, n = {s['border'][0]}")
-        score_border.set(title="largest score of the whole run", yscale="log")
-        for ax in (at_border, score_border):
-            ax.set(xlabel="learning rate", xscale="log")
 
 
 def show_lengths(by_length: dict) -> None:
@@ -276,7 +266,7 @@ def main() -> None:
     by_rate = border("border" in parts, by_length)
     in_bfloat16 = bfloat16("bfloat16" in parts, by_length, by_rate)
     if "show" in parts:
-        draw(by_length, by_rate)
+        draw(by_length)
         show_lengths(by_length)
         show_border(by_rate)
         show_bfloat16(in_bfloat16)

@@ -260,20 +260,14 @@ def result_of(log: list[dict], keep: tuple, first_seed: bool) -> dict:
     "val": the last validation loss; "best": the lowest; "train": the last training loss;
     "spikes": see `spikes`; "curves": {a name in keep: its curve}, but for other seeds than the
     first only those of the evaluations; and where there are any "max_logit", the largest score,
-    and "diverged", the step at which a loss was not finite.
-
-    keep: names in the log, and "first": the first 100 losses, of which a curve has the largest of
-    each five.
+    and "diverged", the step at which a loss was not finite. keep: names in the log.
     """
     losses = [row for row in log if "loss" in row]
     vals = [row["val_loss"] for row in log if "val_loss" in row]
     trains = [row["train_loss"] for row in log if "train_loss" in row]
     curves = {}
     for name in keep:
-        if name == "first" and first_seed:
-            rows = [{"iter": row["iter"], "first": [row["loss"]]} for row in losses[:100]]
-            curves[name] = curve(rows, name)
-        elif first_seed or name in ("val_loss", "train_loss"):
+        if first_seed or name in ("val_loss", "train_loss"):
             curves[name] = curve(log, name)
     result = {
         "val": vals[-1],

@@ -12,7 +12,7 @@ import lab.positions  # noqa: F401
 from attention.probe import probing
 from attention.scores import distances, visible
 from errors import UserError
-from lab.maps import Map, chosen_maps, draw, fonts_with, in_words, labels, weights_of
+from lab.maps import Map, chosen_maps, draw, in_words, labels, weights_of
 from model import ATTENTION, GPTConfig
 from text.tokenizers import ByteTokenizer, CharTokenizer
 
@@ -183,11 +183,6 @@ def test_a_new_attention_is_drawn(run, train, tmp_path, monkeypatch):
     out = tmp_path / "maps.png"
     flags = (f"--out_dir={tmp_path / 'out'}", "--start=the lord", f"--out={out}")
     done(run("lab.maps", *flags), f"wrote {out}")
-
-
-def test_characters_that_no_font_has_are_named(capsys):
-    assert fonts_with("a\U0010fffd") == ["monospace"]
-    assert "no installed font has \U0010fffd: " in capsys.readouterr().err
 
 
 def test_the_script(run, train, tmp_path):
