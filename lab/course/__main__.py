@@ -1,0 +1,37 @@
+"""Which exercises are done?
+
+python -m lab.course              # a line for each
+python -m lab.course --solutions  # of the solutions
+"""
+
+import importlib
+
+from configurator import run_script
+from lab.course.checks import CHECKS
+
+solutions = False  # look at the solutions, not at the exercises
+
+
+def state(name: str) -> str:
+    """done, to do, or what is wrong."""
+    folder = "lab.course.solutions" if solutions else "lab.course"
+    module = importlib.import_module(f"{folder}.{name}")
+    for check in CHECKS[name]:
+        try:
+            check(module)
+        except NotImplementedError:
+            return f"to do: {check.__name__}"
+        except AssertionError as error:
+            return f"{check.__name__}: {error}"
+        except Exception as error:
+            return f"{check.__name__}: {type(error).__name__}: {error}"
+    return "done"
+
+
+def main() -> None:
+    for name in CHECKS:
+        print(f"{name:16}{state(name)}")
+
+
+if __name__ == "__main__":
+    run_script(globals())

@@ -1,0 +1,359 @@
+"""What the exercises must do: for each a list of checks, which get its module.
+
+A check raises AssertionError with a sentence about what is wrong. All numbers are float64; rows and
+tokens are counted from 0.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attention.scores import plain_form, visible
+from model import beta_attention, laser_attention, softmax_attention
+from positions import rotate, turns
+
+
+def inputs(T: int = 8, D: int = 4) -> list[Tensor]:
+    """q, k and v: random, the same for each check."""
+    return list(torch.randn(3, T, D, generator=torch.manual_seed(1), dtype=torch.float64))
+
+
+def of_core(definition: Callable, **settings: object) -> Callable:
+    """A definition of model.py as attend(q, k, v) -> y, for one head of one sequence."""
+    attend = plain_form(definition)
+    return lambda *x: attend(*(t[None, None] for t in x), **settings)[0, 0]
+
+
+softmax_of_core = of_core(softmax_attention)
+
+
+def equal(y: Tensor, exact: Tensor, what: str, mistakes: dict[str, Tensor] | None = None) -> None:
+    """Each row of y must be that of exact. mistakes: {what is wrong: the y that comes of it}."""
+    shapes = tuple(y.shape), tuple(exact.shape)
+    assert shapes[0] == shapes[1], f"{what} has the shape {shapes[0]}, and should have {shapes[1]}"
+    for mistake, wrong in (mistakes or {}).items():
+        assert not torch.allclose(y, wrong.to(y), atol=1e-6), f"{what}: {mistake}"
+    for i, (row, right) in enumerate(zip(y, exact, strict=True)):
+        found, wanted = ([round(x, 4) for x in t.flatten().tolist()] for t in (row, right))
+        is_right = torch.allclose(row, right.to(row), atol=1e-6)
+        assert is_right, f"{what}: row {i} is {found}, and should be {wanted}"
+
+
+def sees(attend: Callable, right: Tensor) -> None:
+    """Row i of attend(q, k, v) must depend on the tokens j where right[i, j], and on no others."""
+    x = [t.requires_grad_() for t in inputs(len(right))]
+    y = attend(*x)
+    for i in range(len(right)):
+        grads = torch.autograd.grad(y[i].sum(), x, retain_graph=True)
+        is_seen = torch.stack(grads).abs().sum((0, 2)) > 0
+        for j in range(len(right)):
+            assert is_seen[j] <= right[i, j], f"row {i} sees token {j}"
+            assert is_seen[j] >= right[i, j], f"row {i} does not see token {j}"
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most numbers that a tensor had that was made within it."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numbers = max(self.numbers, result.numel())
+        return result
+
+
+def is_linear(attend: Callable) -> None:
+    """attend(q, k, v) must not make T x T numbers."""
+    T = 256
+    with Largest() as largest:
+        attend(*inputs(T))
+    assert largest.numbers < T * T, f"{T} tokens make a tensor of {T} x {T} numbers"
+
+
+# -----------------------------------------------------------------------------
+# 1
+
+
+def mean(m):
+    v = inputs()[2]
+    equal(m.mean(v)[None], v.mean(0)[None], "mean")
+
+
+def scores(m):
+    q, k, _ = inputs()
+    mistakes = {"the scores are not divided by sqrt(D)": q @ k.T}
+    equal(m.scores(q, k), q @ k.T / 2, "scores", mistakes)
+
+
+def softmax(m):
+    s = inputs(5, 7)[0]
+    a = m.softmax(s)
+    column = a.sum(0)
+    assert not torch.allclose(column, torch.ones(7).to(a)), "the columns sum to 1, not the rows"
+    equal(a, s.softmax(-1), "softmax")
+    large = m.softmax(1000 * s)
+    assert large.isfinite().all(), "scores of 1000: a weight is not finite"
+    far = m.softmax(s + torch.tensor([[-2000.0], [0], [0], [0], [0]]))
+    assert far.isfinite().all(), "a row whose scores are far below another row's is not finite"
+
+
+def lookup(m):
+    q, k, v = inputs()
+    equal(m.lookup(q[:3], k, v), (q[:3] @ k.T / 2).softmax(-1) @ v, "lookup")
+    table = torch.eye(4, dtype=torch.float64)
+    found = m.lookup(100 * table[2:3], table, v[:4])
+    equal(found, v[2:3], "lookup of a query that is a hundred times key 2")
+
+
+# -----------------------------------------------------------------------------
+# 2
+
+
+def sees_the_next(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = visible(q, k, None)
+    mask[3, 4] = True
+    return (q @ k.T).where(mask, -math.inf).softmax(-1) @ v
+
+
+def sums_over_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.T).softmax(-1).tril() @ v
+
+
+def subtracts_a_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax_of_core(q, k, v - v.mean(0))
+
+
+SUSPECTS = {
+    "query 3 sees token 4": sees_the_next,
+    "later keys count in the sum of the weights": sums_over_all,
+    "the mean of all values is subtracted": subtracts_a_mean,
+}
+
+
+def seen(m):
+    mask = m.seen(5)
+    for i in range(5):
+        for j in range(5):
+            assert mask[i, j] <= (j <= i), f"seen: row {i} sees token {j}"
+            assert mask[i, j] >= (j <= i), f"seen: row {i} does not see token {j}"
+
+
+def causal_attention(m):
+    sees(m.causal_attention, torch.ones(8, 8, dtype=torch.bool).tril())
+    equal(m.causal_attention(*inputs()), softmax_of_core(*inputs()), "causal_attention")
+
+
+def sees_later(m):
+    assert not m.sees_later(softmax_of_core), "sees_later is True for an attention that is causal"
+    for mistake, attend in SUSPECTS.items():
+        assert m.sees_later(attend), f"sees_later does not find that {mistake}"
+
+
+# -----------------------------------------------------------------------------
+# 3
+
+
+def window_sees(m):
+    q, k, _ = inputs()
+    sees(lambda *x: m.window_attention(*x, 3), visible(q, k, 3))
+
+
+def window_has_no_padding(m):
+    q, k, v = inputs()
+    y = m.window_attention(q, k, torch.ones_like(v), 3)
+    for i in range(8):
+        assert abs(y[i, 0] - 1) < 1e-9, f"the weights of row {i}'s tokens sum to {y[i, 0]:.3f}"
+
+
+def window_is_exact(m):
+    for w in (0, 3, 20):
+        exact = of_core(softmax_attention, window=w)(*inputs())
+        equal(m.window_attention(*inputs(), w), exact, f"a window of {w}")
+
+
+def window_is_linear(m):
+    is_linear(lambda *x: m.window_attention(*x, 3))
+
+
+# -----------------------------------------------------------------------------
+# 4
+
+
+def laser_equals(m):
+    exact = of_core(laser_attention)(*inputs())
+    for name in ("laser_as_written", "laser"):
+        equal(getattr(m, name)(*inputs()), exact, name)
+
+
+def laser_is_safe(m):
+    q, k, v = inputs()
+    before = m.laser(q, k, v)
+    v[5] = 1000.0
+    after = m.laser(q, k, v)
+    for i in range(8):
+        x = after[i, 0].item()
+        assert math.isfinite(x), f"row {i} is {x} after token 5 got a value of 1000"
+    equal(after[:5], before[:5], "rows before a token with a value of 1000")
+    equal(after, of_core(laser_attention)(q, k, v), "laser with a value of 1000")
+
+
+def gradients(m):
+    for a in (0.1, 0.5):
+        laser = a * (1 - a) * (math.exp(5) - 1) / (a * math.exp(5) + 1 - a)
+        for name, found, right in zip(
+            ("softmax", "LASER"), m.gradients(a), (5 * a * (1 - a), laser), strict=True
+        ):
+            assert math.isclose(found, right, rel_tol=1e-6), (
+                f"{name}'s gradient at a weight of {a} is {found:.4f}, and should be {right:.4f}"
+            )
+
+
+def equal_at(m):
+    a = m.equal_at()
+    softmax, laser = m.gradients(a)
+    assert abs(softmax - laser) < 0.02, (
+        f"at a weight of {a:.3f} softmax's gradient is {softmax:.3f}, LASER's {laser:.3f}"
+    )
+
+
+# -----------------------------------------------------------------------------
+# 5
+
+
+def beta(m):
+    q, k, v = inputs()
+    s = (q @ k.T / 2).tril()
+    mistakes = {
+        "the norm has no square root": s @ v / (1 + s.square().sum(-1, keepdim=True)),
+        "q is not divided by sqrt(D)": of_core(beta_attention, scale=1.0)(q, k, v),
+    }
+    equal(m.beta(q, k, v), of_core(beta_attention)(q, k, v), "beta", mistakes)
+    sees(m.beta, visible(q, k, None))
+    is_linear(m.beta)
+
+
+def sum_backward(m):
+    x = [t.requires_grad_() for t in inputs()]
+    q, k, v = x
+    z = (q @ k.T).tril() @ v
+    dz = inputs(16)[0][8:]
+    exact = torch.autograd.grad(z, x, dz)
+    of_earlier = {"dk": (dz @ v.T).triu().T @ q, "dv": (q @ k.T).triu().T @ dz}
+    found = m.sum_backward(*(t.detach() for t in x), dz)
+    for name, grad, right in zip(("dq", "dk", "dv"), found, exact, strict=True):
+        mistakes = {}
+        if name in of_earlier:
+            mistakes["it is a sum over the queries i <= j, not over i >= j"] = of_earlier[name]
+        equal(grad, right, name, mistakes)
+    is_linear(lambda *x: m.sum_backward(*x, x[2])[0])
+
+
+# -----------------------------------------------------------------------------
+# 6
+
+
+def written(step: Callable, n: int, *args: object) -> tuple[Tensor, int]:
+    """(the outputs of n tokens, how many numbers the cache holds in memory after them)."""
+    cache = None
+    rows = []
+    for x in zip(*inputs(n), strict=True):
+        y, cache = step(*x, cache, *args)
+        rows.append(y)
+    return torch.stack(rows), sum(t.untyped_storage().nbytes() // t.itemsize for t in cache)
+
+
+def softmax_step(m):
+    equal(written(m.softmax_step, 20)[0], softmax_of_core(*inputs(20)), "softmax_step")
+
+
+def window_step(m):
+    def windowed(w):
+        return of_core(softmax_attention, window=w)(*inputs(20))
+
+    mistakes = {
+        "it sees tokens before its window": softmax_of_core(*inputs(20)),
+        "its window is a token too short": windowed(2),
+        "its window is a token too long": windowed(4),
+    }
+    equal(written(m.window_step, 20, 3)[0], windowed(3), "window_step", mistakes)
+
+
+def sum_step(m):
+    q, k, v = inputs(20)
+    mistakes = {"the new token does not see itself": (q @ k.T).tril(-1) @ v}
+    equal(written(m.sum_step, 20)[0], (q @ k.T).tril() @ v, "sum_step", mistakes)
+
+
+def cache_sizes(m):
+    right = 160, 24, 16
+    steps = (m.softmax_step, ()), (m.window_step, (3,)), (m.sum_step, ())
+    for (step, args), most in zip(steps, right, strict=True):
+        n = written(step, 20, *args)[1]
+        assert n <= most, (
+            f"after 20 tokens the cache of {step.__name__} holds {n} numbers in memory, not {most} "
+            "(a slice keeps the whole tensor; .clone() copies it)"
+        )
+    found = m.cache_numbers(20, 4, 3)
+    assert found == right, f"cache_numbers(20, 4, 3) is {found}, and should be {right}"
+
+
+# -----------------------------------------------------------------------------
+# 7
+
+
+def sinusoids(m):
+    turn = turns(0, 6, 8, 10000.0, torch.device("cpu"))  # cos and sin: (6, 4, 2)
+    first = turn.flip(-1).flatten(1)
+    mistakes = {
+        "cosines stand before sines": turn.flatten(1),
+        "sines and cosines stand in two halves": turn.flip(-1).mT.flatten(1),
+    }
+    equal(m.sinusoids(6, 8), first, "sinusoids", mistakes)
+
+
+def rope(m):
+    x = inputs()[0]
+    turn = turns(0, 8, 4, 10000.0, torch.device("cpu"))
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = turn.unbind(-1)
+    mistakes = {
+        "it turns clockwise": rotate(x, turn * torch.tensor([1, -1])),
+        "its pairs are d and d + D / 2": torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1),
+    }
+    equal(m.rope(x), rotate(x, turn), "rope", mistakes)
+
+
+def scores_by_position(m):
+    q, k, _ = inputs()
+    s = m.scores_by_position(q[0], k[0], 6)
+    for i in range(1, 6):
+        for j in range(1, 6):
+            before, x = s[i - 1, j - 1].item(), s[i, j].item()
+            assert abs(x - before) < 1e-6, (
+                f"the distance is {i - j}, but the score of {i}, {j} is {x:.4f}, "
+                f"of {i - 1}, {j - 1} {before:.4f}"
+            )
+    assert abs(s[0, 0] - q[0] @ k[0]) < 1e-6, "at distance 0 the score is not q . k"
+
+
+def with_alibi(m):
+    q, k, _ = inputs()
+    far = 0.5 * (torch.arange(8)[:, None] - torch.arange(8))
+    a, b = m.with_alibi(q, k, 0.5)
+    mistakes = {"far keys get higher scores": q @ k.T + far}
+    equal(a @ b.T, q @ k.T - far, "products of q' and k'", mistakes)
+
+
+CHECKS = {
+    "ex1_lookup": (mean, scores, softmax, lookup),
+    "ex2_causal": (seen, causal_attention, sees_later),
+    "ex3_window": (window_sees, window_has_no_padding, window_is_exact, window_is_linear),
+    "ex4_laser": (laser_equals, laser_is_safe, gradients, equal_at),
+    "ex5_beta": (beta, sum_backward),
+    "ex6_cache": (softmax_step, window_step, sum_step, cache_sizes),
+    "ex7_positions": (sinusoids, rope, scores_by_position, with_alibi),
+}

@@ -1,0 +1,38 @@
+"""A solution of exercise 4."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def log_weights(q: Tensor, k: Tensor) -> Tensor:
+    s = q @ k.T / q.shape[-1] ** 0.5
+    return s.where(torch.ones_like(s).tril() > 0, -math.inf).log_softmax(-1)
+
+
+def laser_as_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (log_weights(q, k).exp() @ v.exp()).log()
+
+
+def laser(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (log_weights(q, k)[..., None] + v).logsumexp(1)
+
+
+def gradients(a: float) -> tuple[float, float]:
+    values = torch.tensor([5.0, 0.0], dtype=torch.float64)
+    found = []
+    for attend in (lambda w: w @ values, lambda w: (w @ values.exp()).log()):
+        s = torch.tensor([a, 1 - a], dtype=torch.float64).log().requires_grad_()
+        attend(s.softmax(0)).backward()
+        found.append(s.grad[0].item())
+    return found[0], found[1]
+
+
+def equal_at() -> float:
+    low, high = 0.01, 0.99
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        softmax, laser = gradients(middle)
+        low, high = (middle, high) if laser > softmax else (low, middle)
+    return low

@@ -1,0 +1,120 @@
+"""The course: solutions pass, exercises as given fail, and typical mistakes are named."""
+
+import re
+import types
+
+import pytest
+from harness import parametrize
+from test_docs import read
+
+from lab.course.checks import CHECKS
+
+# {exercise: (what is exchanged in the solution, by what, the message that it gives)}
+WRONG = {
+    "ex1_lookup": [
+        ("total / len(v)", "total", "mean: row 0 is"),
+        (" / q.shape[-1] ** 0.5", "", "the scores are not divided by sqrt(D)"),
+        ("weights.sum(-1, keepdim=True)", "weights.sum(0)", "the columns sum to 1, not the rows"),
+        ("(s - s.amax(-1, keepdim=True))", "s", "scores of 1000: a weight is not finite"),
+        ("s.amax(-1, keepdim=True)", "s.max()", "below another row's is not finite"),
+    ],
+    "ex2_causal": [
+        (".tril()", ".tril(-1)", "seen: row 0 does not see token 0"),
+        ("-math.inf", "0.0", "row 0 sees token 1"),
+        ("@ v", "@ v.cumsum(0)", "causal_attention: row 1 is"),
+        (
+            "grad(y[i].sum(), x,",
+            "grad(y[i].sum(), x[2:],",
+            "sees_later does not find that later keys count in the sum of the weights",
+        ),
+        ("range(8)", "range(7, 8)", "sees_later does not find that query 3 sees token 4"),
+        ("[i + 1 :]", "[i:]", "sees_later is True for an attention that is causal"),
+    ],
+    "ex3_window": [
+        ("    T, D", "    w = w - 1\n    T, D", "row 3 does not see token 0"),
+        ("s.where(j >= 0, -math.inf)", "s", "the weights of row 0's tokens sum to 0."),
+        (
+            "    T, D = q.shape",
+            "    T, D = q.shape\n"
+            "    far = torch.arange(T)[:, None] - torch.arange(T)\n"
+            "    s = (q @ k.T / D**0.5).where((far >= 0) & (far <= w), -math.inf)\n"
+            "    return s.softmax(-1) @ v",
+            "256 tokens make a tensor of 256 x 256 numbers",
+        ),
+    ],
+    "ex4_laser": [
+        ("v.exp()).log()", "v.exp())", "laser_as_written: row 0 is"),
+        (
+            "(log_weights(q, k)[..., None] + v).logsumexp(1)",
+            "(log_weights(q, k).exp() @ (v - v.amax(0)).exp()).log() + v.amax(0)",
+            "row 0 is -inf after token 5 got a value of 1000",
+        ),
+        (
+            "(log_weights(q, k)[..., None] + v).logsumexp(1)",
+            "laser_as_written(q, k, v)",
+            "row 0 is nan after token 5 got a value of 1000",
+        ),
+        ("return low", "return 0.5", "at a weight of 0.500 softmax's gradient is 1.250"),
+    ],
+    "ex5_beta": [
+        (".sqrt()", "", "beta: the norm has no square root"),
+        ("    q = q / D**0.5\n", "", "beta: q is not divided by sqrt(D)"),
+        (
+            "in reversed(range(len(q)))",
+            "in range(len(q))",
+            "dk: it is a sum over the queries i <= j, not over i >= j",
+        ),
+        (
+            "    dq, dk, dv =",
+            "    return (dz @ v.T).tril() @ k, (dz @ v.T).tril().T @ q, (q @ k.T).tril().T @ dz\n"
+            "    dq, dk, dv =",
+            "256 tokens make a tensor of 256 x 256 numbers",
+        ),
+    ],
+    "ex6_cache": [
+        ("first = max(0, len(keys) - w)", "first = 0", "it sees tokens before its window"),
+        ("len(keys) - w", "len(keys) - w + 1", "its window is a token too short"),
+        ("return q @ S, (S,)", "return q @ S - q @ k * v, (S,)", "does not see itself"),
+        (".clone()", "", "holds 32 numbers in memory, not 24"),
+    ],
+    "ex7_positions": [
+        ("(t.sin(), t.cos())", "(t.cos(), t.sin())", "cosines stand before sines"),
+        ("(t.sin(), t.cos()), dim=-1", "(t.sin(), t.cos()), dim=1", "stand in two halves"),
+        ("- b * t.sin(), a * t.sin() +", "+ b * t.sin(), -a * t.sin() +", "it turns clockwise"),
+        (
+            "rope(k.expand(T, -1)).T",
+            "k.expand(T, -1).T",
+            "the distance is 0, but the score of 1, 1",
+        ),
+        ("(q, -i, one)", "(q, i, -one)", "far keys get higher scores"),
+    ],
+}
+
+
+def module_of(text):
+    module = types.ModuleType("exercise")
+    exec(text, module.__dict__)
+    return module
+
+
+def solution(name):
+    return read(f"lab/course/solutions/{name}.py")
+
+
+@parametrize("name", CHECKS)
+def test_solutions_pass_and_exercises_fail(name):
+    exercise = module_of(read(f"lab/course/{name}.py"))
+    for check in CHECKS[name]:
+        check(module_of(solution(name)))
+        with pytest.raises(NotImplementedError):
+            check(exercise)
+
+
+@parametrize("name", CHECKS)
+def test_mistakes_are_named(name):
+    for old, new, message in WRONG[name]:
+        assert old in solution(name)
+        module = module_of(solution(name).replace(old, new))
+        with pytest.raises(AssertionError, match=re.escape(message)):
+            for check in CHECKS[name]:
+                check(module)
