@@ -44,7 +44,7 @@ from text.sampling import stream
 # then B counts sequences and heads, and H counts blocks of queries.
 #
 # A class in ATTENTION is a whole layer, in the place of CausalSelfAttention: own(c, layer) with
-# forward(x, context) -> (B, T, C). docs/ideas.md says what else it has.
+# forward(x, context) -> (B, T, C). docs/attention.md says what else it has.
 
 
 def softmax_attention(s, seen, v, drop):

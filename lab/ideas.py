@@ -6,10 +6,10 @@ Importing this file adds them to model.ATTENTION and to choices.AFTER; a file of
 same. model.py explains the arguments of a definition, choices.py a module after attention.
 lab/results/ideas.md has their losses.
 
-Not here, since they are no functions of scores: value residuals (arXiv 2410.17897; docs/ideas.md)
-and nGPT (2410.01131) change the residual stream, MLA (2405.04434) the projections; NSA (2502.11089)
-chooses keys by blocks; Kimi's delta attention (2510.26692) has a decay for each channel. The
-package flash-linear-attention has kernels for some.
+Not here, since they are no functions of scores: value residuals (arXiv 2410.17897;
+docs/attention.md) and nGPT (2410.01131) change the residual stream, MLA (2405.04434) the
+projections; NSA (2502.11089) chooses keys by blocks; Kimi's delta attention (2510.26692) has a
+decay for each channel. The package flash-linear-attention has kernels for some.
 """
 
 import math

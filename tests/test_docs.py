@@ -22,7 +22,8 @@ from positions import POSITION
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
 LINK = re.compile(r"""\[([^\]]*)\]\(<?([^)>\s]+)>?(?:\s+["'][^)]*)?\)""")  # [words](target "title")
-OTHER_LINK = re.compile(r"(?m)^ *\[[^\]]+\]:|<[^>]*\b(?:src|href) *=")  # [words]: target, and HTML
+# [words]: target, and HTML; not [^footnote]: words
+OTHER_LINK = re.compile(r"(?m)^ *\[[^^\]][^\]]*\]:|<[^>]*\b(?:src|href) *=")
 # flags of torchrun, pytest, ruff, lm_eval and tensorboard, and words for a flag
 OTHERS = (
     "--model --model_args --include_path --logdir --standalone --nproc_per_node --nnodes "
@@ -230,8 +231,9 @@ def test_add_your_own(data, tmp_path):
 
 @parametrize("name", ["forgetting", "gated_delta"])
 def test_ideas_that_are_no_function_of_scores(name, run, train, tmp_path, monkeypatch):
-    """Each file of docs/ideas.md trains as printed, and a cache changes no text."""
-    block = next(block for block in PYTHON_BLOCK.findall(read("docs/ideas.md")) if name in block)
+    """Each file of docs/attention.md trains as printed, and a cache changes no text."""
+    blocks = PYTHON_BLOCK.findall(read("docs/attention.md"))
+    block = next(block for block in blocks if name in block)
     module = f"my_{name}"
     (tmp_path / f"{module}.py").write_text(block, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -248,8 +250,8 @@ def test_ideas_that_are_no_function_of_scores(name, run, train, tmp_path, monkey
 
 
 def test_a_value_residual_is_four_edited_lines(tmp_path, monkeypatch):
-    """The edit of docs/ideas.md, made as printed, trains: each value is a mean with the first."""
-    (diff,) = re.findall(r"(?ms)^```diff\n(.*?)^```$", read("docs/ideas.md"))
+    """The edit of docs/attention.md trains as printed: each value is a mean with the first."""
+    (diff,) = re.findall(r"(?ms)^```diff\n(.*?)^```$", read("docs/attention.md"))
     text = read("model.py")
     for hunk in re.split(r"(?m)^@@.*\n", diff)[1:]:
         lines = hunk.splitlines()
