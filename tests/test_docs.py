@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import torch
-from harness import ROOT, Workers, assert_equal, done, parametrize, refused, slow
+from harness import QUICK, ROOT, SMALL, Workers, assert_equal, done, parametrize, refused, slow
 from test_configurator import SCRIPTS
 
 from attention.probe import probing
@@ -145,7 +145,7 @@ def check_commands(run, pages: dict[str, list[str]], scripts: list[str]) -> None
 
     @functools.cache
     def flags_of(script):
-        out = done(run(script, "--help"))
+        out = done(run(str(script), "--help"))
         return {"--help", "--import", *re.findall(r"(?m)^ +(--\w+)", out)}
 
     def check(path, line):
@@ -249,15 +249,36 @@ def test_ideas_that_are_no_function_of_scores(name, run, train, tmp_path, monkey
         assert cached == done(run("sample.py", *sample, "--no-use_cache"))
 
 
-def test_a_value_residual_is_four_edited_lines(tmp_path, monkeypatch):
-    """The edit of docs/attention.md trains as printed: each value is a mean with the first."""
-    (diff,) = re.findall(r"(?ms)^```diff\n(.*?)^```$", read("docs/attention.md"))
-    text = read("model.py")
+def with_edit(path: str, diff: str) -> str:
+    """The text of a file with an edit that a page prints."""
+    text = read(path)
     for hunk in re.split(r"(?m)^@@.*\n", diff)[1:]:
         lines = hunk.splitlines()
         old = "\n".join(line[1:] for line in lines if not line.startswith("+"))
         assert text.count(old) == 1, old
-        text = text.replace(old, "\n".join(line[1:] for line in lines))
+        text = text.replace(old, "\n".join(line[1:] for line in lines if not line.startswith("-")))
+    return text
+
+
+@parametrize("n, flag", [(0, "--schedule=sqrt"), (1, ""), (2, "")])
+def test_edits_of_train(n, flag, run, data, tmp_path):
+    """Those of docs/training.md run as printed, and change the losses."""
+    diff = re.findall(r"(?ms)^```diff\n(.*?)^```$", read("docs/training.md"))[n]
+    script = tmp_path / "train.py"
+    losses = []
+    for text, flags in ((read("train.py"), []), (with_edit("train.py", diff), flag.split())):
+        script.write_text(text, encoding="utf-8")
+        out = tmp_path / f"out{len(losses)}"
+        done(run(str(script), f"--dataset={data}", f"--out_dir={out}", *SMALL, *QUICK, *flags))
+        rows = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+        losses.append([row["loss"] for row in rows if "loss" in row])
+    assert len(losses[0]) == len(losses[1]) > 1 and losses[0] != losses[1]
+
+
+def test_a_value_residual_is_four_edited_lines(tmp_path, monkeypatch):
+    """The edit of docs/attention.md trains as printed: each value is a mean with the first."""
+    (diff,) = re.findall(r"(?ms)^```diff\n(.*?)^```$", read("docs/attention.md"))
+    text = with_edit("model.py", diff)
     assert sum(line.startswith("+ ") for line in diff.splitlines()) == 4
     (tmp_path / "edited_model.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
