@@ -52,12 +52,10 @@ def softmax_attention(s, seen, v, drop):
     return drop(s.where(seen, -math.inf).softmax(-1)) @ v
 
 
+# LASER's sum is taken in log space, where exp cannot overflow: T x T x Dv numbers for each head.
+# It has no drop: the first query has a single weight, and without it y would be log(0).
 def laser_attention(s, seen, v):
-    """y = log(softmax(s) exp(v)) (LASER, Duvvuri and Dhillon, arXiv 2411.03493, equation 6).
-
-    The sum is taken in log space, where exp cannot overflow: T x T x Dv numbers for each head.
-    It has no drop: the first query has a single weight, and without it y would be log(0).
-    """
+    """y = log(softmax(s) exp(v)) (LASER, Duvvuri and Dhillon, arXiv 2411.03493, equation 6)."""
     log_weights = s.where(seen, -math.inf).log_softmax(-1)
     return (log_weights[..., None] + v[..., None, :, :]).logsumexp(-2)
 

@@ -53,8 +53,14 @@ def anchors(page: str) -> set[str]:
 
 def test_the_readme_is_short():
     page = read("README.md")
-    assert len(page.splitlines()) <= 250
-    assert len(page.encode()) <= 16 * 1024
+    assert len(page.splitlines()) <= 200
+    assert len(page.encode()) <= 13 * 1024
+
+
+def test_the_readme_begins_with_code_of_the_model():
+    code = PYTHON_BLOCK.findall(read("README.md"))[0]
+    for function in code.split("\n\n\n"):
+        assert function.strip() in read("model.py")
 
 
 @parametrize("path", PAGES)
