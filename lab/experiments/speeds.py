@@ -38,12 +38,12 @@ RUNS = ("nanogpt", "records", "in_nanogpts_time")  # tables of tables.py
 REPEATS = 3
 
 
-def rows_of(command: str) -> dict[str, dict]:
-    """{part: {row: {"both, n = 512": (milliseconds, their ratio to the first row's)}}}.
+def tables_of(command: str) -> dict[str, dict]:
+    """{"attention, both": {row: {"n = 512": [milliseconds, their ratio to the first row's]}}}.
 
-    And {"bytes, n = 512": number} of the peak of memory, or of a cache.
+    And "attention, bytes", of the peak of memory or of a cache, with numbers.
     """
-    kept = {}
+    tables = {}
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "times.json")
         subprocess.run([sys.executable, *shlex.split(command), f"--out={path}"], check=True)
@@ -51,15 +51,14 @@ def rows_of(command: str) -> dict[str, dict]:
             results = json.load(f)
     results.pop("about")
     for part, rows in results.items():
-        table = kept.setdefault(part, {})
         for row in rows:
-            cells = table.setdefault(row["subject"], {})
-            size = f"n = {row['n']}"
-            for name, ms in row["median"].items():
-                cells[f"{name}, {size}"] = ms, row["ratio"][name]
-            for name in {"peak bytes", "cache, bytes"} & {*row}:
-                cells[f"bytes, {size}"] = row[name]
-    return kept
+            cells = {name: [ms, row["ratio"][name]] for name, ms in row["median"].items()}
+            cells["bytes"] = row.get("peak bytes", row.get("cache, bytes"))
+            for measure, cell in cells.items():
+                if measure != "backward" and cell is not None:
+                    table = tables.setdefault(f"{part}, {measure}", {})
+                    table.setdefault(row["subject"], {})[f"n = {row['n']}"] = cell
+    return tables
 
 
 def seconds(runs: dict) -> dict[str, float]:
@@ -84,12 +83,11 @@ def cell(x: list | int | None) -> str:
 
 def main() -> None:
     for command in COMMANDS:
-        for part, rows in measured(out, "times", command, "", rows_of, command).items():
-            measures = dict.fromkeys(name.split(",")[0] for row in rows.values() for name in row)
-            for measure in measures:
-                columns = [name for name in next(iter(rows.values())) if name.startswith(measure)]
-                table = [[row, *(cell(x.get(name)) for name in columns)] for row, x in rows.items()]
-                show_table(f"{part}, {' | '.join(columns)}", table)
+        found = measured(out, "times", command, "", tables_of, command)
+        for title, table in found.items():
+            columns = list(dict.fromkeys(n for cells in table.values() for n in cells))
+            rows = [[row, *(cell(cells.get(n)) for n in columns)] for row, cells in table.items()]
+            show_table(" | ".join([title, *columns]), rows)
     runs = {}
     for t in map(TABLES.get, RUNS):
         for row, flags in t.rows.items():
