@@ -299,6 +299,7 @@ IDEAS = {  # with RoPE, unless a row says something else; lab/ideas.py has the p
     "gate per head": {"after": "gate_head"},
     "XSA": {"after": "xsa"},
     "XSA, learned strength": {"after": "xsa_learned"} | RECENT,
+    "LUCID": {"attention": "lucid"} | RECENT,
     "stick-breaking, gate": STICK | GATE,
     "sink": {"attention": "sink"},
     "SSMax": {"attention": "ssmax"},
