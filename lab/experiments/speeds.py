@@ -27,12 +27,10 @@ SOME = 'bench.py --only="sdpa,beta,softmax SSSSSL"'
 MODELS = "-m lab.experiments.model_times"
 COMMANDS = (
     "bench.py",
-    SOME + " --batch_size=1 --lengths=2048,8192",
     SOME + " --lengths=4096,8192,16384 --repeats=5",
     "bench.py --import=lab.positions --only=sdpa,alibi,t5,relative --lengths=1024",
     MODELS,
     MODELS + " --what=step --dtype=bfloat16",
-    MODELS + " --what=decode --lengths=8192 --repeats=1",
 )
 RUNS = ("nanogpt", "records", "in_nanogpts_time")  # tables of tables.py
 REPEATS = 3
