@@ -15,10 +15,9 @@ solutions = False  # look at the solutions, not at the exercises
 def state(name: str) -> str:
     """done, to do, or what is wrong."""
     folder = "lab.course.solutions" if solutions else "lab.course"
-    module = importlib.import_module(f"{folder}.{name}")
     for check in CHECKS[name]:
         try:
-            check(module)
+            check(importlib.import_module(f"{folder}.{name}"))
         except NotImplementedError:
             return f"to do: {check.__name__}"
         except AssertionError as error:

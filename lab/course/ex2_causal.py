@@ -11,8 +11,10 @@ these gradients must be exactly 0.
 
 Shapes: q, k (T, D), v (T, Dv), y (T, Dv).
 
-Hint: masked scores become -inf before the softmax. For the test, look at every row, and at q, k
-and v: each of SUSPECTS in checks.py makes another mistake.
+Hint: masked scores become -inf before the softmax. The test must find three attentions: in the
+first only query 6 sees token 7; in the second later keys count in the sum of the weights; the third
+subtracts a millionth of the mean of all queries from each. So look at every row, and at the
+gradients of q, k and v.
 """
 
 from collections.abc import Callable

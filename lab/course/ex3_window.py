@@ -8,9 +8,9 @@ so n (w + 1) scores are enough.
 
 Shapes: q, k (T, D), v (T, Dv), y (T, Dv).
 
-Hint: torch.nn.functional.pad puts w rows of zeros before k and v; Tensor.unfold makes (T, w + 1)
-neighbours of them without a copy. The first queries have fewer keys: the zeros may not get any
-weight.
+Hint: torch.nn.functional.pad puts w rows of zeros before k and v; Tensor.unfold then gives the
+w + 1 neighbours of each token without a copy, in a new dimension that comes last: (T, D, w + 1).
+The first queries have fewer keys: the zeros may not get any weight.
 """
 
 from torch import Tensor

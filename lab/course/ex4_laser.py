@@ -8,7 +8,7 @@ query that sees only small values is then rounded to 0, and its logarithm is -in
 value of a later token destroys earlier outputs, although it has no weight in them.
 
 Then a prediction. A query sees two values, 5 with the weight a and 0 with the weight 1 - a. For
-which a does LASER have a larger gradient by the score of the 5 than softmax has? Think first:
+which a does LASER have a larger gradient with respect to the score of the 5? Think first:
 
     softmax: y = 5 a;   LASER: y = log(a exp(5) + 1 - a);   da / ds = a (1 - a)
 
@@ -16,14 +16,16 @@ Write down a guess for a = 0.01, 0.5 and 0.99, then compute it.
 
 Shapes: q, k (T, D), v (T, Dv), y (T, Dv).
 
-Hint: log(a exp(v)) = log a + v, and torch.logsumexp subtracts the largest term of each sum.
+Hint: log(a exp(v)) = log a + v, and torch.logsumexp subtracts the largest term of each sum; the
+logarithm of a weight is log_softmax. For the gradients, begin with scores whose softmax is a and
+1 - a. You may import exercise 2.
 """
 
 from torch import Tensor
 
 
 def laser_as_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """y, as the equation says, with exp and log."""
+    """y, as the equation says, with exp and log. Subtract nothing."""
     raise NotImplementedError
 
 

@@ -37,5 +37,5 @@ def sum_step(q: Tensor, k: Tensor, v: Tensor, cache: tuple | None) -> tuple[Tens
 
 
 def cache_numbers(n: int, D: int, w: int) -> tuple[int, int, int]:
-    """How many numbers the three caches hold after n > w tokens, if Dv = D."""
+    """How many numbers the three caches hold in memory after n > w tokens, if Dv = D."""
     raise NotImplementedError
