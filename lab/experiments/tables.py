@@ -404,7 +404,7 @@ TABLES = {
     "long_short": Table(  # as long_short.py has them
         {"long": {"heads": "L"}, "LS": {"heads": "SSSSSL", "window": 50}},
         flags=steps_of(400, 8) | {"eval_iters": 20, "block_size": 2048, "batch_size": 1},
-        tune=(3e-3, 6e-3, 1.2e-2),
+        tune=(3e-3, 6e-3, 1.2e-2, 2.4e-2),
         seeds=5,
         keep=("val_loss",),
     ),
