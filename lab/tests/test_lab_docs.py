@@ -45,8 +45,8 @@ def test_help(run, script):
 
 TABLES = (
     "cores laser choices 64 256 speedrun speedrun_more warmup laser_settled laser_fresh "
-    "differential differential_3e-3 bert narang qkv maps aspect long_short novels_1024 vit conformer "
-    "before_attention hybrids ideas ideas_conv ideas_256 equal_256 equal_novels"
+    "differential differential_3e-3 bert narang qkv maps aspect long_short novels_1024 vit "
+    "conformer before_attention hybrids ideas ideas_conv ideas_256 equal_256 equal_novels"
 )
 SHOWN = [
     *[f"compare --table={name} --what=show" for name in TABLES.split()],
