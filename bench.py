@@ -1,6 +1,6 @@
 """Measures how long the attentions take, forward and backward, and how much memory they need.
 
-    python bench.py                                  # at most ten minutes on two CPU cores
+    python bench.py                                  # a quarter of an hour on two CPU cores
     python bench.py --quick                          # under a minute
     python bench.py --only=sdpa,beta --lengths=4096,8192,16384
     python bench.py --device=cuda --dtype=bfloat16 --head_dim=64,128 --tokens=32768

@@ -72,19 +72,21 @@ def seconds(runs: dict) -> dict[str, float]:
     return {name: statistics.median(x) for name, x in taken.items()}
 
 
-def cell(x: list | int | None) -> str:
+def cell(x: list | int) -> str:
     """A median with its ratio, or a number of bytes."""
     if isinstance(x, int):
         return f"{x:,}"
-    return f"{x[0]:.4g}, {x[1]:.2f}x" if x else ""
+    return f"{x[0]:.4g}, {x[1]:.2f}x"
 
 
 def main() -> None:
     for command in COMMANDS:
         found = measured(out, "times", command, "", tables_of, command)
         for title, table in found.items():
-            columns = list(dict.fromkeys(n for cells in table.values() for n in cells))
-            rows = [[row, *(cell(cells.get(n)) for n in columns)] for row, cells in table.items()]
+            if title.endswith("forward"):
+                continue
+            columns = list(next(iter(table.values())))
+            rows = [[row, *map(cell, cells.values())] for row, cells in table.items()]
             show_table(" | ".join([title, *columns]), rows)
     runs = {}
     for t in map(TABLES.get, RUNS):

@@ -6,6 +6,7 @@ And each script explains its flags.
 import glob
 import os
 import re
+import shlex
 import statistics
 
 import test_configurator
@@ -46,8 +47,24 @@ def test_help(run, script):
 TABLES = (
     "cores laser choices 64 256 speedrun speedrun_more warmup laser_settled laser_fresh "
     "differential differential_3e-3 bert narang qkv maps aspect long_short novels_1024 vit "
-    "conformer before_attention hybrids ideas ideas_conv ideas_256 equal_256 equal_novels"
+    "conformer before_attention hybrids ideas ideas_conv ideas_256 equal_256 equal_novels "
+    "nanogpt in_nanogpts_time"
 )
+CLOSEST = ";".join(
+    [
+        "softmax, learned decay, conv (rope)",
+        "LS, conv (rope)",
+        "beta, learned decay, conv (rope)",
+        "beta_squared, learned decay, conv (rope)",
+        "softmax short, beta long, conv (rope)",
+        "softmax short, beta_squared long, conv (rope)",
+    ]
+)
+RECENT = (
+    "stick-breaking, conv; stick-breaking, differential V2, conv; differential V2, conv; "
+    "delta rule, conv; LUCID, conv; beta, hybrid, conv; beta_squared, hybrid, conv"
+)
+LONG = "softmax; beta, conv; beta_squared, conv; softmax short, beta_squared long, conv"
 SHOWN = [
     *[f"compare --table={name} --what=show" for name in TABLES.split()],
     "beta_post --what=show",
@@ -58,13 +75,19 @@ SHOWN = [
     "jacobians",
     "laser_precision --device=cpu",
     "length --what=show",
+    'compare --table=novels --what=show --against="softmax, conv (rope)"',
+    f'compare --table=64 --what=show --against="softmax, conv (rope)" --only="{CLOSEST}"',
     "recall",
+    f'recall --import=lab.recent --tasks=pairs --only="{RECENT}"',
+    f'recall --scale=long --tasks=pairs --only="{LONG}" --out=lab/experiments/recall_long.json',
+    "speeds",
+    "sticks",
     "local_dependencies --what=sweep,show",
     "local_dependencies --what=full,show --steps=20000",
 ]
 
-
-OTHERS = ("docs/mathematics.md", "docs/card.md", "docs/choices.md")  # they have such tables too
+# they have such tables too
+OTHERS = [f"docs/{name}.md" for name in "benchmarks card choices mathematics speedrun".split()]
 
 
 def missing(out):
@@ -82,7 +105,7 @@ def missing(out):
 @parametrize("command", SHOWN)
 def test_results_are_what_the_experiments_have(command, run, tmp_path):
     """Each row of a table that an experiment prints of its JSON file stands on a page."""
-    script, *flags = command.split()
+    script, *flags = shlex.split(command)
     if "\npicture = " in read(f"lab/experiments/{script}.py"):
         flags.append(f"--picture={tmp_path / 'x.png'}")
     assert not missing(done(run(f"lab.experiments.{script}", *flags)))
