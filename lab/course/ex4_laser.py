@@ -8,7 +8,7 @@ query that sees only small values is then rounded to 0, and its logarithm is -in
 value of a later token destroys earlier outputs, although it has no weight in them.
 
 Then a prediction. A query sees two values, 5 with the weight a and 0 with the weight 1 - a. For
-which a does LASER have a larger gradient with respect to the score of the 5? Think first:
+which a is LASER's gradient with respect to the score of the 5 larger than softmax's? Think first:
 
     softmax: y = 5 a;   LASER: y = log(a exp(5) + 1 - a);   da / ds = a (1 - a)
 

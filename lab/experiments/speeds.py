@@ -53,7 +53,7 @@ def tables_of(command: str) -> dict[str, dict]:
             cells = {name: [ms, row["ratio"][name]] for name, ms in row["median"].items()}
             cells["bytes"] = row.get("peak bytes", row.get("cache, bytes"))
             for measure, cell in cells.items():
-                if measure != "backward" and cell is not None:
+                if measure not in ("forward", "backward") and cell is not None:
                     table = tables.setdefault(f"{part}, {measure}", {})
                     table.setdefault(row["subject"], {})[f"n = {row['n']}"] = cell
     return tables
@@ -83,8 +83,6 @@ def main() -> None:
     for command in COMMANDS:
         found = measured(out, "times", command, "", tables_of, command)
         for title, table in found.items():
-            if title.endswith("forward"):
-                continue
             columns = list(next(iter(table.values())))
             rows = [[row, *map(cell, cells.values())] for row, cells in table.items()]
             show_table(" | ".join([title, *columns]), rows)

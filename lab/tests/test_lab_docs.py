@@ -52,21 +52,6 @@ TABLES = (
     "conformer before_attention hybrids ideas ideas_conv ideas_256 equal_256 equal_novels "
     "nanogpt in_nanogpts_time"
 )
-CLOSEST = ";".join(
-    [
-        "softmax, learned decay, conv (rope)",
-        "LS, conv (rope)",
-        "beta, learned decay, conv (rope)",
-        "beta_squared, learned decay, conv (rope)",
-        "softmax short, beta long, conv (rope)",
-        "softmax short, beta_squared long, conv (rope)",
-    ]
-)
-RECENT = (
-    "stick-breaking, conv; stick-breaking, differential V2, conv; differential V2, conv; "
-    "delta rule, conv; LUCID, conv; beta, hybrid, conv; beta_squared, hybrid, conv"
-)
-LONG = "softmax; beta, conv; beta_squared, conv; softmax short, beta_squared long, conv"
 SHOWN = [
     *[f"compare --table={name} --what=show" for name in TABLES.split()],
     "beta_post --what=show",
@@ -77,10 +62,6 @@ SHOWN = [
     "jacobians",
     "laser_precision --device=cpu",
     "length --what=show",
-    'compare --table=novels --what=show --against="softmax, conv (rope)"',
-    f'compare --table=64 --what=show --against="softmax, conv (rope)" --only="{CLOSEST}"',
-    "recall",
-    f'recall --scale=long --tasks=pairs --only="{LONG}" --out=lab/experiments/recall_long.json',
     "speeds",
     "local_dependencies --what=sweep,show",
     "local_dependencies --what=full,show --steps=20000",
@@ -105,19 +86,24 @@ def missing(out):
 @parametrize("command", SHOWN)
 def test_results_are_what_the_experiments_have(command, run, tmp_path):
     """Each row of a table that an experiment prints of its JSON file stands on a page."""
-    script, *flags = shlex.split(command)
+    script, *flags = command.split()
     if "\npicture = " in read(f"lab/experiments/{script}.py"):
         flags.append(f"--picture={tmp_path / 'x.png'}")
     assert not missing(done(run(f"lab.experiments.{script}", *flags)))
 
 
-@parametrize("command", [f'recall --import=lab.recent --tasks=pairs --only="{RECENT}"', "sticks"])
-def test_results_with_an_import_are_what_the_experiments_have(command, tmp_path):
-    """In a new process: within this one a module that was imported before adds no attention."""
-    script, *flags = shlex.split(command)
-    if script == "recall":
-        flags.append(f"--picture={tmp_path / 'x.png'}")
-    argv = [sys.executable, "-m", f"lab.experiments.{script}", *flags]
+# the pages' own commands that print kept results, with an import or with long flags
+PRINTING = (
+    r"(?m)^(?:OMP_NUM_THREADS=1 )?python -m (lab\.experiments\.(?:recall|sticks|compare.*=show).*)$"
+)
+
+
+@parametrize("command", sorted({x for path in PAGES for x in re.findall(PRINTING, read(path))}))
+def test_results_are_what_a_page_says_that_prints_them(command, tmp_path):
+    """In a new process: in this one an import that another test has made would add nothing."""
+    argv = [sys.executable, "-m", *shlex.split(command, comments=True)]
+    if "recall" in command:
+        argv.append(f"--picture={tmp_path / 'x.png'}")
     out = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert not missing(out.stdout)
 
