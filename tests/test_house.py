@@ -56,13 +56,13 @@ LAYOUT = (
 def files() -> dict[str, str]:
     """The project's Python files: {path: its part}, core, lab or tests.
 
-    A file of your own beside train.py is in no part.
+    A file of your own beside train.py is in no part, nor is README's folder venv.
     """
     parts = {}
     for path in sorted(glob.glob(os.path.join(ROOT, "**", "*.py"), recursive=True)):
         path = os.path.relpath(path, ROOT)
         *folders, name = path.split(os.sep)
-        if "tests" in folders:
+        if folders in (["tests"], ["lab", "tests"]):
             parts[path] = "tests"
         elif folders[:1] == ["lab"]:
             parts[path] = "lab"
