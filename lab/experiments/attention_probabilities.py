@@ -21,7 +21,7 @@ from attention.probe import probing
 from attention.scores import scores, visible
 from configurator import at_least_one, pick_device, run_script
 from errors import UserError
-from lab.experiments.results import measured, saved, show_table, spread
+from lab.experiments.results import measured, saved, show_table
 from lab.experiments.runs import of_code
 from model import GPT
 from rules import attentions
@@ -128,9 +128,9 @@ def show(models: dict[str, dict]) -> None:
         runs = list(by_seed.values())
         shares = ("below", "low", "high", "equal", "tiny")
         mean = {key: statistics.mean(run[key] for run in runs) for key in (*shares, *NORMS)}
-        ratio = spread([run["LASER"] / run["softmax"] for run in runs])
+        ratios = [run["LASER"] / run["softmax"] for run in runs]
         cells = [f"{mean[key]:.1%}" for key in shares] + [f"{mean[key]:.3f}" for key in NORMS]
-        rows.append([name, len(runs), *cells, ratio])
+        rows.append([name, len(runs), *cells, f"{min(ratios):.3f} to {max(ratios):.3f}"])
     columns = "model | seeds | below 1e-3 | lowest layer | highest layer | if scores were equal"
     show_table(f"{columns} | below 1e-7 | Jacobian, softmax | LASER | ratio", rows)
 

@@ -31,10 +31,10 @@ from lab.experiments.results import (
     check_writable,
     difference,
     drawing,
+    mean,
     measured,
     saved,
     show_table,
-    spread,
 )
 from lab.experiments.runs import by_seed, finals, of_code
 from model import ATTENTION
@@ -54,7 +54,6 @@ out = "lab/experiments/beta_post.json"  # the results
 picture = "lab/pictures/beta_post.png"  # the picture
 out_dir = "out-beta-post"  # the folder for the runs, each in a folder of its own
 
-POST = {"softmax": "1.6204, 0.7140", "beta": "1.5550, 1.0040"}  # its losses: val, train
 CPU = "config/train_shakespeare_char_cpu.py"
 POCKET = {"max_iters": 2000, "lr_decay_iters": 2000, "eval_interval": 250, "eval_iters": 73}
 SCALES = {  # config file, flags, share of the training split
@@ -185,10 +184,9 @@ def show_losses(runs: dict) -> None:
         against = ["", ""]
         if row != "softmax":
             against = map(difference, found[:2], losses(runs["softmax", dropout]))
-        post = POST[row] if dropout else ""
-        rows.append([row, f"{dropout:g}", *map(spread, found), *against, post])
+        rows.append([row, f"{dropout:g}", *map(mean, found), *against])
     columns = " | dropout | best val loss | last val loss | last train loss"
-    columns += " | best, against softmax | last, against softmax | the post: val, train"
+    columns += " | best, against softmax | last, against softmax"
     show_table(columns, rows)
 
 

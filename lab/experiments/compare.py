@@ -29,6 +29,7 @@ from configurator import at_least_one, names, run_script
 from lab.experiments.results import (
     check_writable,
     difference,
+    mean,
     save,
     saved,
     short,
@@ -207,9 +208,6 @@ def show(t: Table) -> None:
 
     def losses(results: list) -> list[float]:
         return [final(run) if t.loss == "val" else run["best"] for run in results]
-
-    def mean(x: list[float]) -> str:
-        return f"{statistics.mean(x):.3f}" if x else ""
 
     lines = []
     for row in chosen(t):

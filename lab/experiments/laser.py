@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from configurator import at_least_one, names, run_script
-from lab.experiments.results import check_writable, difference, drawing, show_table, spread
+from lab.experiments.results import check_writable, difference, drawing, mean, show_table
 from lab.experiments.runs import by_seed, final, finals
 from lab.experiments.times import model_of
 from training.estimate import num_params
@@ -196,7 +196,7 @@ def show(tuned: dict, same_rate: dict) -> None:
             rate, results = tuned[size, recipe, attention]
             losses.append(finals(results))
             spikes.append(str(sum(result["spikes"] for result in results)))
-            cells += [spread(losses[-1]), f"{rate:g}"]
+            cells += [mean(losses[-1]), f"{rate:g}"]
         cells.append(difference(losses[1], losses[0]))
         cells.append(f"{statistics.median(norm_ratio(*pair)):.2f}")
         rows.append([*cells, ", ".join(spikes)])

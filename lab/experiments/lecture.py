@@ -1,13 +1,12 @@
-"""What the lecture on transformer choices says of positions, weight decay and vocabularies.
+"""What the lecture on transformer choices says of positions and weight decay.
 
-    OMP_NUM_THREADS=1 python -m lab.experiments.lecture --source=books   # about an hour on one core
+    OMP_NUM_THREADS=1 python -m lab.experiments.lecture   # about an hour on one core
 
 `positions` trains with a context of 64 characters, and evaluates on windows of up to 16 times that:
 ALiBi should go on well, sinusoids should not. `decay` trains on 2% of the text, which the model
 sees 77 times, with several weight decays and two schedules: weight decay should not change the gap
 between the losses of training and validation, but lower the training loss where the learning rate
-falls. `vocabulary` trains on the novels with several numbers of SentencePiece tokens. (Depth
-against width is `compare --table=aspect`.) Runs in --out are not repeated.
+falls. (Depth against width is `compare --table=aspect`.) Runs in --out are not repeated.
 """
 
 import itertools
@@ -21,16 +20,15 @@ from lab.experiments.beta_post import part_of_the_text
 from lab.experiments.results import (
     check_writable,
     difference,
+    mean,
     measured,
     saved,
     show_table,
-    spread,
 )
 from lab.experiments.runs import as_flags, finished, identity, result_of
 
 # What is measured?
-what = "positions,decay,vocabulary,show"  # the parts to run; show: the tables of --out
-source = "books"  # vocabulary: a folder with the novels, a text file each
+what = "positions,decay,show"  # the parts to run; show: the tables of --out
 seeds = 3  # runs of each row
 steps: int | None = None  # of each run; None: 1000, and 2000 of the part decay
 out = "lab/experiments/lecture.json"  # the results
@@ -42,7 +40,6 @@ POSITIONS = ("none", "sinusoidal", "rope", "alibi", "t5")
 LENGTHS = (64, 256, 1024)  # tokens in a window of the evaluation
 DECAYS = (0.0, 0.1, 1.0)  # weight decays
 SCHEDULES = ("cosine", "constant")
-VOCABULARIES = (500, 2000, 8000)  # numbers of tokens
 
 
 def evaluated(folder: str, *flags: str) -> dict[str, float]:
@@ -83,19 +80,9 @@ def decay() -> dict[str, dict]:
     return rows
 
 
-def vocabulary() -> dict[str, dict]:
-    """{row: its flags} of the part vocabulary."""
-    rows = {}
-    for size in VOCABULARIES:
-        folder = os.path.join(out_dir, f"novels-{size}")
-        rows[str(size)] = {"dataset": folder, "position": "rope", "eval_iters": 20}
-    return rows
-
-
 PARTS = {  # {part: (its rows, the steps of a run, how the names of its runs begin)}
     "positions": (positions, 1000, "position "),
     "decay": (decay, 2000, ""),
-    "vocabulary": (vocabulary, 1000, "vocabulary "),
 }
 
 
@@ -116,27 +103,14 @@ def numbers(part: str, name: str, command: list[str], flags: dict) -> dict:
     """What is measured of a run. Make the run, and its data set, if they are missing."""
     if part == "decay":
         part_of_the_text(0.02, True)
-    if part == "vocabulary":
-        prepare_novels(flags["dataset"])
     folder = os.path.join(out_dir, re.sub("[^a-z0-9]+", "-", name.replace(", seed", "")))
     log = finished(name, command, folder)
-    if part == "vocabulary":
-        return evaluated(folder)
     if part == "positions":
         more = [f"--import={flags['import']}"] if "import" in flags else []
         return {str(n): evaluated(folder, f"--block_size={n}", *more)["loss"] for n in LENGTHS}
     result = result_of(log, ("val_loss",), False)
     losses = {key: result[key] for key in ("train", "val", "best")}
     return losses | {"val_losses": result["curves"]["val_loss"]["val_loss"]}
-
-
-def prepare_novels(folder: str) -> None:
-    """Make the novels' data set whose folder ends with its number of SentencePiece tokens."""
-    if not os.path.exists(os.path.join(folder, "meta.json")):
-        size = folder.rpartition("-")[2]
-        flags = [f"--source={source}", f"--vocab_size={size}", f"--out_dir={folder}"]
-        command = [sys.executable, "data/pg19/prepare.py", *flags]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def seeds_of(part: str, row: str) -> list[dict]:
@@ -150,7 +124,7 @@ def show_positions() -> None:
     for name in positions():
         results = seeds_of("positions", name)
         losses = [[result[str(n)] for result in results] for n in LENGTHS]
-        rows.append([name, *map(spread, losses), difference(losses[-1], losses[0])])
+        rows.append([name, *map(mean, losses), difference(losses[-1], losses[0])])
     windows = " | ".join(f"windows of {n}" for n in LENGTHS)
     show_table(f"position | {windows} | {LENGTHS[-1]} against {LENGTHS[0]}", rows)
 
@@ -163,29 +137,16 @@ def show_decay() -> None:
         for x in DECAYS:
             losses = measures(f"{schedule} {x:g}")
             changes = map(difference, losses, without) if x else [""] * len(losses)
-            rows.append([schedule, f"{x:g}", *map(spread, losses), *changes])
-    columns = "schedule | weight decay | train | val | gap | best val"
-    show_table(
-        f"{columns} | train, against 0 | val, against 0 | gap, against 0 | best val, against 0",
-        rows,
-    )
+            rows.append([schedule, f"{x:g}", *map(mean, losses), *changes])
+    columns = "schedule | weight decay | train | gap | best val"
+    show_table(f"{columns} | train, against 0 | gap, against 0 | best val, against 0", rows)
 
 
 def measures(row: str) -> list[list[float]]:
-    """The training and validation losses, their gaps and the best validation losses of seeds."""
+    """The training losses, how far validation's are above them, and validation's best, of seeds."""
     results = seeds_of("decay", row)
     train, val, best = ([result[key] for result in results] for key in ("train", "val", "best"))
-    return [train, val, [a - b for a, b in zip(val, train, strict=True)], best]
-
-
-def show_vocabulary() -> None:
-    """Print the table of the vocabularies, compared with the second one."""
-    bits = {n: [r["bits"] for r in seeds_of("vocabulary", str(n))] for n in VOCABULARIES}
-    middle = VOCABULARIES[1]
-    rows = []
-    for n, x in bits.items():
-        rows.append([f"{n:,}", spread(x), "" if n == middle else difference(x, bits[middle])])
-    show_table(f"tokens | bits per byte | against {middle:,}", rows)
+    return [train, [a - b for a, b in zip(val, train, strict=True)], best]
 
 
 def main() -> None:
@@ -198,7 +159,6 @@ def main() -> None:
     if "show" in parts:
         show_positions()
         show_decay()
-        show_vocabulary()
 
 
 if __name__ == "__main__":

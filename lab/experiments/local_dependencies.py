@@ -156,16 +156,20 @@ def last(fits: list[dict], key: str) -> list[float]:
 def show(fitted: dict) -> None:
     """Print the table of fits: means over the seeds, and long attention against short."""
     lines = []
-    for (row, attention), (rate, fits) in fitted.items():
-        missed = last(fits, "missed")
-        cells = [*row, attention, f"{rate:g}", f"{fits[0]['step'][-1]:,}"]
-        cells.append(f"{statistics.mean(missed):.4f}")
-        short = last(fitted[row, "short"][1], "missed")
-        cells.append(difference(missed, short) if attention == "long" else "")
-        cells.append(f"{statistics.mean(last(fits, 'largest')):.1f}")
-        lines.append([*cells, min(fit["rank"] for fit in fits)])
-    columns = "n | d | first q and k | attention | learning rate | steps | missed | long - short"
-    show_table(f"{columns} | largest score | rank", lines)
+    for row in {row: None for row, _ in fitted}:
+        both = [fitted[row, attention] for attention in ("long", "short")]
+        missed = [last(fits, "missed") for _, fits in both]
+        cells = [
+            *[f"{rate:g}" for rate, _ in both],
+            *[f"{statistics.mean(x):.4f}" for x in missed],
+            difference(*missed),
+            *[f"{statistics.mean(last(fits, 'largest')):.1f}" for _, fits in both],
+            *[min(fit["rank"] for fit in fits) for _, fits in both],
+        ]
+        lines.append([*row, *cells])
+    columns = "n | d | first q and k | rate of long | of short | missed by long | by short"
+    columns += " | long - short | largest score of long | of short | rank of long | of short"
+    show_table(columns, lines)
 
 
 def main() -> None:

@@ -4,8 +4,8 @@
     python -m lab.experiments.long_short --scale=paper               # the paper's model, on a GPU
     python -m lab.experiments.long_short --what=show                 # picture and tables of --out
 
-The part `lengths` trains long heads, short heads and one long head (LS), short heads alone, and
-long heads with normalised queries and keys: at each length, with 6 heads and with 2. `border`
+The part `lengths` trains, at each length, long heads, short heads and one long head (LS), short
+heads alone, and long heads with normalised queries and keys; with 2 heads the first two. `border`
 trains long heads and LS on long texts with higher and higher learning rates, until both break.
 `bfloat16` does both again in bfloat16, as the paper trains: products in bfloat16 (mixed precision),
 and weights in it too. Finished runs are skipped: you can stop and start again.
@@ -21,9 +21,9 @@ from lab.experiments.results import (
     check_writable,
     difference,
     drawing,
+    mean,
     measured,
     show_table,
-    spread,
 )
 from lab.experiments.runs import by_seed, constants, final, finals, of_code, sooner
 from lab.experiments.times import step_times
@@ -46,7 +46,7 @@ MODELS = {
     "QK-norm": {"heads": "L", "qk_norm": "l2"},
     "long, float32": {"heads": "L"} | FLOAT32,
 }
-COMPARED = ("long", "LS")  # the models of the border and of bfloat16
+COMPARED = ("long", "LS")  # the models with 2 heads, of the border and of bfloat16
 PRECISIONS = {
     "": {},
     ", bfloat16": {"dtype": "bfloat16"},  # products
@@ -72,7 +72,7 @@ SCALES = {
         "models": ("long", "LS", "short", "QK-norm"),
         "lengths": {128: 16, 512: 4, 2048: 1},
         "border": (2048, [2e-2, 6e-2, 0.2, 0.6]),
-        "bfloat16": ([512, 2048], [6e-2]),
+        "bfloat16": ([2048], [6e-2]),
     },
     "paper": {
         "file": "config/train_pg19_ls.py",
@@ -100,6 +100,11 @@ def flags(n: int, heads: int, model: str) -> dict:
     return chosen
 
 
+def models(heads: int) -> tuple:
+    """The models that have so many heads."""
+    return SCALES[scale]["models"] if heads == 6 else COMPARED
+
+
 def usual_rate() -> float:
     """The config file's learning rate."""
     return constants(SCALES[scale]["file"])["learning_rate"]
@@ -118,28 +123,27 @@ def results(rows: dict, make: bool) -> dict:
 def lengths(make: bool) -> dict:
     """{(n, heads, model): results of the seeds}."""
     s = SCALES[scale]
-    keys = [(n, heads, model) for heads in (6, 2) for n in s["lengths"] for model in s["models"]]
+    keys = [(n, heads, model) for heads in (6, 2) for n in s["lengths"] for model in models(heads)]
     return results({key: flags(*key) for key in keys}, make)
 
 
 def times() -> dict:
-    """{(n, heads, model): [ms of a training step, ratio to long heads]}, of the pocket scale.
+    """{(n, heads, model): the time of a training step, in that of long heads}, as text.
 
-    As text, for a table.
+    Of the pocket scale.
     """
     s = SCALES[scale]
-    ms_of = {}
+    ratios = {}
     for n, heads in itertools.product(s["lengths"], (6, 2)):
         if s["file"] == CPU:
-            rows = {model: flags(n, heads, model) for model in s["models"]}
+            rows = {model: flags(n, heads, model) for model in models(heads)}
             against = dict.fromkeys(rows, "long")
             row = f"{scale}, {heads} heads"
             args = step_times, CPU, rows, 65, 15, against
             ms = measured(out, "times", row, n, *args, of=of_code(*rows.values()))
             for model in rows:
-                step, ratio = ms[model]
-                ms_of[n, heads, model] = [f"{step:.0f}", f"{ratio:.2f}x"]
-    return ms_of
+                ratios[n, heads, model] = f"{ms[model][1]:.2f}x"
+    return ratios
 
 
 def border(make: bool, by_length: dict) -> dict:
@@ -203,9 +207,9 @@ def draw(by_length: dict) -> None:
     n = max(s["lengths"])
     x = [*map(str, s["lengths"])]
     with drawing(picture, 2, 2, 12, 8) as (loss, score, end, score_end):
-        for i, model in enumerate(s["models"]):
-            color = f"C{i - 1}" if i else "black"
-            for heads, line in ((6, "-"), (2, ":")):
+        for heads, line in ((6, "-"), (2, ":")):
+            for i, model in enumerate(models(heads)):
+                color = f"C{i - 1}" if i else "black"
                 style = {"color": color, "ls": line, "label": f"{model}, {heads} heads"}
                 for ax, key in ((loss, "loss"), (score, "max_logit")):
                     curve = by_length[n, heads, model][0]["curves"][key]
@@ -221,17 +225,16 @@ def draw(by_length: dict) -> None:
 
 def show_lengths(by_length: dict) -> None:
     """Print the table of the lengths."""
-    ms = times()
+    ratios = times()
     rows = []
     for (n, heads, model), runs in by_length.items():
         long = by_length[n, heads, "long"]
         losses = finals(runs)
         against = "" if model == "long" else difference(losses, finals(long))
-        cells = [n, heads, model, spread(losses), against, sooner(runs, long)]
-        cells += [f"{perplexity(runs):.2f}", f"{largest(runs):.1f}"]
-        rows.append(cells + ms.get((n, heads, model), ["", ""]))
+        cells = [n, heads, model, mean(losses), against, sooner(runs, long)]
+        rows.append([*cells, f"{largest(runs):.1f}", ratios.get((n, heads, model), "")])
     columns = "n | heads |  | val loss | against long | share of the steps to long's last loss"
-    show_table(f"{columns} | perplexity | largest score | ms per step | ", rows)
+    show_table(f"{columns} | largest score | time of a step", rows)
 
 
 def show_border(by_rate: dict) -> None:
@@ -240,7 +243,7 @@ def show_border(by_rate: dict) -> None:
     rows = []
     for (rate, model), runs in by_rate.items():
         broken = sum(breaks(run, usual) for run in runs)
-        cells = [f"{rate:g}", model, spread(finals(runs)), f"{largest(runs):.1f}"]
+        cells = [f"{rate:g}", model, mean(finals(runs)), f"{largest(runs):.1f}"]
         rows.append([*cells, f"{broken} of {len(runs)}"])
     show_table("learning rate |  | last val loss | largest score | breaks", rows)
 
@@ -250,9 +253,11 @@ def show_bfloat16(in_bfloat16: dict) -> None:
     rows = []
     for (n, rate, model), runs in in_bfloat16.items():
         float32 = in_bfloat16[n, rate, model.partition(",")[0]]
-        change = "" if runs is float32 else difference(finals(runs), finals(float32))
+        if runs is float32:  # in another table
+            continue
+        change = difference(finals(runs), finals(float32))
         lost = sum("diverged" in run for run in runs)
-        cells = [n, f"{rate:g}", model, spread(finals(runs)), change, f"{largest(runs):.1f}"]
+        cells = [n, f"{rate:g}", model, mean(finals(runs)), change, f"{largest(runs):.1f}"]
         rows.append([*cells, f"{lost} of {len(runs)}"])
     columns = "n | learning rate |  | last val loss | against float32 | largest score | not finite"
     show_table(columns, rows)

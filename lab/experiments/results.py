@@ -118,12 +118,9 @@ def difference(x: list[float], y: list[float]) -> Difference | str:
     return Difference(mean, mean - half, mean + half, half + t.ppf(0.8) * error, p)
 
 
-def spread(x: list[float]) -> str:
-    """The mean of the seeds, the lowest and the highest, for a table; one seed has its number."""
-    if not x:
-        return ""
-    mean = f"{statistics.mean(x):.3f}"
-    return mean if len(x) == 1 else f"{mean} ({min(x):.3f} to {max(x):.3f})"
+def mean(x: list[float]) -> str:
+    """Of the seeds, for a table."""
+    return f"{statistics.mean(x):.3f}" if x else ""
 
 
 def show_table(columns: str, rows: Iterable[list]) -> None:
@@ -146,8 +143,7 @@ def show_table(columns: str, rows: Iterable[list]) -> None:
         print(f"| {' | '.join(f'**{x}**' if x in bold else str(x) for x in row)} |")
     shown = [x.shown for x in found]
     if shown:
-        cases = "True differences that such pairs show in 4 of 5 cases"
-        print(f"\n{cases}: {min(shown):.3f} to {max(shown):.3f}")
+        print(f"\n80% power: {min(shown):.3f} to {max(shown):.3f}")
 
 
 @contextlib.contextmanager

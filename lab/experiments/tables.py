@@ -262,20 +262,15 @@ LONG = {
 }
 
 
-def linear(
-    steps: int, *positions: str, only: tuple = tuple(LINEAR), window: int = 16, **other: object
-) -> Table:
-    """A table of rows of LINEAR. Each is compared with softmax that has the same positions."""
+def linear(steps: int, only: tuple = tuple(LINEAR), window: int = 16, **other: object) -> Table:
+    """A table of rows of LINEAR, with RoPE."""
     rows = {}
-    against = {}
-    for position in positions:
-        for name in only:
-            flags = LINEAR[name] | {"position": position}
-            if "window" in flags:
-                flags["window"] = window
-            rows[f"{name} ({position})"] = flags
-            against[f"{name} ({position})"] = f"softmax ({position})"
-    return Table(rows, steps=steps, against=against, **other)
+    for name in only:
+        flags = LINEAR[name] | {"position": "rope"}
+        if "window" in flags:
+            flags["window"] = window
+        rows[f"{name} (rope)"] = flags
+    return Table(rows, steps=steps, **other)
 
 
 STICK = {"attention": "stick_breaking"}
@@ -428,10 +423,9 @@ TABLES = {
         "lab/examples/before_attention.py",
         {"picture": ""},
     ),
-    "64": linear(1500, "learned", "rope"),  # attention in linear time, contexts of 64 and of 256
+    "64": linear(1500),  # attention in linear time, contexts of 64 and of 256
     "256": linear(
         1500,
-        "rope",
         only=("softmax", "softmax, conv", "softmax, learned decay, conv", "LS, conv", *FAST),
         flags=AT_256,
     ),
@@ -440,7 +434,6 @@ TABLES = {
     "ideas_256": Table({row: IDEAS[row] for row in BEST}, flags=ROPE | AT_256, steps=1500),
     "novels": linear(  # n = 2048, after data/pg19/prepare.py
         400,
-        "rope",
         only=("softmax", "softmax, conv", *FAST),
         window=50,
         file=NOVELS,
