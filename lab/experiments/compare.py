@@ -1,6 +1,6 @@
 """Runs of train.py that differ in a few flags: the losses and the times of a table's rows.
 
-    python -m lab.experiments.compare --table=cores                       # the README's first
+    python -m lab.experiments.compare --table=laser,bert                  # all rows of two tables
     python -m lab.experiments.compare --table=choices --only="rope;muon"  # two rows, and the first
     python -m lab.experiments.compare --table=novels --what=show          # what is there
     python -m lab.experiments.compare --rows="softmax; mine: --attention=laser --conv=4"
@@ -35,14 +35,14 @@ from lab.experiments.results import (
     short,
     show_table,
 )
-from lab.experiments.runs import as_flags, constants, final, identity, record, sooner
+from lab.experiments.runs import as_flags, constants, final, finals, identity, record, sooner
 from lab.experiments.tables import TABLES, Table, rows_of, steps_of
 from lab.experiments.times import step_times
 from text.dataset import folder_of, prepare_shakespeare, read_meta
 
 # What is measured?
 what = "train,time,equal,show"  # the parts to run, separated by commas: see above
-table = "cores"  # the tables, separated by commas: a name in TABLES
+table = "laser"  # the tables, separated by commas: a name in TABLES
 rows = ""  # a table of one's own in their place: "name: flags of train.py; other name: flags"
 only = ""  # the rows to run, separated by semicolons; empty: all
 config_file: str | None = None  # the config file of every run; None: the table's
@@ -206,25 +206,20 @@ def show(t: Table) -> None:
         keys = {seed: run_name(t, row, seed, steps, rate) for seed in counted(t)}
         return {seed: runs[key] for seed, key in keys.items() if key in runs}
 
-    def losses(results: list) -> list[float]:
-        return [final(run) if t.loss == "val" else run["best"] for run in results]
-
     lines = []
     for row in chosen(t):
         other = base(t, row)
         own = results(row, t.steps)
         pair = paired(own, {} if row == other else results(other, t.steps))
-        cells = [row, mean(losses(own.values())), difference(*map(losses, pair))]
+        cells = [row, mean(finals(own.values())), difference(*map(finals, pair))]
         cells.append(f"{tuned(t, row):g}" if t.tune else "")
         cells.append(sooner(*pair) if "val_loss" in t.keep else "")
         cells.append(f"{times[row][1]:.2f}x" if row in times else "")
         own = {} if row == other or not t.steps else results(row, equal.get(row))
         pair = paired(own, results(other, equal.get(other)))
-        cells += [mean(losses(own.values())), difference(*map(losses, pair))]
+        cells += [mean(finals(own.values())), difference(*map(finals, pair))]
         lines.append(cells)
-    loss = {"val": "last val loss", "best": "lowest val loss"}[t.loss]
-    if t.file.startswith("lab/"):
-        loss = "error"
+    loss = "error" if t.file.startswith("lab/") else "last val loss"
     other = "its base" if t.against else base(t, "")
     show_table(
         f"{t.name} | {loss} | against {other}: mean (95% interval) | learning rate "

@@ -50,10 +50,8 @@ ROWS = {
     "beta": BETA,
     "beta, decay": BETA | {"decay": "alibi"},
     "beta_squared": SQUARED,
-    "beta_squared, 8 heads": SQUARED | {"n_head": 8},
     "softmax short, beta long, conv": MIXED | BETA,
     "softmax short, beta_squared long, conv": MIXED | SQUARED,
-    "softmax short, beta_squared long, conv, 8 heads": MIXED | SQUARED | {"n_head": 8},
 }
 
 

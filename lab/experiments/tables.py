@@ -18,7 +18,6 @@ class Table:
     flags: dict = field(default_factory=dict)  # flags of every run
     # {row: the row that it is compared with}; rows that are not here: the first one
     against: dict = field(default_factory=dict)
-    loss: str = "val"  # the validation loss that counts: val (the last) or best (the lowest)
     steps: int | None = None  # of a run; a number: rows are compared in equal time as well
     tune: tuple[float, ...] = ()  # learning rates to try for each row, with other seeds
     seeds: int = 3  # runs of each row
@@ -67,7 +66,6 @@ CONV = {"conv": 4}
 LEARNED = {"decay": "learned"}
 GATE = {"after": "gate"}
 TWO = {"softmax": {}, "LASER": LASER}
-CORES = TWO | {"beta": BETA, "LS": SHORT, "LASER + LS": LASER | SHORT}
 VARIANTS = {  # and the table differential, at tuned rates
     "": {},
     " + temperature": {"temperature": 0.7},  # the paper tunes it, and does not name what it found
@@ -269,7 +267,7 @@ def linear(steps: int, only: tuple = tuple(LINEAR), window: int = 16, **other: o
         flags = LINEAR[name] | {"position": "rope"}
         if "window" in flags:
             flags["window"] = window
-        rows[f"{name} (rope)"] = flags
+        rows[name] = flags
     return Table(rows, steps=steps, **other)
 
 
@@ -367,7 +365,6 @@ NOVELS_1024 = {
 
 
 TABLES = {
-    "cores": Table(CORES, loss="best"),  # the README's first table
     "laser": Table(  # the LASER paper's tables 2, 4, 5 and 7
         LASER_VARIANTS,
         flags=steps_of(1500),

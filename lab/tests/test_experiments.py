@@ -126,7 +126,7 @@ def test_the_projects_results_are_used_and_never_written(monkeypatch, tmp_path):
     monkeypatch.setattr(compare, "SHIPPED", str(shipped))
     monkeypatch.setattr(compare, "out", str(own))
     monkeypatch.setattr(compare, "record", lambda out, runs, *_, **__: made.update(runs))
-    args = TABLES["64"], {"LS (rope)": 9}, [("LS (rope)", None, 1)]
+    args = TABLES["64"], {"LS": 9}, [("LS", None, 1)]
     compare.make(*args)
     ((name, command),) = made.items()
     for of in ("other code", runs.identity(command)):
@@ -135,9 +135,9 @@ def test_the_projects_results_are_used_and_never_written(monkeypatch, tmp_path):
         compare.make(*args)
         assert own.exists() == (of != "other code")
     assert (json.loads(own.read_text()), shipped.read_text()) == (json.loads(text), text)
-    times = {"64, LS (rope)": [9.0, 2.0, "beta (rope)"], "64, beta (rope)": [8.0, 3.0]}
+    times = {"64, LS": [9.0, 2.0, "beta"], "64, beta": [8.0, 3.0]}
     own.write_text(json.dumps({"times": times}))
-    assert compare.times_of(TABLES["64"]) == {"beta (rope)": (8.0, 3.0)}  # of its own base
+    assert compare.times_of(TABLES["64"]) == {"beta": (8.0, 3.0)}  # of its own base
 
 
 @slow
@@ -145,13 +145,13 @@ def test_compare_in_equal_time(experiment, data, tmp_path):
     """Runs of equal steps and of equal time, each once."""
     extra = f"--dataset={data} {STEPS} --warmup_iters=1 --eval_iters=1 --n_layer=1 --device=cpu"
     flags = [f"--extra={extra}", f"--out_dir={tmp_path / 'runs'}", "--seeds=1", "--repeats=1"]
-    flags += ["--table=256", "--only=LS, conv (rope)"]
+    flags += ["--table=256", "--only=LS, conv"]
     out, results = experiment("compare", *flags)
     steps = {name: round(1500 / x[1]) for name, x in results["times"].items()}
     (ms, *one), (others_ms, ratio, base) = results["times"].values()  # of one round
     assert [one, ratio] == [[1.0, base], pytest.approx(others_ms / ms)]
-    n = steps["256, LS, conv (rope)"]
-    assert f"256, LS, conv (rope), {n} steps, {extra}, seed 1" in results["runs"]
+    n = steps["256, LS, conv"]
+    assert f"256, LS, conv, {n} steps, {extra}, seed 1" in results["runs"]
     assert len(results["runs"]) == 3
     again, _ = experiment("compare", *flags, "--what=train,equal,show")
     assert "seed 1" not in again

@@ -47,7 +47,7 @@ def test_help(run, script):
 
 
 TABLES = (
-    "cores laser choices 64 256 speedrun speedrun_more warmup laser_settled laser_fresh "
+    "laser choices 64 256 speedrun speedrun_more warmup laser_settled laser_fresh "
     "differential differential_3e-3 bert narang qkv maps aspect long_short novels_1024 vit "
     "conformer before_attention hybrids ideas ideas_conv ideas_256 equal_256 equal_novels "
     "nanogpt in_nanogpts_time"
