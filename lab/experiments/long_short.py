@@ -70,7 +70,7 @@ SCALES = {
         "flags": POCKET,
         "two": {"n_head": 2, "head_dim": 16, "n_hidden": 512},
         "models": ("long", "LS", "short", "QK-norm"),
-        "lengths": {128: 16, 512: 4, 2048: 1},
+        "lengths": {128: 16, 512: 4, 2048: 1, 8192: 1},
         "border": (2048, [2e-2, 6e-2, 0.2, 0.6]),
         "bfloat16": ([2048], [6e-2]),
     },
