@@ -101,7 +101,7 @@ def show_errors(s: Tensor, v: Tensor) -> None:
 
 
 def show_limits() -> None:
-    """Print where LASER's gradient is larger than softmax's, and how much."""
+    """Print where LASER's gradient is larger than softmax's, and its largest and smallest ratio."""
     limit = 1 / APART - 1 / math.expm1(APART)
     print(f"\nLASER's gradient is larger than softmax's below a weight of {limit:.3f}", end="")
     softmax, laser = (two_values(name)[1] for name in ("softmax", "LASER"))

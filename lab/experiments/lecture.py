@@ -43,15 +43,11 @@ SCHEDULES = ("cosine", "constant")
 
 
 def evaluated(folder: str, *flags: str) -> dict[str, float]:
-    """What eval.py prints of the latest checkpoint in a folder.
-
-    {"loss": nats per token, "bits": bits per byte}.
-    """
+    """{"loss": nats per token} that eval.py prints of the latest checkpoint in a folder."""
     args = ["eval.py", f"--out_dir={folder}", "--which=latest", "--batch_size=16", *flags]
     run = subprocess.run([sys.executable, *args], capture_output=True, text=True, check=True)
     loss = re.search(r"^loss +([\d.]+)", run.stdout, re.MULTILINE)
-    bits = re.search(r"^bits per byte +([\d.]+)", run.stdout, re.MULTILINE)
-    return {"loss": float(loss[1]), "bits": float(bits[1])}
+    return {"loss": float(loss[1])}
 
 
 def positions() -> dict[str, dict]:

@@ -156,8 +156,8 @@ def last(fits: list[dict], key: str) -> list[float]:
 def show(fitted: dict) -> None:
     """Print the table of fits: means over the seeds, and long attention against short."""
     lines = []
-    for row in {row: None for row, _ in fitted}:
-        both = [fitted[row, attention] for attention in ("long", "short")]
+    for row in dict.fromkeys(row for row, _ in fitted):
+        both = [fitted[row, attention] for attention in WINDOWS]
         missed = [last(fits, "missed") for _, fits in both]
         cells = [
             *[f"{rate:g}" for rate, _ in both],

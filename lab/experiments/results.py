@@ -119,7 +119,7 @@ def difference(x: list[float], y: list[float]) -> Difference | str:
 
 
 def mean(x: list[float]) -> str:
-    """Of the seeds, for a table."""
+    """The mean of the seeds' numbers as text for a table; nothing where there are none."""
     return f"{statistics.mean(x):.3f}" if x else ""
 
 
