@@ -14,7 +14,7 @@ from training import checkpoint
 
 FOLDER = os.path.join(ROOT, "tests", "before")
 BEFORE = json.load(open(os.path.join(FOLDER, "before.json"), encoding="utf-8"))
-IMPORT = {"lamb": "lab.lamb", "beta": "lab.positions"}  # what is in the lab now
+IMPORT = {"lamb": "lab.ideas.lamb", "beta": "lab.ideas.positions"}  # what is in the lab now
 kinds = parametrize("kind", BEFORE)
 
 

@@ -282,7 +282,12 @@ def test_each_process_takes_its_own_gpu(monkeypatch):
 
 
 def test_which_files_are_the_users(monkeypatch):
-    users = [f"{ROOT}/my.py", f"{ROOT}/lab/ideas.py", f"{ROOT}/model_2.py", "/home/me/model.py"]
+    users = [
+        f"{ROOT}/my.py",
+        f"{ROOT}/lab/ideas/scores.py",
+        f"{ROOT}/model_2.py",
+        "/home/me/model.py",
+    ]
     paths = [f"{ROOT}/{name}" for name in CORE] + [json.__file__, pytest.__file__, "<string>"]
     frames = [traceback.FrameSummary(path, 1, "f") for path in paths + users]
     monkeypatch.setattr(traceback, "extract_tb", lambda trace: frames)

@@ -38,10 +38,10 @@ def rows(tmp_path, *keys) -> list:
     "flags",
     [  # the first: 10 sequences, five micro-batches of 2; for each of two processes 2, 2 and 1
         "--batch_size=2 --gradient_accumulation_steps=5 --n_kv_head=2 "
-        "--import=lab.positions --position=t5",
+        "--import=lab.ideas.positions --position=t5",
         "--attention=laser --heads=SSSL --window=4 --position=alibi --optimizer=muon "
         "--muon_lr=2e-3",
-        "--attention=beta --import=lab.positions --position=relative --import=lab.lamb "
+        "--attention=beta --import=lab.ideas.positions --position=relative --import=lab.ideas.lamb "
         "--optimizer=lamb --n_layer=1 --activation_checkpointing",
     ],
 )

@@ -19,8 +19,8 @@ from attention.forms import unchanged
 from attention.heads import HeadGroup
 from attention.scores import distances, plain_form
 from errors import UserError
-from lab.maps import weights_at_once
-from lab.positions import T5, Relative
+from lab.ideas.positions import T5, Relative
+from lab.look.maps import weights_at_once
 from model import GPT, CausalSelfAttention, GPTConfig, laser_attention
 from positions import DECAY, POSITION, ALiBi, RoPE
 

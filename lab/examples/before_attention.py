@@ -34,7 +34,7 @@ from configurator import configure, names, pick_device, user_errors
 from lab.examples import spelling
 from lab.examples.common import Training, check_training, fit
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
-from lab.maps import weights_at_once
+from lab.look.maps import weights_at_once
 from model import ATTENTION
 
 # In which ways are the letters mixed (names, separated by commas)?

@@ -51,7 +51,7 @@ dataset = "shakespeare_char"  # the data set, or (pocket) the one whose first pa
 seeds = 3  # runs of each row
 jobs = 1  # runs at the same time; they share the cores of the CPU
 out = "lab/experiments/beta_post.json"  # the results
-picture = "lab/pictures/beta_post.png"  # the picture
+picture = "lab/experiments/pictures/beta_post.png"  # the picture
 out_dir = "out-beta-post"  # the folder for the runs, each in a folder of its own
 
 CPU = "config/train_shakespeare_char_cpu.py"

@@ -26,7 +26,7 @@ from configurator import run_script
 from lab.experiments.results import check_writable, drawing, show_table
 from model import beta_attention, laser_attention, softmax_attention
 
-picture = "lab/pictures/jacobians.png"  # the picture
+picture = "lab/experiments/pictures/jacobians.png"  # the picture
 
 APART = 5.0  # the value of the first key; that of the second is 0
 

@@ -30,7 +30,7 @@ seeds = 3  # runs of each attention and size at its best learning rate
 jobs = 1  # runs at the same time; they share the cores of the CPU
 extra = ""  # more flags of train.py for every run, separated by spaces
 out = "lab/experiments/laser.json"  # the results
-picture = "lab/pictures/laser.png"  # the picture
+picture = "lab/experiments/pictures/laser.png"  # the picture
 out_dir = "out-laser"  # the folder for the runs, each in a folder of its own
 
 CPU = "config/train_shakespeare_char_cpu.py"

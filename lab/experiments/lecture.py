@@ -53,7 +53,7 @@ def evaluated(folder: str, *flags: str) -> dict[str, float]:
 def positions() -> dict[str, dict]:
     """{row: its flags} of the part positions."""
     rows = {name: {"position": name} for name in POSITIONS}
-    rows["t5"] |= {"import": "lab.positions"}
+    rows["t5"] |= {"import": "lab.ideas.positions"}
     rows["rope, decay"] = {"position": "rope", "decay": "alibi"}
     rows["stick-breaking, none"] = {
         "attention": "stick_breaking",

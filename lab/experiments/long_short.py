@@ -35,7 +35,7 @@ seeds = 3  # runs of each row, and of each learning rate of the border
 jobs = 1  # runs at the same time; they share the cores of the CPU
 extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
 out = "lab/experiments/long_short.json"  # the results
-picture = "lab/pictures/long_short.png"  # the picture
+picture = "lab/experiments/pictures/long_short.png"  # the picture
 out_dir = "out-long-short"  # the folder for the runs, each in a folder of its own
 
 FLOAT32 = {"dtype": "float32", "tf32": False}  # where the others run in bfloat16, on a GPU

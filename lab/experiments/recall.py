@@ -41,7 +41,7 @@ only = ""  # the models, separated by semicolons; empty: all
 seeds = 1  # runs of each model at its best learning rate, with the seeds 1, 2, ...
 scale: Literal["small", "long", "tiny"] = "small"  # long: more steps; tiny: a test of the script
 out = "lab/experiments/recall.json"  # the results
-picture = "lab/pictures/recall.png"  # the picture
+picture = "lab/experiments/pictures/recall.png"  # the picture
 
 CONV = {"conv": 4}
 BETA = {"attention": "beta"}
@@ -64,13 +64,13 @@ MARKERS = "oosDv^vP<X"
 STICK = {"attention": "stick_breaking"}
 V2 = {"after": "differential_v2", "n_head": 8, "head_dim": 16, "n_kv_head": 4}
 FOUR = {"n_layer": 4} | HYBRID | CONV  # the window holds all pairs
-# flags of models with an attention of lab/ideas.py: they run if --only has them
+# flags of models with an attention of lab/ideas/scores.py: they run if --only has them
 IDEAS = {
     "stick-breaking, conv": STICK | CONV,
     "stick-breaking, differential V2, conv": STICK | V2 | CONV,
     "differential V2, conv": V2 | CONV,
     "delta rule, conv": {"attention": "delta_rule"} | CONV,
-    "LUCID, conv": {"attention": "lucid"} | CONV,  # of lab/recent.py
+    "LUCID, conv": {"attention": "lucid"} | CONV,  # of lab/ideas/recent.py
     "beta, hybrid, conv": BETA | FOUR,
     "beta_squared, hybrid, conv": SQUARED | FOUR,
 }

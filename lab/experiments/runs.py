@@ -25,7 +25,7 @@ from model import ATTENTION
 from training.origin import fingerprints
 
 # What --import needs for an optimizer outside the core
-OPTIMIZER_MODULES = {"lamb": "lab.lamb", "nadamw": "lab.lamb"}
+OPTIMIZER_MODULES = {"lamb": "lab.ideas.lamb", "nadamw": "lab.ideas.lamb"}
 PARSING = threading.Lock()  # Python 3.11's ast may fail where two threads parse at once
 
 

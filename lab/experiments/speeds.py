@@ -28,7 +28,7 @@ MODELS = "-m lab.experiments.model_times"
 COMMANDS = (
     "bench.py",
     SOME + " --lengths=4096,8192,16384 --repeats=5",
-    "bench.py --import=lab.positions --only=sdpa,alibi,t5,relative --lengths=1024",
+    "bench.py --import=lab.ideas.positions --only=sdpa,alibi,t5,relative --lengths=1024",
     MODELS,
     MODELS + " --what=step --dtype=bfloat16",
 )

@@ -24,8 +24,8 @@ from lab.experiments.laser_precision import layers_of
 from lab.experiments.results import measured, show_table
 from lab.experiments.runs import finished, identity
 from lab.experiments.times import milliseconds
-from lab.ideas import log_sticks
-from lab.stick_breaking import BLOCK, cut, walk
+from lab.ideas.scores import log_sticks
+from lab.ideas.stick_breaking import BLOCK, cut, walk
 from model import ATTENTION, GPT
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model

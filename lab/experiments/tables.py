@@ -78,8 +78,8 @@ GPT-2:
 # positions
 none: --position=none
 sinusoidal: --position=sinusoidal
-relative: --import=lab.positions --position=relative
-t5: --import=lab.positions --position=t5
+relative: --import=lab.ideas.positions --position=relative
+t5: --import=lab.ideas.positions --position=t5
 alibi: --position=alibi
 rope: --position=rope
 rope S/S/L: --heads=S/S/L --window=16 --position=rope
@@ -275,9 +275,9 @@ STICK = {"attention": "stick_breaking"}
 STICK_LASER = {"attention": "stick_laser"}
 V2 = {"after": "differential_v2", "n_head": 12, "head_dim": 16, "n_kv_head": 6}
 NOWHERE = {"position": "none"}
-RECENT = {"import": "lab.recent"}
+RECENT = {"import": "lab.ideas.recent"}
 HYBRID = {"heads": "L/L/L/S", "short_attention": "softmax", "window": 255}  # sees all of 256
-IDEAS = {  # with RoPE, unless a row says something else; lab/ideas.py has the papers
+IDEAS = {  # with RoPE, unless a row says something else; lab/ideas/scores.py has the papers
     "softmax": {},
     "LS": SHORT,
     "stick-breaking": STICK,
@@ -451,7 +451,7 @@ TABLES = {
             "beta_squared, hybrid": SQUARED | HYBRID,
             "gated delta rule, hybrid": {"attention": "gated_delta"}
             | HYBRID
-            | {"import": "lab.gated_delta"},
+            | {"import": "lab.ideas.gated_delta"},
             "softmax short, beta_squared long": MIXED | SQUARED,
         },
         flags=AT_256 | CONV | {"n_layer": 4, "position": "rope"} | steps_of(1000),

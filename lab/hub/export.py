@@ -68,7 +68,8 @@ def flat(module: str) -> str:
 
 
 def path_of(module: str) -> Path:
-    return Path(ROOT, *module.split(".")).with_suffix(".py")
+    path = Path(ROOT, *module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ models predict after it.
 The page is page.html with numbers put in: of a text's tokens (`look`), of one run (`seen_by`), of
 one map (`packed`). When a user types, or a model writes, the page asks the server for the same
 numbers of the new text. The server answers this machine only. The weights are those of
-lab/maps.py.
+maps.py.
 """
 
 import base64
@@ -25,8 +25,8 @@ import torch
 
 from configurator import run_script
 from errors import NotFinite, UserError
-from lab.maps import Map, in_words, labels, weights_of
-from lab.plot import paths
+from lab.look.maps import Map, in_words, labels, weights_of
+from lab.look.plot import paths
 from model import GPT
 from sample import prompt_of
 from text.sampling import stream

@@ -8,8 +8,8 @@ from harness import SMALL, assert_equal, done, write
 from reference import randomised
 from test_other_models import load
 
-from lab import lamb  # noqa: F401, adds optimizers
 from lab.examples import bert, common
+from lab.ideas import lamb  # noqa: F401, adds optimizers
 from model import GPTConfig
 from text.tokenizers import CharTokenizer
 

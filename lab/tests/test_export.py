@@ -12,7 +12,7 @@ from harness import ROOT, assert_equal, done, parametrize, refusal, refused, slo
 from reference import shaken
 from torch.nn import functional as F
 
-import lab.positions  # noqa: F401
+import lab.ideas.positions  # noqa: F401
 from model import ATTENTION, GPTConfig
 from positions import POSITION
 from text import tokenizers
@@ -241,7 +241,7 @@ def export(run, tmp_path):
 
 
 @slow
-@parametrize("flags", [LASER, "--import=lab.positions --position=relative"])
+@parametrize("flags", [LASER, "--import=lab.ideas.positions --position=relative"])
 def test_a_process_without_the_repository_loads_and_samples_it(export, train, tmp_path, flags):
     done(train(flags))
     modules = [flag for flag in flags.split() if flag.startswith("--import=")]

@@ -7,7 +7,7 @@ from reference import randomised
 
 from attention.cache import Cache
 from attention.documents import Documents
-from lab.gated_delta import GatedDelta, chunked
+from lab.ideas.gated_delta import GatedDelta, chunked
 from model import ATTENTION, GPTConfig
 
 # The core's tests, which may run in the same process, do not know this attention.

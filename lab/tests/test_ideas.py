@@ -1,33 +1,22 @@
-"""Each idea of lab/ideas.py: its formula, and the tests that every attention passes."""
+"""Each idea of lab/ideas/scores.py: its formula, and the tests that every attention passes."""
 
 import math
 
 import pytest
 import test_attention as common
 import torch
+from apart import FORMS, NEW, TABLES
 from harness import assert_equal, parametrize, refusal
 from reference import assert_exact, cached, plain, shaken
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-import lab.ideas
-import lab.recent  # noqa: F401
-from attention.forms import FORM, print_of
+from attention.forms import print_of
 from choices import AFTER
 from errors import UserError
-from lab.entmax import Entmax15
-from lab.stick_breaking import BLOCK
-from model import ATTENTION, GPT, GPTConfig
-
-FILES = ("lab.ideas", "lab.entmax", "lab.recent")
-# The core's tests, which may run in the same process, do not know the ideas.
-NEW = {name: f for name, f in ATTENTION.items() if f.__module__ in FILES}
-FORMS = {name: form for name, form in FORM.items() if name in NEW}
-NEXT = {name: AFTER[name] for name in ("differential_v2", "xsa_learned")}
-TABLES = [(ATTENTION, NEW), (FORM, FORMS), (AFTER, NEXT)]
-for table, added in TABLES:
-    for name in added:
-        del table[name]
+from lab.ideas.entmax import Entmax15
+from lab.ideas.stick_breaking import BLOCK
+from model import GPT, GPTConfig
 
 
 @pytest.fixture(autouse=True)

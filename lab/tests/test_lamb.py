@@ -5,7 +5,7 @@ from harness import done, parametrize, refused, same, weights_of
 from test_optimizers import NOT_PLAIN, SETTINGS, check_groups, model
 from torch.testing import assert_close
 
-from lab.lamb import Lamb
+from lab.ideas.lamb import Lamb
 from training.optimizers import OPTIMIZER, Settings
 
 
@@ -80,8 +80,8 @@ def test_epsilon(name, eps):
 
 
 def test_resume_is_exact(train, tmp_path, monkeypatch):
-    """--import=lab.lamb comes before --optimizer's names are known."""
-    lamb = "--import=lab.lamb"
+    """--import=lab.ideas.lamb comes before --optimizer's names are known."""
+    lamb = "--import=lab.ideas.lamb"
     flags = f"{lamb} --optimizer=lamb --schedule=constant --adam_eps=1e-3"
     done(train(flags))
     straight = weights_of(tmp_path)

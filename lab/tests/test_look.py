@@ -12,7 +12,7 @@ from reference import shaken
 from torch.nn import functional as F
 
 from lab.look.__main__ import Run, Server, look, page
-from lab.maps import weights_of
+from lab.look.maps import weights_of
 from model import ATTENTION, GPTConfig
 from text.tokenizers import CharTokenizer
 

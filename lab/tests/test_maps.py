@@ -1,5 +1,5 @@
-"""lab/maps.py: the weights of every attention against its heads' own outputs, its refusals, its
-picture."""
+"""lab/look/maps.py: the weights of every attention against its heads' own outputs, its refusals,
+its picture."""
 
 import json
 
@@ -8,11 +8,11 @@ import torch
 from harness import assert_equal, done, legal, pairwise, parametrize, refusal, refused
 from reference import shaken
 
-import lab.positions  # noqa: F401
+import lab.ideas.positions  # noqa: F401
 from attention.probe import probing
 from attention.scores import distances, visible
 from errors import UserError
-from lab.maps import Map, chosen_maps, draw, in_words, labels, weights_of
+from lab.look.maps import Map, chosen_maps, draw, in_words, labels, weights_of
 from model import ATTENTION, GPTConfig
 from text.tokenizers import ByteTokenizer, CharTokenizer
 
@@ -182,7 +182,7 @@ def test_a_new_attention_is_drawn(run, train, tmp_path, monkeypatch):
     train("--max_iters=2 --attention=new --heads=SSSL --window=8")
     out = tmp_path / "maps.png"
     flags = (f"--out_dir={tmp_path / 'out'}", "--start=the lord", f"--out={out}")
-    done(run("lab.maps", *flags), f"wrote {out}")
+    done(run("lab.look.maps", *flags), f"wrote {out}")
 
 
 def test_the_script(run, train, tmp_path):
@@ -192,7 +192,7 @@ def test_the_script(run, train, tmp_path):
     prompt = tmp_path / "p.txt"
     prompt.write_text("all citizens")
     numbers = tmp_path / "maps.json"
-    flags = ("lab.maps", f"--out_dir={tmp_path / 'out'}/", f"--out={picture}")
+    flags = ("lab.look.maps", f"--out_dir={tmp_path / 'out'}/", f"--out={picture}")
     result = run(*flags, f"--start=FILE:{prompt}", "--which=latest", f"--json={numbers}")
     done(result, "/out/ckpt.pt: step 5, ")
     assert picture.read_bytes()[:4] == b"\x89PNG"
@@ -221,7 +221,7 @@ def test_maps_of_several_runs(run, train, tmp_path, monkeypatch):
         "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)
     )
     for flags in ([], ["--layer=1", "--head=2"]):
-        done(run("lab.maps", f"--out_dir={folders}", "--start=all", *flags))
+        done(run("lab.look.maps", f"--out_dir={folders}", "--start=all", *flags))
     assert figures[0].axes[0].get_gridspec().get_geometry() == (6, 4)
     assert [ax.get_title() for ax in figures[1].axes[:-1]] == [
         f"softmax, {tmp_path}/out\nlayer 1, head 2",

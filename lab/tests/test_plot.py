@@ -1,4 +1,4 @@
-"""Curves of runs: lab/plot.py, lab/tensorboard.py. lab/not_finite.py."""
+"""Curves of runs: lab/look/plot.py, lab/loggers/tensorboard.py. lab/loggers/not_finite.py."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import torch
 from harness import done
 from test_tools import logged
 
-from lab import plot
+from lab.look import plot
 from model import GPT, GPTConfig
 from training.log import Log
 
@@ -35,7 +35,7 @@ def test_plot(run, train, tmp_path):
         paths = ",".join(f"{tmp_path}/{name}" for name in runs.split())
         picture = tmp_path / "p.png"
         picture.unlink(missing_ok=True)
-        code, out, err = run("lab.plot", f"--runs={paths}", f"--out={picture}", *flags)
+        code, out, err = run("lab.look.plot", f"--runs={paths}", f"--out={picture}", *flags)
         assert (code == 0) == picture.exists()
         width = struct.unpack(">I", picture.read_bytes()[16:20])[0] if code == 0 else None
         return width, out + err
@@ -80,9 +80,9 @@ def test_tensorboard(train, tmp_path, monkeypatch):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for name in ("open", "write", "close"):
         monkeypatch.setattr(Log, name, getattr(Log, name))  # undone afterwards
-    monkeypatch.delitem(sys.modules, "lab.tensorboard", raising=False)
+    monkeypatch.delitem(sys.modules, "lab.loggers.tensorboard", raising=False)
     for flags in ("--max_iters=10", "--init_from=resume --max_iters=15", "--max_iters=7"):
-        done(train("--import=lab.tensorboard --log_logits", flags))
+        done(train("--import=lab.loggers.tensorboard --log_logits", flags))
         rows = logged(tmp_path)
         board = events.EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload()
         for key in ("loss", "norm", "lr", "val_loss", "max_logit/0", "max_logit/1"):
@@ -93,7 +93,7 @@ def test_tensorboard(train, tmp_path, monkeypatch):
 
 
 def test_where_numbers_are_first_not_finite(capsys):
-    from lab import not_finite
+    from lab.loggers import not_finite
 
     gpt = GPT(GPTConfig(block_size=8, vocab_size=9, n_layer=2, n_head=2, n_embd=8))
     x = torch.zeros(1, 8, dtype=torch.long)

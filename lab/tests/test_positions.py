@@ -1,4 +1,4 @@
-"""lab/positions.py: Shaw's and T5's positions, and the tests that every position passes."""
+"""lab/ideas/positions.py: Shaw's and T5's positions, and the tests that every position passes."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ from torch.autograd import grad
 import attention.fast
 import model
 from attention.scores import distances
-from lab.positions import t5_bucket, with_vectors
+from lab.ideas.positions import t5_bucket, with_vectors
 from model import ATTENTION, GPTConfig
 from positions import POSITION
 from training.optimizers import OPTIMIZER
@@ -42,7 +42,7 @@ NEW = ("relative", "t5")
 def test_what_every_position_passes():
     """The core's tests of each position in each attention, in a process that has these two."""
     files = [f"tests/test_{name}.py" for name in ("choices", "documents", "gpu")]
-    flags = ["-n", "0", "--import=lab.positions", "-k", "relative or t5"]
+    flags = ["-n", "0", "--import=apart", "--import=lab.ideas.positions", "-k", "relative or t5"]
     command = [sys.executable, "-m", "pytest", *flags, *files]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
     assert result.returncode == 0, result.stdout
@@ -247,22 +247,22 @@ def test_a_bad_config_says_what_is_legal(says, fields):
 @parametrize("position", NEW)
 def test_a_checkpoint_needs_the_import(position, train, run, tmp_path, monkeypatch):
     """Without it a sentence names it; with it training goes on."""
-    done(train(f"--import=lab.positions --position={position} --max_iters=3"))
+    done(train(f"--import=lab.ideas.positions --position={position} --max_iters=3"))
     ours = POSITION[position]
     monkeypatch.delitem(POSITION, position)
     says = f"position='{position}' is not one of"
     result = run("eval.py", f"--out_dir={tmp_path / 'out'}", "--which=latest")
-    refused(result, says, "--import=lab.positions")
-    refused(train("--init_from=resume"), says, "--import=lab.positions")
+    refused(result, says, "--import=lab.ideas.positions")
+    refused(train("--init_from=resume"), says, "--import=lab.ideas.positions")
     refused(train(f"--position={position}"), says, "--import= adds your own")
     monkeypatch.setitem(POSITION, position, ours)
-    done(train("--import=lab.positions --init_from=resume --max_iters=5"))
+    done(train("--import=lab.ideas.positions --init_from=resume --max_iters=5"))
     assert state_of(tmp_path)["iter_num"] == 5
 
 
 def test_resume_is_exact(train, tmp_path):
     """2 + 3 steps are 5 steps, bit for bit."""
-    flags = "--optimizer=muon --import=lab.positions --position=t5 --dropout=0.1"
+    flags = "--optimizer=muon --import=lab.ideas.positions --position=t5 --dropout=0.1"
     done(train(flags, "--max_iters=5"))
     straight = state_of(tmp_path)["model"]
     done(train(flags, "--max_iters=2"))
@@ -272,7 +272,7 @@ def test_resume_is_exact(train, tmp_path):
 
 
 def test_vectors_that_were_not_trained_are_missed(train, tmp_path):
-    position = "--import=lab.positions --position=relative --nope_long"
+    position = "--import=lab.ideas.positions --position=relative --nope_long"
     done(train(position, "--heads=S/L --window=4 --max_iters=2"))
     flags = f"--init_from={tmp_path / 'out'} --out_dir={tmp_path / 'more'}"
     refused(train(flags, "--heads=S/SL"), "transformer.h.1.attn.position.k")
@@ -280,7 +280,7 @@ def test_vectors_that_were_not_trained_are_missed(train, tmp_path):
 
 def test_they_are_timed(run, tmp_path):
     """bench.py compares both with the definition, and has their rows."""
-    flags = "--import=lab.positions --only=t5,relative --device=cpu --n_head=2"
+    flags = "--import=lab.ideas.positions --only=t5,relative --device=cpu --n_head=2"
     sizes = "--heads=SL --lengths=16,64 --head_dim=8 --tokens=128 --repeats=2"
     out_file = f"--out={tmp_path / 'b.json'}"
     out = done(run("bench.py", *flags.split(), *sizes.split(), out_file), "t5", "relative")

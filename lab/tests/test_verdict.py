@@ -5,7 +5,7 @@ import os
 
 from harness import done, parametrize, slow
 
-from lab.gated_delta import GatedDelta
+from lab.ideas.gated_delta import GatedDelta
 from lab.verdict import checks, judge
 from model import ATTENTION, GPT, GPTConfig
 
@@ -55,7 +55,7 @@ def test_a_model_that_fails_a_check(definition, says, monkeypatch):
 @slow
 @parametrize(
     "name, flags, maps",
-    [("laser", "", True), ("gated_delta", "--import=lab.gated_delta", False)],
+    [("laser", "", True), ("gated_delta", "--import=lab.ideas.gated_delta", False)],
 )
 def test_from_an_idea_to_the_card(
     name, flags, maps, run, quick, no_new_processes, data, tmp_path, monkeypatch

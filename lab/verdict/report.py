@@ -10,15 +10,15 @@ from statistics import mean
 import torch
 
 from errors import UserError
-from lab import maps
 from lab.experiments.results import Difference, drawing, short, show_table
+from lab.look import maps
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
 from training.distributed import count
 from training.estimate import duration
 
 # Where the card looks for verdicts: those of the lab, and those of the folder in which it runs
-VERDICTS = ("lab/verdicts/*.json", "verdict-*/runs.json")
+VERDICTS = ("lab/verdict/results/*.json", "verdict-*/runs.json")
 FOLDER = "verdict-"  # and the name of a verdict: the folder of its report
 TOKENS = 24  # of the validation text, in a map
 WIDTH = 36  # of a column of the report

@@ -1,6 +1,6 @@
 """Gated DeltaNet (Yang et al., arXiv 2412.06464): a layer in the place of CausalSelfAttention.
 
-    python train.py config/train_shakespeare_char_cpu.py --import=lab.gated_delta \
+    python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas.gated_delta \
         --attention=gated_delta --position=none --conv=4
 
 Each head has a state S (D, D), a memory from which a key reads a value. A token t lets all of S

@@ -1,9 +1,9 @@
 """Draws attention maps: the weight that each token of a text gives to itself and to earlier tokens,
 for each head of each layer.
 
-    python -m lab.maps --out_dir=out-shakespeare-char-cpu --start="To be, or not to be"
-    python -m lab.maps --out_dir=out-laser,out-beta --layer=2 --head=4
-    python -m lab.maps --init_from=gpt2 --layer=5 --start="The cat sat on the mat"
+    python -m lab.look.maps --out_dir=out-shakespeare-char-cpu --start="To be, or not to be"
+    python -m lab.look.maps --out_dir=out-laser,out-beta --layer=2 --head=4
+    python -m lab.look.maps --init_from=gpt2 --layer=5 --start="The cat sat on the mat"
 
 Of several runs with --head the maps stand side by side, one row for each layer; without it each run
 has its own rows.
@@ -36,7 +36,7 @@ from attention.scores import at_least_float32, plain_form, visible
 from attention.trial import alike, fixed_inputs
 from configurator import run_script
 from errors import UserError, note, optional
-from lab.plot import paths
+from lab.look.plot import paths
 from model import ATTENTION, GPT, GPTConfig
 from rules import attentions
 from sample import prompt_of

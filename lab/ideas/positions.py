@@ -1,7 +1,8 @@
 """Two positions for short texts, by distances between tokens: Shaw's vectors and T5's numbers.
 
-    python train.py config/train_shakespeare_char_cpu.py --import=lab.positions --position=relative
-    python train.py config/train_shakespeare_char_cpu.py --import=lab.positions --position=t5
+    python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas.positions --position=t5
+
+and --position=relative.
 
 Both give the attention a bias, so memory grows with T^2. Shapes: B batch, H heads, T time, Tq
 queries, D head width, Dv width of values.

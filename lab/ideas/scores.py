@@ -4,7 +4,7 @@
 
 Importing this file adds them to model.ATTENTION and to choices.AFTER; a file of your own does the
 same. model.py explains the arguments of a definition, choices.py a module after attention.
-lab/results/ideas.md has their losses.
+lab/experiments/results/ideas.md has their losses.
 
 Not here, since they are no functions of scores: value residuals (arXiv 2410.17897;
 docs/attention.md) and nGPT (2410.01131) change the residual stream, MLA (2405.04434) the
@@ -25,7 +25,7 @@ from attention.forms import FORM, Form
 from attention.scores import learned, of_token
 from choices import AFTER
 from errors import UserError
-from lab.stick_breaking import stick_breaking
+from lab.ideas.stick_breaking import stick_breaking
 from model import ATTENTION
 
 

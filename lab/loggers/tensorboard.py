@@ -1,6 +1,6 @@
 """Logs a run to TensorBoard too, in the folder `tensorboard` of its out_dir.
 
-    python train.py config/train_shakespeare_char_cpu.py --import=lab.tensorboard
+    python train.py config/train_shakespeare_char_cpu.py --import=lab.loggers.tensorboard
     tensorboard --logdir=.
 
 Both need `pip install tensorboard`.
@@ -13,7 +13,7 @@ from os.path import exists, join
 from errors import optional
 from training.log import Log
 
-optional("tensorboard", "--import=lab.tensorboard")
+optional("tensorboard", "--import=lab.loggers.tensorboard")
 from torch.utils.tensorboard import SummaryWriter  # noqa: E402
 
 open_log = Log.open

@@ -1,6 +1,7 @@
 """Entmax with alpha = 1.5: low scores get no weight at all (Peters et al. 2019, 1905.05702).
 
-    python train.py config/train_shakespeare_char_cpu.py --import=lab.entmax --attention=entmax15
+    python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas.entmax \
+        --attention=entmax15
 
 Importing this file adds it to model.ATTENTION.
 """

@@ -1,7 +1,8 @@
 """Two ideas of 2026: LUCID, and XSA with a learned strength.
 
-    python train.py config/train_shakespeare_char_cpu.py --import=lab.recent --attention=lucid
-    python train.py config/train_shakespeare_char_cpu.py --import=lab.recent --after=xsa_learned
+    python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas.recent --attention=lucid
+
+and --after=xsa_learned.
 
 Importing this file adds them to model.ATTENTION and to choices.AFTER.
 """
@@ -10,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from choices import AFTER, Exclusive
-from lab.ideas import with_updates
+from lab.ideas.scores import with_updates
 from model import ATTENTION
 
 

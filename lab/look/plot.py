@@ -1,7 +1,7 @@
 """Draws the curves of one or several runs, from their log.jsonl.
 
-    python -m lab.plot --runs=out-shakespeare-char-cpu
-    python -m lab.plot --runs=out-a,out-b --y=loss,norm,logit --x=tokens --out=curves.png
+    python -m lab.look.plot --runs=out-shakespeare-char-cpu
+    python -m lab.look.plot --runs=out-a,out-b --y=loss,norm,logit --x=tokens --out=curves.png
 
 A training loss is drawn twice: each value as a faint line, and the running mean as a strong one.
 Validation losses are points.

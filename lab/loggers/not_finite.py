@@ -1,6 +1,7 @@
 """Ends a run where a number first is not finite, and says in which module.
 
-    python train.py config/train_shakespeare_char_cpu.py --init_from=resume --import=lab.not_finite
+    python train.py config/train_shakespeare_char_cpu.py --init_from=resume \
+        --import=lab.loggers.not_finite
 
 After a run that has diverged, this makes the steps since its last checkpoint again. Each output of
 each module is looked at, so the steps are slower. With a compiled model it does not work
