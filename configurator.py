@@ -10,93 +10,70 @@ script names. Config files (plain Python assignments) override them, and --key=v
 
 --import=my.ideas imports a module first. The module may add to tables such as model.ATTENTION.
 
-A flag has the type of its annotation or, without one, of its default: bool, int, float, str or a
-Literal of strings, each of them `| None`. The annotation "Literal[*TABLE]", in quotes, is read when
+A flag has the type of its annotation or, without one, of its default: bool, int, float or str, each
+of them `| None`, or a Literal of strings. The annotation "Literal[*TABLE]", in quotes, is read when
 the flags are, so --import can add to the table. A user's mistake is answered with a sentence on
 stderr and exit code 2.
+
+In a path ~/ is the home folder. A flag is a path, or a list of paths with commas, if its name is in
+PATHS or its text begins with FILE:. All other texts stay as they are.
 """
 
 import ast
-import configparser
 import contextlib
 import difflib
+import importlib
 import inspect
-import math
 import os
 import re
 import runpy
 import sys
-import sysconfig
 import textwrap
-import traceback
+import tokenize
 import types
 import typing
 from collections.abc import Iterable, Iterator
 
 from errors import UserError, first_line, note, refuse
 
-HOME = re.compile(r"(?<![^,:])~(?=[/\\])")  # in a path, in a list of paths, in FILE:~/path
-WORDS = configparser.ConfigParser.BOOLEAN_STATES | {"none": None}  # "yes": True, "off": False, ...
+ROOT = os.path.dirname(__file__)
 PLAIN = types.NoneType | bool | int | float | str  # the types of a flag's value
-
-ROOT = os.path.dirname(os.path.abspath(__file__))
-# The files of the core, by their paths below ROOT, and of libraries. All other files are the user's
-OURS = (
-    "^(attention|data|text|training)/"
-    r"|^(bench|choices|configurator|errors|eval|model|positions|rules|sample|train)\.py$"
-    f"|^<|site-packages|dist-packages|torchinductor|{sysconfig.get_path('stdlib')}"
-)
-
-
-def is_users(path: str) -> bool:
-    """Whether a Python file is the user's: no file of the core or of a library."""
-    return not re.search(OURS, path.removeprefix(f"{ROOT}/"))
-
-
-def user_frames(trace):
-    """The frames of a traceback that lie in the user's files."""
-    return [f for f in traceback.extract_tb(trace) if is_users(f.filename)]
+# How "flag=text" begins if the text is a path, or a list of paths
+PATHS = r"(\w+_dir|\w+_file|dataset|init_from|json|out|picture|runs|source|to|tokenizer)=|\w+=FILE:"
+DTYPE = typing.Literal["auto", "float32", "bfloat16", "float16"]
+# The ~ of a path
+HOME = r"(?<![^,:])~(?=[/\\])"
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a UserError, an OSError or text that is not UTF-8 into a sentence and exit code 2.
+    """Turn what a user can mend into a sentence and exit code 2. Other errors are bugs.
 
-    Other errors are bugs.
+    A user can mend a UserError, an OSError, a missing module, and text that is not UTF-8.
     """
     try:
         yield
     except BrokenPipeError:  # an OSError, but no mistake: _excepthook handles it
         raise
-    except (UserError, OSError, UnicodeDecodeError) as error:  # the last: of a file's text
+    except (UserError, OSError, ModuleNotFoundError, UnicodeDecodeError) as error:
         note(f"{os.path.basename(sys.argv[0].removesuffix('/__main__.py'))}: {error}")
         sys.exit(2)
 
 
 def _excepthook(family, error, trace):
-    """Print an error. Ctrl-C, a closed pipe (`| head`) and too little memory are no bugs.
-
-    Too little memory prints a traceback too if the user's own code asked for the memory.
-    """
-    no_memory = re.search("MemoryError|can.t allocate memory", repr(error))
-    if KeyboardInterrupt in (family, type(error.__context__)):  # a library may raise its own error
+    """Print an error. Ctrl-C and a closed pipe (`| head`) are no errors."""
+    if family is KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-    elif issubclass(family, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-    elif not no_memory or user_frames(trace):
+    elif family is BrokenPipeError:
+        os._exit(1)  # without flushing stdout, which would fail again
+    else:
         sys.__excepthook__(family, error, trace)
-    if no_memory:
-        note(f"out of memory ({first_line(error)}). Make the batch or the model smaller")
 
 
 sys.excepthook = _excepthook
 
-
-class Flag(typing.NamedTuple):
-    default: object
-    legal: list  # types, NoneType included, and the strings of a Literal
-    comment: str
-    group: str  # the question above it
+# -----------------------------------------------------------------------------
+# flags and their values
 
 
 @user_errors()
@@ -107,29 +84,47 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
     where the script assigns the same name, the script's default wins. Exits with code 2 on a
     mistake and with 0 after --help.
     """
+    # what the terminal's encoding lacks is printed as an escape; a notebook's has all
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # not in a notebook
-            stream.reconfigure(errors="backslashreplace")  # for what the terminal's encoding lacks
-    args = []
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+    # imported modules may add to the tables from which flags choose
+    files = {}
+    options = {}
     for arg in sys.argv[1:]:
-        if re.match("--import=.", arg):
-            _import(arg.removeprefix("--import="))
+        arg = re.sub("^--no[-_]([^=]*)$", r"--\1=False", arg)
+        name, equals, text = arg.partition("=")
+        if name == "--import" and text:
+            importlib.import_module(text)
+        elif arg.startswith("-"):
+            options[name.lstrip("-")] = text if equals else True
         else:
-            args.append(arg)
+            file = arg if os.path.isfile(arg) else f"{ROOT}/{arg}"
+            if not os.path.isfile(file) or not arg.endswith(".py"):  # a text is meant for --source=
+                raise UserError(f"there is no config file {arg} (a flag is written --key=value)")
+            files[arg] = runpy.run_path(file)
+
     flags = _flags(script, dataclasses)
-    if "--help" in args or "-h" in args:
+    if options.keys() & {"h", "help"}:
         _print_help(script, flags)
-        sys.exit(0)
-    config = {name: flag.default for name, flag in flags.items()}
+        sys.exit()
+
+    # the command line comes last: it wins over config files
+    config = {name: flag[0] for name, flag in flags.items()}
     given = {}
-    for arg in sorted(args, key=lambda arg: arg.startswith("-")):  # config files, then flags
-        is_flag = arg.startswith("-")
-        values = _read_flag(arg, flags) if is_flag else _read_config(arg, flags)
-        config |= values
-        given |= dict.fromkeys(values, "command line" if is_flag else arg)
+    for source, values in (*files.items(), ("command line", options)):
+        for name, value in values.items():
+            if name in flags:
+                config[name] = _checked(source, name, value, flags[name][1])
+                given[name] = source
+            elif isinstance(value, PLAIN) and name[:1] != "_":
+                [near] = difflib.get_close_matches(name, flags, 1, cutoff=0)
+                raise UserError(f"{source}: unknown flag --{name}; did you mean --{near}?")
     return config, given
 
 
+@user_errors()
 def run_script(script: dict) -> None:
     """Set the flags of a script, given by its globals(), and call its main().
 
@@ -139,148 +134,86 @@ def run_script(script: dict) -> None:
     if config.get("quick"):
         config |= script["QUICK"] | {name: config[name] for name in given}
     script.update(config)
-    with user_errors():
-        script["main"]()
-
-
-def _import(module):
-    """Import the module of a flag --import. An error inside the module keeps its traceback."""
-    try:
-        __import__(module)
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # the module is there, and needs another
-            raise
-        raise UserError(f"{error} (--import needs a module's name, such as my.ideas)") from None
+    script["main"]()
 
 
 def _flags(script, dataclasses):
-    """Every flag, in the order of --help: the fields of the dataclasses, then the script's own."""
+    """{name: (default, type, help, group)} of every flag, in the order of --help.
+
+    The fields of the dataclasses come first. A group is the question above a flag.
+    """
     module = types.ModuleType("script")
     vars(module).update(script)
     flags = {}
     for owner in (*dataclasses, module):
         hints = typing.get_type_hints(owner)
-        indent = "    " if isinstance(owner, type) else ""
-        lines = rf"(?m)^{indent}(?:# (.*\?)|([a-z]\w*)(?:: .+?)? = .+?(?:  # (.*))?)$"
+        lines = iter(inspect.getsourcelines(owner)[0])
+        indent = 4 * isinstance(owner, type)
         group = "Flags"
-        own = {}
-        for question, name, comment in re.findall(lines, inspect.getsource(owner)):
-            group = question or group
-            default = getattr(owner, name, ())
-            if isinstance(default, PLAIN):
-                legal = _legal(hints.get(name, type(default)))
-                first = flags.get(name, Flag(default, legal, comment, group))
-                own.setdefault(name, Flag(default, legal, comment or first.comment, first.group))
-        flags |= own
+        name = ""
+        for kind, text, (_, column), *_ in tokenize.generate_tokens(lines.__next__):
+            # the name that begins a line, and the comment that ends it
+            if kind == tokenize.NAME and column == indent:
+                name = text
+                comment = ""
+            elif kind == tokenize.COMMENT:
+                comment = text.lstrip("# ")
+                if column == indent and comment.endswith("?"):
+                    group = comment
+
+            elif kind == tokenize.NEWLINE and name.islower():
+                default = getattr(owner, name, ())
+                if isinstance(default, PLAIN):
+                    hint = hints.get(name, type(default))
+                    flags[name] = default, hint, comment, flags.get(name, [group])[-1]
     return flags
 
 
-def _legal(hint):
-    """What a flag may be: int | None -> [int, NoneType]; Literal["a", "b"] -> ["a", "b"]."""
-    parts = typing.get_args(hint)
-    return [t for part in parts for t in _legal(part)] if parts else [hint]
-
-
-def _words(legal):
-    words = {
-        bool: "True or False",
-        int: "an integer",
-        float: "a number",
-        str: "text",
-        types.NoneType: "None",
-    }
-    return " or ".join(words.get(t, t) for t in legal)
-
-
 def _print_help(script, flags):
-    command = sys.argv[0]
-    if script.get("__spec__"):  # python -m
-        command = f"-m {script['__spec__'].name.removesuffix('.__main__')}"
     print(f"""{script.get("__doc__") or ""}
-usage: python {command} [config/file.py] [--flag=value ...]
+usage: ... [config/file.py] [--flag=value ...]
 
 Each flag stands here with its default value. A flag on the command line wins over a config file.
 --flag is short for --flag=True, and --no-flag for --flag=False. --import=my.ideas imports a module
 first, which may add to the model's tables.""")
-    margin = " " * 36
-    text = textwrap.TextWrapper(100, "", margin, break_on_hyphens=False, break_long_words=False)
-    for group in dict.fromkeys(flag.group for flag in flags.values()):
-        print(f"\n{group}")
-        for name, (default, legal, comment, flag_group) in flags.items():
-            if flag_group == group:
-                values = f" ({_words(legal)})" if isinstance(legal[0], str) else ""
-                head = f"  --{name}={default!r}".ljust(len(margin) - 2)
-                print(text.fill(f"{head}  {comment}{values}"))
+
+    text = textwrap.TextWrapper(100, "", " " * 36, break_on_hyphens=False)
+    question = ""
+    for name, (default, hint, comment, group) in flags.items():
+        if group != question:
+            question = group
+            print(f"\n{question}")
+        if "Literal" in str(hint):
+            comment += f" ({' or '.join(typing.get_args(hint))})"
+        flag = f"  --{name}={default!r}"
+        print(text.fill(f"{flag:34}  {comment}"))
 
 
-def _read_config(path, flags):
-    """The assignments of a config file, run in a namespace of its own."""
-    files = [file for file in (path, f"{ROOT}/{path}") if os.path.isfile(file)]
-    if not files or not path.endswith(".py"):  # another file may be a text meant for --source=
-        hint = "(A flag is written --key=value.)"
-        raise UserError(f"there is no config file {path} that ends in .py {hint}")
-    try:
-        namespace = runpy.run_path(files[0], run_name="config_file")
-    except (Exception, SystemExit) as error:
-        message = f"{path} could not be run: {type(error).__name__}: {error}"
-        for frame in user_frames(error.__traceback__)[-1:]:  # none for a SyntaxError in the file
-            message += f" ({frame.filename}, line {frame.lineno})"
-        raise UserError(message) from None
-    values = {}
-    for name, value in namespace.items():
-        if getattr(value, "shape", None) == ():  # a number of NumPy or PyTorch
-            value = value.item()
-        if name in flags:
-            values[name] = _checked(value, flags[name].legal, f"{path}: {name} = {value!r}")
-        elif isinstance(value, PLAIN) and not name.startswith("_"):
-            hint = "(Begin your own variables' names with _.)"
-            raise UserError(f"{path} sets `{name}`: {_unknown(name, flags)} {hint}")
-    return values
+def _checked(source, name, value, hint):
+    """A flag's value, in its type. A float takes an int, and an int takes 1e3.
 
-
-def _read_flag(arg, flags):
-    """{name: value} of --name=value, --name or --no-name."""
-    if not arg.startswith("--"):
-        raise UserError(f"{arg}: flags begin with two dashes: -{arg}")
-    arg = re.sub("^--no[-_]([^=]*)$", r"--\1=False", arg)
-    name, equals, text = arg[2:].partition("=")
-    if name not in flags:
-        raise UserError(f"--{name}: {_unknown(name, flags)} (--help lists all flags.)")
-    legal = flags[name].legal
-    if not equals and bool not in legal:
-        raise UserError(f"--{name} needs a value, {_words(legal)}: --{name}=...")
-    text = text if equals else "True"
-    value = WORDS.get(text.lower(), text)
-    if type(value) not in legal:
-        value = text
-        if int in legal or float in legal:
-            with contextlib.suppress(ValueError, SyntaxError):
-                value = ast.literal_eval(text)
-    return {name: _checked(value, legal, f"--{name}={text}")}
-
-
-def _unknown(name, flags):
-    near = difflib.get_close_matches(name, flags, 1)
-    return "unknown flag" + (f"; did you mean `{near[0]}`?" if near else "")
-
-
-def _checked(value, legal, given):
-    """A value as a legal type: float takes an int, int takes 1e3; nothing takes nan and inf.
-
-    In paths ~ is the home folder.
+    A text may stand for a number, True, False or None. nan and inf are refused.
     """
-    if type(value) is int and float in legal:
-        value = float(value)
-    elif isinstance(value, float) and int in legal and value.is_integer():
-        value = int(value)
-    if isinstance(value, str):
-        value = HOME.sub(lambda _: os.path.expanduser("~"), value)
-    if isinstance(value, int) and abs(value) >= 2**63:  # seeds and sizes are numbers of 64 bits
-        raise UserError(f"{given}: the number is too large")
-    finite = not isinstance(value, float) or math.isfinite(value)
-    if finite and (type(value) in legal or value in legal):
+    kinds = typing.get_args(hint) or (hint,)
+    if isinstance(value, str) and (value in kinds or str in kinds and value != "None"):
+        if re.match(PATHS, f"{name}={value}"):
+            value = os.path.expanduser("~").join(re.split(HOME, value))
         return value
-    raise UserError(f"{given}: the flag needs {_words(legal)}")
+
+    # no text: a number, True, False or None; literal_eval reads no nan and no inf
+    with contextlib.suppress(ValueError, SyntaxError):
+        number = ast.literal_eval(str(value))
+        if type(number) is int and float in kinds:
+            number = float(number)
+        if type(number) is float and int in kinds and number.is_integer():
+            number = int(number)
+        if type(number) in kinds:
+            return number
+    raise UserError(f"{source}: --{name} must be {inspect.formatannotation(hint)}, not {value!r}")
+
+
+# -----------------------------------------------------------------------------
+# what several scripts need
 
 
 def names(given: str, known: Iterable[str], separator: str = ",") -> list[str]:
@@ -293,11 +226,9 @@ def names(given: str, known: Iterable[str], separator: str = ",") -> list[str]:
 
 
 def positive(flag: str, given: str) -> list[int]:
-    """The integers that a flag lists. Raises UserError if one is not positive or not below 10^9."""
-    number = r" *[1-9]\d{,8} *"
-    if not re.fullmatch(f"{number}(,{number})*", given):
-        numbers = "positive integers below 10^9, separated by commas"
-        raise UserError(f"--{flag} must be {numbers}; got {given}")
+    """The integers that a flag lists. Raises UserError if one is not positive."""
+    if not re.fullmatch(r" *[1-9]\d*( *, *[1-9]\d*)* *", given):
+        raise UserError(f"--{flag} must be positive integers, separated by commas; got {given}")
     return [int(word) for word in given.split(",")]
 
 
@@ -306,46 +237,30 @@ def at_least_one(**flags: int) -> None:
     refuse((n < 1, f"--{name}={n} must be at least 1") for name, n in flags.items())
 
 
-def can_compile(device: str) -> bool:
-    """Whether torch.compile works here; if not, a line says why. A compiler may be missing."""
-    import torch
-
-    try:
-        torch.compile(lambda x: x + 1)(torch.zeros(1, device=device))
-    except Exception as error:  # of several libraries
-        note(f"going on uncompiled: torch.compile fails here ({first_line(error)})")
-        return False
-    torch._dynamo.config.suppress_errors = True  # what it cannot trace runs uncompiled
-    return True
-
-
 def pick_device(device: str, dtype: str) -> tuple:
     """(device, dtype, autocast context) of the flags. Raises UserError for a missing device.
 
     The GPU becomes PyTorch's current one. If it has no number, each of torchrun's processes on a
-    machine takes its own.
+    machine takes its own. On a CPU the tiniest numbers become zeros: they would cost several times
+    as much.
     """
     import torch
 
+    torch.set_flush_denormal(True)
     if device == "auto":
-        families = ("cuda", "mps", "cpu")
-        device = next(name for name in families if getattr(torch, name).device_count())
+        device = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if device == "cuda":
         device += f":{os.environ.get('LOCAL_RANK', 0)}"
-    if not re.fullmatch(r"cpu|mps|cuda:\d+", device):
-        raise UserError(f"--device={device} is not one of auto, cpu, cuda, cuda:N, mps")
-    family, _, index = device.partition(":")
-    count = getattr(torch, family).device_count()
-    if int(index or 0) >= count:
-        here = f"this PyTorch ({torch.__version__}) sees {count} {family} devices"
-        raise UserError(f"--device={device}: {here}; --device=cpu works")
-    if index:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device={device}: {first_line(error)}; --device=cpu works") from None
+
+    if device.startswith("cuda"):
         torch.cuda.set_device(device)
-    if dtype == "auto":
-        dtype = "float32"
-        if family == "cuda":
+        if dtype == "auto":
             bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
             dtype = "bfloat16" if bfloat16 else "float16"
-    if dtype == "float32":
-        return device, dtype, contextlib.nullcontext()
-    return device, dtype, torch.autocast(family, dtype=getattr(torch, dtype))
+    if dtype in ("auto", "float32"):
+        return device, "float32", contextlib.nullcontext()
+    return device, dtype, torch.autocast(device.split(":")[0], getattr(torch, dtype))

@@ -3,7 +3,6 @@
 A user's mistake is a sentence. Any other error is a bug and keeps its traceback.
 """
 
-import contextlib
 import importlib
 import os
 import sys
@@ -38,9 +37,8 @@ def out_of_range(values: dict, ranges: Iterable[tuple]) -> Iterator[tuple[bool, 
 
 def note(message: str) -> None:
     """Print a line on stderr; on each machine only the first of torchrun's processes prints it."""
-    if os.environ.get("LOCAL_RANK", "0") == "0" or "RANK" not in os.environ:
-        with contextlib.suppress(OSError):  # a full disk
-            print(message, file=sys.stderr)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(message, file=sys.stderr)
 
 
 def first_line(error: BaseException) -> str:
@@ -51,13 +49,10 @@ def first_line(error: BaseException) -> str:
 def optional(module: str, what: str, package: str = "") -> object:
     """Import and return an optional module, which `what` needs. Raises UserError without it.
 
-    package: its name for pip, if that differs. A package that is installed but broken raises its
-    own error.
+    package: its name for pip, if that differs.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):  # the package is there, and needs another
-            raise
         name = package or module.partition(".")[0]
-        raise UserError(f"{what} needs {name}: pip install {name}") from None
+        raise UserError(f"{what} needs {name}: pip install {name} ({error})") from None

@@ -17,14 +17,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention.cache import Cache, groups_of, why_it_ends
-from attention.documents import Documents
-from attention.heads import HeadGroup
-from attention.scores import learned_of, of_token
-from choices import ACTIVATION, AFTER, NORM, QK_NORM, WHERE, RMSNorm, ShortConv
+from attention.cache import Cache, Context, why_it_ends
+from attention.forms import Heads
 from errors import UserError, refuse
-from positions import DECAY, POSITION, LearnedScalars, TokenNumbers
-from rules import rules, with_defaults
+from parts import (
+    ACTIVATION,
+    DECAY,
+    NORM,
+    POSITION,
+    QK_NORM,
+    QKV,
+    WHERE,
+    ShortConv,
+    TokenNumbers,
+    learned_scalars,
+    rules,
+    with_defaults,
+)
 from text.sampling import stream
 
 # An attention is a function f(s, seen, v) -> y (B, H, Tq, Dv) of Tq queries and T keys, in float32
@@ -36,15 +45,17 @@ from text.sampling import stream
 #   drop(weights), which drops weights in training;
 #   fade(x), which multiplies by a decay's gamma^(i - j); without it, a decay lowers s;
 #   q (B, H, Tq, D) and k (B, H, T, D), the queries and keys;
-#   b=learned(0.0), with scores.learned: a trained scalar for each head, (H, 1, 1), from 0 on;
+#   b=learned(0.0), with scores.learned: a trained scalar for each head, from 0 on, (H, 1, 1)
+#     or, in short heads, what broadcasts to s;
 #   f=of_token(0.0), with scores.of_token: a number of each key's token, (B, H, T, 1), which is a
-#     trained linear function of the layer's input.
+#     trained linear function of the layer's input; of_token(0.0, width=n): (B, H, T, n).
 # y_i may use row i of s, and the keys and values that query i sees. It must not use T or a key's
-# index; the number of keys that a query sees is seen.sum(-1). Short heads are computed in blocks:
-# then B counts sequences and heads, and H counts blocks of queries.
+# index, since it is called for a few queries at a time, with the keys up to the last of them; the
+# number of keys that a query sees is seen.sum(-1). In short heads B counts sequences and heads, and
+# H counts blocks of queries.
 #
-# A class in ATTENTION is a whole layer, in the place of CausalSelfAttention: own(c, layer) with
-# forward(x, context) -> (B, T, C). docs/attention.md says what else it has.
+# A class in ATTENTION is a whole layer: a subclass of CausalSelfAttention that names what its heads
+# compute, or own(c, layer) with forward(x, context) -> (B, T, C). docs/attention.md says more.
 
 
 def softmax_attention(s, seen, v, drop):
@@ -109,24 +120,21 @@ class GPTConfig:
     heads: str = "L"  # a letter per head: L long, S short; / begins the next layer: SSSL, S/S/L
     short_attention: str | None = None  # that of short heads: a name in ATTENTION; None: the same
     window: int | None = None  # tokens a short head sees before its own; None: 50, 100 above 2048
-    differential: bool = False  # pairs of heads: the weights of one minus lambda times the other's
-    qk_norm: str = "none"  # the norm of queries and keys: a name in choices.QK_NORM
+    qkv: str = "linear"  # how queries, keys and values are made: a name in parts.QKV
+    qk_norm: str = "none"  # the norm of queries and keys: a name in parts.QK_NORM
     temperature: float = 1.0  # the attention scores are divided by this number
-    per_dim_temperature: bool = False  # each dimension of q times a learned softplus(p)
     conv: int = 0  # width of a convolution over time, added to q, k and v: 4 is usual; 0: none
-    after: str = "none"  # what follows attention, before c_proj: a name in choices.AFTER
     # How does the model know the order of the tokens?
-    position: str = "learned"  # a name in positions.POSITION
+    position: str = "learned"  # a name in parts.POSITION
     rope_base: float | None = None  # rope: the base of its wavelengths; None: 10000
-    max_distance: int | None = None  # of a position of --import=: larger distances count as this
-    decay: str = "none"  # far keys weigh less, by exp(-slope (i - j)): a name in positions.DECAY
+    decay: str = "none"  # far keys weigh less, by exp(-slope (i - j)): a name in parts.DECAY
     nope_long: bool = False  # only short heads know positions (Command A: --heads=S/S/S/L)
     # What are the blocks made of?
-    norm: str = "layernorm"  # the kind of norm: a name in choices.NORM
+    norm: str = "layernorm"  # the kind of norm: a name in parts.NORM
     norm_eps: float = 1e-5  # a small number that is added to the variance in a norm
-    where: str = "pre"  # where a block has its norms: a name in choices.WHERE
+    where: str = "pre"  # where a block has its norms: a name in parts.WHERE
     block: str = "serial"  # serial: the MLP follows attention; parallel: both get one input (PaLM)
-    mlp: str = "gelu"  # activation of the MLP (gated: those in glu): a name in choices.ACTIVATION
+    mlp: str = "gelu"  # activation of the MLP (gated: those in glu): a name in parts.ACTIVATION
     bias: bool = True  # biases in Linears and LayerNorms, as in GPT-2
     # What helps against overfitting, unstable training or too little memory?
     dropout: float = 0.0  # probability, on embeddings and on the outputs of attention and MLP
@@ -146,16 +154,16 @@ class GPTConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of the scores: 1 / sqrt(D), divided by the temperature."""
-        return (self.head_dim or self.n_embd // self.n_head) ** -0.5 / self.temperature
+        """Of a resolved configuration: the factor of the scores, 1 / sqrt(D) / temperature."""
+        return self.head_dim**-0.5 / self.temperature
 
     @property
     def scheme(self) -> type | None:
-        """The positions.Scheme of the position; None if it is added to the embedding."""
+        """The parts.Scheme of the position; None if it is added to the embedding."""
         return POSITION[self.position][1]
 
     def layer_heads(self, layer: int) -> str:
-        """The heads of one layer, a letter each: 'SSSL'."""
+        """The heads of one layer, a letter each: 'SSSL'. In the layer the short ones come first."""
         layers = self.heads.split("/")
         pattern = layers[layer % len(layers)]
         return (pattern * self.n_head)[: self.n_head]
@@ -167,128 +175,108 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Makes queries, keys and values of all heads; runs attention for short and for long heads.
+    """Every token mixes the values of the tokens that it sees, in many heads at once.
 
-    A short head sees its own token and the `window` tokens before it (LS-attention: Hajra 2025,
-    arXiv 2505.15548).
-    Differential attention (Ye et al. 2024): heads 2i and 2i + 1 share a value V twice as wide, and
-    y = norm(A_2i V - lambda A_2i+1 V) (1 - lambda_init), with an RMSNorm per pair and one lambda
-    per layer. LASER takes the logarithm of each A V.
+    A layer's short heads come first: they see their own token and the `window` tokens before it
+    (LS-attention: Hajra 2025, arXiv 2505.15548). Its long heads see all tokens before. A subclass
+    names what its heads compute, as attention = "softmax".
     """
 
-    def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
+    attention = None
+    endless = True  # a text may go on past block_size, if its heads keep no more and more
+
+    def __init__(self, c: GPTConfig, layer: int):
         super().__init__()
         H, G, D = c.n_head, c.n_kv_head, c.head_dim
         self.sizes = H, G, D
         self.scale = c.scale
         self.attn_dropout = c.attn_dropout
-        self.n_map = 2 if c.differential else 1  # query heads that share one value
-        width = (H + 2 * G) * D  # of q, k and v together
-        self.c_attn = nn.Linear(c.n_embd, width, bias=c.bias)
-        self.after = AFTER[c.after](c)
-        # n_map is 2 if `after` makes one head of each pair
-        self.c_proj = nn.Linear(H * D // getattr(self.after, "n_map", 1), c.n_embd, bias=c.bias)
+
+        # queries, keys and values of all heads, side by side; and back
+        width = (H + 2 * G) * D
+        self.c_attn = QKV[c.qkv](c, width, layer)
+        self.c_proj = nn.Linear(H * D, c.n_embd, bias=c.bias)
         self.resid_dropout = nn.Dropout(c.dropout)
+
+        # what happens to them before attention
         self.q_norm, self.k_norm = QK_NORM[c.qk_norm](c, D)
-        self.per_dim_temperature = None
-        if c.per_dim_temperature:  # q softplus(p), which is q at the start (LASER, section 4)
-            self.per_dim_temperature = nn.Parameter(torch.full((D,), math.log(math.e - 1)))
         self.conv = ShortConv(width, c.conv) if c.conv else None
-        self.decay = DECAY[c.decay](c) if DECAY[c.decay] is not None else None
+
+        # how heads know the order of the tokens
         letters = c.layer_heads(layer)
+        self.decay = DECAY[c.decay](c) if DECAY[c.decay] is not None else None
         self.position = None
         if c.scheme is not None and ("S" in letters or not c.nope_long):
-            self.position = shared_position or c.scheme(c)
-        self.rotates = getattr(self.position, "rotates", False)
-        if c.differential:
-            self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
-            for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-                setattr(self, name, nn.Parameter(0.1 * torch.randn(D)))
-            self.ln_head = RMSNorm(2 * D, eps=1e-5)
-        definitions = [ATTENTION[name] for name in c.layer_attentions(layer)]
-        self.numbers = LearnedScalars(definitions)
-        self.groups = []  # the short heads, then the long ones; or one of the two
-        for letter in "SL":
-            heads = [h for h in range(H) if letters[h] == letter]
-            if heads:
-                is_short = letter == "S"
-                definition = definitions[heads[0]]
-                schemes = [] if c.nope_long and not is_short else [self.position]
-                schemes += [self.decay, self.numbers if learned_of(definition) else None]
-                schemes = [scheme for scheme in schemes if scheme is not None]
-                self.groups.append(HeadGroup(c, heads, is_short, definition, schemes))
-        self.token_numbers = nn.ModuleList()
-        for group in self.groups:
-            if learned_of(group.definition, of_token):
-                group.token_numbers = TokenNumbers(c, group)
-                self.token_numbers.append(group.token_numbers)
-        order = [h for group in self.groups for h in group.heads]
-        # where each head of the layer is in this order; None: in its own place
-        self.inverse = None if order == sorted(order) else [order.index(h) for h in range(H)]
+            self.position = c.scheme(c)
+
+        # the short heads and their code, then the long heads and theirs
+        self.heads = []
+        n_short = letters.count("S")
+        kinds = (("S", c.short_attention, c.window, 0), ("L", c.attention, None, n_short))
+        for letter, name, window, start in kinds:
+            if letter in letters:
+                name = self.attention or name
+                numbers = [h for h in range(H) if letters[h] == letter]
+                position = None if c.nope_long and letter == "L" else self.position
+                heads = Heads(c, name, ATTENTION[name], window, numbers, start, position)
+                self.heads.append(heads)
+
+        # trained numbers that their definitions ask for
+        self.numbers = learned_scalars(self.heads)
+        self.token_numbers = nn.ModuleList(
+            TokenNumbers(c, heads) for heads in self.heads if heads.of_tokens
+        )
 
     def forward(self, x, context=None):
-        """x (B, T, C) -> (B, T, C). context: what x sees besides itself, a Cache or Documents."""
-        B, T, _ = x.shape
+        """x (B, T, C) -> (B, T, C). context: what is known besides x (attention/cache.py)."""
+        B, T, C = x.shape
         H, G, D = self.sizes
-        qkv = self.c_attn(x)
+        context = context or Context()
+
+        # queries, keys and values of all heads
+        qkv = self.c_attn(x, context)
         if self.conv is not None:
             qkv = self.conv(qkv, context)
         q, k, v = qkv.split((H * D, G * D, G * D), dim=-1)
         q = self.q_norm(q.view(B, T, H, D).transpose(1, 2))  # (B, H, T, D)
         k = self.k_norm(k.view(B, T, G, D).transpose(1, 2))  # (B, G, T, D)
-        v = v.view(B, T, -1, self.n_map * D).transpose(1, 2)  # (B, G / n_map, T, n_map D)
-        y = self.mix(q, k, v, context, x)  # (B, H, T, n_map D)
-        if self.n_map == 2:  # of each pair the first map minus lambda times the second
-            y = y[:, ::2] - self.lambda_of_pairs() * y[:, 1::2]  # (B, H / 2, T, 2 D)
-            y = self.ln_head(y) * (1 - self.lambda_init)
-        if self.after is not None:
-            y = self.after(y, x, v)
+        v = v.view(B, T, G, D).transpose(1, 2)  # (B, G, T, D)
+
+        # each query head mixes the values that it sees
+        y = self.attend(q, k, v, x, context)  # (B, H, T, D)
+
+        # side by side, and back into the residual stream
         y = self.c_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
-        # Dropout is skipped in eval mode: in decoding each module call is a measurable cost.
-        return self.resid_dropout(y) if self.training else y
+        return self.resid_dropout(y)
 
-    def mix(self, q, k, v, context=None, x=None):
-        """Positions and attention: q, k and v as in forward -> y (B, H, T, n_map D).
-
-        Without x, numbers of tokens are what they begin as.
-        """
-        past = 0 if context is None else context.length
-        temperature = self.per_dim_temperature
-        if temperature is not None:
-            temperature = F.softplus(temperature)
-            if not self.rotates:
-                q = q * temperature
+    def attend(self, q, k, v, x, context):
+        """y (B, H, T, D), for q (B, H, T, D), k and v (B, G, T, D), and the layer's input x."""
         outputs = []
-        for group in self.groups:
-            q_part, k_part, v_part = group.select(q, k, v)
+        token_numbers = iter(self.token_numbers)
+        for heads in self.heads:
+            q_h, k_h, v_h = heads.select(q, k, v)
             settings = {"scale": self.scale}
-            if group.window is not None:
-                settings["window"] = group.window
+            if heads.window is not None:
+                settings["window"] = heads.window
             if self.training and self.attn_dropout:
                 settings["dropout"] = self.attn_dropout
-            for scheme in group.schemes:
-                q_part, k_part, arguments = scheme(q_part, k_part, group, past)
-                settings |= arguments
-            if temperature is not None and self.rotates:  # a decay's dimensions stand before q's D
-                extra = q_part.shape[-1] - len(temperature)
-                q_part = q_part * F.pad(temperature, (extra, 0), value=1.0)
-            q_part = q_part.to(v.dtype)  # norms and rotations give float32
-            k_part = k_part.to(v.dtype)
-            if group.token_numbers is not None and x is not None:
-                k_part = torch.cat((k_part, group.token_numbers(x).to(v.dtype)), dim=-1)
-            if context is None:  # the function that HeadGroup chose: for softmax fast.sdpa
-                y = group.form(q_part, *group.share(k_part, v_part), **settings)
-            else:
-                y = context.attend(group, q_part, k_part, v_part, **settings)
-            outputs.append(y)
-        y = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-        return y if self.inverse is None else y[:, self.inverse]
 
-    def lambda_of_pairs(self):
-        """exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init."""
-        first = (self.lambda_q1 * self.lambda_k1).sum().exp()  # no @: autocast would round it
-        second = (self.lambda_q2 * self.lambda_k2).sum().exp()
-        return first - second + self.lambda_init
+            # positions turn queries and keys, or add dimensions to them
+            for scheme in (self.position if heads.has_position else None, self.decay):
+                if scheme is not None:
+                    q_h, k_h, arguments = scheme(q_h, k_h, heads, context.length)
+                    settings |= arguments
+            q_h = q_h.to(v.dtype)  # norms and rotations give float32
+            k_h = k_h.to(v.dtype)
+
+            # trained numbers: a head's go by name, a token's behind its key, and are not rounded
+            for name in heads.scalars:
+                settings[name] = self.numbers[name][heads.queries, None, None]
+            if heads.of_tokens:
+                q_h, k_h = next(token_numbers)(x, q_h, k_h)
+
+            outputs.append(context.attend(heads, q_h, k_h, v_h, **settings))
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
 
 class MLP(nn.Module):
@@ -308,17 +296,16 @@ class MLP(nn.Module):
             x = self.act(gate) * x
         else:
             x = self.act(x)
-        x = self.c_proj(x)
-        return self.dropout(x) if self.training else x
+        return self.dropout(self.c_proj(x))
 
 
 class Block(nn.Module):
-    """Attention and an MLP, with norms where choices.WHERE says.
+    """Attention and an MLP, with norms where parts.WHERE says.
 
     In a parallel block both get the same input (PaLM, section 2).
     """
 
-    def __init__(self, c: GPTConfig, layer: int, shared_position: nn.Module | None):
+    def __init__(self, c: GPTConfig, layer: int):
         super().__init__()
         before, after, self.added = WHERE[c.where]
         self.parallel = c.block == "parallel"
@@ -331,10 +318,7 @@ class Block(nn.Module):
         self.ln_1_after = norm(after)
         self.ln_2_after = norm(after)
         own = ATTENTION[c.layer_attentions(layer)[0]]
-        if isinstance(own, type):  # a whole layer
-            self.attn = own(c, layer)
-        else:
-            self.attn = CausalSelfAttention(c, layer, shared_position)
+        self.attn = (own if isinstance(own, type) else CausalSelfAttention)(c, layer)
         self.mlp = MLP(c)
 
     def forward(self, x, context=None):
@@ -354,25 +338,20 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         c = config.resolved()
-        shared_position = None
-        if c.scheme is not None and c.scheme.shared:
-            shared_position = c.scheme(c)
         self.transformer = nn.ModuleDict()
         self.transformer.wte = nn.Embedding(c.vocab_size, c.n_embd)
         embedded = POSITION[c.position][0]
         if embedded is not None:
             self.transformer.wpe = embedded(c)
         self.transformer.drop = nn.Dropout(c.dropout)
-        self.transformer.h = nn.ModuleList(
-            Block(c, layer, shared_position) for layer in range(c.n_layer)
-        )
+        self.transformer.h = nn.ModuleList(Block(c, layer) for layer in range(c.n_layer))
         self.transformer.ln_f = nn.Identity() if c.where == "post" else NORM[c.norm](c, c.n_embd)
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         if c.tied:
             self.transformer.wte.weight = self.lm_head.weight
         self.apply(self._init_weights)
         # The last matrix of each attention and MLP begins with GPT-2's std, or with zero_init at 0.
-        # If a norm follows the matrix (--where=sandwich), the norm begins at 0 instead.
+        # If a norm follows the matrix (sandwich, olmo2), the norm begins at 0 instead.
         zero = c.zero_init and not WHERE[c.where][1]
         std = 0.0 if zero else 0.02 / math.sqrt(2 * c.n_layer)
         for name, p in self.named_parameters():
@@ -392,42 +371,32 @@ class GPT(nn.Module):
         idx: Tensor,
         targets: Tensor | None = None,
         cache: Cache | None = None,
-        pos: Tensor | None = None,
     ) -> tuple:
         """(logits, loss) for token ids idx (B, T).
 
         With targets (B, T): logits (B, T, V), and the mean cross-entropy in nats over the targets
         that are not -1; in training with label_smoothing (Szegedy et al. 2016, section 7) and
         z_loss (PaLM, section 5). Without targets: the logits of the last position, (B, 1, V), and
-        None. cache: from new_cache; it holds the tokens before idx, and idx is added to it. pos (B,
-        T): positions in documents (text.dataset.positions). A document begins where pos is 0; no
-        token sees another document. Raises ValueError for more than block_size tokens without a
-        cache.
+        None. cache: from new_cache; it holds the tokens before idx, and idx is added to it. Raises
+        ValueError for more than block_size tokens without a cache.
         """
         T = idx.shape[1]
         most = self.config.block_size
-        if T < 1 or (cache is None and T > most):
+        if cache is not None:
+            with cache.adding(*idx.shape):
+                return self.predict(self.hidden(idx, cache), targets)
+        if T > most:
             raise ValueError(f"{T} tokens do not fit: this model takes 1 to block_size={most}")
-        if cache is None:
-            documents = None if pos is None else Documents(pos)
-            return self.predict(self.hidden(idx, documents, pos), targets)
-        if pos is not None:
-            raise ValueError("a cache holds one document: give pos or cache, not both")
-        with cache.extended(*idx.shape):
-            return self.predict(self.hidden(idx, cache), targets)
+        return self.predict(self.hidden(idx, Context()), targets)
 
-    def hidden(self, idx: Tensor, context=None, pos: Tensor | None = None) -> Tensor:
-        """The input of the output head, (B, T, C). context: see CausalSelfAttention.forward."""
+    def hidden(self, idx: Tensor, context: Context) -> Tensor:
+        """The input of the output head, (B, T, C). context: what is known besides idx (B, T)."""
+        # tokens and, if they are added to these, their positions
         x = self.transformer.wte(idx)  # (B, T, C)
         if "wpe" in self.transformer:
-            wpe = self.transformer.wpe
-            if pos is None:
-                past = 0 if context is None else context.length
-                pos = torch.arange(past, past + idx.shape[1], device=idx.device)
-            if hasattr(wpe, "embedding_scale"):
-                x = x * wpe.embedding_scale
-            x = x + wpe(pos).to(x.dtype)
+            x = self.transformer.wpe(x, context.positions(x))
         x = self.transformer.drop(x)
+
         recompute = self.config.activation_checkpointing and self.training
         for block in self.transformer.h:
             if recompute:
@@ -461,29 +430,26 @@ class GPT(nn.Module):
         Raises UserError for more than block_size if the model's cache cannot go on past it.
         """
         most = self.config.block_size
-        capacity = most if capacity is None else capacity
-        if capacity > most:
-            why = why_it_ends(self)
-            if why:
-                raise UserError(
-                    f"a cache of {capacity} tokens: this model ends at block_size={most}, because "
-                    f"{why}"
-                )
-        return Cache(groups_of(self), capacity)
+        capacity = capacity or most
+        why = why_it_ends(self)
+        if capacity > most and why:
+            raise UserError(
+                f"a cache of {capacity} tokens: this model ends at block_size={most}, because {why}"
+            )
+        return Cache(capacity)
 
     def crop_block_size(self, block_size: int) -> None:
         """Shortens the context; lengthens it, if the positions are not learned.
 
         Raises UserError where it cannot.
         """
-        most = self.config.block_size
-        too_long = block_size > most and self.config.position == "learned"
-        if block_size < 1 or too_long:
+        c = self.config
+        if block_size > c.block_size and c.position == "learned":
             raise UserError(
-                f"block_size={block_size} is below 1 or, if positions are learned, above {most}"
+                f"block_size={block_size} is above {c.block_size}, and positions are learned"
             )
-        self.config.window = self.config.resolved().window  # its default depends on block_size
-        self.config.block_size = block_size
+        c.window = c.resolved().window  # its default depends on block_size
+        c.block_size = block_size
         if "wpe" in self.transformer:
             self.transformer.wpe.resize(block_size)
 

@@ -1,41 +1,104 @@
-"""Fast forms of softmax and LASER, and two ways to make any attention cheaper.
+"""Softmax and LASER by PyTorch's fused attention, and two ways to make any attention cheaper.
 
-in_blocks(attend): short heads cost O(T window). few_rows_at_a_time(attend): long heads hold no T x
-T scores. sums.py has the fast forms of beta and beta_squared; forms.py says which form runs.
+by_rows: a definition runs for a few queries at a time. in_blocks: short heads cost O(T window).
+sums.py has beta and beta_squared; forms.py says which code runs.
 
-All forms are functions attend(q, k, v, *, window, scale, bias, ...) -> y, as scores.plain_form
-describes them. Each has only the arguments that it can take.
+All are functions attend(q, k, v, window, scale, dropout, ...) -> y, as scores.plain_form describes
+them, or make such functions. Each has only the arguments that it can take.
 """
 
 import functools
 import math
 import warnings
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention.scores import at_least_float32, plain_form, uncompiled, visible
+from attention.scores import at_least_float32, plain_form, uncompiled, unrolls, visible
 
 CHUNK = 64  # tokens that are computed together; many smaller chunks would cost more than they save
-BFLOAT16_FROM = (
-    512  # with fewer tokens a CPU's fused attention is slower in bfloat16 than in float32
-)
-AT_ONCE = 2**23  # numbers held at once: 32 MiB in float32; a GPU holds four times as many
-HALF = (torch.bfloat16, torch.float16)
-LASER_RANGE = 60.0  # largest range of a channel: exp(-60) is far above float32's smallest number
-HALF_RANGE = 10.0  # the same for float16, whose smallest weight, 6e-8, times exp(10) is small
-LOG_2 = math.log(2)
+ROWS_FROM = 256  # keys from which a CPU computes a definition for a few queries at a time
+IN_CACHE = 2**20  # scores that a CPU computes at a time: they stay in its cache
+AT_ONCE = 2**23  # numbers held at once where they are computed again: 32 MiB in float32
+KEPT = 2**28  # numbers kept for the backward pass: 1 GiB in float32; a GPU keeps 8 times as many
+BFLOAT16_FROM = 512  # tokens; for fewer, a CPU's fused attention is slower in bfloat16
+LASER_RANGE = 80.0  # largest range of a channel: float32 and bfloat16 end at exp(88)
 HAS_FLASH = torch.backends.cuda.is_flash_attention_available()  # whether PyTorch was built with it
 
 # -----------------------------------------------------------------------------
-# any attention: short heads in blocks, long heads a few queries at a time
+# any attention, a few queries at a time
 
 
-def block_length(window: int) -> int:
+def by_rows(definition: Callable) -> Callable:
+    """The code of a definition: it runs for a few queries at a time, with the keys up to the last.
+
+    So later keys cost nothing, and the numbers of a few queries stay in a CPU's cache. They are
+    kept for the backward pass, or computed again where all of them would be too many. On a GPU or
+    under torch.compile, all queries run at once while there is room.
+    """
+    attend = plain_form(definition)
+    per_score, per_channel = numbers_held(definition)
+
+    def attend_by_rows(q, k, v, **settings):
+        Tq = q.shape[-2]
+        scores = k[..., 0].numel()  # of one query, of all heads
+        held = scores * (per_score + per_channel * v.shape[-1])
+        run = functools.partial(attend, **settings)
+
+        if held * Tq > KEPT * (1 if q.device.type == "cpu" else 8):
+            run = functools.partial(checkpoint, run, use_reentrant=False)
+            return in_rows(run, q, k, v, max(1, int(AT_ONCE / held)))
+        if unrolls(q) or k.shape[-2] < ROWS_FROM:
+            return run(q, k, v)
+        return in_rows(run, q, k, v, 2 * CHUNK if scores * 2 * CHUNK <= IN_CACHE else CHUNK)
+
+    return attend_by_rows
+
+
+@uncompiled  # torch.compile would unroll the loop
+def in_rows(run: Callable, q, k, v, n: int) -> Tensor:
+    """run(q, k, v), for n queries at a time."""
+    past = k.shape[-2] - q.shape[-2]
+    outputs = []
+    for start in range(0, q.shape[-2], n):
+        end = start + n
+        outputs.append(run(q[..., start:end, :], k[..., : past + end, :], v[..., : past + end, :]))
+    return torch.cat(outputs, dim=-2)
+
+
+@functools.cache
+def numbers_held(definition: Callable) -> tuple[float, float]:
+    """(a, b): the definition keeps a + b Dv numbers for each score, for its backward pass.
+
+    Counted on a small input. LASER's sum in log space keeps a number for each channel of v.
+    """
+    T = 48
+    Dv = 32
+    kept = {}
+
+    def note(x):
+        kept[x.data_ptr()] = x.numel() / T**2
+        return x
+
+    with torch.device("cpu"), torch.enable_grad():
+        q, k = torch.ones(2, 1, 1, T, 4, requires_grad=True).unbind()
+        v = torch.ones(1, 1, T, Dv, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            y = plain_form(definition)(q, k, v)
+            per_channel = sum(n >= Dv for n in kept.values())
+            per_score = sum(n for n in kept.values() if 1 <= n < Dv)
+    del y
+    return max(1.0, per_score), per_channel
+
+
+# -----------------------------------------------------------------------------
+# any attention, short heads in blocks
+
+
+def _block_length(window):
     """The queries in a block of a short head: whole chunks, at least half as many as the window."""
     return CHUNK * max(1, math.ceil(window / (2 * CHUNK)))
 
@@ -45,48 +108,36 @@ def in_blocks(attend: Callable) -> Callable:
 
     The queries are cut into blocks of c tokens. A block sees its own keys and the window before it.
     attend runs once for all blocks: the c queries of a block are the last of its c + window tokens,
-    and dimension 1 counts blocks. The first tokens, whose window begins before position 0, are a
-    call of their own. Few tokens are not cut, and neither are queries after the keys of a cache.
-    On a GPU the blocks are not compiled: docs/benchmarks.md, "How fast is it on a GPU?", says why.
+    and dimension 1 counts blocks. The first tokens, which have less than a window before them or
+    are no whole block, are a call of their own. Few tokens are not cut, and neither are queries
+    after the keys of a cache. On a GPU the blocks are not compiled: docs/benchmarks.md, "How fast
+    is it on a GPU?", says why.
     """
 
     def blocks(q, k, v, *, window=None, **settings):
         T = k.shape[-2]
         if window is None or window >= T - 1:  # the window hides nothing
             return attend(q, k, v, **settings)
-        settings["window"] = window
-        c = block_length(window)
-        first = c * max(1, math.ceil(window / c))
+
+        c = _block_length(window)
+        first = c * max(1, math.ceil(window / c)) + T % c
         if q.shape[-2] < T or T <= first + c:  # blocks would not save more than they cost
-            return attend(q, k, v, **settings)
+            return attend(q, k, v, window=window, **settings)
         run = eager_cut if q.is_cuda else cut
-        return run(q, k, v, c, first, **settings)
+        return run(q, k, v, c, first, window, settings)
 
-    def cut(q, k, v, c, first, *, window, bias=None, **settings):
+    def cut(q, k, v, c, first, window, settings):
         B, H, T, D = q.shape
-        settings["window"] = window
-        if bias is not None:
-            bias = bias.expand(torch.broadcast_shapes(bias.shape, (T, T)))
-            settings["bias"] = bias[..., :first, :first]
-        y_first = attend(*(x[..., :first, :] for x in (q, k, v)), **settings)
+        y_first = attend(*(x[..., :first, :] for x in (q, k, v)), window=window, **settings)
 
-        pad = -T % c  # rows after the last token, which are cut off at the end
-        q_blocks = pad_rows(q, pad)[..., first:, :].reshape(B * H, -1, c, D)  # (BH, blocks, c, D)
-        k_blocks, v_blocks = (
-            Windows.apply(pad_rows(x, pad).flatten(0, 1), first, window, c) for x in (k, v)
-        )
-        if bias is not None:
-            bias = F.pad(bias, (0, pad, 0, pad))[..., first:, first - window :]
-            rows = bias.unfold(-2, c, c)  # (..., blocks, keys, c)
-            pairs = rows.unfold(-2, window + c, c)  # (..., blocks, blocks, c, window + c)
-            bias = pairs.diagonal(0, -4, -3).movedim(-1, -3)  # each block's queries with its keys
-            settings["bias"] = bias.expand(B, H, -1, -1, -1).flatten(0, 1)
+        # a decay, a learned scalar: one for each head
         for name, x in settings.items():
-            if isinstance(x, Tensor) and name != "bias":  # a decay, a learned scalar
+            if isinstance(x, Tensor):
                 settings[name] = x.expand(B, H, 1, 1).reshape(B * H, 1, 1, 1)
-        rest = attend(q_blocks, k_blocks, v_blocks, **settings)  # (B H, blocks, c, Dv)
-        rest = rest.reshape(B, H, -1, v.shape[-1])  # (B, H, T - first + pad, Dv)
-        return torch.cat((y_first, rest[..., : T - first, :]), dim=-2)
+        q = q[..., first:, :].reshape(B * H, -1, c, D)  # (B H, blocks, c, D)
+        k, v = (Windows.apply(x.flatten(0, 1), first, window, c) for x in (k, v))
+        rest = attend(q, k, v, window=window, **settings)  # (B H, blocks, c, Dv)
+        return torch.cat((y_first, rest.reshape(B, H, T - first, -1)), dim=-2)
 
     eager_cut = uncompiled(cut)
     return blocks
@@ -119,82 +170,36 @@ class Windows(torch.autograd.Function):
         return dx[:, :T], None, None, None
 
 
-def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """x (..., T, D) and then copies of its last row.
-
-    Not zeros, since a definition may divide by a key's length.
-    """
-    if rows == 0:
-        return x  # F.pad and torch.cat would copy it
-    last = x[..., -1:, :].expand(*x.shape[:-2], rows, -1)
-    return torch.cat((x, last), dim=-2)
-
-
-def few_rows_at_a_time(attend: Callable, holds_values: bool) -> Callable:
-    """The same attention, a few queries at a time where all of them would need too much memory.
-
-    holds_values: whether attend holds all values for each query, as LASER does in log space, or
-    scores alone. The backward pass computes them again. Since that costs time, scores may take 16
-    times as much memory.
-    """
-
-    def attend_in_parts(q, k, v, **settings):
-        budget = AT_ONCE if q.device.type == "cpu" else 4 * AT_ONCE
-        per_query = v.numel() if holds_values else k[..., 0].numel() // 16
-        n = max(1, budget // max(1, per_query))
-        if n >= q.shape[-2]:
-            return attend(q, k, v, **settings)
-        return parts(n, q, k, v, **settings)
-
-    @uncompiled  # torch.compile would unroll the loop
-    def parts(n, q, k, v, *, bias=None, **settings):
-        Tq = q.shape[-2]
-        past = k.shape[-2] - Tq
-        if bias is not None:
-            bias = bias.expand(torch.broadcast_shapes(bias.shape, (Tq, past + Tq)))
-        outputs = []
-        for start in range(0, Tq, n):
-            rows = slice(start, start + n)
-            keys = slice(past + rows.stop)
-            if bias is not None:
-                settings["bias"] = bias[..., rows, keys]
-            run = functools.partial(attend, **settings)
-            inputs = q[..., rows, :], k[..., keys, :], v[..., keys, :]
-            outputs.append(checkpoint(run, *inputs, use_reentrant=False))
-        return torch.cat(outputs, dim=-2)
-
-    return attend_in_parts
-
-
-def general_form(definition: Callable, holds_values: bool = False) -> Callable:
-    """The form of an attention for which nobody has written a faster one."""
-    return in_blocks(few_rows_at_a_time(plain_form(definition), holds_values))
+def general_form(definition: Callable) -> Callable:
+    """The code of an attention for which nobody has written a faster one."""
+    return in_blocks(by_rows(definition))
 
 
 # -----------------------------------------------------------------------------
 # softmax
 
 
-def sdpa(q, k, v, window=None, scale=None, bias=None, dropout=0.0):
+def sdpa(q, k, v, window=None, scale=None, dropout=0.0):
     """y = softmax(s) v by PyTorch's fused attention, with a mask only where it needs one.
 
     On a CPU, short texts in bfloat16 are computed in float32, which is faster.
     """
     if q.device.type == "cpu" and v.dtype == torch.bfloat16 and k.shape[-2] < BFLOAT16_FROM:
         with torch.autocast("cpu", enabled=False):
-            y = sdpa(q.float(), k.float(), v.float(), window, scale, bias, dropout)
-        return y.bfloat16()
+            return sdpa(q.float(), k.float(), v.float(), window, scale, dropout).bfloat16()
+
+    # fused kernels take one width of q, k and v
     Tq, D = q.shape[-2:]
     T, Dv = v.shape[-2:]
-    if D != Dv and not (bias is not None and bias.requires_grad):
-        width = max(D, Dv)  # fused kernels take one width; they give no gradient of a bias
-        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-    mask = None
-    if window is not None or bias is not None or 1 < Tq < T:  # a single query sees all keys
-        mask = visible(q, k, window)
-    if bias is not None:
-        mask = bias.to(q.dtype).masked_fill(~mask, -math.inf)
     scale = D**-0.5 if scale is None else scale
+    if D != Dv:
+        width = max(D, Dv)
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+
+    # a single query sees all keys of a cache
+    mask = None
+    if window is not None or 1 < Tq < T:
+        mask = visible(q, k, window)
     causal = mask is None and Tq > 1
     y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale)
     return y[..., :Dv]
@@ -203,15 +208,14 @@ def sdpa(q, k, v, window=None, scale=None, bias=None, dropout=0.0):
 sdpa_in_blocks = in_blocks(sdpa)
 
 
-def windowed(q, k, v, *, window, scale=None, **settings):
+def windowed(q, k, v, *, window, scale=None, dropout=0.0):
     """y = softmax(s) v of short heads: FlashAttention's window on a GPU, and elsewhere blocks.
 
-    settings: a bias or dropout, for which there are blocks only. Neither does FlashAttention take
-    fewer queries than keys, ALiBi's wider q and k, or the wider v of a pair of heads.
+    FlashAttention takes no dropout here, no fewer queries than keys, and none of ALiBi's wider q.
     """
     B, H, T, D = q.shape
-    if settings or not q.shape == k.shape == v.shape or not has_window(v):
-        return sdpa_in_blocks(q, k, v, window=window, scale=scale, **settings)
+    if dropout or not q.shape == k.shape == v.shape or not _has_window(v):
+        return sdpa_in_blocks(q, k, v, window=window, scale=scale, dropout=dropout)
     from torch.nn.attention.varlen import varlen_attn  # it imports torch.compile
 
     q, k, v = (x.to(v.dtype).transpose(1, 2).reshape(B * T, H, D) for x in (q, k, v))
@@ -220,91 +224,72 @@ def windowed(q, k, v, *, window, scale=None, **settings):
     return y.view(B, T, H, D).transpose(1, 2)
 
 
-def fast_in_16_bits(x: Tensor) -> bool:
-    """Whether x has 16 bits and is on a GPU with fused kernels for them: on NVIDIA's since 2020."""
-    return x.is_cuda and x.dtype in HALF and torch.cuda.get_device_properties(x.device).major >= 8
-
-
-def has_window(x: Tensor) -> bool:
-    """Whether FlashAttention takes heads such as x (..., D)."""
+def _has_window(x):
+    """Whether FlashAttention takes heads such as x (..., D): in 16 bits, on GPUs since 2020."""
+    if not (HAS_FLASH and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)):
+        return False
     width = x.shape[-1]
-    return HAS_FLASH and fast_in_16_bits(x) and width % 8 == 0 and width <= 192
+    recent = torch.cuda.get_device_properties(x.device).major >= 8
+    return recent and width % 8 == 0 and width <= 192
 
 
 # -----------------------------------------------------------------------------
 # LASER
 
 
-def laser_by_exp(mean: Callable, definition: Callable, fused: bool = False) -> Callable:
-    """y = log(softmax(s) exp(v)) by exp and log around softmax (Duvvuri and Dhillon, equation 6).
+def laser_by_exp(mean: Callable, definition: Callable) -> Callable:
+    """y = log(softmax(s) exp(v)), around a `mean` whose weights a_j sum to 1, such as softmax's.
 
-    mean: a form of softmax, or of another attention whose weights sum to 1. fused: whether it is a
-    kernel that is fast in 16 bits.
+    For any number c of a channel (Duvvuri and Dhillon, equation 6, have c = max v, and exp)
 
-    As in the paper, each channel of v is shifted by its largest value. This shift alone is not
-    enough: it is taken over the whole sequence, so one large v at a later token would let every
-    earlier output underflow to log(0). But the weights of a row sum to 1, so its sum of
-    exponentials is at least exp(min v - max v). Where this is far from underflow, the shift is
-    harmless. Otherwise the definition runs: it takes its sums in log space, slowly. The test of the
-    range makes a GPU wait, once per call; torch.compile leaves LASER out.
+        y = c + log(sum_j a_j exp(v_j - c)) = c + log1p(sum_j a_j expm1(v_j - c))
 
-    All of it is in float32 or wider: rounding exp(v) to bfloat16 would be an error of 2^-9 in y
-    however small y is. A GPU has no fast kernel for float32: there, a fused mean of values of 16
-    bits runs in float16 (In16Bits), an error of 2^-12, and more where much of a row's sum comes
-    from weights below 6e-8. The shift is then a multiple of log 2, which changes no digit. (Whether
-    the range is below 10 depends on later tokens: that may change the last ones.)
+    expm1 keeps the digits of small values, so bfloat16 is nearly as exact as for softmax. c depends
+    on later tokens (see `center`), but changes no more than the rounding of y.
+
+    Where the range of a channel, max v - c, is above LASER_RANGE, expm1 would overflow, so the
+    definition runs: it takes its sums in log space, slowly. To look at the range makes a GPU wait,
+    and breaks torch.compile's graph. So under torch.compile, and on a GPU in training, y is NaN
+    there: the run ends, with a sentence. float16 ends at exp(11): products run in float32.
     """
-    in_log_space = general_form(definition, holds_values=True)
+    in_log_space = general_form(definition)
 
-    @uncompiled
     def laser(q, k, v, **settings):
-        q32, k32, values = map(at_least_float32, (q, k, v))
+        values = at_least_float32(v)
+        widens = q.device.type == "cpu" and k.shape[-2] < BFLOAT16_FROM  # as in sdpa
+        dtype = values.dtype if widens or v.dtype == torch.float16 else v.dtype
         with torch.autocast(q.device.type, enabled=False):
-            shift = values.detach().amax(-2, keepdim=True)  # (B, H, 1, Dv)
-            widest = largest(shift - values.detach().amin(-2, keepdim=True))
-            if widest > LASER_RANGE:
+            c = center(values.detach())
+            too_wide = values.detach().amax(-2, keepdim=True) - c > LASER_RANGE  # (B, H, 1, Dv)
+
+            may_wait = q.device.type == "cpu" or not torch.is_grad_enabled()
+            may_wait = may_wait and not torch.compiler.is_compiling()
+            if may_wait and too_wide.any():
                 warnings.warn(
                     f"a channel of the values has a range above {LASER_RANGE:.0f}: LASER computes "
                     "its sums in log space, slowly",
                     stacklevel=3,
                 )
-                return in_log_space(q32, k32, values, **settings).to(v.dtype)
-            in_half = fused and fast_in_16_bits(v) and widest < HALF_RANGE
-            if in_half and settings.get("bias") is None:
-                shift = (shift / LOG_2).ceil() * LOG_2 - HALF_RANGE / 2
-                y = In16Bits.apply(q, k, (values - shift).exp(), mean, settings)
-            else:
-                y = mean(q32, k32, (values - shift).exp(), **settings)
-            return (y.log() + shift).to(v.dtype)
+                return in_log_space(q, k, values, **settings).to(v.dtype)
+
+            changes = torch.expm1(values - c).to(dtype)
+            y = mean(q.to(dtype), k.to(dtype), changes, **settings)
+            y = c + torch.log1p(at_least_float32(y))
+            if not may_wait:
+                y = y.masked_fill(too_wide, math.nan)
+        return y.to(v.dtype)
 
     return laser
 
 
-def largest(x: Tensor) -> float:
-    """The largest number of x. A GPU's host waits for it."""
-    return x.max().item()
+def center(v: Tensor) -> Tensor:
+    """The number c of each channel of v (B, H, T, Dv) from which LASER counts: (B, H, 1, Dv).
 
-
-class In16Bits(torch.autograd.Function):
-    """A mean of values in float32 by a kernel for 16 bits: In16Bits.apply(q, k, v, mean, settings).
-
-    Forward in float16, for its digits: v must be within its range, and above 0. Backward in
-    bfloat16, since gradients have any size. There v is less its harmonic mean, which changes no
-    gradient: small numbers keep the most digits, and dy is largest where y is small.
+    The mean of v, near which changes are small and keep their digits. Values far from it count as
+    three times the mean distance, so that one of them does not move c. But at most min v + 3: then
+    LASER's sum is at least -0.95, and nothing underflows.
     """
-
-    @staticmethod
-    def forward(ctx, q, k, v, mean, settings):
-        ctx.save_for_backward(q, k, v)
-        ctx.mean = partial(mean, **settings)
-        return ctx.mean(q.half(), k.half(), v.half()).float()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        q, k, v = ctx.saved_tensors
-        v = v - 1 / (1 / v).mean(-2, keepdim=True)
-        with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
-            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            y = ctx.mean(*(x.bfloat16() for x in inputs))
-        return *torch.autograd.grad(y, inputs, dy.bfloat16()), None, None
+    mean = v.mean(-2, keepdim=True)
+    far = 3 * (v - mean).abs().mean(-2, keepdim=True)
+    mean = v.clamp(mean - far, mean + far).mean(-2, keepdim=True)
+    return torch.minimum(mean, v.amin(-2, keepdim=True) + 3)

@@ -1,25 +1,26 @@
-"""Which code an attention runs: its fast form, while its definition is the one it was made for.
+"""Which code the heads of a layer run: fast code, if their definition is what it was written for.
 
-FORM has a record for each attention that can be made faster than `general_form` makes it. If you
-edit the definition, or scores() or visible(), your code runs, and a line says so: nobody's edit is
-ignored. tests/test_forms.py compares each form with its definition.
+FORM has the fast code of attentions. If you edit a definition, a function that it calls, or
+scores.py, your code runs, and a line says so: nobody's edit is ignored. tests/test_forms.py
+compares each form with its definition, and prints the checksums anew.
 """
 
 import ast
+import functools
 import hashlib
 import inspect
+import math
 import textwrap
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
-import torch
+from torch import Tensor
 
-from attention.fast import general_form, laser_by_exp, sdpa, windowed
-from attention.scores import plain_form
-from attention.sums import Beta, BetaSquared, by_sums
-from attention.trial import is_row_local, works_in_blocks
+from attention import scores
+from attention.fast import by_rows, general_form, laser_by_exp, sdpa, windowed
+from attention.scores import asked_by, has_argument, learned, of_token
+from attention.sums import BETA, BETA_SQUARED, Sums, by_sums
 from errors import note
 
 
@@ -31,135 +32,160 @@ class Form:
     it, for long heads and for short ones (with window); None: the general form.
     """
 
-    written_for: str  # fingerprint(its definition); tests/test_forms.py says how to renew it
-    name: str  # of the code, for the first lines of a run
+    written_for: str  # code_of(its definition)
+    words: str  # which code it is, for the first lines of a run
     long: Callable | None = None
     short: Callable | None = None
-    arguments: tuple[str, ...] = ()  # of attend, besides scale and window
-    sums: type | None = None  # its running sums (sums.py), which a cache can keep
-    # (f, inner): f(y) = W f(v), with the weights W of the attention inner. LASER: exp(y) = W exp(v)
-    linear_in: tuple[Callable, str] | None = None
+    sums: Sums | None = None  # the running sums of long heads, which a cache keeps
 
 
 FORM: dict[str, Form] = {
     "softmax": Form(
-        written_for="07d39b51b8a4bf9f",
-        name="PyTorch's fused attention",
-        long=lambda definition: sdpa,  # it never needs the definition
+        written_for="c2aeffafbb6e5aa7",
+        words="PyTorch's fused attention",
+        long=lambda definition: sdpa,
         short=lambda definition: windowed,
-        arguments=("bias", "dropout"),
     ),
     "laser": Form(
-        written_for="9404a840506e40a8",
-        name="exp and log around PyTorch's fused attention",
-        long=partial(laser_by_exp, sdpa, fused=True),
-        short=partial(laser_by_exp, windowed, fused=True),
-        arguments=("bias",),
-        linear_in=(torch.exp, "softmax"),
+        written_for="2ff808df7858ced8",
+        words="exp and log around PyTorch's fused attention",
+        long=partial(laser_by_exp, sdpa),
+        short=partial(laser_by_exp, windowed),
     ),
     "beta": Form(
-        written_for="081180dc15324c9f",
-        name="running sums",
-        long=partial(by_sums, Beta),
-        arguments=("decay", "dropout"),
-        sums=Beta,
+        written_for="21a98ff5b8bdd266",
+        words="running sums",
+        long=partial(by_sums, BETA),
+        sums=BETA,
     ),
     "beta_squared": Form(
-        written_for="f1c466aae466a8b5",
-        name="running sums",
-        long=partial(by_sums, BetaSquared),
-        arguments=("decay", "dropout"),
-        sums=BetaSquared,
+        written_for="b89d65a08d4dbd3b",
+        words="running sums",
+        long=partial(by_sums, BETA_SQUARED),
+        sums=BETA_SQUARED,
     ),
 }
 
+# -----------------------------------------------------------------------------
+# has a definition been edited?
 
-@cache
-def fingerprint(*functions: Callable) -> str:
-    """A checksum of functions' code, and of the functions and numbers of their own files in it.
 
-    Names of functions, comments and docstrings do not count. Empty if code cannot be read.
+def code_of(definition: Callable) -> str:
+    """A checksum of a definition's code and of scores.plain_form, which calls it.
+
+    With all functions of their own files that they call. Names of functions, comments and
+    docstrings do not count. Empty if the code cannot be read.
     """
     code = []
-    left = list(functions)
+    left = [definition, scores.plain_form]
     for function in left:
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-        except (OSError, TypeError, SyntaxError):  # typed into an interpreter, or no function
-            return ""
+        tree = _tree(function)
+
+        # unreadable, another function around it, a class or a lambda
         is_wrapped = hasattr(function, "__wrapped__") or getattr(function, "__closure__", None)
         if is_wrapped or not isinstance(tree, ast.FunctionDef):
-            return ""  # another function around it, a class or a lambda
+            return ""
         body = tree.body[1:] if ast.get_docstring(tree) else tree.body
         code += [ast.unparse(part) for part in (*tree.decorator_list, tree.args, *body)]
-        for name in function.__code__.co_names:
-            called = function.__globals__.get(name)
-            is_function = inspect.isfunction(called)
-            if is_function and called.__module__ == function.__module__ and called not in left:
+
+        # the functions of its own file that it calls
+        for node in ast.walk(tree):
+            called = inspect.unwrap(function.__globals__.get(getattr(node, "id", ""), len))
+            is_own = inspect.isfunction(called) and called.__module__ == function.__module__
+            if is_own and called not in left:
                 left.append(called)
-            elif isinstance(called, int | float | str):
-                code.append(f"{name} = {called!r}")
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 
 
-def print_of(definition: Callable) -> str:
-    """The fingerprint of a definition together with the scores and the mask that it gets."""
-    module = inspect.getmodule(plain_form)  # with scores and visible as they are now
-    return fingerprint(definition, module.scores, module.visible)
+@functools.cache
+def _tree(function):
+    """The syntax tree of a function; None for no function, or one typed into an interpreter."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None
 
 
 def unchanged(name: str, definition: Callable) -> bool:
-    """Whether FORM[name] was written for this definition, scores() and visible() as they are."""
-    return name in FORM and FORM[name].written_for == print_of(definition)
+    """Whether FORM[name] was written for this definition, and for scores.py as it is."""
+    return name in FORM and FORM[name].written_for == code_of(definition)
 
 
-note_once = cache(note)
+note_once = functools.cache(note)
+
+# -----------------------------------------------------------------------------
+# the heads of a layer
 
 
-def form_of(
-    name: str,
-    definition: Callable,
-    *,
-    window: int | None = None,
-    needs: Iterable[str] = (),
-    tokens: int = 0,
-) -> tuple[Callable, str, type | None]:
-    """(attend, which code it is, in words, its running sums) of ATTENTION[name].
+class Heads:
+    """The short heads of a layer or its long ones: which they are, and the code that they run.
 
-    window: that of the heads. needs: the arguments that attend must take besides scale and window.
-    tokens: the model's block_size, at which a definition without a fast form is tried. The running
-    sums are None where a cache must keep keys and values.
+    c: a model.GPTConfig with its defaults filled in. definition: their attention, of this name.
+    numbers: their numbers among the letters of the layer, by which a position may tell them apart.
+    start: the place of the first of them in the layer, where short heads come first. position: the
+    parts.Scheme that tells them the order of the tokens, or None.
+
+    run: the code, as attend(q, k, v, ...). words: which code it is. sums: the running sums that a
+    cache keeps of them; None: it keeps keys and values. takes_decay: whether the definition gets a
+    decay itself, since its weights are not exp(s), or it has q or k. For all others ALiBi lowers
+    the scores, by more dimensions of q and k. scalars, of_tokens: the trained
+    numbers that its arguments ask for.
     """
-    windows = "" if window is None else " with a window"
-    if unchanged(name, definition):
-        form = FORM[name]
-        make = form.long if window is None else form.short
-        if make is not None and set(needs) <= set(form.arguments):
-            return make(definition), form.name + windows, form.sums if window is None else None
-    else:
-        if name in FORM:
+
+    def __init__(self, c, name, definition, window, numbers, start, position=None):
+        self.name = name
+        self.has_position = position is not None
+        wrap = getattr(position, "wrap", None)
+        self.definition = definition if wrap is None else wrap(definition)
+        self.window = window
+        self.n = len(numbers)
+        self.numbers = numbers
+        self.takes_decay = any(has_argument(definition, name) for name in ("fade", "q", "k"))
+        self.scalars = asked_by(definition, learned)
+        self.of_tokens = asked_by(definition, of_token)
+
+        # with grouped queries, r neighbours share a key and a value
+        r = c.n_head // c.n_kv_head
+        stop = start + self.n
+        self.queries = slice(start, stop)
+        self.keys = slice(start // r, math.ceil(stop / r))
+        self.shared_by = r
+        self.skip = start % r  # query heads of its first key that are not among them
+
+        # the fast code, unless somebody has edited the definition
+        form = FORM.get(name)
+        if form is not None and not unchanged(name, definition):
             note_once(
-                f"attention={name!r}: its definition was edited, or scores() or visible(), so the "
-                "definition runs, not its fast form: more slowly"
+                f"attention={name!r}: its definition was edited, or attention/scores.py, so the "
+                "definition runs, not its fast code: more slowly"
             )
-        why_not = why_not_cut(definition, tokens, in_blocks=window is not None)
-        if why_not:
-            note_once(f"attention={name!r}: {why_not}")
-            return plain_form(definition), "its definition, on all tokens at once", None
-    return general_form(definition), "its definition" + windows, None
+            form = None
+        make = form and (form.long if window is None else form.short)
+        self.sums = None
+        self.words = "its definition"
+        if wrap is not None:
+            self.run = by_rows(self.definition)
+        elif make is None:
+            self.run = general_form(definition)
+        else:
+            self.run = make(definition)
+            self.words = form.words
+            self.sums = form.sums if window is None else None
 
+    def select(self, q, k, v) -> list[Tensor]:
+        """Their own heads of a layer's q (B, H, T, D), k and v (B, G, T, D).
 
-def why_not_cut(definition: Callable, tokens: int, in_blocks: bool) -> str | None:
-    """Why the general form must not cut a text into parts; None if it may."""
-    cost = "Short heads cost T^2, and text needs use_cache=False"
-    try:
-        if not is_row_local(definition, tokens):
-            return (
-                "a query's output changes with later tokens, or with their number, or is not "
-                f"finite. If it sees later tokens, its losses mean nothing. {cost}"
-            )
-        if in_blocks and not works_in_blocks(definition, tokens):
-            return f"outputs on blocks of a text differ from those on all of it. {cost}"
-    except Exception:  # of float64 or few queries alone: the model's own call may not raise it
-        return f"whether it sees later tokens could not be tried:\n{traceback.format_exc()}"
-    return None
+        No slice where they are all heads: slicing copies in the backward pass.
+        """
+        pairs = (q, self.queries), (k, self.keys), (v, self.keys)
+        return [x if heads == slice(0, x.shape[1]) else x[:, heads] for x, heads in pairs]
+
+    def expand(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """A key and a value for each of their query heads, from those that `select` gave."""
+        r = self.shared_by
+        if r == 1:
+            return k, v
+        # for a single head of keys this is a view, so that decoding copies no keys and values
+        k, v = (x[:, :, None].expand(-1, -1, r, -1, -1).flatten(1, 2) for x in (k, v))
+        heads = slice(self.skip, self.skip + self.n)
+        return k[:, heads], v[:, heads]

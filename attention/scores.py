@@ -18,9 +18,21 @@ from torch.nn import functional as F
 uncompiled: Callable = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
+def unrolls(x: Tensor) -> bool:
+    """Whether many small steps cost more than a few large ones: on a GPU, or under torch.compile.
+
+    A GPU takes as long to start a step as to do it; torch.compile would unroll a loop.
+    """
+    return x.device.type != "cpu" or torch.compiler.is_compiling()
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     """x in float32, or x itself in float64: scores and sums are computed in this precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# -----------------------------------------------------------------------------
+# which keys a query sees, and its scores
 
 
 def distances(Tq: int, T: int, device: torch.device) -> Tensor:
@@ -38,15 +50,27 @@ def visible(q: Tensor, k: Tensor, window: int | None) -> Tensor:
     return (distance >= 0) & (distance <= window)
 
 
-def scores(q: Tensor, k: Tensor, scale: float | None = None, bias: Tensor | None = None) -> Tensor:
-    """s = scale q k^T + bias, (B, H, Tq, T), not masked, in float32 or wider, also under autocast.
+def scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+    """s = scale q k^T, (B, H, Tq, T), not masked, in float32 or wider, also under autocast.
 
-    scale: 1 / sqrt(D) if None. bias: broadcasts to s.
+    scale: 1 / sqrt(D) if None.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k = k[..., : q.shape[-1]]  # without the numbers of tokens
     with torch.autocast(q.device.type, enabled=False):
-        s = at_least_float32(q) @ at_least_float32(k).mT * scale
-    return s if bias is None else s + bias
+        return at_least_float32(q) * scale @ at_least_float32(k).mT
+
+
+def faded(x: Tensor, decay: Tensor | None) -> Tensor:
+    """Weights x (B, H, Tq, T), multiplied by exp(-decay (i - j)); without a decay, x itself."""
+    if decay is None:
+        return x
+    distance = distances(*x.shape[-2:], x.device)
+    return x * (-decay * distance.abs()).exp()
+
+
+# -----------------------------------------------------------------------------
+# what a definition asks for
 
 
 class learned(float):
@@ -57,18 +81,23 @@ class learned(float):
 
 
 class of_token(float):
-    """f=of_token(x) among a definition's arguments: a number of each token, per head of keys.
+    """f=of_token(x) among a definition's arguments: a number of each key's token, for each head.
 
     It is a trained linear function of the token's input to the layer, which begins as x. The
-    definition gets it as (B, H, T, 1), a number for each key.
+    definition gets it as (B, H, T, 1), or with of_token(x, width=n) as (B, H, T, n).
     """
+
+    def __new__(cls, start: float, width: int = 1):
+        number = super().__new__(cls, start)
+        number.width = width
+        return number
 
 
 @functools.cache
-def learned_of(definition: Callable, family: type = learned) -> dict[str, float]:
-    """The learned scalars of a definition, or its numbers of a token: {name: its first value}."""
+def asked_by(definition: Callable, family: type) -> dict[str, float]:
+    """The arguments of a definition whose default is a `learned` or an `of_token`, by name."""
     arguments = inspect.signature(definition).parameters.values()
-    return {x.name: float(x.default) for x in arguments if isinstance(x.default, family)}
+    return {x.name: x.default for x in arguments if isinstance(x.default, family)}
 
 
 @functools.cache
@@ -77,45 +106,64 @@ def has_argument(definition: Callable, argument: str) -> bool:
     return argument in inspect.signature(definition).parameters
 
 
+# -----------------------------------------------------------------------------
+# the driver
+
+
 def plain_form(definition: Callable) -> Callable:
     """The attention that a definition f(s, seen, v) describes, as attend(q, k, v, ...) -> y.
 
     q (B, H, Tq, D), k (B, H, T, D) and v (B, H, T, Dv) give y (B, H, Tq, Dv), in v's precision.
-    Fast forms have the same arguments, as far as they can take them:
+    After its D dimensions k may have the numbers of its tokens (of_token), which so go with their
+    keys everywhere; without them they are what they begin as. By name:
       window: query i sees key j where 0 <= i - j <= window; None: where j <= i
-      seen: a mask in place of the window's, broadcasts to (B, H, Tq, T)
-      scale, bias: see scores()
+      scale: of the scores; None: 1 / sqrt(D)
       decay: (H, 1, 1), or what broadcasts to (B, H, 1, 1), at least 0: each weight is multiplied by
         exp(-decay (i - j)) before the weights are divided by their sum or norm; a definition
         without `fade` gets lower scores instead, which is the same for exp(s)
       dropout: the probability with which `drop` drops a weight
-      around: around(definition) is the function that runs in its place
-      learned_scalars: (H, 1, 1) each, by name; a missing one is what it begins as
-    After its D dimensions k may have the numbers of its tokens (positions.TokenNumbers), which so
-    go with their keys everywhere; without them they are what they begin as.
-    Under autocast scores, softmax and norms are in float32, and products with v in its precision.
+      learned scalars: (H, 1, 1) each; a missing one is what it begins as
+    Scores, softmax and norms are in float32 under autocast, and products with v in its precision.
     Raises ValueError for a definition that returns another shape.
     """
+
+    run = caller(definition)
+
+    def plain(q, k, v, *, window=None, scale=None, **settings):  # decay, dropout, learned scalars
+        s = scores(q, k, scale)
+        y = run(s, visible(q, k, window), q, k, v, **settings)
+
+        expected = (*q.shape[:-1], v.shape[-1])
+        if y.shape != expected:
+            raise ValueError(
+                f"this attention gave {tuple(y.shape)} for s {tuple(s.shape)} and v "
+                f"{tuple(v.shape)}, not {expected} (in decoding s has one query for many keys)"
+            )
+        return y.to(v.dtype)
+
+    return plain
+
+
+def caller(definition: Callable) -> Callable:
+    """run(s, seen, q, k, v, ...) -> y of a definition, which gets what it asks for.
+
+    s and seen: as model.py says. All others: as in plain_form.
+    """
     names = inspect.signature(definition).parameters
+    scalars = asked_by(definition, learned)
+    of_tokens = asked_by(definition, of_token)
 
-    def plain(
-        q, k, v, *, window=None, seen=None, scale=None, bias=None, decay=None, dropout=0.0,
-        around=None, **learned_scalars,
-    ):  # fmt: skip
-        k, numbers = split_numbers(k, q.shape[-1], definition)
-        s = scores(q, k, scale, bias)
-        if seen is None:
-            seen = visible(q, k, window)
-        distance = None
-        if decay is not None:
-            distance = distances(q.shape[-2], k.shape[-2], q.device)
-            if "fade" not in names:
-                s = s - decay * distance.abs()
+    def run(s, seen, q, k, v, *, decay=None, dropout=0.0, **learned_scalars):
+        # trained numbers, or what they begin as
+        arguments = {name: s.new_full((1, 1, 1), x) for name, x in scalars.items()}
+        arguments |= learned_scalars
+        end = q.shape[-1]
+        for name, x in of_tokens.items():
+            number = k[..., end : end + x.width]
+            end += number.shape[-1]
+            arguments[name] = number if number.numel() else s.new_full((*k.shape[:-1], x.width), x)
+        k = k[..., : q.shape[-1]]
 
-        arguments = {name: s.new_full((1, 1, 1), x) for name, x in learned_of(definition).items()}
-        arguments |= numbers | learned_scalars
-        if "fade" in names:
-            arguments["fade"] = functools.partial(faded, decay=decay, distance=distance)
         if "drop" in names:
             arguments["drop"] = lambda weights: F.dropout(weights, dropout)
         if "q" in names:
@@ -123,33 +171,11 @@ def plain_form(definition: Callable) -> Callable:
         if "k" in names:
             arguments["k"] = at_least_float32(k)
 
-        run = definition if around is None else around(definition)
-        y = run(s, seen, at_least_float32(v), **arguments)
-        expected = (*q.shape[:-1], v.shape[-1])
-        if y.shape != expected:
-            raise ValueError(
-                f"this attention gave {tuple(y.shape)} for s {tuple(s.shape)} and v "
-                f"{tuple(v.shape)}, not {expected}"
-            )
-        return y.to(v.dtype)
+        # a decay fades weights, or lowers scores
+        if "fade" in names:
+            arguments["fade"] = functools.partial(faded, decay=decay)
+        elif decay is not None:
+            s = s - decay * distances(*s.shape[-2:], s.device).abs()
+        return definition(s, seen, at_least_float32(v), **arguments)
 
-    return plain
-
-
-def split_numbers(k: Tensor, D: int, definition: Callable) -> tuple[Tensor, dict[str, Tensor]]:
-    """k (B, H, T, D) and the numbers of its tokens by name, (B, H, T, 1) each, from both in one.
-
-    Each number stands in k in two parts, which sum to it: first the first parts of all numbers.
-    """
-    starts = learned_of(definition, of_token)
-    if k.shape[-1] > D:
-        high, low = at_least_float32(k[..., D:]).chunk(2, dim=-1)
-        numbers = (high + low).split(1, dim=-1)
-    else:
-        numbers = [at_least_float32(torch.full_like(k[..., :1], x)) for x in starts.values()]
-    return k[..., :D], dict(zip(starts, numbers, strict=False))
-
-
-def faded(x: Tensor, decay: Tensor | None, distance: Tensor | None) -> Tensor:
-    """Weights x (B, H, Tq, T), multiplied by exp(-decay (i - j)) if there is a decay."""
-    return x if decay is None else x * (-decay * distance.abs()).exp()
+    return run

@@ -2,12 +2,12 @@
 # First: python data/pg19/prepare.py
 # At n = 8192: --block_size=8192 --batch_size=4 --gradient_accumulation_steps=16
 # To compare: --heads=L has long heads only (it diverges in the paper), --heads=S short ones.
+# The paper's figure 1b: --import=lab.loggers.logits
 
 out_dir = "out-pg19-ls"
 eval_interval = 1000
 eval_iters = 100
 log_interval = 10
-log_logits = True  # for the paper's figure 1b; every 10th step only, so it costs little
 
 wandb_project = "pg19"
 wandb_run_name = "ls-2048"

@@ -9,7 +9,6 @@ import re
 import threading
 import urllib.parse
 
-CUT = 0  # instead of a status: the connection closes in the middle of the file
 URL = re.compile(
     r"(?:/api)?/datasets/(?P<name>[^/]+/[^/]+)(/(?P<what>resolve|tree|revision)/\w+/?(?P<path>.*))?"
 )
@@ -34,24 +33,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             status = self.server.fault(path) if self.command == "GET" else None
             if status:
-                return self.answer(status, X_Error_Code="GatedRepo" if status == 401 else "")
+                return self.answer(status, X_Error_Code="GatedRepo")
             data = files[path]
-            self.answer(200, data, status == CUT, ETag=f'"{sha1(data)}"', X_Repo_Commit=commit)
+            self.answer(200, data, ETag=f'"{sha1(data)}"', X_Repo_Commit=commit)
 
     do_HEAD = do_GET
 
     def json(self, answer):
         self.answer(200, json.dumps(answer).encode())
 
-    def answer(self, status, data=b"", cut=False, **headers):
+    def answer(self, status, data=b"", **headers):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", len(data))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(data[: len(data) // 2] if cut else data)
-        self.close_connection |= cut
+            self.wfile.write(data)
 
     def log_message(self, *args):
         pass
@@ -76,7 +74,7 @@ def entries(files, folder):
 def serve(repositories):
     """A running hub, at .url, with repositories {"owner/name": {"data/train.parquet": bytes}}.
 
-    A GET of a file is answered with the status .fault(path): CUT, or None for the file itself.
+    A GET of a file is answered with the status .fault(path); None: with the file itself.
     """
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.repositories = repositories

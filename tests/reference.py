@@ -1,13 +1,18 @@
 """Attention one query at a time, without masks and tricks: what every form is compared with."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from attention.forms import form_of
-from attention.scores import has_argument, plain_form
+from attention.forms import Heads
+from attention.scores import asked_by, caller, learned, of_token, plain_form
 from model import ATTENTION, GPT, GPTConfig
+
+FUNCTIONS = [name for name, f in ATTENTION.items() if not isinstance(f, type)]
+# those without trained numbers: what a layer computes depends on q, k and v alone
+OF_QKV = [name for name in FUNCTIONS if not asked_by(ATTENTION[name], (learned, of_token))]
 
 # What each attention means, once more: a function of (s, v, f) that returns y (B, H, Dv) of one
 # query. s (B, H, n): its scores over the n keys that it sees. v (B, H, n, Dv): their values. A
@@ -53,14 +58,15 @@ ONE_QUERY: dict[str, Callable] = {
 
 
 def fast(core: str) -> Callable:
-    """The form of an attention that a model runs, chosen for the arguments of each call."""
+    """The code of an attention that a model runs, chosen for the arguments of each call."""
 
-    def attend(q, k, v, *, window=None, scale=None, **settings):
-        settings = {name: x for name, x in settings.items() if x is not None}
-        form, *_ = form_of(core, ATTENTION[core], window=window, needs=settings)
+    def attend(q, k, v, *, window=None, **settings):
+        n = q.shape[1]
+        c = SimpleNamespace(n_head=n, n_kv_head=n)
+        heads = Heads(c, core, ATTENTION[core], window, range(n), 0)
         if window is not None:
             settings["window"] = window
-        return form(q, k, v, scale=scale, **settings)
+        return heads.run(q, k, v, **settings)
 
     return attend
 
@@ -71,7 +77,7 @@ def plain(core: str) -> Callable:
 
 
 def naive_attention(
-    core: str, q, k, v, *, window=None, scale=None, bias=None, decay=None, far=None
+    core: str, q, k, v, *, window=None, scale=None, bias=None, decay=None
 ) -> Tensor:
     """What fast(core) and plain(core) must equal. Each query's keys are cut out.
 
@@ -87,8 +93,6 @@ def naive_attention(
         keys = slice(first, i + 1)
         distance = torch.arange(i - first, -1, -1)
         values = v[..., keys, :]
-        if far is not None:
-            values = values + far[distance.clamp(max=len(far) - 1)]
         of_row = None if bias is None else bias[..., row, keys]
         q_row = q[..., row, :]
         k_row = k[..., keys, :]
@@ -98,24 +102,15 @@ def naive_attention(
 
 def one_query(core: str, q, k, v, scale, bias, decay, distance) -> Tensor:
     """y (B, H, Dv) of q (B, H, D) over all of the keys k (B, H, n, D), `distance` (n) away."""
-    if core not in ONE_QUERY:
-        return by_definition(core, q, k, v, scale, bias, decay, distance)
     s = (q[..., None, :] * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         s = s + bias
+    if core not in ONE_QUERY:  # the query is the last of the keys
+        q, s = q[..., None, :], s[..., None, :]
+        seen = torch.ones_like(s, dtype=torch.bool)
+        return caller(ATTENTION[core])(s, seen, q, k, v, decay=decay)[..., 0, :]
     f = torch.ones_like(distance) if decay is None else (-decay[:, 0] * distance).exp()
     return ONE_QUERY[core](s, v, f)
-
-
-def by_definition(core: str, q, k, v, scale, bias, decay, distance) -> Tensor:
-    settings = {}
-    if decay is not None and has_argument(ATTENTION[core], "fade"):
-        settings["decay"] = decay
-    elif decay is not None:
-        bias = (0.0 if bias is None else bias) - decay[:, 0] * distance
-    if bias is not None:
-        settings["bias"] = bias[..., None, :]
-    return plain(core)(q[..., None, :], k, v, scale=scale, **settings)[..., 0, :]
 
 
 # -----------------------------------------------------------------------------
@@ -156,6 +151,8 @@ def assert_exact(
 # -----------------------------------------------------------------------------
 # models
 
+SIZES = {"block_size": 24, "vocab_size": 65, "n_layer": 2, "n_head": 4, "n_embd": 32}
+
 
 def shaken(c: GPTConfig, by: float = 0.2, dtype: torch.dtype = torch.float32) -> GPT:
     """A model far from initialisation, so that every parameter matters."""
@@ -180,3 +177,15 @@ def randomised(module: torch.nn.Module) -> torch.nn.Module:
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return module.eval()
+
+
+def assert_bfloat16_is_near(gpt: GPT, x: Tensor, end: str = "") -> None:
+    """Under autocast the gradients of the parameters whose names end so are nearly float32's."""
+    params = [p for name, p in gpt.named_parameters() if name.endswith(end)]
+    results = []
+    for half in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = gpt(x, x)[1]
+        results.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, params)]))
+    exact, ours = results
+    assert 0 < (ours - exact).norm() < 4 * 2**-8 * exact.norm(), end

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from harness import pairwise, parametrize
-from reference import assert_exact, close, fast, in_double, naive_attention, plain
+from harness import assert_equal, pairwise, parametrize
+from reference import FUNCTIONS, assert_exact, close, fast, in_double, naive_attention, plain
 from torch import Tensor
 from torch.autograd import grad
 from torch.nn import functional as F
 
+import bench
 from attention import fast as fast_forms
-from attention.fast import LASER_RANGE, laser_by_exp, sdpa
-from attention.scores import has_argument
+from attention.fast import LASER_RANGE, by_rows, laser_by_exp, sdpa
+from attention.scores import has_argument, of_token, plain_form
 from model import ATTENTION
 
 T = 37
@@ -20,7 +21,7 @@ LONG_WINDOWS = [None, 0, 16, 150, LONG - 2]
 T_SPANS = [(T, window) for window in WINDOWS]
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}  # how far a form may be from naive_attention
 HALF = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
-cores = parametrize("core", ATTENTION)
+cores = parametrize("core", FUNCTIONS)
 windows = parametrize("window", WINDOWS)
 LONG_SPANS = [(LONG, window) for window in (None, 0, 16, 100)]
 some_spans = parametrize("T, window", [*T_SPANS, (LONG, None), (LONG, 16)])
@@ -57,28 +58,12 @@ SPANS = [*T_SPANS, *((LONG, window) for window in LONG_WINDOWS)]
 
 
 @parametrize("form", [fast, plain])
-@parametrize("core, span, dtype", pairwise(ATTENTION, SPANS, EXACT))
+@parametrize("core, span, dtype", pairwise(FUNCTIONS, SPANS, EXACT))
 def test_equals_naive_forward_and_backward(core, span, dtype, form):
     """With another width of values. LONG: beta from running sums, short heads in blocks."""
     n, window = span
     x = qkv(n, dtype, Dv=5)
     assert_exact(form(core), core, x, EXACT[dtype], window=window, scale=0.4)
-
-
-SHAPES = [
-    (),
-    (3, LONG, 1),
-    (1, 1, 1, LONG),
-    (LONG, LONG),
-    (3, LONG, LONG),
-    (2, 3, LONG, LONG),
-]
-
-
-@parametrize("core, window, shape, form", pairwise(ATTENTION, LONG_WINDOWS, SHAPES, [fast, plain]))
-def test_a_bias_in_blocks(core, window, shape, form):
-    bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    assert_exact(form(core), core, qkv(LONG) | {"bias": bias}, 1e-12, window=window)
 
 
 # gamma^n of the last three is below float32's smallest number
@@ -178,14 +163,14 @@ STEP = {
 }
 LARGE = (
     [*T_SPANS, *LONG_SPANS],
-    [3.0, 50.0, 120.0, 1000.0],
+    [3.0, 50.0, 120.0, 1000.0, -1000.0],
     STEP,
 )
 
 
 @parametrize(
     "core, span, value, dtype",
-    [*pairwise(ATTENTION, *LARGE), *pairwise(["laser"], *LARGE)],
+    pairwise(FUNCTIONS, *LARGE),
 )
 def test_a_large_later_token_changes_nothing_before_it(core, span, value, dtype):
     """Neither its value nor its key reaches earlier outputs or gradients, not even by rounding."""
@@ -213,44 +198,117 @@ def test_a_large_later_token_changes_nothing_before_it(core, span, value, dtype)
 
 @cores
 @some_spans
-def test_zero_queries_have_finite_gradients(core, T, window):
-    x = qkv(T, torch.float32)
-    x["q"] = torch.zeros_like(x["q"]).requires_grad_()
+@parametrize("size, n_keys", [(0.0, LONG), (3e3, LONG), (1.0, 1), (1.0, 2)])
+def test_zero_queries_have_finite_gradients(core, T, window, size, n_keys):
+    """So have scores up to 10,000, equal keys, and each of two keys, in float32."""
+    x = {name: t.detach() for name, t in qkv(T, torch.float32).items()}
+    x["q"] = size * x["q"]
+    x["k"] = x["k"][:, :, torch.arange(T) % n_keys]
+    x = {name: t.requires_grad_() for name, t in x.items()}
     y = fast(core)(**x, window=window)
     for gradient in grad(y.sum(), [*x.values()]):
         assert gradient.isfinite().all()
 
 
-@cores
-@some_spans
-def test_gradients_are_finite_on_ties_and_on_large_scores(core, T, window):
-    """Equal keys, each of two keys, and scores up to 10,000, in float32."""
-    for case in ("equal", "two", "large"):
-        x = {name: t.detach() for name, t in qkv(T, torch.float32).items()}
-        if case == "large":
-            x["q"] = 3e3 * x["q"]
-        else:
-            index = torch.zeros(T, dtype=torch.long) if case == "equal" else torch.arange(T) % 2
-            x["k"] = x["k"][:, :, index]
-        x = {name: t.requires_grad_() for name, t in x.items()}
-        y = fast(core)(**x, window=window)
-        for gradient in grad(y.sum(), [*x.values()]):
-            assert gradient.isfinite().all(), case
+# -----------------------------------------------------------------------------
+# a definition a few queries at a time
+
+
+def forgetting(s, seen, v, drop, f=of_token(4.0)):
+    c = F.logsigmoid(f).cumsum(-2).mT
+    return drop((s - c).where(seen, -torch.inf).softmax(-1)) @ v
+
+
+ROWS = [{}, {"IN_CACHE": 0}, {"KEPT": 0, "AT_ONCE": 2**16}]  # 128, 64; few, computed again
+
+
+@parametrize("limits", ROWS)
+@parametrize("definition", [ATTENTION["softcap"], ATTENTION["laser"], forgetting])
+def test_rows_are_the_whole(definition, limits, monkeypatch):
+    """Outputs, gradients, and the last queries alone, as in decoding."""
+    for name, number in limits.items():
+        monkeypatch.setattr(fast_forms, name, number)
+    x = qkv(LONG)
+    if definition is forgetting:
+        numbers = torch.randn(2, 3, LONG, 1, dtype=torch.float64)
+        x["k"] = torch.cat((x["k"].detach(), numbers), dim=-1).requires_grad_()
+    y = by_rows(definition)(**x)
+    whole = plain_form(definition)(**x)
+    assert_equal(y, whole, 1e-12)
+    ours, theirs = (grad(out.sin().sum(), [*x.values()]) for out in (y, whole))
+    assert_equal(ours, theirs, 1e-12)
+    last = by_rows(definition)(**x | {"q": x["q"][..., -70:, :]})
+    assert_equal(last, whole[..., -70:, :], 1e-12)
+
+
+def test_laser_in_log_space_holds_a_few_queries_at_once(monkeypatch):
+    """Forward and backward, of T x T x Dv numbers: a tenth of 1 GiB where there are 2 heads."""
+    monkeypatch.setattr(fast_forms, "KEPT", fast_forms.KEPT // 16)
+    monkeypatch.setattr(fast_forms, "AT_ONCE", fast_forms.AT_ONCE // 16)
+
+    def edited(s, seen, v):
+        return 2 * ATTENTION["laser"](s, seen, v)
+
+    q, k, v = torch.randn(3, 2, 1, 512, 32, requires_grad=True)
+    attend = by_rows(edited)
+    peak = bench.peak_memory(lambda: attend(q, k, v).sum().backward(), "cpu")
+    assert peak < 2**29 / 16
 
 
 # -----------------------------------------------------------------------------
 # LASER
 
 
-@parametrize("dtype", HALF)
-@parametrize("size", [0.05, 0.2, 1.0])
-def test_laser_is_as_accurate_as_softmax_in_half_precision(dtype, size):
-    """Relative to the output, for small values too: exp(v) is near 1 and must not be rounded."""
-    x = qkv(dtype=dtype)
-    x["v"] = size * x["v"]
-    y = fast("laser")(**x)
-    exact = naive_attention("laser", **in_double(x))
-    assert (y.double() - exact).norm() / exact.norm() < torch.finfo(dtype).eps
+@torch.autocast("cpu", torch.bfloat16)
+def autocast(q, k, v):
+    return sdpa(q, k, v)
+
+
+def errors(attend, core, x, rows) -> list[Tensor]:
+    """||error|| / ||exact|| of each channel of y, and of the gradients of q, k and v."""
+    exact = in_double(x)
+    y, y_exact = attend(**x)[..., rows, :], fast(core)(**exact)[..., rows, :]
+    dy = torch.randn_like(y)
+    ours = [y, *grad(y, x.values(), dy)]
+    theirs = [y_exact, *grad(y_exact, exact.values(), dy.double())]
+    return [(a - b).norm(dim=-2) / b.norm(dim=-2) for a, b in zip(ours, theirs, strict=True)]
+
+
+@parametrize("values", [0.02, 0.1, 0.3, 1.0, 3.0, "student", "later"])
+def test_laser_in_16_bits(values):
+    """Nearly as exact as softmax. lab/experiments/laser_precision.py has a GPU's fused kernel.
+
+    values: their standard deviation; heavy tails; the rows before a value of a hundred times that.
+
+    Of heavy tails in most channels: where a value lies ten below all others, y is less exact.
+    """
+    x = torch.randn(3, 2, 2, 512, 32)
+    rows = slice(None)
+    if values == "student":
+        x[2] = 0.1 * torch.distributions.StudentT(3.0).sample(x[2].shape)
+    elif values == "later":
+        x[2] *= 0.02
+        x[2, :, :, -1] = -2.0
+        rows = slice(-1)
+    else:
+        x[2] *= values
+    x = dict(zip("qkv", (t.bfloat16().requires_grad_() for t in x), strict=True))
+    over_channels = Tensor.median if values == "student" else Tensor.mean
+    of_laser = errors(laser_by_exp(autocast, ATTENTION["laser"]), "laser", x, rows)
+    of_softmax = errors(autocast, "softmax", x, rows)
+    pairs = zip(of_laser, of_softmax, strict=True)
+    y, *gradients = (over_channels(a) / over_channels(b) for a, b in pairs)
+    assert y <= 1.6 and max(gradients) <= 1.8
+
+
+def test_laser_where_the_host_may_not_wait(monkeypatch):
+    """A range above LASER_RANGE gives NaN in all rows of its channel, where no sum overflows."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    v = torch.randn(1, 3, T, 8)
+    v[:, 1:, 20, 5] = torch.tensor([0.9, 1.1]) * LASER_RANGE
+    x = {"q": v, "k": v, "v": v - v.amin(-2, keepdim=True)}
+    is_nan = fast("laser")(**x).isnan()
+    assert is_nan[:, 2, :, 5].all() and is_nan.sum() == T
 
 
 @parametrize(
@@ -264,64 +322,16 @@ def test_laser_with_a_large_value_anywhere(span, value, dtype):
     assert_exact(fast("laser"), "laser", x, (EXACT | HALF)[dtype], window=window)
 
 
-@parametrize("spread", [1.0, 0.99 * LASER_RANGE, 1.01 * LASER_RANGE, 500.0])
-def test_laser_on_both_sides_of_its_range(spread):
-    """exp and log run where they are exact, the definition elsewhere."""
-    calls = []
-
-    def counted(s, seen, v):
-        calls.append(v)
-        return ATTENTION["laser"](s, seen, v)
-
-    x = qkv(dtype=torch.float32)
-    v = x["v"].detach()
-    x["v"] = (v / (v.max() - v.min()) * spread).requires_grad_()
-    assert_exact(laser_by_exp(sdpa, counted), "laser", x, 1e-5)
-    widest = (x["v"].amax(-2) - x["v"].amin(-2)).max()
-    assert bool(calls) == (widest.item() >= LASER_RANGE)
-
-
-@parametrize("scale, spread, last", [(0.3, 0.3, 0.0), (0.3, 1.0, 0.0), (2.0, 1.0, 3.5)])
-@parametrize("size", [1e4, 1e-9])
-def test_laser_in_16_bits(scale, spread, last, size, monkeypatch):
-    """As a GPU computes it, on a CPU: its errors are those of softmax in bfloat16.
-
-    last: is added to the last token's values, which earlier queries do not see.
-    """
-    monkeypatch.setattr(fast_forms, "fast_in_16_bits", lambda x: True)
-    x = qkv(600, torch.bfloat16)
-    v = spread * x["v"].detach()
-    v[:, :, -1] += last
-    x["v"] = v.requires_grad_()
-    assert (v.amax(-2) - v.amin(-2)).max() < fast_forms.HALF_RANGE
-    ours = fast("laser")(**x, scale=scale)
-    exact = {name: t.detach().double().requires_grad_() for name, t in x.items()}
-    theirs = naive_attention("laser", **exact, scale=scale)
-    dy = size * torch.randn_like(ours)
-    gradients = torch.autograd.grad(ours, x.values(), dy)
-    exact_gradients = torch.autograd.grad(theirs, exact.values(), dy.double())
-    for a, b in zip([ours, *gradients], [theirs, *exact_gradients], strict=True):
-        assert 1e-3 * b.norm() < (a - b).norm() < 8e-3 * b.norm()
-
-
-def test_a_cpu_computes_short_texts_of_bfloat16_in_float32():
-    for n in (300, 600):
-        x = torch.randn(3, 1, 2, n, 16).bfloat16()
-        assert sdpa(*x).equal(sdpa(*x.float()).bfloat16()) == (n == 300)
-
-
+@pytest.mark.filterwarnings("error")
 def test_laser_of_a_key_that_softmax_gives_no_weight():
-    """A weight of exp(-200) on a value of 500: softmax rounds it to 0, LASER must not."""
+    """A weight of exp(-200) on a value of 500: softmax rounds it to 0, LASER must not.
+
+    Its slow form says so.
+    """
+    fast("laser")(**qkv())
     q = torch.full((1, 1, 2, 1), 20.0)
     k = torch.tensor([-10.0, 0.0]).view(1, 1, 2, 1)
     v = torch.tensor([500.0, 0.0]).view(1, 1, 2, 1)
-    y = fast("laser")(q, k, v, scale=1.0)
+    with pytest.warns(UserWarning, match="values has a range above 80: LASER"):
+        y = fast("laser")(q, k, v, scale=1.0)
     assert y[0, 0, 1, 0].item() == pytest.approx(300.0, abs=1e-3)
-
-
-@pytest.mark.filterwarnings("error")
-def test_the_slow_form_of_laser_says_so():
-    x = qkv(dtype=torch.float32)
-    fast("laser")(**x)
-    with pytest.warns(UserWarning, match="values has a range above 60: LASER"):
-        fast("laser")(**x | {"v": 100 * x["v"]})

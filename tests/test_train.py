@@ -4,6 +4,7 @@ import math
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,11 +12,10 @@ import torch
 from harness import done, log_of, parametrize, refusal, refused, same, state_of, write, written
 
 import training.log
-import training.run
 from model import ATTENTION, GPT, MLP, GPTConfig
 from text import dataset
 from text.tokenizers import CharTokenizer
-from training import checkpoint, distributed
+from training import checkpoint
 from training.log import Log
 
 
@@ -43,37 +43,23 @@ def test_gradients_are_clipped(train, tmp_path):
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_the_times_of_steps(tmp_path, capsys, monkeypatch):
-    """Of two processes. Steps take 2 s, from step 10 on 4 s; an evaluation is in none of them.
-
-    A GPU that computes 90 FLOPs a second is used to a tenth by 15 tokens a second of 1.2 FLOPs.
-    """
+def test_the_times_of_steps(tmp_path, monkeypatch):
+    """A step takes 2 s; an evaluation is in none. MFU: 15 x 1.2 of 180 FLOPs a second."""
     clock = [0.0]
     monkeypatch.setattr(training.log, "perf_counter", lambda: clock[0])
-    config = {
-        "out_dir": str(tmp_path),
-        "init_from": "scratch",
-        "eval_only": False,
-        "wandb_log": False,
-        "batch_size": 2,
-        "gradient_accumulation_steps": 3,
-        "block_size": 5,
-        "max_iters": 31,
-    }
-    log = Log(config, start=4, wandb_id=None, flops=1.2, peak=90.0)
-    monkeypatch.setattr(distributed, "world", 2)
-    for step in range(4, 25):
-        if step == 5:
-            with log.paused():
-                clock[0] += 100
-        clock[0] += 2 if step < 10 else 4
-        if step % 3 == 0:
-            log.step(step, loss=1.0, norm=1.0, lr=1.0, largest=None, scaled=False)
-    times = [(row["ms"], row["tokens_per_s"], row["mfu"]) for row in log_of(tmp_path, "")]
-    assert times == [(2000, 15, pytest.approx(0.1))] * 2 + [(4000, 7.5, pytest.approx(0.05))] * 5
-    lines = capsys.readouterr().out.splitlines()
-    assert "time 2000.00ms, 15 tok/s" in lines[0] and "left" not in lines[-2]
-    assert lines[-1].endswith(", 24 s left, mfu 5.00%")  # of steps 25 to 30
+    sizes = {"batch_size": 2, "gradient_accumulation_steps": 3, "block_size": 5, "max_iters": 31}
+    c = SimpleNamespace(out_dir=str(tmp_path), init_from="scratch", eval_only=True, **sizes)
+    log = Log(c, start=4, origin={}, mfu=1.2 / 180)
+    lines = []
+    monkeypatch.setattr(log, "write", lambda row, line: lines.append(line))
+    for step in (6, 24):  # two steps after an evaluation
+        clock[0] += 100
+        log.restart(step - 1)
+        clock[0] += 2 * 2
+        log.step(step, loss=1.0, norm=1.0, lr=1.0, scaled=False)
+    speed = "time 2000.00ms, 15 tok/s, norm 1.000"
+    assert lines[0].endswith(f"{speed}, mfu 10.00%")
+    assert lines[1].endswith(f"{speed}, 12 s left, mfu 10.00%")
 
 
 @parametrize(
@@ -89,7 +75,7 @@ def test_the_times_of_steps(tmp_path, capsys, monkeypatch):
             r"\nlaser attention in 4 short heads \(window=0\): .+"
             r"\nsoftmax attention in 4 long heads: .+"
             r"\n0 steps of 8 x 32 = 256 tokens, from the 7,536 of .+; 1 process, cpu, float32"
-            r"(\nthis CPU multiplies bfloat16: .+)?\nstep 0: train loss",
+            r"\nthe model sees no later tokens: .+\nstep 0: train loss",
         ),
     ],
 )
@@ -111,9 +97,7 @@ def test_the_globals_of_the_loop_are_the_models(train, run, tmp_path, data, monk
     flags += f" --dataset={data} --max_iters=3 --eval_iters=1 --sample_tokens=0 --device=cpu"
     flags += " --batch_size=4 --gradient_accumulation_steps=1"
     seen = {}
-    monkeypatch.setattr(
-        training.run, "exit_with_code", lambda *_: seen.update(sys._getframe(1).f_globals)
-    )
+    monkeypatch.setattr(Log, "close", lambda _: seen.update(sys._getframe(1).f_globals))
     done(run("train.py", *flags.split()))
     assert seen == seen | vars(seen["raw_model"].config)
     sizes = {"block_size": block_size, "window": 5, "n_embd": 32, "n_head": 4, "vocab_size": 24}
@@ -148,7 +132,7 @@ def test_evaluation_leaves_training_alone(train, tmp_path, data):
         assert written(tmp_path) == times
 
 
-def test_the_seed_decides_weights_batches_and_dropout(train, tmp_path, monkeypatch):
+def test_the_seed_decides_weights_and_batches(train, tmp_path):
     """The first evaluation shows the weights. The weights do not change: the rate is tiny."""
     trained = tmp_path / "trained"
     train(f"--max_iters=1 --out_dir={trained}")
@@ -166,14 +150,10 @@ def test_the_seed_decides_weights_batches_and_dropout(train, tmp_path, monkeypat
     weights = f"--init_from={trained}"
     assert curves("val_loss", weights) == 1
     assert curves("loss", weights) == 4
-    windows = dataset.Tokens._windows
-    monkeypatch.setattr(dataset.Tokens, "_windows", lambda self, at: windows(self, at * 0))
-    assert curves("loss", weights) == 1
-    assert curves("loss", weights, "--dropout=0.5") == 4
 
 
 RESUMED = {core: f"--attention={core} --heads=SL --window=5" for core in ATTENTION} | {
-    "muon": "--optimizer=muon --schedule=wsd --decay_share=0.9 --decay=learned",
+    "muon": "--optimizer=muon --schedule=wsd --decay_share=0.9 --decay=alibi --position=none",
     "constant": "--schedule=constant --adam_eps=1e-3",
     "bfloat16": "--dtype=bfloat16 --attention=laser",
     "float16": "--dtype=float16 --attention=laser",
@@ -212,7 +192,7 @@ def test_resume_in_another_dtype(train, tmp_path):
 @parametrize(
     "flag, says",
     [
-        ("--optimizer=muon", "cannot go on: the saved run used --optimizer=adamw"),
+        ("--optimizer=muon", "does not fit the saved run, which has optimizer=adamw"),
         ("--block_size=16", "does not fit the saved run, which has block_size=32"),
         ("--dataset={other}", "another vocabulary"),
     ],
@@ -238,7 +218,6 @@ WSD = "--schedule=wsd --min_lr=0.1 --decay_share="
         ("--min_lr=0.1", [*WARM, *COSINE, 0.1, 0.1]),
         ("--schedule=constant", [*WARM, *[1.0] * 8]),
         (WSD + "0.5", [*WARM, 1, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1]),
-        (WSD + "1", [*WARM, 1, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.1]),
         (WSD + "1e-20", [*WARM, *[1.0] * 7, 0.1]),
         ("--decay_lr=False", [1.0] * 10),
     ],
@@ -262,16 +241,6 @@ def test_each_optimizer_has_its_flags(train, tmp_path):
     assert groups[1]["betas"] == (0.7, 0.6) and groups[1]["eps"] == 1e-3
 
 
-def test_tf32_and_compile(train, monkeypatch):
-    models = []
-    monkeypatch.setattr(torch, "compile", lambda model: model)
-    monkeypatch.setattr(training.run, "compiled", lambda model, _: models.append(model) or model)
-    for flags, precision in (("--no-tf32", "highest"), ("--tf32 --compile", "high")):
-        train("--max_iters=1", flags)
-        assert torch.get_float32_matmul_precision() == precision
-    assert len(models) == 1
-
-
 def test_resume_restores_the_config_and_flags_win(train, tmp_path):
     train("--weight_decay=0.3 --max_iters=4 --plain")
     config = tmp_path / "my.py"
@@ -290,30 +259,6 @@ def test_resume_restores_the_config_and_flags_win(train, tmp_path):
         done(train("--init_from=resume", flag), "best validation loss starts anew")
 
 
-def test_a_run_beyond_its_schedule_says_so(train):
-    train("--max_iters=2")
-    for more, says in (("--max_iters=25", True), ("--lr_decay_iters=30", False)):
-        _, out, _ = train("--init_from=resume --max_iters=25 --eval_only", more)
-        assert ("from step 20 on the learning rate is min_lr=6e-05: --lr_decay" in out) == says
-
-
-def test_without_a_compiler_it_trains_uncompiled(train, monkeypatch):
-    def fails(_):
-        raise RuntimeError("No working C++ compiler found\nand a thousand lines more")
-
-    monkeypatch.setattr(torch, "compile", fails)
-    code, _, err = train("--compile --max_iters=2")
-    assert code == 0 and err.count("\n") == 1
-    assert "going on uncompiled: torch.compile fails here (No working C++ compiler found)" in err
-
-
-def test_a_cpu_that_multiplies_bfloat16(train, monkeypatch):
-    """A line says so where nobody has chosen a precision."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-    for flags, says in (("", True), ("--dtype=float32", False)):
-        assert ("this CPU multiplies bfloat16" in train("--max_iters=0", flags)[1]) == says
-
-
 def test_train_short_test_long(train):
     """A position without weights for each place takes another context; learned ones do not."""
     train("--max_iters=3 --position=alibi")
@@ -322,7 +267,6 @@ def test_train_short_test_long(train):
         "block_size was 32, now 64",
         "step 3: ",
         "best validation loss starts anew",
-        "the run is at step 3 already",
     )
 
 
@@ -343,7 +287,9 @@ def test_a_run_that_diverges(train, tmp_path):
     assert same(state_of(tmp_path, f"previous/{checkpoint.LATEST}")["model"], old)
 
 
-@parametrize("flags, saves", [("", 2), ("--save_interval=2", 5), ("--always_save_checkpoint=0", 1)])
+@parametrize(
+    "flags, saves", [("", 2), ("--save_interval=2", 5), ("--no-always_save_checkpoint", 1)]
+)
 def test_when_ckpt_is_saved(train, monkeypatch, flags, saves):
     """best.pt, after each evaluation but the first, which is of untrained weights."""
     names = []
@@ -354,8 +300,9 @@ def test_when_ckpt_is_saved(train, monkeypatch, flags, saves):
 
 def test_latest_and_best_are_apart(train, run, tmp_path):
     train("--max_iters=10")
-    train("--init_from=resume --max_iters=20 --learning_rate=1 --decay_lr=False --eval_interval=20")
     val = dict(rows(tmp_path, "val_loss"))
+    train("--init_from=resume --max_iters=20 --learning_rate=1 --decay_lr=False --eval_interval=20")
+    val |= rows(tmp_path, "val_loss")
     best = state_of(tmp_path, checkpoint.BEST)
     latest = state_of(tmp_path)
     assert val[20] > val[10] and best["iter_num"] == 10 and latest["iter_num"] == 20
@@ -398,21 +345,15 @@ def test_a_wrong_attention(train, tmp_path, monkeypatch, definition, code, says)
     "flags, says",
     [
         ("--attention=lazer", "'lazer' is not one of softmax, laser, beta"),
-        ("--device=gpu", "not one of auto, cpu, cuda"),
-        ("--device=cuda:99", "sees"),
+        ("--device=gpu", "--device=gpu: Expected one of cpu, cuda"),
+        ("--device=cuda:99", "--device=cpu works"),
         ("--dataset=shakespeer", "shakespeare_char"),
         ("--block_size=100000", "--block_size="),
         ("--lr_decay_iters=2", "greater than warmup_iters=2"),
-        ("--schedule=constant --min_lr=1e-5", "--min_lr has no effect with optimizer=adamw"),
         ("--min_lr=1", "min_lr=1.0 is above learning_rate=0.01"),
-        ("--decay_share=2 --schedule=wsd", "must be above 0 and at most 1"),
         ("--vocab_size=5", "less than the"),
         ("--batch_size=0", "at least 1"),
-        ("--seed=-1", "seed=-1 must be 0 or more"),
-        ("--beta1=1.0", "must be in [0, 1)"),
-        ("--learning_rate=-1", "must be a positive number"),
         ("--init_from=resume", "no checkpoint"),
-        ("--init_from=gtp2", "'gtp2' is not one of gpt2, gpt2-medium"),
     ],
 )
 def test_mistakes(train, tmp_path, flags, says):
@@ -422,7 +363,7 @@ def test_mistakes(train, tmp_path, flags, says):
 
 @parametrize(
     "owner, name",
-    [(MLP, "forward"), (dataset.Tokens, "_windows"), (checkpoint, "check_finite")],
+    [(MLP, "forward"), (dataset.Tokens, "_windows"), (checkpoint, "save")],
 )
 def test_a_bug_keeps_its_traceback(train, monkeypatch, owner, name):
     """In the model, where data are read, where a checkpoint is written: it is no user's mistake."""
@@ -431,35 +372,9 @@ def test_a_bug_keeps_its_traceback(train, monkeypatch, owner, name):
         train("--max_iters=5")
 
 
-def test_from_a_local_gpt2(train, tmp_path, data):
-    """It is cropped. What a file sets gives way, what a user types does not."""
-    transformers = pytest.importorskip("transformers")
-    V = dataset.read_meta(data)["vocab_size"] + 3
-    theirs = transformers.GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=48)
-    folder = tmp_path / "gpt2"
-    transformers.GPT2LMHeadModel(theirs).save_pretrained(folder)
-    config = tmp_path / "config.py"
-    config.write_text("mlp = 'relu'\n")
-    done(
-        train(config, f"--init_from={folder} --attention=laser --dropout=0.1"),
-        "block_size=32",
-        "laser attention",
-        "keeping mlp=gelu, not the relu of",
-    )
-    losses = dict(rows(tmp_path))
-    assert losses[9] < losses[0]
-
-
-def test_environments_of_no_process_group(train, run, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")  # left over from another job
-    says = "the environment has WORLD_SIZE, but not all of RANK, LOCAL_RANK"
-    refused(train(), says, "unset WORLD_SIZE")
-    for variable in distributed.LAUNCHED:
-        monkeypatch.setenv(variable, "3" if variable == "WORLD_SIZE" else "0")
-    refused(train(), "among 3 processes: make --gradient_accumulation_steps a multiple")
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda name: int(name))
-    for result in (train("--batch_size=3 --backend=mpi"), run("eval.py", "--backend=mpi")):
-        refused(result, "--backend=mpi does not work here: invalid literal")
+def test_a_batch_for_other_numbers_of_processes(train, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    refused(train(), "among 3 processes: make --gradient_accumulation_steps a multiple of 3")
 
 
 # -----------------------------------------------------------------------------
@@ -468,7 +383,7 @@ def test_environments_of_no_process_group(train, run, monkeypatch):
 
 def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
     path = tmp_path / "ckpt.pt"
-    good = dict.fromkeys(checkpoint.KEYS, 1) | {"tokenizer": {}, "x": torch.arange(1000)}
+    good = {"tokenizer": {}, "model_args": {}, "x": torch.arange(1000)}
 
     class Evil:
         def __reduce__(self):
@@ -476,28 +391,18 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
 
     torch.save(good, path)
     content = path.read_bytes()
-    place = content.index(good["x"].numpy().tobytes()) + 100
-    flipped = bytearray(content)
-    flipped[place] ^= 1
-    for damaged, says in (
-        (content[:-50], "damaged or no checkpoint"),
-        (b"", "damaged or no checkpoint"),
-        (b"hello", "damaged or no checkpoint"),
-        (flipped, "does not match its checksum"),
-    ):
+    for damaged in (content[:-50], b"", b"hello"):
         path.write_bytes(damaged)
-        with refusal(says):
+        with refusal("damaged or no checkpoint"):
             checkpoint.load(str(path))
     for foreign in ({"model": {}}, [1], good | {"config": Evil()}):
         torch.save(foreign, path)
         with refusal("damaged or no checkpoint"):
             checkpoint.load(str(path))
     torch.save(good | {"version": 99}, path)
-    with refusal("has version 99 of checkpoints; this code reads 2"):
+    with refusal("has version 99 of checkpoints; this code reads 3"):
         checkpoint.load(str(path))
     assert not (tmp_path / "executed").exists()
-    with refusal("has unknown fields: colour, shape"):
-        checkpoint.model_of({"model_args": {"shape": 1, "n_head": 2, "colour": 3}})
     with refusal("there is no checkpoint .*best.pt; train first"):
         checkpoint.load(str(tmp_path / "best.pt"))
 

@@ -3,24 +3,23 @@
 Hugging Face's `datasets` reads the documents and turns them into ids, in several processes. It
 keeps the text and the ids as Arrow files in its cache, ~/.cache/huggingface (HF_HOME moves it), so
 the disk must hold the text once and the ids twice. If this is killed, the same command goes on with
-what is in the cache. Later the cache can be deleted.
+what is in the cache. Later the cache can be deleted. A single text file is read without `datasets`.
 """
 
 import collections
 import contextlib
 import glob
-import hashlib
 import itertools
 import json
 import os
 import re
-import shlex
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+from configurator import configure, user_errors
 from errors import UserError, optional
 from text import dataset, tokenizers
 from text.tokenizers import END, Tokenizer
@@ -29,48 +28,35 @@ SAMPLE = 2 * 10**7  # characters that SentencePiece is trained on
 PER_DOCUMENT = 10**5  # of them from one document; more if there are fewer than 200 documents
 # Names a version of this code. What is cached was made by the same code, or is made anew.
 CODE = dataset.sha256(__file__) + dataset.sha256(tokenizers.__file__)
+
 # The words for a split, between separators, and our names of them. The hub has the same words.
 SPLIT = re.compile(
-    r"(?i)(?<![^-._ 0-9])(?:(?P<train>train|training)|(?P<val>val|valid|validation|dev)"
-    r"|(?P<test>test|testing|eval|evaluation))(?![^-._ 0-9])"
+    r"(?i)(?<![^-._ 0-9/\\])(?:(?P<train>train|training)|(?P<val>val|valid|validation|dev)"
+    r"|(?P<test>test|testing|eval|evaluation))(?![^-._ 0-9/\\])"
 )
-# Each kind of file, by its ending: the builder of `datasets` that reads it.
-KINDS = {
-    ".parquet": "parquet",
-    ".txt": "text",
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".arrow": "arrow",
-}
-OPTIONS = {".txt": {"sample_by": "document"}, ".tsv": {"sep": "\t"}}  # of the builders
-ALIASES = {
-    ".text": ".txt",
-    ".ndjson": ".jsonl",
-    ".jsonlines": ".jsonl",
-}
-COMPRESSED = re.compile(r"\.(gz|zst|xz|bz2)$", re.IGNORECASE)
-# Files that describe data and hold none of it: Kaggle's, those of `datasets`, and ours.
-ABOUT = (
-    "dataset-metadata.json dataset_info.json dataset_infos.json dataset_dict.json state.json "
-    "meta.json"
-).split()
-# The first bytes of files that are not UTF-8 text: what such a file is, and what converts it.
-NO_TEXT = {
-    b"\xff\xfe\0\0": "UTF-32 text: iconv -f UTF-32 -t UTF-8 converts it",
-    b"\xff\xfe": "UTF-16 text: iconv -f UTF-16 -t UTF-8 converts it",
-    b"\xfe\xff": "UTF-16 text: iconv -f UTF-16 -t UTF-8 converts it",
-    b"PK\x03\x04": "a zip archive or an office program's document: unzip it, or save it as text",
-    b"%PDF": "a PDF: pdftotext converts it",
-    b"\x1f\x8b": "compressed by gzip: give it a name such as a.txt.gz",
-}
+
+# The ending of a file that is read. The group's name is the builder of `datasets` for such a file.
+# The names before json are of files about data: Kaggle's, those of `datasets`, and ours.
+KIND = re.compile(
+    r"\.(?:(?P<text>txt)|(?P<csv>csv|tsv)|(?P<parquet>parquet)|(?P<arrow>arrow)"
+    r"|(?<!^dataset-metadata\.)(?<!^dataset_info\.)(?<!^dataset_infos\.)(?<!^dataset_dict\.)"
+    r"(?<!^state\.)(?<!^meta\.)(?P<json>json|jsonl|jsonlines|ndjson))(?:\.(?:gz|zst|xz|bz2))?$"
+)
+
 # From the beginning of a book to the last line of Project Gutenberg's header, and from the first
 # line of its licence to the end. The header is looked for in the first million characters.
 GUTENBERG = re.compile(
     r"(?ims)\A.{,1048576}?^\*\*\* ?START OF TH(E|IS) PROJECT GUTENBERG EBOOK[^*]*\*\*\*[^\n]*\n+"
     r"|^(\*\*\* ?END OF TH(E|IS) PROJECT GUTENBERG EBOOK|End of (the )?Project Gutenberg).*"
 )
+
+
+def run_with_flags(script: dict) -> None:
+    """Prepare the text that the flags of data/*/prepare.py name. script: its globals()."""
+    config, _ = configure(script)
+    with user_errors():
+        run(**config)
+    print(f"train.py and eval.py take it as --dataset={config['out_dir']}")
 
 
 def run(
@@ -83,237 +69,166 @@ def run(
     gutenberg: bool = False,
     split_documents: bool = False,
     vocab_size: int = 8000,
-    num_workers: int | None = None,
+    num_workers: int = 1,
 ) -> None:
-    """Write the tokens of a source into out_dir and print a report, unless they are there already.
+    """Write the tokens of a source into out_dir and print a report.
 
-    source: a text file (one document); a file of KINDS (each row is a document); a folder of such
-    files; owner/name or owner/name:config on the Hugging Face hub.
+    source: a text file (one document); a file that KIND knows (each row is a document); a folder of
+    such files; owner/name or owner/name:config on the Hugging Face hub.
     column: the column of the rows that holds the text.
     tokenizer: a name in TOKENIZER (the vocabularies of char and sentencepiece are made from this
     text), or a prepared data set, whose tokenizer is taken.
     val_share: the share of the documents for val, if the source has no val split.
     gutenberg: leave out Project Gutenberg's headers and licences.
     split_documents: <|endoftext|> in a text ends a document.
-    num_workers: processes, which do not change the tokens; None: one for each core.
+    num_workers: processes, which do not change the tokens.
 
     Raises UserError for a mistake, OSError for a full disk.
     """
-    if num_workers is not None and num_workers < 1:
-        raise UserError(f"num_workers={num_workers} must be at least 1")
-    meta = _requested(tokenizer)
-    if tokenizer != "sentencepiece":
-        vocab_size = None  # no other tokenizer depends on it
-    files = _files(source)
-    contents = [
-        (os.path.relpath(path, source), dataset.sha256(path))
-        for paths in files.values()
-        for path in paths
-    ]
-    cleaning = {"gutenberg": gutenberg, "split": split_documents}
-    settings = [contents or source, column, meta, vocab_size, val_share, cleaning, CODE]
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-    with contextlib.suppress(UserError, OSError):  # not prepared, or damaged
-        prepared = dataset.read_meta(out_dir)
-        if prepared.get("id") == digest:
-            for name in prepared["files"]:
-                dataset.Tokens(out_dir, name.removesuffix(".bin"), 0)
-            print(f"{out_dir} is already prepared and intact: nothing to do")
-            return
+    # A tokenizer whose vocabulary is known, perhaps that of a prepared data set
+    if tokenizer not in ("char", "sentencepiece"):
+        meta = {"kind": tokenizer}
+        if tokenizer not in tokenizers.TOKENIZER:
+            with contextlib.suppress(UserError):  # there is no such data set
+                meta = dataset.read_meta(dataset.folder_of(tokenizer))["tokenizer"]
+        tok = tokenizers.tokenizer(meta)
 
-    splits = _read(source, column, files, contents)
+    # The documents of each split
+    cleaning = {"gutenberg": gutenberg, "split": split_documents}
+    splits = _read(source, column)
     if "train" not in splits:
         raise UserError(f"{source} has no train split, but {', '.join(splits)}")
     several = split_documents or sum(map(len, splits.values())) > 1
     longest = max(PER_DOCUMENT, SAMPLE // max(1, len(splits["train"])))
     if "val" not in splits:
         splits |= _train_and_val(splits["train"], val_share, cleaning)
-    if vocab_size is not None:
-        lines = _sample(splits["train"], longest, cleaning)
+
+    # A tokenizer whose vocabulary is made from the text
+    if tokenizer == "sentencepiece":
+        lines = list(_sample(splits["train"], longest, cleaning))
         tok = tokenizers.train_sentencepiece(lines, vocab_size)
-    elif meta == {"kind": "char"}:
+    elif tokenizer == "char":
         vocab = set()
         for row in itertools.chain(*splits.values()):
             vocab.update(*_documents(row["text"], **cleaning))
         tok = tokenizers.CharTokenizer("".join(sorted(vocab)), several)
-    else:
-        tok = tokenizers.tokenizer(meta)
-    end = several and tok.eot is not None
-    if several and not end:
-        print("this tokenizer has no token for the end of a document: nothing separates documents")
-    options = {"tok": tok, "end": end, "code": CODE} | cleaning
+
+    # The tokens. eot follows each document, if there are several and the tokenizer has one.
+    options = {"tok": tok, "end": several and tok.eot is not None, "code": CODE} | cleaning
     rows = {split: _tokenised_rows(splits[split], options, num_workers) for split in splits}
-    _report(write(out_dir, tok, rows, {"from": source, "tokenizer": tokenizer}, id=digest))
+    _report(write(out_dir, tok, rows, {"from": source, "tokenizer": tokenizer}))
 
 
-def _requested(tokenizer):
-    """Return the meta of a tokenizer; without a vocabulary if that is to be made from the text."""
-    if tokenizer in tokenizers.TOKENIZER:
-        return {"kind": tokenizer}
-    try:
-        return dataset.read_meta(dataset.folder_of(tokenizer))["tokenizer"]
-    except UserError as error:
-        raise UserError(
-            f"tokenizer={tokenizer} is not one of {', '.join(tokenizers.TOKENIZER)}, "
-            f"and no prepared data set: {error}"
-        ) from None
-
-
-def _files(source):
-    """Return the files of a source by split: {split: paths}; nothing for a name of the hub.
-
-    All are of one kind, the kind that has the most bytes. Prints how many files are read for each
-    split, and which files are not read. A file belongs to the split whose name stands between
-    separators in its own name or, if there is none, in the name of a folder above it.
-    """
-    if os.path.isfile(source):
-        return {"train": [source]}
-    if not os.path.exists(source):
-        return {}
-    kinds = {path: os.path.isfile(path) and _kind_of(path) for path in _paths_in(source)}
-    sizes = collections.Counter()
-    for path in filter(kinds.get, kinds):
-        sizes[kinds[path]] += os.path.getsize(path)
-    if not sizes:
-        raise UserError(f"{source} holds no files of these kinds: {', '.join(KINDS)}")
-    kind = max(sizes, key=sizes.get)
-    files = collections.defaultdict(list)
-    others = []
-    for path in kinds:
-        inside = os.path.relpath(path, source)
-        if kinds[path] != kind:
-            others.append(inside)
-            continue
-        words = filter(None, map(SPLIT.search, reversed(Path(inside).parts)))
-        files[next((word.lastgroup for word in words), "train")].append(path)
-    counts = [f"{len(files[split])} for {split}" for split in files]
-    print(f"{source}: {kind} files: {', '.join(counts)}")
-    if others:
-        print(f"other files, not read: {len(others)} ({', '.join(others[:5])})")
-    return files
-
-
-def _paths_in(folder):
-    """Return the paths of all files in a folder and in linked folders, but for hidden ones."""
-    paths = []
-    seen = set()
-    left = collections.deque([folder])
-    while left:
-        root = left.popleft()
-        real = os.path.realpath(root)
-        if real in seen:
-            continue
-        seen.add(real)
-        for entry in os.scandir(root):
-            if entry.name[0] == ".":
-                continue
-            if not entry.is_dir():
-                paths.append(entry.path)
-            elif entry.is_symlink():  # comes last: a folder that is here keeps its own name
-                left.append(entry.path)
-            else:
-                left.appendleft(entry.path)
-    return sorted(paths)
-
-
-def _kind_of(path):
-    """Return a file's kind, a key of KINDS; None if it is of another kind, or about data."""
-    name = COMPRESSED.sub("", os.path.basename(path).lower())
-    ending = os.path.splitext(name)[1]
-    ending = ALIASES.get(ending, ending)
-    if ending in KINDS and name not in ABOUT:
-        return ending
-
-
-def _read(source, column, files, contents):
+def _read(source, column):
     """Return the splits of a source: {split: rows}.
 
-    files: see _files. rows: a Dataset of the column "text" alone; for a single text file a list of
-    one row. contents: what identifies the files.
+    rows: a Dataset of the column "text" alone; for a single text file a list of one row.
     """
-    paths = [*itertools.chain(*files.values())]
-    kind = _kind_of(paths[0]) if paths else None
-    is_plain = kind == ".txt" and not COMPRESSED.search(source)
-    if paths == [source] and (is_plain or not kind):
-        text = read_text(source)
-        if not kind and re.match(r'\s*\[?\s*{\s*"', text):
-            raise UserError(f"{source} looks like JSON: name it .jsonl, or .txt if it is text")
-        return {"train": [{"text": text}]}
-    if kind:
-        builder = KINDS[kind]
-        options = OPTIONS.get(kind, {}) | {
-            "data_files": {split: list(map(glob.escape, files[split])) for split in files},
-            "description": str(contents),  # `datasets` itself knows files by their names and times
-        }
-    elif not _kind_of(source) and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source):
+    kind = _kind_of(source)
+    files = {"train": [source]}
+    if os.path.isdir(source):
+        kind, files = _files_in(source)
+    elif os.path.isfile(source) and kind in (None, ".txt"):
+        return {"train": [{"text": read_text(source)}]}
+
+    # What `datasets` is asked for: files, or a data set of the hub
+    if os.path.exists(source):
+        builder = KIND.search(kind).lastgroup
+        options = {"data_files": {split: list(map(glob.escape, files[split])) for split in files}}
+        if builder == "text":
+            options["sample_by"] = "document"
+        if kind.startswith(".tsv"):
+            options["sep"] = "\t"
+    elif not kind and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source):
         builder, _, config = source.partition(":")
         options = {"name": config or None}
     else:
         raise UserError(
             f"--source={source} is no file, no folder, and no owner/name of the Hugging Face hub"
         )
+
     datasets = optional("datasets", f"reading {source}")
     try:
         found = datasets.load_dataset(builder, **options)
     except Exception as error:  # of the classes of several libraries
-        raise _cannot_read(source, paths, error) from None
-    return {
-        SPLIT.sub(lambda word: word.lastgroup, name): _text_of(found[name], source, column)
-        for name in found
-    }
+        if kind in (".txt", ".csv", ".tsv"):
+            for path in itertools.chain(*files.values()):
+                read_text(path)  # raises a sentence that names the file
+        if type(error).__name__ == "DatasetGenerationError":
+            error = error.__cause__
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"cannot read {source} ({why})") from None
+
+    # The column with the text, under the name "text"
+    splits = {}
+    for name, rows in found.items():
+        if column not in rows.column_names:
+            known = ", ".join(rows.column_names)
+            raise UserError(
+                f"{source} has no column {column!r}, but {known}: give one as --column="
+            )
+        split = SPLIT.sub(lambda word: word.lastgroup, name)
+        splits[split] = rows.select_columns(column).rename_columns({column: "text"})
+    return splits
+
+
+def _files_in(folder):
+    """Return (kind, {split: paths}) of the files of a folder: of the kind that has the most bytes.
+
+    Prints how many files are read for each split, and how many are not. A file belongs to the split
+    whose name stands between separators in its own name or, if there is none, in the name of a
+    folder above it. Linked folders are read too, hidden files are not.
+    """
+    # Which kind of file has the most bytes?
+    everything = glob.glob(glob.escape(folder) + "/**", recursive=True)
+    paths = sorted(filter(os.path.isfile, everything))
+    sizes = collections.Counter()
+    for path in paths:
+        sizes[_kind_of(path)] += os.path.getsize(path)
+    del sizes[None]
+    if not sizes:
+        raise UserError(
+            f"{folder} holds no files of these kinds: "
+            ".parquet, .txt, .jsonl, .json, .csv, .tsv, .arrow"
+        )
+    kind = max(sizes, key=sizes.get)
+
+    # The last word for a split decides: a file's own name comes after its folders' names.
+    files = collections.defaultdict(list)
+    others = []
+    for path in paths:
+        words = SPLIT.finditer(os.path.relpath(path, folder))
+        splits = ["train", *(word.lastgroup for word in words)]
+        if _kind_of(path) == kind:
+            files[splits[-1]].append(path)
+        else:
+            others.append(path)
+
+    counts = [f"{len(files[split])} for {split}" for split in files]
+    print(f"{folder}: {kind} files: {', '.join(counts)}")
+    if others:
+        print(f"other files, not read: {len(others)}, such as {others[0]}")
+    return kind, files
+
+
+def _kind_of(path):
+    """Return a file's ending, as KIND knows it; None for another kind, and for files about data."""
+    ending = KIND.search(os.path.basename(path).lower())
+    return ending and ending[0]
 
 
 def read_text(path: str) -> str:
     """Return the text of a file, without a byte-order mark and with \\n as its line ends.
 
-    Raises UserError if the file is not UTF-8.
+    Raises UserError if the file is not UTF-8, or no text.
     """
-    content = Path(path).read_bytes()
-    _check_text(path, content)
-    try:
-        return re.sub("\r\n?", "\n", content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
+    text = Path(path).read_text(encoding="utf-8-sig", errors="surrogateescape")
+    if re.search("[\0\udc80-\udcff]", text):  # \udc80 to \udcff stand for bytes that are not UTF-8
         raise UserError(
-            f"{path} is not UTF-8 text ({error.reason}); "
-            f"if it is latin-1: iconv -f LATIN1 -t UTF-8 {shlex.quote(path)} converts it"
-        ) from None
-
-
-def _check_text(path, content):
-    """Raise UserError if a file's content, or the beginning of it, shows that it is no text."""
-    for first_bytes, what in NO_TEXT.items():
-        if content.startswith(first_bytes):
-            raise UserError(f"{path} is {what}")
-    if 0 in content:
-        raise UserError(f"{path} is no UTF-8 text: it holds bytes that are 0, as binary files do")
-
-
-def _cannot_read(source, paths, error):
-    """Return the sentence for an error of `datasets`."""
-    if type(error).__name__ == "DatasetGenerationError":
-        error = error.__cause__ or error
-    for path in paths:
-        if not COMPRESSED.search(path) and _kind_of(path) not in (".parquet", ".arrow"):
-            with open(path, "rb") as f:  # files may be large: a beginning is enough
-                _check_text(path, f.read(4096))
-            if isinstance(error, UnicodeDecodeError):
-                read_text(path)  # raises a sentence that names the file
-    why = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-    advice = "" if paths else ". --source= takes local files as well"
-    return UserError(f"cannot read {source} ({why}){advice}")
-
-
-def _text_of(rows, source, column):
-    """Return the rows of a Dataset with this column alone, under the name "text"."""
-    texts = [
-        name for name, feature in rows.features.items() if "string" in getattr(feature, "dtype", "")
-    ]
-    if column not in texts:
-        raise UserError(
-            f"{source} has no column {column!r} of text, but {', '.join(texts)}: "
-            "give one as --column="
+            f"{path} is not UTF-8 text. If its encoding is another one, iconv -f LATIN1 -t UTF-8 "
+            "(or -f UTF-16) converts it. A PDF, an archive or an office document is no text yet"
         )
-    return rows.select_columns([column]).rename_columns({column: "text"})
+    return text
 
 
 def _documents(text, gutenberg=False, split=False):
@@ -335,17 +250,13 @@ def _train_and_val(rows, share, cleaning):
     Of a single document the last characters are for val, as in nanoGPT.
     """
     n = len(rows)
-    if not 0 < share < 1 or (n != 1 and n * share < 1):
-        raise UserError(
-            f"val_share={share} must be between 0 and 1, and leave a document for val: "
-            f"the source has no validation split and {n} documents"
-        )
     if n == 1:
         (text,) = _documents(rows[0]["text"], cleaning["gutenberg"])
         cut = int(len(text) * (1 - share))
         if cleaning["split"]:
             cut = len(text[:cut].rpartition(END)[0]) or cut  # the end of a document
         return {"train": [{"text": text[:cut]}], "val": [{"text": text[cut:]}]}
+
     is_val = np.diff(np.floor(np.arange(n + 1) * share)) > 0
     return {
         "train": rows.select(np.flatnonzero(~is_val)),
@@ -357,13 +268,12 @@ def _sample(rows, longest, cleaning):
     """Yield lines to train SentencePiece on: SAMPLE characters, `longest` of each row."""
     total = 0  # characters so far
     for row in rows:
-        taken = 0  # characters of this row
+        end = total + longest
         for piece in pieces("\n".join(_documents(row["text"], **cleaning))):
-            if taken >= longest:
+            if total >= end:
                 break
             yield from filter(str.strip, piece.split("\n"))
-            taken += len(piece)
-        total += taken
+            total += len(piece)
         if total >= SAMPLE:
             return
 
@@ -376,32 +286,32 @@ def pieces(text: str, size: int = 2**14) -> Iterator[str]:
     SentencePiece's tokens begin with the space. So the pieces have the tokens of the whole text,
     except for SentencePiece's rounding (one token in 40,000 with 250,000 characters).
     """
-    cut = re.compile(rf".{{{size},{8 * size}}}?(?<!\s)(?=[ \n])|.{{1,{8 * size}}}", re.S)
-    return (match[0] for match in cut.finditer(text))
-
-
-COUNTS = ("documents", "bytes", "words", "end_marks")
+    piece = rf".{{{size},{8 * size}}}?(?<!\s)(?=[ \n])|.{{1,{8 * size}}}"
+    return (match[0] for match in re.finditer(piece, text, re.S))
 
 
 def tokenised(
     text: str | None, tok: Tokenizer, end: bool = False, code: str = "", **cleaning: bool
 ) -> dict:
-    """Return the ids of a row's text as bytes, and its numbers of documents, bytes and words.
+    """Return the ids of a row's text as bytes, and its numbers of tokens, documents and so on.
 
     end: eot follows each document. cleaning: see _documents. "end_marks" counts END as plain text.
     code: a version, since `datasets` knows a cached result by this function's name and arguments.
     It calls this function in its processes.
     """
-    dtype = np.min_scalar_type(tok.n_vocab - 1)
+    # The ids of each document, and of the boundary after it
     documents = _documents(text, **cleaning)
-    ids = []
+    boundary = [tok.eot] if end else []
+    parts = [[]]
     for document in documents:
-        ids += [tok.ids(piece).astype(dtype).tobytes() for piece in pieces(document)]
-        if end:
-            ids.append(np.array([tok.eot], dtype).tobytes())
+        parts += [*map(tok.ids, pieces(document)), boundary]
+    dtype = np.min_scalar_type(tok.n_vocab - 1)
+    ids = np.concatenate(parts, dtype=dtype, casting="unsafe")
+
     text = " ".join(documents)
     return {
-        "ids": b"".join(ids),
+        "ids": ids.tobytes(),
+        "tokens": len(ids),
         "documents": len(documents),
         "bytes": len("".join(documents).encode("utf-8", "surrogatepass")),
         "words": len(text.split()),
@@ -413,50 +323,43 @@ def _tokenised_rows(rows, options, num_workers):
     """Return `tokenised` of each row, in order."""
     if isinstance(rows, list):
         return (tokenised(row["text"], **options) for row in rows)
-    from datasets import Features, Value
-
-    n = min(num_workers or os.cpu_count(), len(rows))
     return rows.map(
         tokenised,
-        input_columns=["text"],
-        remove_columns=["text"],
+        input_columns="text",
+        remove_columns="text",
         fn_kwargs=options,
-        num_proc=n if n > 1 else None,
-        features=Features(ids=Value("large_binary"), **dict.fromkeys(COUNTS, Value("int64"))),
+        num_proc=num_workers,
         writer_batch_size=100,  # documents that each process has in memory
     )
 
 
-def write(
-    folder: str, tok: Tokenizer, rows: dict[str, Iterable[dict]], source: dict, **fields
-) -> dict:
+def write(folder: str, tok: Tokenizer, rows: dict[str, Iterable[dict]], source: dict) -> dict:
     """Write <split>.bin and meta.json, each whole or not at all. Return the content of meta.json.
 
     rows: {split: what `tokenised` returns for each of its rows}.
-    source, fields: what else meta.json holds. Raises UserError for a split without tokens.
+    source: where the text is from, for meta.json. Raises UserError for a split without tokens.
     """
     os.makedirs(folder, exist_ok=True)
-    dtype = np.min_scalar_type(tok.n_vocab - 1)
     files = {}
     with tempfile.TemporaryDirectory(dir=folder, suffix=".tmp") as temporary:
         for split, rows_of_split in rows.items():
             path = Path(temporary, f"{split}.bin")
-            entry = dict.fromkeys(("tokens", *COUNTS), 0)
+            counts = collections.Counter()
             with open(path, "wb") as f:
                 for row in rows_of_split:
-                    f.write(row["ids"])
-                    for key in COUNTS:
-                        entry[key] += row[key]
-                entry["tokens"] = f.tell() // dtype.itemsize
-            if not entry["tokens"]:
-                raise UserError(f"there is too little text: {path.name} would be empty")
-            files[path.name] = entry | {"sha256": dataset.sha256(path)}
+                    f.write(row.pop("ids"))
+                    counts.update(row)
+            if not counts["tokens"]:
+                raise UserError(
+                    f"{path.name} would be empty: there is too little text for this --val_share="
+                )
+            files[path.name] = {**counts, "sha256": dataset.sha256(path)}
+
         meta = {
             "tokenizer": tok.meta,
             "vocab_size": tok.n_vocab,
-            "dtype": dtype.name,
+            "dtype": np.min_scalar_type(tok.n_vocab - 1).name,
             "source": source,
-            **fields,
             "files": files,
         }
         Path(temporary, "meta.json").write_text(json.dumps(meta, indent=1))

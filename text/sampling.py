@@ -33,31 +33,32 @@ def stream(
     Raises UserError for an impossible argument, and with endless for a model whose cache cannot go
     on; NotFinite for logits that are not finite.
     """
-    wrong_k = top_k is not None and top_k < 1
-    wrong_p = top_p is not None and not 0 < top_p <= 1
-    if not temperature >= 0 or wrong_k or wrong_p:
+    share = 1 if top_p is None else top_p
+    is_legal = temperature >= 0 and (top_k or 1) >= 1 and 0 < share <= 1
+    if not is_legal or (endless and not use_cache):
         raise UserError(
-            "sampling needs temperature >= 0, top_k >= 1 and 0 < top_p <= 1; "
-            f"these are {temperature}, {top_k} and {top_p}"
+            "sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1 "
+            f"(not {temperature}, {top_k} and {top_p}); endless needs use_cache"
         )
-    if endless and not use_cache:
-        raise UserError("endless decoding goes on with the cache: it needs use_cache")
+
+    # The number of tokens that the model sees at once, and a cache for them
+    limit = idx.shape[1] + n
+    if not endless:
+        limit = min(limit, model.config.block_size)
+    cache = model.new_cache(limit) if use_cache else None
     generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
-    block_size = model.config.block_size
-    cache = None
-    if use_cache:
-        length = idx.shape[1] + n
-        cache = model.new_cache(length if endless else min(length, block_size))
+
     unseen = idx  # what the cache has not seen yet
     for _ in range(n):
-        if idx.shape[1] > block_size and not endless:
+        if idx.shape[1] > limit:
             cache = None
-            idx = idx[:, -block_size:]
+            idx = idx[:, -limit:]
+
         with torch.inference_mode():
             logits, _ = model(idx if cache is None else unseen, cache=cache)  # (B, 1, V)
+
         unseen = _draw(logits[:, -1, :vocab_size], temperature, top_k, top_p, generator)
-        if not endless:
-            idx = torch.cat((idx, unseen), dim=1)
+        idx = torch.cat((idx, unseen), dim=1)
         yield unseen
 
 
@@ -65,22 +66,25 @@ def _draw(logits, temperature, top_k, top_p, generator):
     """Draw one token for each row of logits (B, V): ids (B, 1).
 
     temperature: 0 takes the most likely token. top_k: draw from the k most likely tokens. top_p:
-    draw from the smallest set of the most likely tokens whose probabilities sum to top_p.
+    draw from the smallest set of the most likely tokens whose probabilities sum to top_p. With
+    None, or top_k=0, draw from all tokens.
     """
     logits = logits.float()
     if not logits.isfinite().all():
         raise NotFinite("the model's logits are not finite; has its training diverged?")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    # Where denormal numbers are flushed, a smaller temperature would be 0. The largest logit
-    # becomes 0, so no quotient overflows to +inf.
-    temperature = max(temperature, torch.finfo(logits.dtype).tiny)
+
+    # The largest logit becomes 0, so no quotient overflows to +inf.
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k).values[:, [-1]]
+
+    # All but the k most likely tokens get the probability 0.
+    if top_k:
+        least = logits.topk(min(top_k, logits.shape[-1])).values[:, [-1]]
         logits = logits.masked_fill(logits < least, -torch.inf)
     probs = logits.softmax(-1)
-    if top_p is not None:
+
+    if top_p:
         ranked, order = probs.sort(descending=True)
         beyond = ranked.cumsum(-1) - ranked >= top_p  # the likelier tokens already sum to top_p
         probs = probs.scatter(-1, order, ranked.masked_fill(beyond, 0.0))

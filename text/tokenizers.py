@@ -2,7 +2,6 @@
 
 import base64
 import io
-import os
 from collections.abc import Iterable
 
 import numpy as np
@@ -30,10 +29,8 @@ class Tokenizer:
 
         Raises UserError for characters that are not in the vocabulary.
         """
-        if self.eot is None:
-            return self.ids(text).tolist()
         ids = []
-        for document in text.split(END):
+        for document in [text] if self.eot is None else text.split(END):
             ids += [*self.ids(document).tolist(), self.eot]
         return ids[:-1]
 
@@ -53,10 +50,7 @@ class Tokenizer:
         SentencePiece has no ids for a prompt of spaces and line ends: there it is [eot], the
         beginning of a document.
         """
-        ids = self.encode(text)
-        if text and not ids and self.eot is not None:
-            ids.append(self.eot)
-        return ids
+        return self.encode(text) or [self.eot] * bool(text)
 
     def __reduce__(self):
         """Pickle a tokenizer as its meta: for other processes, and for the cache of `datasets`."""
@@ -73,18 +67,16 @@ class CharTokenizer(Tokenizer):
         if eot:
             self.eot = len(vocab)
             self.meta["eot"] = True
-        self._id = np.zeros(0x110000, np.int64)  # by code point
-        self._id[[*map(ord, vocab)]] = np.arange(len(vocab))
+        self._id = {character: i for i, character in enumerate(vocab)}
 
     def ids(self, text):
-        unknown = sorted(set(text) - set(self.vocab))
+        unknown = sorted(set(text) - self._id.keys())
         if unknown:
             raise UserError(
                 f"the text holds {', '.join(map(repr, unknown[:10]))}, which the "
                 f"{len(self.vocab)} characters of this vocabulary do not include"
             )
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        return self._id[codes]
+        return np.array([self._id[character] for character in text], np.int32)
 
     def text(self, ids):
         return "".join(self.vocab[i] for i in ids)
@@ -116,7 +108,7 @@ class GPT2Tokenizer(Tokenizer):
         tiktoken = optional("tiktoken", "the GPT-2 tokenizer")
         try:
             self._bpe = tiktoken.get_encoding("gpt2")
-        except (OSError, ValueError) as error:  # no network, or another page instead of the file
+        except OSError as error:  # no network
             raise OSError(
                 f"tiktoken cannot download GPT-2's files ({first_line(error)}); "
                 "docs/data.md says how to put them there by hand"
@@ -150,23 +142,22 @@ class SentencePieceTokenizer(Tokenizer):
         return self._sp.decode(ids)
 
 
-def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
-    """Train a unigram vocabulary with NMT_NFKC normalisation, as in the long-short paper (5.1).
+def train_sentencepiece(lines: list[str], vocab_size: int) -> SentencePieceTokenizer:
+    """Train a unigram vocabulary as in the long-short paper (5.1).
 
-    Unlike the paper's, characters that are too rare for the vocabulary become bytes, and </s> is
-    the end of a document. Raises UserError if the text is too short.
+    NMT_NFKC normalisation is SentencePiece's default. Unlike the paper's, characters that are too
+    rare for the vocabulary become bytes, and </s> is the end of a document. Raises UserError if the
+    text is too short.
     """
     spm = optional("sentencepiece", "this tokenizer")
     model = io.BytesIO()
     print(f"training a SentencePiece vocabulary of {vocab_size:,}...", flush=True)
-    lines = list(lines)  # here, since SentencePiece would hide an error in reading them
     try:
         spm.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
             model_writer=model,
             vocab_size=vocab_size,
             model_type="unigram",
-            normalization_rule_name="nmt_nfkc",
             byte_fallback=True,
             unk_id=0,
             eos_id=1,
@@ -177,10 +168,9 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceT
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        why = first_line(error).rpartition("]")[2].strip() or "it holds no words"
         raise UserError(
             f"SentencePiece can make no vocabulary of {vocab_size:,} tokens from this text "
-            f"({why}). Try another --vocab_size= or more text"
+            f"({first_line(error)}). Try another --vocab_size= or more text"
         ) from None
     return SentencePieceTokenizer(base64.b64encode(model.getvalue()).decode())
 
@@ -199,48 +189,14 @@ def tokenizer(meta: dict) -> Tokenizer:
     Raises UserError for a kind that is not in TOKENIZER.
     """
     arguments = dict(meta)
-    kind = arguments.pop("kind", None)
+    kind = arguments.pop("kind")
     if kind not in TOKENIZER:
-        raise UserError(f"unknown tokenizer {kind!r}; known are {', '.join(TOKENIZER)}")
+        raise UserError(
+            f"unknown tokenizer {kind!r}; known are {', '.join(TOKENIZER)}, and prepared data sets"
+        )
     return TOKENIZER[kind](**arguments)
 
 
-class HubTokenizer(Tokenizer):
-    """The tokenizer beside weights that have been loaded through transformers."""
-
-    meta = {"kind": "hub"}  # no data set has such tokens, so this kind is not in TOKENIZER
-
-    def __init__(self, name: str):
-        from transformers import AutoTokenizer
-
-        self._tok = AutoTokenizer.from_pretrained(name)
-        self.n_vocab = len(self._tok)
-        self.eot = self._tok.eos_token_id
-        gpt2_ids = [270, 338, 220, 17031, 2231]  # by which GPT-2's tokenizer is recognised
-        if self.n_vocab == GPT2_VOCAB_SIZE and self.encode("it's  12345") == gpt2_ids:
-            self.meta = GPT2Tokenizer.meta  # data sets may have these tokens
-
-    def encode(self, text):
-        return self._tok.encode(text)
-
-    def decode(self, ids):
-        return self._tok.decode(ids, skip_special_tokens=True)
-
-
-def pretrained_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """Return the tokenizer beside pretrained weights (a folder, or a name on the hub).
-
-    GPT-2's names get GPT-2's tokenizer, and so does a folder with weights only. Raises UserError
-    if such a folder's vocab_size is not GPT-2's.
-    """
-    if os.path.isdir(name):
-        has_tokenizer = any("token" in file or "vocab" in file for file in os.listdir(name))
-    else:
-        has_tokenizer = "/" in name
-    if has_tokenizer:
-        return HubTokenizer(name)
-    if vocab_size != GPT2_VOCAB_SIZE:
-        raise UserError(
-            f"{name} has no tokenizer beside it, and its {vocab_size} tokens are not GPT-2's"
-        )
-    return GPT2Tokenizer()
+# {"other": f(name) -> the tokenizer of pretrained weights}. Core has GPT-2's weights alone; a file
+# that adds others to training.pretrained.SOURCES sets this entry too.
+PRETRAINED = {"other": lambda name: GPT2Tokenizer()}

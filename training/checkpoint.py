@@ -11,10 +11,12 @@ takes its shards of each tensor when it resumes.
 import contextlib
 import copy
 import glob
+import math
 import os
 import shutil
 import sys
 import zipfile
+from dataclasses import dataclass
 from os.path import exists, join
 
 import torch
@@ -26,18 +28,26 @@ from text import dataset, tokenizers
 from training import distributed, origin
 
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"  # files in a run's folder
-KEYS = ("model", "model_args", "iter_num", "best_val_loss", "config")
-VERSION = 2  # of the format; nanoGPT's files have none
+VERSION = 3  # of the format: short heads come first since 3; nanoGPT's files have none
+LAST = "14831a9 is the last commit that reads it"
+NEW = "attn.conv.weight"  # weights that a changed field may add to a model
+# {a field that left GPTConfig: (its default, the module that has it now)}
+LEFT = {
+    "differential": (False, "lab.ideas.differential"),
+    "per_dim_temperature": (False, "lab.ideas.temperature"),
+    "after": ("none", "lab.ideas.after"),
+    "max_distance": (None, "lab.ideas.positions"),
+}
 
 # -----------------------------------------------------------------------------
 # one file
 
 
-def save(path: str, state: dict, older: str = "") -> OSError | None:
+def save(path: str, state: dict, older: str = "") -> None:
     """Writes the state to a file beside path, and renames the file to path.
 
-    A file that is at path is renamed to older, if that is given; returns the error if it cannot be.
-    After a crash the older file is whole. Raises OSError if the state cannot be written.
+    A file that is at path is renamed to older first, if that is given and possible. After a crash
+    the older file is whole. Raises OSError if the state cannot be written.
     """
     temporary = path + ".tmp"
     try:
@@ -52,22 +62,20 @@ def save(path: str, state: dict, older: str = "") -> OSError | None:
             f"cannot write {path}: {first_line(error)}. Is the disk full? "
             "An older file of this name is unchanged"
         ) from None
-    problem = None
-    if older and exists(path):
-        try:
+
+    if older:
+        with contextlib.suppress(OSError):  # there is no older file; or it cannot be kept
             os.replace(path, older)
-        except OSError as error:  # the new checkpoint matters more
-            problem = error
     os.replace(temporary, path)
-    return problem
 
 
 def load(path: str, verify: bool = True) -> dict:
-    """The checkpoint at path, on the CPU. Raises UserError for a missing, damaged or foreign file.
+    """The checkpoint at path, on the CPU, with its path under "path".
 
-    state["path"] is its path. A tensor is read when it is used: until then nothing may write to the
-    file. (save writes to another file and renames it.) verify: compare the checksums of all that is
-    in the file.
+    verify: compare the checksums of all that is in the file, which torch.load does not do. A tensor
+    is read when it is used: until then nothing may write to the file. (save writes to another file
+    and renames it.) Raises UserError for a missing, damaged or foreign file, and for a field that
+    left GPTConfig and has another value than its default.
     """
     if not exists(path):
         raise UserError(
@@ -75,38 +83,34 @@ def load(path: str, verify: bool = True) -> dict:
             "train first, or name the folder of a run with --out_dir="
         )
     try:
-        if verify:  # torch.load compares no checksums
-            with zipfile.ZipFile(path) as archive:
-                record = archive.testzip()
-            if record:
-                raise ValueError(f"its record {record} does not match its checksum")
+        if verify and (record := zipfile.ZipFile(path).testzip()):
+            raise ValueError(f"its record {record} does not match its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not state.keys() >= set(KEYS):
-            raise ValueError(f"it needs {', '.join(KEYS)}")
+        if "tokenizer" not in state:  # nanoGPT's: made of a compiled model, with buffers for masks
+            weights = state["model"].items()
+            state["model"] = {
+                name.removeprefix("_orig_mod."): x
+                for name, x in weights
+                if not name.endswith(".attn.bias")
+            }
+            state["model_args"] = {"mlp": "gelu_exact"} | state["model_args"]
     except Exception as error:  # unpickling a damaged file can raise any error
         raise UserError(
             f"{path} is damaged or no checkpoint of train.py: {first_line(error)}. If you delete "
             "it, --init_from=resume goes on from an older checkpoint in its folder"
         ) from None
     version = state.get("version", VERSION)
-    if version != VERSION:
+    if version not in (2, VERSION):
         raise UserError(f"{path} has version {version} of checkpoints; this code reads {VERSION}")
-    state["path"] = path
-    if "tokenizer" not in state:
-        _convert_nanogpt(state)
-    return state
 
-
-def _convert_nanogpt(state):
-    """Makes a checkpoint of nanoGPT's one of ours, in place.
-
-    It may have names of a compiled model and buffers for masks. Its GELU is the exact one, its loss
-    a tensor.
-    """
-    weights = {name.removeprefix("_orig_mod."): x for name, x in state["model"].items()}
-    state["model"] = {name: x for name, x in weights.items() if not name.endswith(".attn.bias")}
-    state["model_args"] = {"mlp": "gelu_exact"} | state["model_args"]
-    state["best_val_loss"] = float(state["best_val_loss"])
+    for field, (default, module) in LEFT.items():
+        value = state["model_args"].pop(field, default)
+        if value != default:
+            raise UserError(
+                f"{path} has {field}={value!r}, which GPTConfig does not have: "
+                f"train again with --import={module}. {LAST}"
+            )
+    return state | {"path": path}
 
 
 def open_model(
@@ -121,7 +125,7 @@ def open_model(
         out_dir = init_from
     elif init_from != "resume":
         model = GPT.from_pretrained(init_from)
-        tok = tokenizers.pretrained_tokenizer(init_from, model.config.vocab_size)
+        tok = tokenizers.PRETRAINED["other"](init_from)
         return model, tok, {}, init_from
     path = path_of(out_dir, which)
     state = load(path)
@@ -129,26 +133,35 @@ def open_model(
     return model_of(state), tokenizer_of(state), state["config"], about
 
 
-def model_of(state: dict, **overrides) -> GPT:
-    """The model of a checkpoint that load has read. overrides: fields of GPTConfig to change.
+def model_of(state: dict, **changes) -> GPT:
+    """The model of a checkpoint that load has read. changes: fields of GPTConfig to change.
 
-    Raises UserError for fields that GPTConfig does not have.
+    With a smaller block_size it has the first of the learned positions. Weights of NEW that the
+    checkpoint lacks are as in a new model. Raises UserError if the changes or the weights do not
+    fit: it names the weights that are missing, unknown or of another shape.
     """
-    unknown = set(state["model_args"]) - set(GPTConfig.__dataclass_fields__)
-    if unknown:
-        raise UserError(f"the checkpoint's model has unknown fields: {', '.join(sorted(unknown))}")
+    path = state["path"]
     made_by = state.get("origin", {})
-    path = state.get("path", "the checkpoint")
     try:
-        config = GPTConfig(**state["model_args"] | overrides)
+        config = GPTConfig(**state.get("model_args", {}) | changes)
     except UserError as error:  # perhaps a choice of a file that is not imported
-        if not made_by:
-            raise
-        how = f"{path} was made by {made_by['command']}"
-        raise UserError(f"{error}. {how}; {origin.command_for(path)} prints its source") from None
+        raise UserError(f"{error}. {path} was made by: {made_by.get('command')}") from None
+
+    heads = "/".join(map(config.layer_heads, range(config.n_layer)))
+    if state.get("version") == 2 and "LS" in heads:
+        raise UserError(f"{path} has heads={config.heads}; now short heads come first. {LAST}")
     origin.note_changes(made_by, config, path)
+
     model = GPT(config)
-    model.load_state_dict(state["model"])
+    new = {name: x for name, x in model.state_dict().items() if name.endswith(NEW)}
+    weights = new | state["model"]
+    if config.position == "learned":
+        table = "transformer.wpe.weight"
+        weights[table] = weights[table][: config.block_size]
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{path}'s weights do not fit the model: {error}") from None
     return model
 
 
@@ -182,17 +195,6 @@ def gathered(state: object) -> object:
     return full.cpu() if distributed.master else None
 
 
-def check_finite(x: object, name: str = "") -> None:
-    """Raises NotFinite if a tensor in x, nested dicts and lists, has a NaN or an infinity."""
-    if isinstance(x, list):
-        x = dict(enumerate(x))
-    if isinstance(x, dict):
-        for key, value in x.items():
-            check_finite(value, key)
-    elif torch.is_tensor(x) and not x.isfinite().all():
-        raise NotFinite(f"{name} holds values that are not finite")
-
-
 def restore(saved: dict, optimizers: list, scaler: torch.amp.GradScaler) -> None:
     """Puts the saved states into the optimizers and the scaler.
 
@@ -203,11 +205,10 @@ def restore(saved: dict, optimizers: list, scaler: torch.amp.GradScaler) -> None
         states = [states]
     for optimizer, state in zip(optimizers, states, strict=True):
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers = {
-            i: {name: _placed(x, params[i]) for name, x in entries.items()}
-            for i, entries in state["state"].items()
-        }
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": numbers})
+        for i, entries in state["state"].items():
+            for name, x in entries.items():
+                entries[name] = _placed(x, params[i])
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state["state"]})
     scaler.load_state_dict(saved.get("scaler") or scaler.state_dict())  # empty except in float16
 
 
@@ -227,108 +228,92 @@ def _placed(x, p):
 # the checkpoints of a run
 
 
+@dataclass
 class Saver:
-    """Writes the checkpoints of a run, and keeps the last `keep`. Saving reads nothing back.
+    """Writes the checkpoints of a run, and keeps the last `keep`. Saving reads nothing back."""
 
-    other_best: best.pt is of another evaluation, so it is kept under a name with its step.
-    """
+    folder: str
+    keep: int
+    step: int  # the steps that ckpt.pt has
+    other_best: bool  # best.pt is of other windows: it is kept under a name with the step
 
-    def __init__(self, folder: str, keep: int, other_best: bool = False):
-        self.folder = folder
-        self.keep = keep
-        self.best = ""  # what best.pt is renamed to, before another one is written
-        if other_best and BEST in checkpoints_in(folder):
-            self.best = join(folder, f"best-{_step(join(folder, BEST)):08d}.pt")
-            distributed.say(f"the best checkpoint until now will be kept as {self.best}")
-        self.step = 0  # of ckpt.pt
-        if LATEST in checkpoints_in(folder):
-            self.step = _step(join(folder, LATEST))
+    def save(self, state: dict, name: str) -> None:
+        """Writes the state as the LATEST checkpoint of the run, or as the BEST.
 
-    def save(self, state: dict, latest: bool, best: bool) -> None:
-        """Writes the state as the latest checkpoint of the run, the best, or both.
-
-        Raises NotFinite before it writes numbers that are not finite, and OSError if the state
-        cannot be written or, with the state saved, an older file cannot be kept or removed.
+        Raises NotFinite before it writes weights that are not finite, and OSError if the state
+        cannot be written.
         """
-        check_finite(state)
-        try:
-            if best:
-                save(join(self.folder, BEST), state, self.best)
-                self.best = ""
-        finally:
-            if latest:
-                path = join(self.folder, LATEST)
-                problem = save(path, state, join(self.folder, f"ckpt-{self.step:08d}.pt"))
-                self.step = state["iter_num"]
-                older = [name for name in checkpoints_in(self.folder) if name.startswith("ckpt-")]
-                for name in older[self.keep - 1 :]:
-                    os.remove(join(self.folder, name))
-                if problem:
-                    raise OSError(f"{path} is saved, but the one before it is lost: {problem}")
+        for weight, x in state["model"].items():
+            if not x.isfinite().all():
+                raise NotFinite(f"{weight} holds values that are not finite")
 
-
-def _step(path):
-    """The number of steps that the run of a checkpoint had made."""
-    return load(path, verify=False)["iter_num"]
+        path = join(self.folder, name)
+        older = join(self.folder, f"{name[:4]}-{self.step:08d}.pt")
+        if name == BEST:
+            save(path, state, older if self.other_best else "")
+            self.other_best = False
+            return
+        save(path, state, older)
+        self.step = state["iter_num"]
+        older = sorted(glob.glob("ckpt-*.pt", root_dir=self.folder), reverse=True)
+        for name in older[self.keep - 1 :]:
+            os.remove(join(self.folder, name))
 
 
 def checkpoints_in(folder: str) -> list[str]:
-    """The checkpoints in a run's folder: the latest, older ones (ckpt-00000500.pt), the best.
+    """The checkpoints in a run's folder: older ones (ckpt-00000500.pt), the latest, the best.
 
     Before the best one come those of evaluations with other windows (best-00000500.pt).
     """
-    older = sorted(glob.glob(f"????-{'[0-9]' * 8}.pt", root_dir=folder), reverse=True)
-    return [name for name in (LATEST, *older, BEST) if exists(join(folder, name))]
+    latest = sorted(glob.glob("ckpt*.pt", root_dir=folder))
+    return latest + sorted(glob.glob("best*.pt", root_dir=folder))
 
 
 def path_of(out_dir: str, which: str) -> str:
     """The path of a run's "latest" or "best" checkpoint; if there is no best one, the latest."""
-    best = which == "best" and BEST in checkpoints_in(out_dir)
-    return join(out_dir, BEST if best else LATEST)
+    best = join(out_dir, BEST)
+    return best if which == "best" and exists(best) else join(out_dir, LATEST)
 
 
 def load_newest(out_dir: str) -> dict:
     """The checkpoint with the most steps, perhaps the best. Errors: see load."""
-    paths = [join(out_dir, name) for name in checkpoints_in(out_dir) or [LATEST]]
-    return load(max(paths, key=_step))
+    names = checkpoints_in(out_dir) or [LATEST]
+    states = [load(join(out_dir, name), verify=False) for name in names]
+    return load(max(states, key=lambda state: state["iter_num"])["path"])
 
 
-def begun_by(launch: str, out_dir: str) -> bool:
-    """Whether out_dir has a checkpoint of this call of torchrun (distributed.launch)."""
-    for name in checkpoints_in(out_dir) if launch else ():
-        with contextlib.suppress(UserError):  # a damaged file
-            if launch in load(join(out_dir, name), verify=False).get("launch", ()):
-                return True
-    return False
+def steps_in(folder: str) -> float:
+    """The steps of the newest checkpoint in a folder; NaN if it cannot be read."""
+    with contextlib.suppress(UserError):
+        return load_newest(folder)["iter_num"]
+    return math.nan
 
 
-def move_to_previous(out_dir: str) -> list[str]:
-    """Moves a run from out_dir to out_dir/previous, and returns its files. Deletes what was there.
+def move_to_previous(out_dir: str) -> None:
+    """Moves a run from out_dir to out_dir/previous, and says so.
 
+    It takes the place of a run that has no more steps; else it goes to previous-2, and so on.
     Without a checkpoint there is no run to keep: the log of a run that died early is overwritten.
     """
     files = checkpoints_in(out_dir)
     if not files:
-        return []
-    previous = join(out_dir, "previous")
-    shutil.rmtree(previous, ignore_errors=True)
-    os.makedirs(previous)
-    if exists(join(out_dir, LOG)):
-        files.append(LOG)
+        return
+    folder = join(out_dir, "previous")
+    n = 1
+    while exists(folder) and not steps_in(folder) <= steps_in(out_dir):
+        n += 1
+        folder = join(out_dir, f"previous-{n}")
+
+    shutil.rmtree(folder, ignore_errors=True)
+    os.makedirs(folder)
+    files += glob.glob(LOG, root_dir=out_dir)
     for name in files:
-        os.replace(join(out_dir, name), join(previous, name))
-    return files
-
-
-def print_origin(path: str) -> None:
-    """Prints what made a checkpoint. Raises UserError if the checkpoint does not say it."""
-    made_by = load(path).get("origin")
-    if made_by is None:
-        raise UserError(f"{path} is of a version that did not keep what made it")
-    for name, made in (made_by.pop("sources") | made_by).items():
-        print(f"# {name}:\n{made}\n")
+        os.replace(join(out_dir, name), join(folder, name))
+    distributed.say(f"{out_dir} held a run: moved {', '.join(files)} to {folder}")
 
 
 if __name__ == "__main__":
     with user_errors():
-        print_origin(sys.argv[1])
+        made_by = load(sys.argv[1])["origin"]
+    for name, made in (made_by.pop("sources") | made_by).items():
+        print(f"# {name}:\n{made}\n")

@@ -15,7 +15,6 @@ import sys
 
 sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
 
-from configurator import configure, user_errors
 from text import prepare
 
 # Which text?
@@ -25,9 +24,7 @@ tokenizer = "gpt2"  # char, bytes, gpt2, sentencepiece, or the name of a prepare
 val_share = 0.0005  # the share of the documents for val: every 2000th, as many as in nanoGPT
 # Where does it go?
 out_dir = os.path.dirname(__file__)  # the folder for train.bin, val.bin and meta.json
-num_workers: int | None = None  # processes that make tokens; None: one per CPU core
+num_workers = os.cpu_count()  # processes that make tokens
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    with user_errors():
-        prepare.run(**config)
+    prepare.run_with_flags(globals())

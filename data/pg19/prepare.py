@@ -17,7 +17,6 @@ import sys
 
 sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
 
-from configurator import configure, user_errors
 from text import prepare
 
 # Which text?
@@ -29,9 +28,7 @@ val_share = 0.1  # the share of the books for val (every 10th) if the source has
 gutenberg = True  # leave out Project Gutenberg's headers and licences
 # Where does it go?
 out_dir = os.path.dirname(__file__)  # the folder for train.bin, val.bin, test.bin and meta.json
-num_workers: int | None = None  # processes that make tokens; None: one per CPU core
+num_workers = os.cpu_count()  # processes that make tokens
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    with user_errors():
-        prepare.run(**config)
+    prepare.run_with_flags(globals())

@@ -8,17 +8,13 @@ import sys
 
 sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
 
-from configurator import run_script
 from text import prepare
 
+# Which text?
+source = os.path.abspath(__file__ + "/../input.txt")  # a file, a folder, or owner/name on the hub
+tokenizer = "char"  # char, bytes, gpt2, sentencepiece, or the name of a prepared data set
 # Where does it go?
 out_dir = os.path.dirname(__file__)  # the folder for train.bin, val.bin and meta.json
 
-
-def main() -> None:
-    source = os.path.abspath(__file__ + "/../input.txt")
-    prepare.run(out_dir, source, "char")
-
-
 if __name__ == "__main__":
-    run_script(globals())
+    prepare.run_with_flags(globals())

@@ -17,17 +17,14 @@ moves it). This cache can be deleted at the end. A single text file is just read
 """
 
 import os
-import shlex
 import sys
 
 sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
 
-from configurator import configure, user_errors
-from errors import UserError
-from text import dataset, prepare
+from text import prepare
 
 # Which text?
-source: str | None = None  # a file, a folder of files, or owner/name on the Hugging Face hub
+source = ""  # a file, a folder of files, or owner/name on the Hugging Face hub
 column = "text"  # of files with rows: the column that holds the text
 split_documents = False  # <|endoftext|> in a text ends a document
 tokenizer = "char"  # char, bytes, gpt2, sentencepiece, or the name of a prepared data set
@@ -36,27 +33,7 @@ val_share = 0.1  # the share of the documents that go to val, or of the text of 
 gutenberg = False  # leave out Project Gutenberg's headers and licences
 # Where does it go?
 out_dir = os.path.dirname(__file__)  # the folder for train.bin, val.bin and meta.json
-num_workers: int | None = None  # processes that make tokens; None: one per CPU core
+num_workers = os.cpu_count()  # processes that make tokens
 
 if __name__ == "__main__":
-    config, _ = configure(globals())
-    with user_errors():
-        if config["source"] is None:
-            raise UserError(
-                "--source= says which text: a file, a folder of files, or owner/name of the hub"
-            )
-        prepare.run(**config)
-        folder = config["out_dir"]
-        flags = [
-            f"--dataset={folder}",
-            f"--out_dir=out-{os.path.basename(os.path.abspath(folder))}",
-        ]
-        print(
-            "to train on it: python train.py config/train_shakespeare_char_cpu.py",
-            shlex.join(flags),
-        )
-        if dataset.read_meta(folder)["vocab_size"] > 10000:
-            print(
-                "(--tokenizer=bytes, or sentencepiece with --vocab_size=1000, "
-                "makes this small model many times as fast)"
-            )
+    prepare.run_with_flags(globals())

@@ -1,144 +1,96 @@
 """Attention that is not causal: every token sees the whole text, or another text.
 
-CausalSelfAttention passes its queries, keys and values to its `context`, if it has one. A
-Bidirectional is such a context: it calls the attention's definition with another mask. This costs
-T^2, also for short heads and beta. An Encoder is a GPT whose positions know later tokens too; it is
-called with a Bidirectional.
+A layer hands its queries, keys and values to its context (attention/cache.py). A Bidirectional is
+such a context: it calls the attention's definition with another mask. This costs T^2, also for
+short heads and beta. An Encoder is a GPT whose positions know later tokens too; it is called with a
+Bidirectional.
+
+Shapes: B batch, H heads, T time, D width of queries and keys, Dv width of values, C n_embd.
 """
 
 import math
-from dataclasses import replace
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.fast import LASER_RANGE
-from attention.forms import unchanged
-from attention.heads import HeadGroup
-from attention.scores import distances, plain_form
+from attention.cache import Context
+from attention.fast import LASER_RANGE, center
+from attention.forms import Heads, unchanged
+from attention.scores import caller, distances, scores
 from errors import UserError
-from lab.ideas.positions import T5, Relative
-from lab.look.maps import weights_at_once
-from model import GPT, CausalSelfAttention, GPTConfig, laser_attention
-from positions import DECAY, POSITION, ALiBi, RoPE
+from model import GPT, CausalSelfAttention, GPTConfig, laser_attention, softmax_attention
+from parts import DECAY, POSITION, ALiBi, RoPE, Scheme
+
+# -----------------------------------------------------------------------------
+# a definition with any mask
 
 
-class BothALiBi(ALiBi):
-    """ALiBi on both sides: weights are multiplied by exp(-slope |i - j|).
+def attend(definition, q, k, v, seen, *, scale=None, **settings) -> Tensor:
+    """y (B, H, Tq, Dv) of an attention, for q (B, H, Tq, D), k (B, H, T, D) and v (B, H, T, Dv).
 
-    In an attention that has no `fade`, -slope |i - j| is added to the scores.
+    seen: broadcasts to (B, H, Tq, T); True where a query sees a key. The others: see plain_form of
+    attention/scores.py.
     """
-
-    def forward(self, q, k, group, past):
-        slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
-        return q, k, {"decay": slopes[group.q][:, None, None]}
-
-
-class LearnedBothALiBi(BothALiBi):
-    """ALiBi on both sides with slopes that begin at ALiBi's and are trained."""
-
-    learned = True
+    if unchanged("laser", definition):
+        definition = laser_by_exp
+    y = caller(definition)(scores(q, k, scale), seen, q, k, v, **settings)
+    return y.to(v.dtype)
 
 
-class BothRelative(Relative):
-    """Shaw et al.'s positions on both sides (Shaw et al. 2018, equations 3 to 5).
+def laser_by_exp(s: Tensor, seen: Tensor, v: Tensor) -> Tensor:
+    """LASER by expm1 and log1p, as in attention/fast.py: without T x T x Dv numbers.
 
-    A vector for keys and one for values belong to each clip(j - i, -k, k). These are 2k + 1
-    distances, k = max_distance.
+    Where the values of a channel differ so much that expm1 would overflow, the definition runs.
     """
-
-    def __init__(self, c):
-        # Relative makes one vector more than max_distance.
-        super().__init__(replace(c, max_distance=2 * c.max_distance))
-
-    def place(self, Tq, T, device):
-        return place_in(self.k, T).clamp(0, len(self.k) - 1)
+    c = center(v.detach())
+    if (v.detach() - c).max() > LASER_RANGE:
+        return laser_attention(s, seen, v)
+    weights = s.where(seen, -math.inf).softmax(-1)
+    return c + torch.log1p(weights @ torch.expm1(v - c))
 
 
-def place_in(table: Tensor, T: int) -> Tensor:
-    """j - i + k of query i and key j, (T, T): their offset's place in a table of -k to k."""
-    return len(table) // 2 - distances(T, T, table.device)
+def weights_of(definition, q, k, seen, **settings) -> Tensor:
+    """The weights W (B, H, Tq, T) of an attention with y = W v; LASER's are those of softmax.
 
-
-class BothT5(T5):
-    """T5's positions on both sides (Raffel et al. 2019, section 2.1, and their encoder's code).
-
-    16 of the 32 buckets are for earlier keys, 16 for later ones.
+    One-hot values become the weights: W I = W. The arguments are those of `attend`.
     """
-
-    def __init__(self, c):
-        super().__init__(c)
-        offset = torch.arange(1 - c.block_size, c.block_size)  # j - i
-        self.register_buffer("bucket", bucket_of_both(offset, c.max_distance), persistent=False)
-
-    def forward(self, q, k, group, past):
-        by_offset = self.table(self.bucket).T[group.q]  # (H, 2 block_size - 1)
-        return q, k, {"bias": by_offset[None, :, place_in(self.bucket, q.shape[-2])]}
+    if unchanged("laser", definition):
+        definition = softmax_attention
+    one_hot = torch.eye(k.shape[-2]).to(k).expand(*k.shape[:-1], -1)
+    return attend(definition, q, k, one_hot, seen, **settings)
 
 
-def bucket_of_both(offset: Tensor, max_distance: int) -> Tensor:
-    """The bucket of each offset j - i.
+# -----------------------------------------------------------------------------
+# in a GPT's layers
 
-    On each side, every distance below 8 has its own bucket; 8 more buckets, each wider than the one
-    before by the same factor, reach to max_distance.
+
+class Bidirectional(Context):
+    """The context of layers that see the tokens on both sides, and no padding.
+
+    seen (B, N): which of the first N keys are no padding; later keys are not seen. None: all keys
+    are seen. A short head sees the keys with |i - j| <= window (LS-attention, equation 4).
+    other (B, N, C): the text that a CrossAttention looks at.
+    weights: a list, to which the heads of each layer append their weights. None: these are not
+    computed.
     """
-    distance = offset.abs()
-    exact = T5.buckets // 4
-    far = torch.log(distance.clamp(min=exact) / exact) / math.log(max_distance / exact) * exact
-    far = (exact + far.long()).clamp(max=2 * exact - 1)
-    return torch.where(distance < exact, distance, far) + 2 * exact * (offset > 0)
-
-
-class Encoder(GPT):
-    """A GPT whose positions know later tokens too. Its context must be a Bidirectional."""
-
-    def __init__(self, config: GPTConfig):
-        both = {"alibi": (None, BothALiBi), "relative": (None, BothRelative), "t5": (None, BothT5)}
-        decay = {"alibi": BothALiBi, "learned": LearnedBothALiBi}
-        with mock.patch.dict(POSITION, both), mock.patch.dict(DECAY, decay):
-            super().__init__(config)
-
-
-class Bidirectional:
-    """The `context` of attention layers that see the tokens on both sides, and no padding.
-
-    seen (B, T): False where a key is padding; None: there is no padding. A short head sees the keys
-    with |i - j| <= window (LS-attention, equation 4).
-    other (B, N, C): the text that a CrossAttention looks at; seen (B, N) then belongs to this text.
-    weights: a list; each group of heads appends its attention weights. None: they are not computed.
-    """
-
-    length = 0  # tokens before x, as in a Cache; here always 0
 
     def __init__(self, seen=None, other=None, weights=None):
+        super().__init__()
         self.seen = seen
         self.other = other
         self.weights = weights
 
-    def attend(self, group: HeadGroup, q, k, v, *, window=None, **settings):
-        """y (B, H, T, Dv) of a group of heads, by its definition. group.form is not used.
-
-        Raises UserError for a position inside attention that an Encoder does not have.
-        """
-        for scheme in group.schemes:
-            if not isinstance(scheme, (RoPE, BothALiBi, BothRelative, BothT5)):
-                raise UserError(
-                    f"{type(scheme).__name__} counts how far a key lies behind a query, "
-                    "so it cannot be used in an encoder"
-                )
-        k, v = group.share(k, v)
+    def attend(self, heads: Heads, q, k, v, *, window=None, **settings) -> Tensor:
+        """y (B, H, T, D) of some heads, by their definition: heads.run would be causal."""
+        k, v = heads.expand(k, v)
         seen = self.visible(q.shape[-2], window, q.device)
         if self.weights is not None:
-            weights = weights_at_once(group.name, q, k, seen=seen, scale=settings["scale"])
-            self.weights.append(weights)
-        definition = group.definition
-        if group.name == "laser" and unchanged("laser", definition):
-            definition = laser_by_exp
-        return plain_form(definition)(q, k, v, seen=seen, **settings)
+            self.weights.append(weights_of(heads.definition, q, k, seen, **settings))
+        return attend(heads.definition, q, k, v, seen, **settings)
 
-    def visible(self, T: int, window: int | None, device: torch.device):
+    def visible(self, T: int, window: int | None, device: torch.device) -> Tensor:
         """Which of T keys each of T queries sees: (T, T), or (B, 1, T, T) with padding.
 
         A query that would see nothing but padding sees it: its output is finite, and is not used.
@@ -146,19 +98,9 @@ class Bidirectional:
         near = distances(T, T, device).abs() <= (math.inf if window is None else window)
         if self.seen is None:
             return near
-        seen = near & self.seen[:, None, None, :]
+        no_padding = F.pad(self.seen, (0, T - self.seen.shape[1]))  # (B, T)
+        seen = near & no_padding[:, None, None, :]
         return torch.where(seen.any(-1, keepdim=True), seen, near)
-
-
-def laser_by_exp(s: Tensor, seen: Tensor, v: Tensor) -> Tensor:
-    """LASER with exp around softmax, as in its paper: without the definition's T x T x Dv numbers.
-
-    Where the values differ so much that exp could underflow, the definition runs.
-    """
-    if (v.amax(-2) - v.amin(-2)).max() > LASER_RANGE:
-        return laser_attention(s, seen, v)
-    shift = v.detach().amax(-2, keepdim=True)
-    return (s.where(seen, -math.inf).softmax(-1) @ (v - shift).exp()).log() + shift
 
 
 class CrossAttention(CausalSelfAttention):
@@ -168,8 +110,34 @@ class CrossAttention(CausalSelfAttention):
     """
 
     def forward(self, x, context: Bidirectional):
-        T = x.shape[1]
         both = torch.cat((context.other, x), dim=1)
-        seen = F.pad(context.seen, (0, T), value=False)
-        y = super().forward(both, Bidirectional(seen, weights=context.weights))
-        return y[:, -T:]
+        return super().forward(both, context)[:, -x.shape[1] :]
+
+
+class BothALiBi(ALiBi):
+    """ALiBi on both sides: weights are multiplied by exp(-slope |i - j|).
+
+    In an attention that has no `fade`, slope |i - j| is subtracted from the scores.
+    """
+
+    def forward(self, q, k, heads, past):
+        return q, k, {"decay": self.slopes[heads.numbers][:, None, None]}
+
+
+class Encoder(GPT):
+    """A GPT whose positions know later tokens too. Its context must be a Bidirectional.
+
+    Raises UserError for a position inside attention that knows earlier tokens alone.
+    """
+
+    def __init__(self, config: GPTConfig):
+        both_sides = mock.patch.dict(POSITION, alibi=(None, BothALiBi))
+        with both_sides, mock.patch.dict(DECAY, alibi=BothALiBi):
+            super().__init__(config)
+
+        for module in self.modules():
+            if isinstance(module, Scheme) and not isinstance(module, RoPE | BothALiBi):
+                raise UserError(
+                    f"{type(module).__name__} counts how far a key lies behind a query, "
+                    "so it cannot be used in an encoder"
+                )

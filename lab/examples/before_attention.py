@@ -29,12 +29,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from attention.scores import plain_form
 from configurator import configure, names, pick_device, user_errors
 from lab.examples import spelling
+from lab.examples.attention import attend, weights_of
 from lab.examples.common import Training, check_training, fit
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
-from lab.look.maps import weights_at_once
 from model import ATTENTION
 
 # In which ways are the letters mixed (names, separated by commas)?
@@ -97,7 +96,7 @@ class DotProduct(Mean):
 
     def __init__(self, attention: str):
         super().__init__()
-        self.attention = attention
+        self.definition = ATTENTION[attention]
         self.W = nn.Linear(WIDTH, WIDTH, bias=False)
         self.U = nn.Linear(WIDTH, WIDTH, bias=False)
 
@@ -107,12 +106,11 @@ class DotProduct(Mean):
 
     def weights(self, q, h, seen):
         q, k = self.one_head(q, h)
-        return weights_at_once(self.attention, q, k, seen=seen[:, None, None])[:, 0, 0]
+        return weights_of(self.definition, q, k, seen[:, None, None])[:, 0, 0]
 
     def forward(self, q, h, seen):
         q, k = self.one_head(q, h)
-        attend = plain_form(ATTENTION[self.attention])
-        return attend(q, k, h[:, None], seen=seen[:, None, None])[:, 0, 0]
+        return attend(self.definition, q, k, h[:, None], seen[:, None, None])[:, 0, 0]
 
 
 class Recurrent(nn.Module):
@@ -129,7 +127,9 @@ class Recurrent(nn.Module):
         self.encoder = nn.GRU(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
         self.start = nn.Linear(WIDTH, WIDTH)
         self.mix = mix
-        self.before = isinstance(mix, Bahdanau)  # the mixture is made before the state
+
+        # Bahdanau's mixture is made before the state
+        self.before = isinstance(mix, Bahdanau)
         self.decoder = nn.GRUCell((1 + self.before) * WIDTH, WIDTH)
         self.output = nn.Linear((2 + self.before) * WIDTH, len(SOUNDS))
 
@@ -185,15 +185,18 @@ if __name__ == "__main__":
     config, given = configure(globals(), Training)
     globals().update(config)
     with user_errors():
-        check_training(config, given, "test_words")
+        check_training(config, given)
         known = {"mean": Mean, "bahdanau": Bahdanau, "lecture": Lecture}
-        for name in ATTENTION:
-            known[name] = partial(DotProduct, name)
+        for name, definition in ATTENTION.items():
+            if not isinstance(definition, type):  # a whole layer
+                known[name] = partial(DotProduct, name)
         chosen = names(attention, known)
+
         device = pick_device(device, "float32")[0]
         shown = spelling.parse_words(words)
         spelling.check_picture(picture)
         train, test = spelling.dictionary(test_words)
+
         maps = []
         for name in chosen:
             torch.manual_seed(seed)
@@ -201,6 +204,8 @@ if __name__ == "__main__":
             fit(model, spelling.batches(train, batch_size, seed), config, device)
             rates = spelling.error_rates(model.pronounce, test, device)
             print(f"result: {name} seed={seed} {rates}")
+
+            # how it pronounces some words
             for word in shown:
                 ids, weights = model.align(*spelling.spelled([word], device))
                 sounds = [*spelling.sounds_of(ids[0]), "END"]

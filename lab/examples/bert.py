@@ -12,11 +12,11 @@ gaps of that text.
 import torch
 from torch import Tensor, nn
 
-from choices import NORM
-from configurator import at_least_one, configure, pick_device, user_errors
+from configurator import configure, pick_device, user_errors
 from lab.examples.attention import Bidirectional, Encoder
 from lab.examples.common import Training, fit, generator, gpt_config, result
 from model import GPTConfig
+from parts import NORM
 from text.dataset import Tokens, folder_of, prepare_shakespeare
 from text.tokenizers import tokenizer
 
@@ -33,9 +33,9 @@ block_size = 64  # tokens that the model sees at once
 n_layer = 4  # number of blocks
 n_head = 4  # attention heads per layer
 n_embd = 128  # width of the residual stream
-position = "rope"  # a name in positions.POSITION; learned, BERT's own, needs many more steps
-where = "post"  # where a block has its norms: a name in choices.WHERE
-mlp = "gelu_exact"  # activation of the MLP: a name in choices.ACTIVATION
+position = "rope"  # a name in parts.POSITION; learned, BERT's own, needs many more steps
+where = "post"  # where a block has its norms: a name in parts.WHERE
+mlp = "gelu_exact"  # activation of the MLP: a name in parts.ACTIVATION
 norm_eps = 1e-12  # a small number that is added to the variance in a norm
 
 
@@ -49,7 +49,11 @@ class Bert(Encoder):
     def __init__(self, config: GPTConfig):
         super().__init__(config)
         c = config.resolved()
+
+        # a norm after the embeddings
         self.transformer.drop = nn.Sequential(NORM[c.norm](c, c.n_embd), self.transformer.drop)
+
+        # a dense layer and a norm before the output
         dense = nn.Linear(c.n_embd, c.n_embd)
         output = nn.Linear(c.n_embd, c.vocab_size)
         self.lm_head = nn.Sequential(dense, nn.GELU(), NORM[c.norm](c, c.n_embd), output)
@@ -88,6 +92,7 @@ def evaluate(bert: Bert, data: Tokens, mask: int) -> tuple[float, float]:
         x, targets = hide(x, mask, g)
         targets = targets.to(device)
         logits, mean = bert(x.to(device), targets)
+
         asked = targets != -1
         n = asked.sum().item()
         wrong += (logits.argmax(-1) != targets)[asked].sum().item()
@@ -106,9 +111,11 @@ if __name__ == "__main__":
         train = Tokens(folder, "train", block_size)
         val = Tokens(folder, "val", block_size)
         tok = tokenizer(train.meta["tokenizer"])
-        mask = train.meta["vocab_size"]  # one more token
+
+        # the mask is one more token
+        mask = train.meta["vocab_size"]
         c = gpt_config(config, given, vocab_size=mask + 1)
-        at_least_one(eval_batches=eval_batches)
+
         torch.manual_seed(seed)
         bert = Bert(c).to(device)
 
@@ -119,9 +126,12 @@ if __name__ == "__main__":
         fit(bert, batch, config, device)
         error, loss = evaluate(bert, val, mask)
         result(c, seed, f"error of hidden tokens {error:.4f}, loss {loss:.4f}")
+
+        # the beginning of the validation text, with each fifth token hidden
         gaps = torch.from_numpy(val.ids[None, :block_size].astype(int)).to(device)
         gaps[:, 4::5] = mask
         text = "".join("_" if i == mask else tok.decode([i]) for i in gaps[0].tolist())
+
         logits = bert.lm_head(bert.hidden(gaps, Bidirectional()))
         best = logits[..., :mask].argmax(-1)  # the mask itself is no answer
         filled = torch.where(gaps == mask, best, gaps)

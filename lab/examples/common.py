@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -11,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from configurator import at_least_one
 from errors import NotFinite, UserError, out_of_range, refuse
-from model import GPTConfig
-from training.optimizers import OPTIMIZER, Settings
+from model import ATTENTION, GPTConfig
+from training.optimizers import OPTIMIZER
 
 
 @dataclass
@@ -32,12 +33,17 @@ class Training:
 def gpt_config(config: dict, given: dict, unused: Iterable[str] = (), **sizes: int) -> GPTConfig:
     """The GPTConfig of an example's flags, with `sizes` in place of their flags.
 
-    Raises UserError for wrong flags, and for given flags that are in `sizes` or `unused`.
+    Raises UserError for wrong flags, for given flags that are in `sizes` or `unused`, and for an
+    attention that is a whole layer: it sees the tokens before its own.
     """
     for name in given:
         if name in sizes or name in unused:
             raise UserError(f"--{name} has no effect in this example: leave it out")
+    for name in (config["attention"], config["short_attention"]):
+        if isinstance(ATTENTION.get(name), type):
+            raise UserError(f"attention={name!r} is a whole layer of a GPT: use another one here")
     check_training(config, given)
+
     flags = {field.name: config[field.name] for field in fields(GPTConfig)}
     c = GPTConfig(**flags | sizes)
     window = c.resolved().window
@@ -49,9 +55,9 @@ def gpt_config(config: dict, given: dict, unused: Iterable[str] = (), **sizes: i
     return c
 
 
-def check_training(config: dict, given: dict, *counts: str) -> None:
-    """Raise UserError for wrong flags of the training. counts: other flags that must be >= 1."""
-    at_least_one(**{name: config[name] for name in ("steps", "batch_size", *counts)})
+def check_training(config: dict, given: dict) -> None:
+    """Raise UserError for wrong flags of the training."""
+    at_least_one(steps=config["steps"], batch_size=config["batch_size"])
     ranges = [
         ("weight_decay adam_eps", lambda x: x >= 0, "0 or more"),
         ("beta1 beta2 warmup_share", lambda x: 0 <= x < 1, "in [0, 1)"),
@@ -75,6 +81,7 @@ def fit(model: torch.nn.Module, batch: Callable, config: dict, device: str) -> N
     optimizers = new_optimizers(model.train(), config)
     n_parameters = sum(p.numel() for p in model.parameters())
     print(f"{n_parameters:,} parameters, {device}, {steps} steps", flush=True)
+
     began = time.perf_counter()
     losses = []
     for step in range(1, steps + 1):
@@ -85,11 +92,14 @@ def fit(model: torch.nn.Module, batch: Callable, config: dict, device: str) -> N
             optimizer.step()
             schedule.step()
         model.zero_grad()
+
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             raise NotFinite(
                 f"step {step}: the loss is {losses[-1]}; a smaller --learning_rate may help"
             )
+
+        # after each tenth of the steps
         if step * 10 // steps > (step - 1) * 10 // steps:
             mean = sum(losses) / len(losses)
             seconds = time.perf_counter() - began
@@ -109,13 +119,7 @@ def new_optimizers(model: torch.nn.Module, config: dict) -> list[tuple]:
             "--optimizer=muon is for the blocks of a GPT, and this model is not one: "
             "use another optimizer"
         )
-    settings = Settings(
-        lr=config["learning_rate"],
-        betas=(config["beta1"], config["beta2"]),
-        weight_decay=config["weight_decay"],
-        eps=config["adam_eps"],
-        muon_lr=config["muon_lr"],
-    )
+    settings = SimpleNamespace(**config, muon_beta=0.95)
     total = config["steps"] + 1
     optimizers = []
     for optimizer in OPTIMIZER[config["optimizer"]](model, settings):

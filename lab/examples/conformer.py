@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from choices import NORM
 from configurator import configure, pick_device, user_errors
 from errors import UserError, optional
 from lab.examples.attention import Bidirectional, Encoder
 from lab.examples.common import Training, fit, generator, gpt_config, padded, result
 from model import MLP, CausalSelfAttention, GPTConfig
+from parts import NORM
 
 # How long is it trained?
 steps = 500  # training steps
@@ -35,8 +35,8 @@ kernel = 7  # frames that the depthwise convolution sees at once: an odd number
 n_layer = 2  # number of blocks
 n_head = 4  # attention heads per layer
 n_embd = 64  # width of the residual stream
-position = "rope"  # a name in positions.POSITION; the paper has Transformer-XL's relative ones
-mlp = "swish"  # activation of the MLPs: a name in choices.ACTIVATION
+position = "rope"  # a name in parts.POSITION; the paper has Transformer-XL's relative ones
+mlp = "silu"  # activation of the MLPs: a name in parts.ACTIVATION
 dropout = 0.1  # dropout probability of frames and of attention's, convolution's and MLPs' outputs
 attn_dropout = 0.0  # dropout probability of attention weights, which LASER cannot have
 
@@ -67,12 +67,12 @@ class Convolution(nn.Module):
 class ConformerBlock(nn.Module):
     """Attention and a convolution between two halves of an MLP (section 2.4, equation 1)."""
 
-    def __init__(self, c: GPTConfig, layer: int, shared_position, kernel: int):
+    def __init__(self, c: GPTConfig, layer: int, kernel: int):
         super().__init__()
         self.norms = nn.ModuleList([NORM[c.norm](c, c.n_embd) for _ in range(5)])
         self.mlp_before = MLP(c)
         self.mlp_after = MLP(c)
-        self.attn = CausalSelfAttention(c, layer, shared_position)
+        self.attn = CausalSelfAttention(c, layer)
         self.conv = Convolution(c, kernel)
 
     def forward(self, x, context: Bidirectional):
@@ -100,8 +100,7 @@ class Conformer(Encoder):
 
         seen (B, T): False at padding.
         """
-        pos = torch.arange(frames.shape[1], device=frames.device)[None]
-        x = self.hidden(frames, Bidirectional(seen), pos) * seen[..., None]
+        x = self.hidden(frames, Bidirectional(seen)) * seen[..., None]
         mean = x.sum(1, keepdim=True) / seen.sum(1)[:, None, None]
         return self.predict(mean, labels[:, None])
 
@@ -121,11 +120,14 @@ if __name__ == "__main__":
         device = pick_device(device, "float32")[0]
         if kernel < 1 or kernel % 2 == 0:
             raise UserError(f"--kernel={kernel} must be odd: as many frames before as after one")
+
+        # each of the 12 numbers gets mean 0 and standard deviation 1
         train, speakers = vowels("train")
         test, truth = vowels("test")
         std, mean = torch.std_mean(torch.cat(train), dim=0)
         train = [(recording - mean) / std for recording in train]
         test = [(recording - mean) / std for recording in test]
+
         c = gpt_config(
             config,
             given,
@@ -134,6 +136,7 @@ if __name__ == "__main__":
             vocab_size=int(speakers.max()) + 1,
             tied=False,
         )
+
         torch.manual_seed(seed)
         conformer = Conformer(c, len(mean), kernel).to(device)
 
@@ -142,6 +145,7 @@ if __name__ == "__main__":
             return *padded([train[i] for i in rows]), speakers[rows]
 
         fit(conformer, batch, config, device)
+
         frames, seen = padded(test)
         with torch.no_grad():
             logits, loss = conformer(frames.to(device), seen.to(device), truth.to(device))

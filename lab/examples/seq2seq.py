@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from configurator import at_least_one, configure, pick_device, user_errors
+from attention.cache import Context
+from configurator import configure, pick_device, user_errors
 from lab.examples import spelling
 from lab.examples.attention import Bidirectional, CrossAttention, Encoder
 from lab.examples.common import Training, fit, gpt_config, result
@@ -43,31 +44,43 @@ n_head = 4  # attention heads per layer
 n_embd = 128  # width of the residual stream
 
 
+class Decoding(Context):
+    """A decoder's context. Its self-attention is causal; its cross-attention has `across`.
+
+    seen (B, N), False at padding, and other (B, N, C): the text that the decoder looks at.
+    """
+
+    def __init__(self, seen, other, weights=None):
+        super().__init__()
+        self.across = Bidirectional(seen, other, weights)
+
+
 class DecoderBlock(Block):
     """Self-attention, cross-attention, MLP (Vaswani et al., figure 1). --where places its norms."""
 
-    def __init__(self, c: GPTConfig, layer: int, shared_position):
-        super().__init__(c, layer, shared_position)
-        # Two texts have no distances between them: no positions, no short heads.
+    def __init__(self, c: GPTConfig, layer: int):
+        super().__init__(c, layer)
+
+        # two texts have no distances between them: no positions, no short heads
         plain = replace(
             c,
             position="none",
             decay="none",
             nope_long=False,
             rope_base=None,
-            max_distance=None,
             heads="L",
             window=None,
             short_attention=None,
             conv=0,
         )
-        self.cross = CrossAttention(plain.resolved(), layer, None)
+        self.cross = CrossAttention(plain.resolved(), layer)
         self.ln_cross = copy.deepcopy(self.ln_1)
         self.ln_cross_after = copy.deepcopy(self.ln_1_after)
 
-    def forward(self, x, context):
-        x = self.add(x, self.attn, self.ln_1, self.ln_1_after)
-        cross = partial(self.cross, context=context)
+    def forward(self, x, context: Decoding):
+        attn = partial(self.attn, context=context)
+        cross = partial(self.cross, context=context.across)
+        x = self.add(x, attn, self.ln_1, self.ln_1_after)
         x = self.add(x, cross, self.ln_cross, self.ln_cross_after)
         return self.add(x, self.mlp, self.ln_2, self.ln_2_after)
 
@@ -87,19 +100,23 @@ class Seq2Seq(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        # tied: the encoder's output head, which is not used, has no weights of its own.
+        # tied: the encoder's output head, which is not used, has no weights of its own
         self.encoder = Encoder(replace(config, vocab_size=len(LETTERS), tied=True))
         with mock.patch("model.Block", DecoderBlock):
             self.decoder = GPT(replace(config, vocab_size=len(SOUNDS)))
 
-    def encode(self, letters, seen) -> Bidirectional:
-        """The decoder's context: the encoder's output."""
-        return Bidirectional(seen, self.encoder.hidden(letters, Bidirectional(seen)))
+    def encode(self, letters, seen):
+        """The encoder's output, (B, N, C)."""
+        return self.encoder.hidden(letters, Bidirectional(seen))
+
+    def decode(self, sounds, targets, seen, other, weights=None):
+        """What GPT.predict returns for sounds (B, T), of words whose encoder's output is other."""
+        hidden = self.decoder.hidden(sounds, Decoding(seen, other, weights))
+        return self.decoder.predict(hidden, targets)
 
     def forward(self, letters, seen, sounds, targets):
         """(logits (B, T, V), loss). The decoder gets the right sounds, all at once."""
-        hidden = self.decoder.hidden(sounds, self.encode(letters, seen))
-        return self.decoder.predict(hidden, targets)
+        return self.decode(sounds, targets, seen, self.encode(letters, seen))
 
     @torch.no_grad()
     def pronounce(self, letters, seen, width: int = 1):
@@ -109,21 +126,27 @@ class Seq2Seq(nn.Module):
         """
         B = len(letters)
         V = len(SOUNDS)
-        other = self.encode(letters, seen).other.repeat_interleave(width, 0)
-        context = Bidirectional(seen.repeat_interleave(width, 0), other)
+        other = self.encode(letters, seen).repeat_interleave(width, 0)
+        seen = seen.repeat_interleave(width, 0)
         ids = torch.full((B * width, 1), END, device=letters.device)
-        # log p of each beginning. At the start all are the same: only a word's first one counts.
+
+        # log p of each beginning; at the start all are the same: only a word's first one counts
         total = torch.full((B, width), -torch.inf, device=letters.device)
         total[:, 0] = 0.0
+
+        # log p of each sound after END
         only_end = torch.full((V,), -torch.inf, device=letters.device)
-        only_end[END] = 0.0  # log p of each sound after END
+        only_end[END] = 0.0
+
         for step in range(LONGEST - 1):
             ended = (ids[:, -1] == END) & (step > 0)
             if ended.all():
                 break
-            logits, _ = self.decoder.predict(self.decoder.hidden(ids, context), None)
+            logits, _ = self.decode(ids, None, seen, other)
             log_p = torch.where(ended[:, None], only_end, logits[:, -1].log_softmax(-1))
             log_p = total.flatten()[:, None] + log_p  # (B width, V)
+
+            # of all continuations of a word's beginnings, the most likely ones
             total, best = log_p.view(B, width * V).topk(width)
             rows = best // V + width * torch.arange(B, device=ids.device)[:, None]
             ids = torch.cat((ids[rows.flatten()], (best % V).view(-1, 1)), dim=1)
@@ -137,13 +160,15 @@ def cross_attention(model: Seq2Seq, word: str) -> tuple[list[str], Tensor]:
     """
     letters, seen = spelling.spelled([word], device)
     ids = model.pronounce(letters, seen)  # (1, T)
-    context = model.encode(letters, seen)
-    context.weights = []
+    weights = []
     with torch.no_grad():
-        model.decoder.hidden(F.pad(ids[:, :-1], (1, 0), value=END), context)
-    weights = context.weights[-1].mean(1)[0]  # of the letters and the sounds in a row
+        before = F.pad(ids[:, :-1], (1, 0), value=END)
+        model.decode(before, None, seen, model.encode(letters, seen), weights)
+
+    # of the last layer, whose rows and columns are the letters and then the sounds
+    mean = weights[-1].mean(1)[0]
     sounds = [SOUNDS[i] for i in ids[0].tolist()]
-    return sounds, weights[-len(sounds) :, : len(word)].cpu()
+    return sounds, mean[-len(sounds) :, : len(word)].cpu()
 
 
 if __name__ == "__main__":
@@ -151,18 +176,20 @@ if __name__ == "__main__":
     globals().update(config)
     with user_errors():
         device = pick_device(device, "float32")[0]
-        at_least_one(beam=beam, test_words=test_words)
         shown = spelling.parse_words(words)
         spelling.check_picture(picture)
         c = gpt_config(config, given, ["block"], vocab_size=len(SOUNDS), block_size=LONGEST)
+
         train, test = spelling.dictionary(test_words)
         torch.manual_seed(seed)
         model = Seq2Seq(c).to(device)
         fit(model, spelling.batches(train, batch_size, seed), config, device)
+
         for width in sorted({1, beam}):
             pronounce = partial(model.pronounce, width=width)
             rates = spelling.error_rates(pronounce, test, device)
             result(c, seed, f"beam={width} {rates}")
+
         maps = []
         for word in shown:
             sounds, weights = cross_attention(model, word)

@@ -7,6 +7,7 @@ the token END.
 
 import functools
 import itertools
+import os
 import random
 import re
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from errors import UserError, optional
 from lab.examples.common import padded
-from lab.experiments.results import check_writable, drawing
+from lab.experiments.results import drawing
 
 LETTERS = "'abcdefghijklmnopqrstuvwxyz"
 SOUNDS = (
@@ -40,8 +41,10 @@ def dictionary(test_words: int | None = None) -> tuple[Words, Words]:
         sounds = [sound.rstrip("012") for sound in sounds]  # without the stress
         if re.fullmatch("['a-z]+", word) and sounds not in words.setdefault(word, []):
             words[word].append(sounds)
+
     order = sorted(words)
     random.Random(0).shuffle(order)
+
     n = len(order) // TEST_SHARE
     train = {word: words[word] for word in order[n:]}
     test = {word: words[word] for word in order[:n][:test_words]}
@@ -66,7 +69,8 @@ def check_picture(path: str) -> None:
     """Raise UserError, before the training, if a picture could not be drawn. Empty path: none."""
     if path:
         optional("matplotlib", "--picture")
-        check_writable(path)
+        if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+            raise UserError(f"{path}: no file can be written there")
 
 
 def spelled(words: list[str], device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -95,6 +99,7 @@ def batches(words: Words, size: int, seed: int) -> Callable:
         ids = []
         for _, sounds in chosen:
             ids.append(torch.tensor([END, *map(SOUNDS.index, sounds), END]))
+
         letters, seen = spelled([word for word, _ in chosen])
         sounds = pad_sequence([row[:-1] for row in ids], batch_first=True)
         targets = pad_sequence([row[1:] for row in ids], batch_first=True, padding_value=-1)
@@ -150,6 +155,7 @@ def draw(path: str, maps: list[tuple], columns: int) -> None:
             ax.set_title(title)
             ax.set_xticks(range(len(word)), word)
             ax.set_yticks(range(len(sounds)), sounds)
+
         for ax in axes[::columns]:
             ax.set_ylabel("sounds")
         for ax in axes[-columns:]:

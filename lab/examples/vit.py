@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from configurator import at_least_one, configure, pick_device, user_errors
+from configurator import configure, pick_device, user_errors
 from errors import UserError, optional
 from lab.examples.attention import Bidirectional, Encoder
 from lab.examples.common import Training, fit, generator, gpt_config, result
@@ -31,7 +31,7 @@ device = "auto"  # auto, cpu, cuda, cuda:0 or mps
 n_layer = 4  # number of blocks
 n_head = 4  # attention heads per layer
 n_embd = 64  # width of the residual stream
-mlp = "gelu_exact"  # activation of the MLP: a name in choices.ACTIVATION
+mlp = "gelu_exact"  # activation of the MLP: a name in parts.ACTIVATION
 norm_eps = 1e-6  # a small number that is added to the variance in a norm
 
 
@@ -44,7 +44,8 @@ class Patches(nn.Module):
     def __init__(self, channels: int, size: int, width: int):
         super().__init__()
         self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
-        # One Linear for the pixels of every patch:
+
+        # one Linear for the pixels of every patch
         self.projection = nn.Conv2d(channels, width, size, stride=size)
 
     def forward(self, images):
@@ -71,8 +72,7 @@ class ViT(Encoder):
 
     def forward(self, images, labels):
         """(logits (B, 1, classes), loss) of images (B, channels, S, S), 0 to 255, labels (B)."""
-        pos = torch.arange(self.config.block_size, device=images.device)[None]
-        x = self.hidden(images / 127.5 - 1, Bidirectional(), pos)
+        x = self.hidden(images / 127.5 - 1, Bidirectional())
         return self.predict(x[:, :1], labels[:, None])
 
 
@@ -103,14 +103,14 @@ if __name__ == "__main__":
     globals().update(config)
     with user_errors():
         device = pick_device(device, "float32")[0]
-        at_least_one(patch_size=patch_size)
-        if 8 % patch_size:
+        if patch_size not in (1, 2, 4, 8):
             raise UserError(
                 f"--patch_size={patch_size}: images have 8 x 8 pixels, not a multiple: "
                 "use 1, 2, 4 or 8"
             )
         if shift < 0:
             raise UserError(f"--shift={shift} must not be negative")
+
         x, y, test_x, test_y = digits()
         c = gpt_config(
             config,
@@ -120,6 +120,7 @@ if __name__ == "__main__":
             block_size=1 + (8 // patch_size) ** 2,
             tied=False,
         )
+
         torch.manual_seed(seed)
         vit = ViT(c, 1, patch_size).to(device)
 
@@ -129,6 +130,7 @@ if __name__ == "__main__":
             return moved(x[rows].float(), g), y[rows]
 
         fit(vit, batch, config, device)
+
         with torch.no_grad():
             logits, _ = vit(test_x.to(device), test_y.to(device))
         wrong = (logits[:, 0].argmax(-1).cpu() != test_y).sum().item()

@@ -2,29 +2,31 @@
 
     python -m lab.experiments.attention_probabilities --out_dir=out-shakespeare-char-cpu
 
-For each layer, over the validation split, it prints the share of the probabilities p = softmax(s)
-that are below 1e-3 and 1e-7. Beside the share below 1e-3 stands the share that equal scores would
-give, which is due to the length alone. Then it prints what the paper concludes from small
-probabilities (section 3.2): the norm of the Jacobian dy / ds of a query's output with respect to
-its scores. The Jacobian is p_j (v_j - y) for softmax and p_j (exp(v_j - y) - 1) for LASER, on the
-same q, k and v; the norms are means over queries and heads. The last table has all models in --out.
+It prints the share of the probabilities p = softmax(s) that are below 1e-3 and 1e-7, over windows
+of the validation split. Beside the share below 1e-3 stand that of the lowest layer, that of the
+highest, and the one that equal scores would give, which is due to the length. Then it prints what
+the paper concludes from small probabilities (section 3.2): the norm of the Jacobian dy / ds of a
+query's output with respect to its scores. The Jacobian is p_j (v_j - y) for softmax and p_j
+(exp(v_j - y) - 1) for LASER, on the same q, k and v; the norms are means over queries and heads.
+The table has all models in --out.
 lab/experiments/jacobians.py has these Jacobians for all weights.
 """
 
 import statistics
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from attention.fast import few_rows_at_a_time
-from attention.probe import probing
+from attention.fast import CHUNK, in_rows
 from attention.scores import scores, visible
-from configurator import at_least_one, pick_device, run_script
+from configurator import pick_device, run_script
 from errors import UserError
 from lab.experiments.results import measured, saved, show_table
 from lab.experiments.runs import of_code
+from lab.look.probe import Probe
 from model import GPT
-from rules import attentions
+from parts import attentions
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
 
@@ -33,19 +35,19 @@ NORMS = ("softmax", "LASER")  # the attentions whose Jacobians are measured
 # What is measured?
 out_dir = "out"  # the folder that train.py wrote
 batches = 10  # windows of the validation split
-out: str | None = None  # a file of results, to which these are added; None: they are only printed
+out = "probabilities.json"  # the file of results, to which these are added
 # What does it run on?
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
 
 
-def measures_at_once(q, k, v, *, window=None, scale=None, bias=None):
+def measures_at_once(q, k, v, *, window=None, scale=None):
     """Six numbers of each query, (B, H, Tq, 6), whose sums are the counts and means.
 
     How many keys it sees; how many of their probabilities are below 1e-3, and below 1e-7; |dy/ds|
     of softmax and of LASER; and a 1, which counts the queries.
     """
     seen = visible(q, k, window)
-    p = scores(q, k, scale, bias).masked_fill(~seen, -torch.inf).softmax(-1).double()
+    p = scores(q, k, scale).masked_fill(~seen, -torch.inf).softmax(-1).double()
     v = v.double()
     n = seen.sum(-1).expand(p.shape[:-1])
     of_seen = p.masked_fill(~seen, 1.0)
@@ -60,23 +62,27 @@ def measures_at_once(q, k, v, *, window=None, scale=None, bias=None):
     return torch.stack([n, *below, *norms, torch.ones_like(n)], dim=-1)
 
 
-measures = few_rows_at_a_time(measures_at_once, holds_values=True)
+def measures(q, k, v, **settings):
+    """The same, for a few queries at a time."""
+    return in_rows(partial(measures_at_once, **settings), q, k, v, CHUNK)
 
 
 @torch.no_grad()
 def measured_layers(model: GPT, tokens: Tokens, where: str) -> list[Tensor]:
     """Each layer's sums of measures, (2, 6): with its own scores and with equal scores."""
-    layers = {block.attn: torch.zeros(2, 6, dtype=torch.float64) for block in model.transformer.h}
+    layers = torch.zeros(len(model.transformer.h), 2, 6, dtype=torch.float64)
+    layer_of = {}
+    for layer, block in enumerate(model.transformer.h):
+        layer_of |= dict.fromkeys(block.attn.heads, layer)
 
-    def see(layer, group, q, k, v, *, window=None, scale=None, bias=None, **_) -> None:
-        own = measures(q, k, v, window=window, scale=scale, bias=bias)
+    def see(heads, q, k, v, *, window=None, scale=None, **_) -> None:
+        own = measures(q, k, v, window=window, scale=scale)
         equal = measures(0 * q, k, v, window=window, scale=scale)
-        layers[layer] += torch.stack([x.sum((0, 1, 2)).cpu() for x in (own, equal)])
+        layers[layer_of[heads]] += torch.stack([x.sum((0, 1, 2)).cpu() for x in (own, equal)])
 
-    with probing(model, see):
-        for x, _ in tokens.eval_batches(batches, 1):
-            model(x.to(where))
-    return list(layers.values())
+    for x, _ in tokens.eval_batches(batches, 1):
+        model.hidden(x.to(where), Probe(see))
+    return list(layers)
 
 
 def summary(sums: Tensor) -> dict[str, float]:
@@ -92,7 +98,6 @@ def summary(sums: Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    at_least_one(batches=batches)
     where, _, _ = pick_device(device, "float32")
     model, _, run, about = open_model("resume", out_dir, "best")
     attention = model.config.attention
@@ -105,20 +110,11 @@ def main() -> None:
     T = model.config.block_size
     sums = measured_layers(model, Tokens(folder_of(run["dataset"]), "val", T), where)
     print(f"{about}; {attention}, {batches} windows of {T} tokens")
-    layers = {str(i): summary(x) for i, x in enumerate(sums)}
-    total = summary(sum(sums))
-    rows = []
-    for name, x in (layers | {"all": total}).items():
-        shares = [f"{x[key]:.1%}" for key in ("below", "equal", "tiny")]
-        rows.append([name, *shares, f"{x['softmax']:.4f}", f"{x['LASER']:.4f}"])
-    columns = "layer | below 1e-3 | if scores were equal | below 1e-7"
-    show_table(f"{columns} | Jacobian, softmax | LASER", rows)
-    if out:
-        below = [x["below"] for x in layers.values()]
-        total |= {"low": min(below), "high": max(below)}
-        name = f"{attention}, {T} tokens"
-        measured(out, "models", name, run["seed"], dict, total, of=of_code(vars(model.config)))
-        show(saved(out, {})["models"])
+    below = [summary(x)["below"] for x in sums]
+    total = summary(sum(sums)) | {"low": min(below), "high": max(below)}
+    name = f"{attention}, {T} tokens"
+    measured(out, "models", name, run["seed"], dict, total, of=of_code(vars(model.config)))
+    show(saved(out, {})["models"])
 
 
 def show(models: dict[str, dict]) -> None:

@@ -23,19 +23,11 @@ from typing import Literal
 
 import torch
 
-from attention.forms import form_of
+from attention.forms import FORM
 from attention.scores import distances, plain_form
 from bench import interleaved, medians, passes, peak_memory, ratios
-from configurator import at_least_one, names, positive, run_script
-from lab.experiments.results import (
-    check_writable,
-    difference,
-    drawing,
-    mean,
-    measured,
-    saved,
-    show_table,
-)
+from configurator import names, positive, run_script
+from lab.experiments.results import difference, drawing, mean, measured, saved, show_table
 from lab.experiments.runs import by_seed, finals, of_code
 from model import ATTENTION
 from text.dataset import Tokens, folder_of
@@ -134,7 +126,7 @@ FORMS = {}  # {name: attend(q, k, v)}
 for name in ROWS:
     FORMS[f"{name}, definition"] = plain_form(ATTENTION[name])
     FORMS[f"{name}, by hand"] = functools.partial(ByHand.apply, name == "beta")
-    FORMS[f"{name}, fast form"] = form_of(name, ATTENTION[name])[0]
+    FORMS[f"{name}, fast form"] = FORM[name].long(ATTENTION[name])
 
 
 def times(n: int) -> dict:
@@ -203,8 +195,6 @@ def show_times() -> None:
 
 
 def main() -> None:
-    at_least_one(jobs=jobs, seeds=seeds, repeats=repeats)
-    check_writable(out, picture)
     parts = names(what, ["train", "backward", "show"])
     if "backward" in parts:
         for n in positive("lengths", lengths):

@@ -25,16 +25,8 @@ import statistics
 
 import torch
 
-from configurator import at_least_one, names, run_script
-from lab.experiments.results import (
-    check_writable,
-    difference,
-    mean,
-    save,
-    saved,
-    short,
-    show_table,
-)
+from configurator import names, run_script
+from lab.experiments.results import difference, mean, save, saved, short, show_table
 from lab.experiments.runs import as_flags, constants, final, finals, identity, record, sooner
 from lab.experiments.tables import TABLES, Table, rows_of, steps_of
 from lab.experiments.times import step_times
@@ -116,19 +108,13 @@ def make(t: Table, steps: dict, keys: list[tuple]) -> None:
     for row, rate, seed in keys:
         flags = dict(by_row[row])
         if steps[row]:
-            flags |= steps_of(steps[row], evaluations(t, file, flags) if t.keep else 1)
+            flags |= steps_of(steps[row])
         if rate:
             flags["learning_rate"] = rate
         command = [file, *as_flags(flags), f"--seed={seed}", *extra.split()]
         runs[run_name(t, row, seed, steps[row], rate)] = command
     use_shipped(runs)
     record(out, runs, out_dir, jobs, make=True, keep=t.keep)
-
-
-def evaluations(t: Table, file: str, flags: dict) -> int:
-    """How often a run of the table's own steps is evaluated."""
-    settings = constants("train.py") | constants(file) | {"max_iters": t.steps} | flags
-    return max(1, settings["max_iters"] // settings["eval_interval"])
 
 
 def use_shipped(runs: dict) -> None:
@@ -159,12 +145,11 @@ def take_times(t: Table) -> None:
     bases = {row: t.base(row) for row in chosen(t)}
     bases |= {other: t.base(other) for other in bases.values()}  # --against may leave them out
     flags = {row: t.flags | t.rows[row] for row in t.rows if row in bases}
-    vocab_size = t.vocab_size
-    if config_file:
-        data = (constants("train.py") | constants(config_file))["dataset"]
-        prepare_shakespeare(data)
-        vocab_size = read_meta(folder_of(data))["vocab_size"]
-    times = step_times(config_file or t.file, flags, vocab_size, repeats, bases)
+    file = config_file or t.file
+    data = (constants("train.py") | constants(file))["dataset"]
+    prepare_shakespeare(data)
+    vocab_size = read_meta(folder_of(data))["vocab_size"]
+    times = step_times(file, flags, vocab_size, repeats, bases)
     results = saved(out, {"times": {}})
     for row, numbers in times.items():
         results["times"][key_of(t, row)] = [*short(numbers), bases[row]]
@@ -230,8 +215,6 @@ def show(t: Table) -> None:
 
 def main() -> None:
     torch.set_flush_denormal(True)  # as train.py
-    at_least_one(jobs=jobs, seeds=1 if seeds is None else seeds, repeats=repeats)
-    check_writable(out)
     parts = names(what, ["train", "time", "equal", "show"])
     tables = [TABLES[name] for name in names(table, TABLES)]
     if rows:

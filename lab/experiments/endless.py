@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from configurator import names, run_script
 from lab.experiments.results import measured, saved, show_table
 from lab.experiments.runs import as_flags, finished, identity
+from lab.experiments.tables import rows_of
 from lab.experiments.times import apart
 from model import GPT
 from text.dataset import Tokens, folder_of
@@ -46,26 +47,19 @@ slide = 5000  # characters that it writes for comparison with a window that slid
 out = "lab/experiments/endless.json"  # the results
 out_dir = "out-endless"  # the folder for the runs, each in a folder of its own
 
-BETA = {"attention": "beta"}
-ROPE = {"position": "rope"}
-ALIBI = {"position": "alibi"}
-MIXED = {
-    "attention": "beta_squared",
-    "short_attention": "softmax",
-    "heads": "SSSL",
-    "window": 16,
-    "conv": 4,
-}
-ROPE_IN_SHORT = ROPE | {"nope_long": True}
-TRAINED = {
-    "beta, rope": BETA | ROPE,
-    "beta, alibi": BETA | ALIBI,
-    "softmax short, beta_squared long, conv, rope": MIXED | ROPE,
-    "softmax short, beta_squared long, conv, rope in short heads": MIXED | ROPE_IN_SHORT,
-    "softmax short, beta_squared long, conv, alibi": MIXED | ALIBI,
-    "beta, rope, decay": BETA | ROPE | {"decay": "alibi"},
-    "softmax short, beta_squared long, conv, rope, decay": MIXED | ROPE | {"decay": "alibi"},
-}
+TRAINED = rows_of("""
+beta, rope: --attention=beta --position=rope
+beta, alibi: --attention=beta --position=alibi
+softmax short, beta_squared long, conv, rope: --attention=beta_squared \
+--short_attention=softmax --heads=SSSL --window=16 --conv=4 --position=rope
+softmax short, beta_squared long, conv, rope in short heads: --attention=beta_squared \
+--short_attention=softmax --heads=SSSL --window=16 --conv=4 --position=rope --nope_long
+softmax short, beta_squared long, conv, alibi: --attention=beta_squared \
+--short_attention=softmax --heads=SSSL --window=16 --conv=4 --position=alibi
+beta, rope, decay: --attention=beta --position=rope --decay=alibi
+softmax short, beta_squared long, conv, rope, decay: --attention=beta_squared \
+--short_attention=softmax --heads=SSSL --window=16 --conv=4 --position=rope --decay=alibi
+""")
 DECODED = ("beta, alibi", "softmax short, beta_squared long, conv, rope in short heads")
 BANDS = [0, 64, 256, 1024, 4096, 16384, 65536, 2**30]  # of positions: where each begins
 

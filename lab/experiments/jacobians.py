@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attention.scores import plain_form
 from configurator import run_script
-from lab.experiments.results import check_writable, drawing, show_table
+from lab.experiments.results import drawing, show_table
 from model import beta_attention, laser_attention, softmax_attention
 
 picture = "lab/experiments/pictures/jacobians.png"  # the picture
@@ -110,7 +110,6 @@ def show_limits() -> None:
 
 
 def main() -> None:
-    check_writable(picture)
     g = torch.Generator().manual_seed(0)
     s, v = 5 * torch.randn(2, 1000, 50, dtype=torch.float64, generator=g)
     show_errors(s, v)

@@ -17,8 +17,8 @@ from typing import Literal
 
 import torch
 
-from configurator import at_least_one, names, run_script
-from lab.experiments.results import check_writable, difference, drawing, mean, show_table
+from configurator import names, run_script
+from lab.experiments.results import difference, drawing, mean, show_table
 from lab.experiments.runs import by_seed, final, finals
 from lab.experiments.times import model_of
 from training.estimate import num_params
@@ -43,6 +43,7 @@ POCKET = {
     "log_interval": 1,
     "min_lr": 0.0,
 }
+LAMB = {"optimizer": "lamb", "import": "lab.ideas.lamb"}
 PAPER_RATES = [1e-4, 1e-3, 1e-2]
 # sizes: {name: (flags, learning rates)}
 # more: {name: (a size, other flags, learning rates)}; bfloat16: weights and products (table 11)
@@ -56,7 +57,7 @@ SCALES = {
             "4 x 128": ({"n_layer": 4, "n_head": 8, "n_embd": 128}, [2e-3, 5e-3, 1.25e-2]),
             "5 x 192": ({"n_layer": 5, "n_head": 12, "n_embd": 192}, [8e-4, 2e-3, 5e-3]),
         },
-        "more": {"lamb": ("3 x 96", {"optimizer": "lamb"}, [1e-2, 2e-2, 4e-2])},
+        "more": {"lamb": ("3 x 96", LAMB, [1e-2, 2e-2, 4e-2])},
     },
     "paper": {
         "file": "config/train_laser_301m.py",
@@ -69,7 +70,7 @@ SCALES = {
             "2.2B": ({"n_embd": 2048, "head_dim": 512, "n_hidden": 8192}, PAPER_RATES),
         },
         "more": {
-            "lamb": ("301M", {"optimizer": "lamb"}, PAPER_RATES),
+            "lamb": ("301M", LAMB, PAPER_RATES),
             "bfloat16": ("2.2B", {"variant": "bfloat16"}, PAPER_RATES),
         },
     },
@@ -209,8 +210,6 @@ def show(tuned: dict, same_rate: dict) -> None:
 
 
 def main() -> None:
-    at_least_one(jobs=jobs, seeds=seeds)
-    check_writable(out, picture)
     parts = names(what, ["train", "show"])
     results = train("train" in parts)
     if "show" in parts:

@@ -1,125 +1,111 @@
-"""LASER paper, appendix A.5: LASER's error in bfloat16, with and without a shift of the values.
+"""LASER paper, appendix A.5: how exact is LASER in bfloat16, and what is its shift for?
 
     python -m lab.experiments.laser_precision
 
-It trains a LASER model with the CPU config, unless it has done so before. It takes the queries,
-keys and values of the model's layers on the validation text, rounded to bfloat16. Each way to
-compute attention from them in bfloat16 is compared with the definition in float64. The script
-prints the mean and the standard deviation, over layers and batches, of ||y - y_exact|| /
-||y_exact||, also with values that are multiplied by a factor, because those of a larger model may
-be larger. Numbers that are in --out are not measured again.
+Several ways to compute attention run as a fused kernel does: queries, keys, values, weights and
+outputs are rounded to bfloat16, sums are in float32. Each is compared with the definition in
+float64. Inputs are normal random numbers; the values have the standard deviation sigma, 0.02 in a
+new model. The script prints ||x - x_exact|| / ||x_exact|| of the output and of gradients. Numbers
+that are in --out are not measured again.
 """
 
+import functools
 import math
-import statistics
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from attention.fast import general_form
-from attention.forms import form_of
-from attention.probe import probing
-from configurator import at_least_one, pick_device, run_script
+from attention.fast import general_form, laser_by_exp
+from attention.scores import scores, visible
+from configurator import run_script
 from lab.experiments.results import measured, show_table
-from lab.experiments.runs import finished, identity
-from model import ATTENTION, GPT
-from text.dataset import Tokens, folder_of
-from training.checkpoint import open_model
+from lab.experiments.runs import of_code
+from model import ATTENTION
 
-# Which model?
-config_file = "config/train_shakespeare_char_cpu.py"  # the config file of the run
-out_dir = "out-laser-precision"  # the folder of the run
 out = "lab/experiments/laser_precision.json"  # the results
-extra = ""  # more flags of train.py, separated by spaces
-# On how much text, and on what does it run?
-batches = 50  # number of batches of the validation text
-batch_size = 12  # windows per batch
-device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
+
+SIGMAS = (0.02, 0.1, 0.3, 1.0, 3.0, 30.0)
+SIZES = 1, 4, 512, 32  # B, H, T, D
 
 
-def vanilla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """log(softmax(s) exp(v)), as it stands (equation 6)."""
-    return F.scaled_dot_product_attention(q, k, v.exp(), is_causal=True).log()
+class Kernel(torch.autograd.Function):
+    """y = softmax(s) v of bfloat16 q, k, v (B, H, T, D), as FlashAttention rounds it."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        s = scores(q, k).where(visible(q, k, None), -math.inf)
+        weights = s.softmax(-1)
+        y = (weights.bfloat16().float() @ v.float()).bfloat16()
+        ctx.save_for_backward(q, k, v, weights, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, v, weights, y = (x.float() for x in ctx.saved_tensors)
+        dy = dy.float()
+        ds = weights * (dy @ v.mT - (dy * y).sum(-1, keepdim=True))
+        ds = ds.bfloat16().float() * q.shape[-1] ** -0.5
+        gradients = ds @ k, ds.mT @ q, weights.bfloat16().float().mT @ dy
+        return tuple(x.bfloat16() for x in gradients)
 
 
-def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The log-weighted-sum-exp trick, with the largest value of each channel (algorithm 1)."""
-    m = v.amax(-2, keepdim=True)
-    return F.scaled_dot_product_attention(q, k, (v - m).exp(), is_causal=True).log() + m
+def kernel(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+    """softmax(s) v, as the mean that laser_by_exp takes."""
+    return Kernel.apply(q, k, v)
 
 
+def by_exp(q: Tensor, k: Tensor, v: Tensor, shifted: bool) -> Tensor:
+    """log(softmax(s) exp(v)); shifted: with the largest value of each channel (algorithm 1)."""
+    v = v.float()
+    c = v.detach().amax(-2, keepdim=True) if shifted else 0.0
+    y = kernel(q, k, (v - c).exp().bfloat16())
+    return (c + y.float().log()).bfloat16()
+
+
+# {name: (attend(q, k, v), the attention that it computes)}
 WAYS = {
-    "LASER, vanilla": (vanilla, "laser"),
-    "LASER, the paper's shift": (shifted, "laser"),
-    "LASER, ours": (form_of("laser", ATTENTION["laser"])[0], "laser"),
-    "softmax": (form_of("softmax", ATTENTION["softmax"])[0], "softmax"),
+    "softmax": (kernel, "softmax"),
+    "LASER, exp": (functools.partial(by_exp, shifted=False), "laser"),
+    "LASER, exp and max (the paper)": (functools.partial(by_exp, shifted=True), "laser"),
+    "LASER, expm1 and c": (laser_by_exp(kernel, ATTENTION["laser"]), "laser"),
 }
-FACTORS = (3.0, 10.0, 100.0)  # of the values
 
 
-def layers_of(gpt: GPT, idx: Tensor) -> list[tuple]:
-    """q, k and v of each layer, (1, H, T, D)."""
-    layers = []
-
-    def see(layer, group, q, k, v, **_) -> None:
-        layers.append((q, k, v))
-
-    with torch.no_grad(), probing(gpt.eval(), see):
-        gpt(idx)
-    return layers
+def outputs(attend, inputs: list[Tensor], dy: Tensor) -> list[Tensor]:
+    """y, the gradients of q and k beside each other, and that of v."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    y = attend(*inputs)
+    dq, dk, dv = torch.autograd.grad(y, inputs, dy)
+    return [y.double(), torch.cat((dq, dk)).double(), dv.double()]
 
 
-def errors(name: str, inputs: list[tuple], factor: float) -> list[float]:
-    """A way's relative error on each of the inputs, whose values are multiplied by factor.
+def errors(name: str, sigma: float) -> list[float]:
+    """A way's relative errors of y, of the gradients of q and k, and of that of v.
 
     NaN counts as infinity.
     """
-    way, core = WAYS[name]
-    # a few queries at a time: LASER's definition holds T x T x D numbers
-    definition = general_form(ATTENTION[core], holds_values=True)
-    relative = []
-    for q, k, v in inputs:
-        v = v * factor
-        exact = definition(q.double(), k.double(), v.double())
-        error = ((way(q, k, v).double() - exact).norm() / exact.norm()).item()
-        relative.append(math.inf if math.isnan(error) else error)
-    return relative
+    attend, attention = WAYS[name]
+    torch.manual_seed(0)
+    q, k, v, dy = torch.randn(4, *SIZES).bfloat16()
+    inputs = [q, k, v * sigma]
+    found = outputs(attend, inputs, dy)
+    exact = general_form(ATTENTION[attention])
+    wanted = outputs(exact, [x.double() for x in inputs], dy.double())
+    relative = [((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
+    return [math.inf if math.isnan(x) else x for x in relative]
 
 
-@torch.no_grad()
-def measure(command: list[str], where: str) -> dict:
-    """{way: [the standard deviation of its errors, their mean, and at each factor]} of a run."""
-    finished("LASER", command, out_dir)
-    model, _, settings, _ = open_model("resume", out_dir, "latest")
-    model.to(where)
-    tokens = Tokens(folder_of(settings["dataset"]), "val", model.config.block_size)
-    inputs = []
-    for x, _ in tokens.eval_batches(batches, batch_size):
-        for layer in layers_of(model, x.to(where)):
-            inputs.append([part.bfloat16() for part in layer])
-    some = inputs[:: max(1, len(inputs) // 12)]
-    found = {}
-    for name in WAYS:
-        e = errors(name, inputs, 1.0)
-        means = [statistics.mean(errors(name, some, factor)) for factor in FACTORS]
-        found[name] = [statistics.pstdev(e), statistics.mean(e), *means]
-    return found
+def measure(sigma: float) -> dict:
+    """{way: its errors}."""
+    return {name: errors(name, sigma) for name in WAYS}
 
 
 def main() -> None:
-    at_least_one(batches=batches, batch_size=batch_size)
-    command = [config_file, "--attention=laser", *extra.split()]
-    where, _, _ = pick_device(device, "float32")
-    size = f"{batches} x {batch_size}"
-    of = identity(command)
-    found = measured(out, "errors", where, size, measure, command, where, of=of)
-    rows = []
-    for name in WAYS:
-        deviation, mean, *large = found[name]
-        rows.append([name, f"{mean:.4f} ({deviation:.4f})", *(f"{e:.4f}" for e in large)])
-    factors = " | ".join(f"{factor:g}" for factor in FACTORS)
-    show_table(f"in bfloat16 | error, mean (standard deviation) | values times {factors}", rows)
+    of = of_code({}, {"attention": "laser"})
+    found = {x: measured(out, "errors", "sigma", x, measure, x, of=of) for x in SIGMAS}
+    for i, part in enumerate(("output", "gradients of q and k", "gradient of v")):
+        rows = [[sigma, *(f"{x[name][i]:.1e}" for name in WAYS)] for sigma, x in found.items()]
+        show_table(f"{part}: sigma | {' | '.join(WAYS)}", rows)
 
 
 if __name__ == "__main__":

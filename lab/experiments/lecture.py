@@ -15,17 +15,11 @@ import re
 import subprocess
 import sys
 
-from configurator import at_least_one, names, run_script
+from configurator import names, run_script
 from lab.experiments.beta_post import part_of_the_text
-from lab.experiments.results import (
-    check_writable,
-    difference,
-    mean,
-    measured,
-    saved,
-    show_table,
-)
+from lab.experiments.results import difference, mean, measured, saved, show_table
 from lab.experiments.runs import as_flags, finished, identity, result_of
+from lab.experiments.tables import rows_of
 
 # What is measured?
 what = "positions,decay,show"  # the parts to run; show: the tables of --out
@@ -36,7 +30,15 @@ out_dir = "out-lecture"  # the folder for the runs, each in a folder of its own
 
 CPU = "config/train_shakespeare_char_cpu.py"
 # learned positions end at block_size; Shaw's take n^3
-POSITIONS = ("none", "sinusoidal", "rope", "alibi", "t5")
+POSITIONS = rows_of("""
+none: --position=none
+sinusoidal: --position=sinusoidal --import=lab.ideas.positions
+rope: --position=rope
+alibi: --position=alibi
+t5: --position=t5 --import=lab.ideas.positions
+rope, decay: --position=rope --decay=alibi
+stick-breaking, none: --attention=stick_breaking --position=none --import=lab.ideas
+""")
 LENGTHS = (64, 256, 1024)  # tokens in a window of the evaluation
 DECAYS = (0.0, 0.1, 1.0)  # weight decays
 SCHEDULES = ("cosine", "constant")
@@ -50,21 +52,10 @@ def evaluated(folder: str, *flags: str) -> dict[str, float]:
     return {"loss": float(loss[1])}
 
 
-def positions() -> dict[str, dict]:
-    """{row: its flags} of the part positions."""
-    rows = {name: {"position": name} for name in POSITIONS}
-    rows["t5"] |= {"import": "lab.ideas.positions"}
-    rows["rope, decay"] = {"position": "rope", "decay": "alibi"}
-    rows["stick-breaking, none"] = {
-        "attention": "stick_breaking",
-        "position": "none",
-        "import": "lab.ideas",
-    }
-    return rows
-
-
-def decay() -> dict[str, dict]:
-    """{row: its flags} of the part decay."""
+def rows_of_part(part: str) -> dict[str, dict]:
+    """{row: its flags} of a part."""
+    if part == "positions":
+        return POSITIONS
     rows = {}
     for schedule, x in itertools.product(SCHEDULES, DECAYS):
         rows[f"{schedule} {x:g}"] = {
@@ -76,18 +67,16 @@ def decay() -> dict[str, dict]:
     return rows
 
 
-PARTS = {  # {part: (its rows, the steps of a run, how the names of its runs begin)}
-    "positions": (positions, 1000, "position "),
-    "decay": (decay, 2000, ""),
-}
+# {part: (the steps of a run, how the names of its runs begin)}
+PARTS = {"positions": (1000, "position "), "decay": (2000, "")}
 
 
 def make(part: str) -> None:
     """Make the runs of a part, and measure them, unless their numbers are in --out."""
-    rows, n, begin = PARTS[part]
+    n, begin = PARTS[part]
     n = steps or n
     common = {"max_iters": n, "lr_decay_iters": n, "eval_interval": n // 5}
-    for seed, (row, flags) in itertools.product(range(1, seeds + 1), rows().items()):
+    for seed, (row, flags) in itertools.product(range(1, seeds + 1), rows_of_part(part).items()):
         flags = common | flags
         command = [CPU, *as_flags(flags), f"--seed={seed}"]
         name = f"{begin}{row}, seed {seed}"
@@ -117,7 +106,7 @@ def seeds_of(part: str, row: str) -> list[dict]:
 def show_positions() -> None:
     """Print the table of the positions."""
     rows = []
-    for name in positions():
+    for name in POSITIONS:
         results = seeds_of("positions", name)
         losses = [[result[str(n)] for result in results] for n in LENGTHS]
         rows.append([name, *map(mean, losses), difference(losses[-1], losses[0])])
@@ -146,8 +135,6 @@ def measures(row: str) -> list[list[float]]:
 
 
 def main() -> None:
-    at_least_one(seeds=seeds)
-    check_writable(out)
     parts = names(what, [*PARTS, "show"])
     for part in parts:
         if part != "show":

@@ -26,9 +26,9 @@ from bench import interleaved, medians, ratios
 from configurator import names, positive, run_script
 from lab.experiments.results import measured, saved, show_table
 from lab.experiments.runs import of_code
+from lab.experiments.tables import rows_of
 from lab.experiments.times import apart, max_rss, timed_step
 from model import GPT, GPTConfig
-from training.optimizers import OPTIMIZER, Settings
 
 what = "steps,double,show"  # the parts: see above
 only = ""  # the rows to measure, separated by semicolons; empty: all
@@ -40,19 +40,17 @@ most_memory = 8.0  # GiB; a row ends before a step that would need more
 out = "lab/experiments/length.json"  # the results
 
 SIZES = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 256, "position": "rope"}
-SHORT = {"heads": "SSSL", "window": 16}
-MIXED = SHORT | {"short_attention": "softmax", "conv": 4}
-BETA = {"attention": "beta"}
-SQUARED = {"attention": "beta_squared"}
-ROWS = {
-    "softmax": {},
-    "softmax, LS": SHORT,
-    "beta": BETA,
-    "beta, decay": BETA | {"decay": "alibi"},
-    "beta_squared": SQUARED,
-    "softmax short, beta long, conv": MIXED | BETA,
-    "softmax short, beta_squared long, conv": MIXED | SQUARED,
-}
+ROWS = rows_of("""
+softmax:
+softmax, LS: --heads=SSSL --window=16
+beta: --attention=beta
+beta, decay: --attention=beta --decay=alibi
+beta_squared: --attention=beta_squared
+softmax short, beta long, conv: --heads=SSSL --window=16 --short_attention=softmax --conv=4 \
+--attention=beta
+softmax short, beta_squared long, conv: --heads=SSSL --window=16 --short_attention=softmax \
+--conv=4 --attention=beta_squared
+""")
 
 
 def trainer(flags: dict, block_size: int) -> tuple[GPT, list]:
@@ -60,7 +58,7 @@ def trainer(flags: dict, block_size: int) -> tuple[GPT, list]:
     torch.set_flush_denormal(True)  # as train.py
     torch.manual_seed(1)
     gpt = GPT(GPTConfig(**SIZES | flags, block_size=block_size)).train()
-    adamw = OPTIMIZER["adamw"](gpt, Settings(1e-3, (0.9, 0.99), 0.1))
+    adamw = [torch.optim.AdamW(gpt.parameters(), fused=True)]
     step_in(gpt, adamw, 64)
     return gpt, adamw
 

@@ -16,15 +16,8 @@ import math
 import statistics
 from typing import Literal
 
-from configurator import at_least_one, names, run_script
-from lab.experiments.results import (
-    check_writable,
-    difference,
-    drawing,
-    mean,
-    measured,
-    show_table,
-)
+from configurator import names, run_script
+from lab.experiments.results import difference, drawing, mean, measured, show_table
 from lab.experiments.runs import by_seed, constants, final, finals, of_code, sooner
 from lab.experiments.times import step_times
 
@@ -43,7 +36,7 @@ MODELS = {
     "long": {"heads": "L"},
     "LS": {"heads": "SSSSSL"},
     "short": {"heads": "S"},
-    "QK-norm": {"heads": "L", "qk_norm": "l2"},
+    "QK-norm": {"heads": "L", "qk_norm": "l2", "import": "lab.ideas.norms"},
     "long, float32": {"heads": "L"} | FLOAT32,
 }
 COMPARED = ("long", "LS")  # the models with 2 heads, of the border and of bfloat16
@@ -57,7 +50,7 @@ POCKET = {
     "eval_interval": 100,
     "max_iters": 400,
     "lr_decay_iters": 400,
-    "log_logits": True,
+    "import": "lab.loggers.logits",
     "eval_iters": 20,
 }
 # lengths: {length: sequences in a batch}
@@ -264,8 +257,6 @@ def show_bfloat16(in_bfloat16: dict) -> None:
 
 
 def main() -> None:
-    at_least_one(jobs=jobs, seeds=seeds)
-    check_writable(out, picture)
     parts = names(what, ["lengths", "border", "bfloat16", "show"])
     by_length = lengths("lengths" in parts)
     by_rate = border("border" in parts, by_length)

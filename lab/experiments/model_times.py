@@ -1,7 +1,7 @@
 """Times whole models with each attention, and finds the sizes of their caches.
 
     python -m lab.experiments.model_times              # the tables of docs/benchmarks.md
-    python -m lab.experiments.model_times --quick      # a minute or two
+    python -m lab.experiments.model_times --lengths=128 --repeats=3     # a minute or two
     python -m lab.experiments.model_times --what=decode --lengths=8192
     python -m lab.experiments.model_times --device=cuda --dtype=bfloat16 --tokens=32768
 
@@ -20,7 +20,7 @@ and ratios are as in bench.py's tables.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -28,13 +28,12 @@ from torch import Tensor
 
 from attention.forms import FORM
 from bench import clock, functions, interleaved, table
-from configurator import at_least_one, names, pick_device, positive, run_script
-from lab.experiments.results import check_writable, save
+from configurator import names, pick_device, positive, run_script
+from lab.experiments.results import save
 from lab.experiments.times import milliseconds, write
 from model import GPT, GPTConfig
 
 # What is measured?
-quick = False  # short lengths and few repeats: a minute or two on two cores
 what = ""  # the parts: forward, step, decode, separated by commas; empty: all
 # How large are the inputs?
 lengths = ""  # sequence lengths in tokens; empty: forward 2048,8192, step and decode 1024
@@ -50,7 +49,6 @@ device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cud
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of autocast
 seed = 1337  # decides the random numbers: weights and tokens
 
-QUICK = {"lengths": "128", "repeats": 3}
 # The long-short paper's model (section 5.1). The paper does not say which GELU: this is PyTorch's
 # default, and faster on a CPU
 LS_MODEL = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 10000, "mlp": "gelu_exact"}
@@ -85,39 +83,42 @@ def texts(dev: str, n: int) -> Tensor:
     return torch.randint(LS_MODEL["vocab_size"], (B, n), device=dev)
 
 
-def forward(dev: str, amp: object, n: int) -> list[dict]:
-    """Time a forward pass of texts of n tokens; print a table and return its rows."""
+def timed(title: str, run: Callable, dev: str, n: int) -> list[dict]:
+    """Time run(gpt, x) on texts x of n tokens; print a table and return its rows."""
     x = texts(dev, n)
+    tasks = {}
+    for name, gpt in models(dev, n, LS_MODEL).items():
+        tasks[name] = partial(milliseconds, dev, run, gpt, x)
+    rounds = interleaved(tasks, dev, repeats)
+    return table(title, {"n": n, "batch": len(x)}, rounds, {})
+
+
+def forward(dev: str, amp: object, n: int) -> list[dict]:
+    """Time a forward pass of texts of n tokens."""
 
     @torch.no_grad()
-    def last_logits(gpt):
+    def last_logits(gpt, x):
         with amp:
             gpt(x)
 
-    tasks = {}
-    for name, gpt in models(dev, n, LS_MODEL).items():
-        tasks[name] = partial(milliseconds, dev, last_logits, gpt)
-    rounds = interleaved(tasks, dev, repeats)
-    return table("forward pass", {"n": n, "batch": len(x)}, rounds, {})
+    return timed("forward pass", last_logits, dev, n)
 
 
 def step(dev: str, amp: object, n: int) -> list[dict]:
-    """Time a training step on texts of n tokens; print a table and return its rows."""
-    x = texts(dev, n)
+    """Time a training step on texts of n tokens."""
 
-    def train(gpt, adamw):
+    @cache  # the first round, which does not count, makes the optimizer
+    def adamw(gpt):
+        return torch.optim.AdamW(gpt.parameters(), fused=True)
+
+    def train(gpt, x):
         with amp:
             loss = gpt(x, x)[1]
         loss.backward()
-        adamw.step()
-        adamw.zero_grad()
+        adamw(gpt).step()
+        adamw(gpt).zero_grad()
 
-    tasks = {}
-    for name, gpt in models(dev, n, LS_MODEL).items():
-        adamw = torch.optim.AdamW(gpt.parameters(), fused=True)
-        tasks[name] = partial(milliseconds, dev, train, gpt, adamw)
-    rounds = interleaved(tasks, dev, repeats)
-    return table("training step", {"n": n, "batch": len(x)}, rounds, {})
+    return timed("training step", train, dev, n)
 
 
 def decode(dev: str, amp: object, n: int) -> list[dict]:
@@ -146,9 +147,7 @@ PARTS: dict[str, tuple[Callable, str]] = {
 
 def main() -> None:
     chosen = names(what, PARTS)
-    at_least_one(batch_size=batch_size, repeats=repeats)
     GPTConfig(heads=heads, window=50, **LS_MODEL)  # raises UserError for heads without an S
-    check_writable(out)
     dev, precision, amp = pick_device(device, dtype)
     torch.set_float32_matmul_precision("high")
     torch.set_flush_denormal(True)

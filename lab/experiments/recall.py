@@ -22,6 +22,7 @@ import collections
 import math
 import statistics
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,11 +31,11 @@ from torch.nn import functional as F
 
 from configurator import names, run_script
 from errors import UserError
-from lab.experiments.results import check_writable, drawing, save, saved, show_table
+from lab.experiments.results import drawing, save, saved, show_table
 from lab.experiments.runs import code_of, of_text
-from lab.experiments.tables import HYBRID
+from lab.experiments.tables import rows_of
 from model import GPT, GPTConfig
-from training.optimizers import OPTIMIZER, Settings
+from training.optimizers import adamw
 
 tasks = "pairs,copying,induction"  # the tasks, separated by commas
 only = ""  # the models, separated by semicolons; empty: all
@@ -43,37 +44,35 @@ scale: Literal["small", "long", "tiny"] = "small"  # long: more steps; tiny: a t
 out = "lab/experiments/recall.json"  # the results
 picture = "lab/experiments/pictures/recall.png"  # the picture
 
-CONV = {"conv": 4}
-BETA = {"attention": "beta"}
-SQUARED = {"attention": "beta_squared"}
-SHORT = {"heads": "SSSL", "window": 16}
-MIXED = SHORT | {"short_attention": "softmax"} | CONV
-MODELS = {  # flags of the models in the picture
-    "softmax": {},
-    "softmax, conv": CONV,
-    "LASER": {"attention": "laser"},
-    "LS": SHORT,
-    "beta": BETA,
-    "beta, decay": BETA | {"decay": "alibi"},
-    "beta, conv": BETA | CONV,
-    "beta_squared, conv": SQUARED | CONV,
-    "softmax short, beta long, conv": MIXED | BETA,
-    "softmax short, beta_squared long, conv": MIXED | SQUARED,
-}
+# flags of the models in the picture
+MODELS = rows_of("""
+softmax:
+softmax, conv: --conv=4
+LASER: --attention=laser
+LS: --heads=SSSL --window=16
+beta: --attention=beta
+beta, decay: --attention=beta --decay=alibi
+beta, conv: --attention=beta --conv=4
+beta_squared, conv: --attention=beta_squared --conv=4
+softmax short, beta long, conv: --heads=SSSL --window=16 --short_attention=softmax --conv=4 \
+--attention=beta
+softmax short, beta_squared long, conv: --heads=SSSL --window=16 --short_attention=softmax \
+--conv=4 --attention=beta_squared
+""")
 MARKERS = "oosDv^vP<X"
-STICK = {"attention": "stick_breaking"}
-V2 = {"after": "differential_v2", "n_head": 8, "head_dim": 16, "n_kv_head": 4}
-FOUR = {"n_layer": 4} | HYBRID | CONV  # the window holds all pairs
-# flags of models with an attention of lab/ideas/scores.py: they run if --only has them
-IDEAS = {
-    "stick-breaking, conv": STICK | CONV,
-    "stick-breaking, differential V2, conv": STICK | V2 | CONV,
-    "differential V2, conv": V2 | CONV,
-    "delta rule, conv": {"attention": "delta_rule"} | CONV,
-    "LUCID, conv": {"attention": "lucid"} | CONV,  # of lab/ideas/recent.py
-    "beta, hybrid, conv": BETA | FOUR,
-    "beta_squared, hybrid, conv": SQUARED | FOUR,
-}
+# flags of models with an attention of lab/ideas: they run if --only has them
+IDEAS = rows_of("""
+stick-breaking, conv: --attention=stick_breaking --conv=4
+stick-breaking, differential V2, conv: --attention=stick_breaking_differential_v2 --n_head=8 \
+--head_dim=16 --n_kv_head=4 --conv=4
+differential V2, conv: --attention=differential_v2 --n_head=8 --head_dim=16 --n_kv_head=4 --conv=4
+delta rule, conv: --attention=delta_rule --conv=4
+LUCID, conv: --attention=lucid --conv=4
+beta, hybrid, conv: --attention=beta --n_layer=4 --heads=L/L/L/S --short_attention=softmax \
+--window=255 --conv=4
+beta_squared, hybrid, conv: --attention=beta_squared --n_layer=4 --heads=L/L/L/S \
+--short_attention=softmax --window=255 --conv=4
+""")
 ALL = MODELS | IDEAS
 VOCAB = 256
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": VOCAB, "position": "rope"}
@@ -163,7 +162,10 @@ def train(gpt: GPT, task: str, rate: float, g: torch.Generator) -> tuple[int, bo
     """Train until the last batches are perfect; return (the steps made, whether it diverged)."""
     t = TASKS[task]
     s = SCALES[scale]
-    (adamw,) = OPTIMIZER["adamw"](gpt.train(), Settings(rate, (0.9, 0.99), 0.1))
+    flags = SimpleNamespace(
+        learning_rate=rate, beta1=0.9, beta2=0.99, weight_decay=0.1, adam_eps=None
+    )
+    optimizer = adamw(gpt.train().parameters(), flags)
     last = collections.deque(maxlen=STREAK)
     for step in range(s["steps"]):
         n = t.trained[torch.randint(len(t.trained), (), generator=g)]
@@ -174,10 +176,10 @@ def train(gpt: GPT, task: str, rate: float, g: torch.Generator) -> tuple[int, bo
         loss.backward()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
         cosine = 0.55 + 0.45 * math.cos(math.pi * step / s["steps"])  # down to a tenth
-        for group in adamw.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = rate * min((step + 1) / WARMUP, cosine)
-        adamw.step()
-        adamw.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         last.append(accuracy(logits, y))
         if sum(last) >= 0.999 * STREAK:
             break
@@ -204,8 +206,8 @@ def stored() -> list[dict]:
 
 
 def made_of(model: str) -> str:
-    """A checksum of a model's flags and of the code of its attention."""
-    flags = ALL[model] | ({"import": "lab.ideas"} if model in IDEAS else {})
+    """A checksum of a model's flags and of the code of its attention, which it imports."""
+    flags = ALL[model] | ({"import": "lab.ideas.recent,lab.ideas.after"} if model in IDEAS else {})
     return of_text(f"{flags} {code_of(flags)}")
 
 
@@ -275,7 +277,6 @@ def show(task: str) -> None:
 def main() -> None:
     models = names(only, ALL, ";") if only else MODELS
     chosen = names(tasks, TASKS)
-    check_writable(out, picture)
     torch.set_flush_denormal(True)
     for task in chosen:
         for rate in RATES:

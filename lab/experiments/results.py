@@ -14,19 +14,15 @@ from errors import UserError, optional
 def saved(path: str, defaults: dict) -> dict:
     """The results in a JSON file, and the `defaults` that it lacks.
 
-    Raises UserError if the file is no JSON, or has another type of table than `defaults`.
+    Raises UserError if the file is no JSON.
     """
     if not os.path.exists(path):
         return defaults
     try:
         with open(path, encoding="utf-8") as f:
-            results = defaults | json.load(f)
-        intact = all(type(results[key]) is type(value) for key, value in defaults.items())
-    except (ValueError, TypeError):  # no JSON; a list
-        intact = False
-    if not intact:
-        raise UserError(f"{path} is damaged; delete it, or name another file")
-    return results
+            return defaults | json.load(f)
+    except ValueError:
+        raise UserError(f"{path} is damaged; delete it, or name another file") from None
 
 
 def save(path: str, results: dict) -> None:
@@ -165,11 +161,3 @@ def drawing(path: str, rows: int, columns: int, width: float, height: float) -> 
             ax.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     print(f"wrote {path}")
-
-
-def check_writable(*paths: str) -> None:
-    """Raise UserError if a file cannot be written, before there is anything to lose."""
-    for path in paths:
-        target = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
-        if os.path.isdir(path) or not os.access(target, os.W_OK):
-            raise UserError(f"{path}: no file can be written there")

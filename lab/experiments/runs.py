@@ -22,10 +22,8 @@ from collections.abc import Callable, Iterable
 from errors import UserError
 from lab.experiments.results import save, saved, short
 from model import ATTENTION
-from training.origin import fingerprints
+from training import origin
 
-# What --import needs for an optimizer outside the core
-OPTIMIZER_MODULES = {"lamb": "lab.ideas.lamb", "nadamw": "lab.ideas.lamb"}
 PARSING = threading.Lock()  # Python 3.11's ast may fail where two threads parse at once
 
 
@@ -68,10 +66,7 @@ def finished(
 
 
 def run_python(args: list[str], threads: int | None) -> subprocess.CompletedProcess:
-    """Run python with these arguments, and --import of the optimizer's module if it has one."""
-    for optimizer, module in OPTIMIZER_MODULES.items():
-        if f"--optimizer={optimizer}" in args:
-            args = [*args, f"--import={module}"]
+    """Run python with these arguments. threads: of the run; None: PyTorch chooses."""
     env = dict(os.environ)
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
@@ -121,12 +116,10 @@ def code_of(flags: dict) -> dict[str, str]:
     modules = flags["import"].split(",") if "import" in flags else []
     if "variant" in flags:
         modules.append("lab.experiments.variants")
-    if flags.get("optimizer") in OPTIMIZER_MODULES:
-        modules.append(OPTIMIZER_MODULES[flags["optimizer"]])
     for module in modules:
         importlib.import_module(module)
     attentions = [flags.get("attention", "softmax"), flags.get("short_attention")]
-    return fingerprints([name for name in attentions if name in ATTENTION], modules)
+    return origin.fingerprints([name for name in attentions if name in ATTENTION], modules)
 
 
 def of_code(*rows: dict) -> str:

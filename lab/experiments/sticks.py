@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.forms import form_of
+from attention.forms import FORM
 from attention.scores import scores, visible
 from bench import interleaved, ratios
 from configurator import positive, run_script
-from lab.experiments.laser_precision import layers_of
 from lab.experiments.results import measured, show_table
 from lab.experiments.runs import finished, identity
 from lab.experiments.times import milliseconds
 from lab.ideas.scores import log_sticks
 from lab.ideas.stick_breaking import BLOCK, cut, walk
+from lab.look.probe import Probe
 from model import ATTENTION, GPT
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
@@ -39,6 +39,18 @@ repeats = 5  # rounds of the times
 RUN = "config/train_shakespeare_char_cpu.py --import=lab.ideas --attention=stick_breaking"
 RUN += " --position=none --block_size=512 --batch_size=2 --eval_iters=108"
 RUN += " --max_iters=1500 --lr_decay_iters=1500 --eval_interval=1500"
+
+
+def layers_of(gpt: GPT, idx: Tensor) -> list[tuple]:
+    """q, k and v of each layer, (1, H, T, D)."""
+    layers = []
+
+    def see(heads, q, k, v, **_) -> None:
+        layers.append((q, k, v))
+
+    with torch.no_grad():
+        gpt.eval().hidden(idx, Probe(see))
+    return layers
 
 
 def reach(q: Tensor, k: Tensor, scale: float) -> str:
@@ -78,7 +90,7 @@ def table(sizes: list[int]) -> dict:
     text = torch.from_numpy(ids.astype("int64"))
     forms = {
         "sdpa": partial(F.scaled_dot_product_attention, is_causal=True),
-        "sticks": form_of("stick_breaking", ATTENTION["stick_breaking"])[0],
+        "sticks": FORM["stick_breaking"].long(ATTENTION["stick_breaking"]),
     }
     rows = []
     for name, gpt in (("trained", trained), ("new", GPT(trained.config))):

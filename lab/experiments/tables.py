@@ -23,7 +23,6 @@ class Table:
     seeds: int = 3  # runs of each row
     first_seed: int = 1
     keep: tuple[str, ...] = ()  # curves to store, see runs.result_of
-    vocab_size: int = 65  # of the data set, for times
     name: str = ""  # its key in TABLES
 
     def base(self, row: str) -> str:
@@ -47,37 +46,30 @@ def rows_of(text: str) -> dict[str, dict]:
     return rows
 
 
-def each(flag: str, values: str, prefix: str = "") -> dict[str, dict]:
-    """A row for each value of a flag; its name is the value."""
-    return {prefix + value: {flag: value} for value in values.split()}
-
-
 def steps_of(n: int, evaluations: int = 1) -> dict:
     """The flags of a run of n steps."""
     return {"max_iters": n, "lr_decay_iters": n, "eval_interval": n // evaluations}
 
 
-LASER = {"attention": "laser"}
-BETA = {"attention": "beta"}
-SQUARED = {"attention": "beta_squared"}
-SHORT = {"heads": "SSSL", "window": 16}
-MIXED = {"short_attention": "softmax"} | SHORT
-CONV = {"conv": 4}
-LEARNED = {"decay": "learned"}
-GATE = {"after": "gate"}
-TWO = {"softmax": {}, "LASER": LASER}
-VARIANTS = {  # and the table differential, at tuned rates
-    "": {},
-    " + temperature": {"temperature": 0.7},  # the paper tunes it, and does not name what it found
-    " + temperature per dimension": {"per_dim_temperature": True},
-    " + QK-norm": {"qk_norm": "layernorm"},
-}
+TWO = rows_of("softmax:; LASER: --attention=laser")
+# the paper tunes the temperature, and does not name what it found
+LASER_VARIANTS = rows_of("""
+softmax:
+LASER: --attention=laser
+softmax + temperature: --temperature=0.7
+LASER + temperature: --attention=laser --temperature=0.7
+softmax + temperature per dimension: --import=lab.ideas.temperature --qk_norm=per_dim
+LASER + temperature per dimension: --attention=laser --import=lab.ideas.temperature \
+--qk_norm=per_dim
+softmax + QK-norm: --qk_norm=layernorm
+LASER + QK-norm: --attention=laser --qk_norm=layernorm
+""")
 # docs/choices.md has each row's paper, and where the choice is made
 CHOICES = rows_of("""
 GPT-2:
 # positions
 none: --position=none
-sinusoidal: --position=sinusoidal
+sinusoidal: --import=lab.ideas.positions --position=sinusoidal
 relative: --import=lab.ideas.positions --position=relative
 t5: --import=lab.ideas.positions --position=t5
 alibi: --position=alibi
@@ -85,7 +77,7 @@ rope: --position=rope
 rope S/S/L: --heads=S/S/L --window=16 --position=rope
 rope S/S/L nope_long: --heads=S/S/L --window=16 --position=rope --nope_long
 decay alibi: --decay=alibi
-decay learned: --decay=learned
+decay learned: --import=lab.ideas.positions --decay=learned
 conv 4: --conv=4
 # norms
 bias: --bias
@@ -98,16 +90,16 @@ parallel: --block=parallel
 gelu_exact: --mlp=gelu_exact
 relu: --mlp=relu
 relu2: --mlp=relu2
-swish: --mlp=swish
-elu: --mlp=elu
-selu: --mlp=selu
-sigmoid: --mlp=sigmoid
-softplus: --mlp=softplus
-glu: --mlp=glu
-reglu: --mlp=reglu
+swish: --mlp=silu
+elu: --import=lab.ideas.activations --mlp=elu
+selu: --import=lab.ideas.activations --mlp=selu
+sigmoid: --import=lab.ideas.activations --mlp=sigmoid
+softplus: --import=lab.ideas.activations --mlp=softplus
+glu: --import=lab.ideas.activations --mlp=glu
+reglu: --import=lab.ideas.activations --mlp=reglu
 geglu: --mlp=geglu
 swiglu: --mlp=swiglu
-liglu: --mlp=liglu
+liglu: --import=lab.ideas.activations --mlp=liglu
 # depth and width, with as many weights
 1 x 164: --n_layer=1 --n_embd=164 --n_head=4
 6 x 68: --n_layer=6 --n_embd=68 --n_head=4
@@ -121,7 +113,7 @@ dropout of weights alone: --attn_dropout=0.1
 # stability
 qk_norm layernorm: --qk_norm=layernorm
 qk_norm rmsnorm: --qk_norm=rmsnorm
-qk_norm l2: --qk_norm=l2
+qk_norm l2: --import=lab.ideas.norms --qk_norm=l2
 softcap: --attention=softcap
 logit_softcap 15: --logit_softcap=15
 z_loss: --z_loss=0.0001
@@ -129,8 +121,8 @@ zero_init: --zero_init
 untied: --tied=False
 # training
 muon: --optimizer=muon
-lamb: --optimizer=lamb --learning_rate=0.01
-nadamw: --optimizer=nadamw
+lamb: --import=lab.ideas.lamb --optimizer=lamb --learning_rate=0.01
+nadamw: --import=lab.ideas.lamb --optimizer=nadamw
 adam_eps 1e-24: --adam_eps=1e-24
 weight_decay 0: --weight_decay=0.0
 label_smoothing 0.1: --label_smoothing=0.1
@@ -185,12 +177,20 @@ nanoGPT's flags: --device=cpu --eval_iters=146 --eval_interval=2000 --log_interv
 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 \
 --lr_decay_iters=2000 --dropout=0.0 --sample_tokens=0
 """)
-WARMUP = {
-    f"{where} {rate:g} warm-up {n}": {"where": where, "learning_rate": rate, "warmup_iters": n}
-    for rate in (6e-3, 1e-3)
-    for where in ("pre", "post")
-    for n in (100, 0, 500)
-}
+WARMUP = rows_of("""
+pre 0.006 warm-up 100: --where=pre --learning_rate=0.006 --warmup_iters=100
+pre 0.006 warm-up 0: --where=pre --learning_rate=0.006 --warmup_iters=0
+pre 0.006 warm-up 500: --where=pre --learning_rate=0.006 --warmup_iters=500
+post 0.006 warm-up 100: --where=post --learning_rate=0.006 --warmup_iters=100
+post 0.006 warm-up 0: --where=post --learning_rate=0.006 --warmup_iters=0
+post 0.006 warm-up 500: --where=post --learning_rate=0.006 --warmup_iters=500
+pre 0.001 warm-up 100: --where=pre --learning_rate=0.001 --warmup_iters=100
+pre 0.001 warm-up 0: --where=pre --learning_rate=0.001 --warmup_iters=0
+pre 0.001 warm-up 500: --where=pre --learning_rate=0.001 --warmup_iters=500
+post 0.001 warm-up 100: --where=post --learning_rate=0.001 --warmup_iters=100
+post 0.001 warm-up 0: --where=post --learning_rate=0.001 --warmup_iters=0
+post 0.001 warm-up 500: --where=post --learning_rate=0.001 --warmup_iters=500
+""")
 # rows of Narang et al.'s table that no flag of train.py has
 NARANG = rows_of("""
 GPT-2:
@@ -215,30 +215,40 @@ beta_root: --variant=beta_root
 beta_l1: --variant=beta_l1
 beta_max: --variant=beta_max
 """)
+BEFORE = rows_of("""
+mean: --attention=mean
+bahdanau: --attention=bahdanau
+lecture: --attention=lecture
+""")
 QKV = rows_of("""
 muon: --optimizer=muon
 muon, q k v apart: --optimizer=muon --variant=qkv_apart
-lamb: --optimizer=lamb --learning_rate=0.01
-lamb, q k v apart: --optimizer=lamb --learning_rate=0.01 --variant=qkv_apart
+lamb: --import=lab.ideas.lamb --optimizer=lamb --learning_rate=0.01
+lamb, q k v apart: --import=lab.ideas.lamb --optimizer=lamb --learning_rate=0.01 \
+--variant=qkv_apart
 """)
 
-LINEAR = {
-    "softmax": {},
-    "softmax, conv": CONV,
-    "softmax, learned decay, conv": LEARNED | CONV,
-    "LS": SHORT,
-    "LS, conv": SHORT | CONV,
-    "beta": BETA,
-    "beta, decay": BETA | {"decay": "alibi"},
-    "beta, learned decay": BETA | LEARNED,
-    "beta, conv": BETA | CONV,
-    "beta, learned decay, conv": BETA | LEARNED | CONV,
-    "beta_squared, conv": SQUARED | CONV,
-    "beta_squared, learned decay, conv": SQUARED | LEARNED | CONV,
-    "softmax short, beta long, conv": MIXED | BETA | CONV,
-    "softmax short, beta_squared long": MIXED | SQUARED,
-    "softmax short, beta_squared long, conv": MIXED | SQUARED | CONV,
-}
+LINEAR = rows_of("""
+softmax:
+softmax, conv: --conv=4
+softmax, learned decay, conv: --import=lab.ideas.positions --decay=learned --conv=4
+LS: --heads=SSSL --window=16
+LS, conv: --heads=SSSL --window=16 --conv=4
+beta: --attention=beta
+beta, decay: --attention=beta --decay=alibi
+beta, learned decay: --attention=beta --import=lab.ideas.positions --decay=learned
+beta, conv: --attention=beta --conv=4
+beta, learned decay, conv: --attention=beta --import=lab.ideas.positions --decay=learned --conv=4
+beta_squared, conv: --attention=beta_squared --conv=4
+beta_squared, learned decay, conv: --attention=beta_squared --import=lab.ideas.positions \
+--decay=learned --conv=4
+softmax short, beta long, conv: --short_attention=softmax --heads=SSSL --window=16 \
+--attention=beta --conv=4
+softmax short, beta_squared long: --short_attention=softmax --heads=SSSL --window=16 \
+--attention=beta_squared
+softmax short, beta_squared long, conv: --short_attention=softmax --heads=SSSL --window=16 \
+--attention=beta_squared --conv=4
+""")
 AT_256 = {"block_size": 256, "batch_size": 3, "eval_iters": 145}
 FAST = (
     "beta, learned decay, conv",
@@ -256,7 +266,6 @@ LONG = {
     "min_lr": 3e-4,
     "warmup_iters": 50,
     "eval_iters": 40,
-    "log_logits": False,
 }
 
 
@@ -271,45 +280,49 @@ def linear(steps: int, only: tuple = tuple(LINEAR), window: int = 16, **other: o
     return Table(rows, steps=steps, **other)
 
 
-STICK = {"attention": "stick_breaking"}
-STICK_LASER = {"attention": "stick_laser"}
-V2 = {"after": "differential_v2", "n_head": 12, "head_dim": 16, "n_kv_head": 6}
-NOWHERE = {"position": "none"}
-RECENT = {"import": "lab.ideas.recent"}
-HYBRID = {"heads": "L/L/L/S", "short_attention": "softmax", "window": 255}  # sees all of 256
-IDEAS = {  # with RoPE, unless a row says something else; lab/ideas/scores.py has the papers
-    "softmax": {},
-    "LS": SHORT,
-    "stick-breaking": STICK,
-    "stick-breaking, no positions": STICK | NOWHERE,
-    "stick-breaking, LASER's log": STICK_LASER,
-    "differential V2": V2,
-    "stick-breaking, differential V2": STICK | V2,
-    "stick-breaking, differential V2, no positions": STICK | V2 | NOWHERE,
-    "stick-breaking, LASER's log, differential V2": STICK_LASER | V2,
-    "delta rule": {"attention": "delta_rule"},
-    "gate": GATE,
-    "gate per head": {"after": "gate_head"},
-    "XSA": {"after": "xsa"},
-    "XSA, learned strength": {"after": "xsa_learned"} | RECENT,
-    "LUCID": {"attention": "lucid"} | RECENT,
-    "stick-breaking, gate": STICK | GATE,
-    "sink": {"attention": "sink"},
-    "SSMax": {"attention": "ssmax"},
-    "softpick": {"attention": "softpick"},
-    "top 8": {"attention": "top_k"},
-    "LASER": LASER,
-    "LASER, learned temperature": {"attention": "laser_temperature"},
-    "beta": BETA,
-    "beta, learned number": {"attention": "beta_learned"},
-    "beta, gate": BETA | GATE,
-    "beta_squared": SQUARED,
-    "beta_squared, learned number": {"attention": "beta_squared_learned"},
-    "beta_squared, gate": SQUARED | GATE,
-    "softmax short, beta_squared long": MIXED | SQUARED,
-    "softmax short, beta_squared long, gate": MIXED | SQUARED | GATE,
-    "softmax short, beta_squared long, differential V2": MIXED | SQUARED | V2,
-}
+# With RoPE, unless a row says something else; lab/ideas/scores.py and after.py have the papers.
+# Differential V2 has twice the heads.
+IDEAS = rows_of("""
+softmax:
+LS: --heads=SSSL --window=16
+stick-breaking: --attention=stick_breaking
+stick-breaking, no positions: --attention=stick_breaking --position=none
+stick-breaking, LASER's log: --attention=stick_laser
+differential V2: --import=lab.ideas.after --attention=differential_v2 \
+--n_head=12 --head_dim=16 --n_kv_head=6
+stick-breaking, differential V2: --import=lab.ideas.after \
+--attention=stick_breaking_differential_v2 --n_head=12 --head_dim=16 --n_kv_head=6
+stick-breaking, differential V2, no positions: --import=lab.ideas.after \
+--attention=stick_breaking_differential_v2 --n_head=12 --head_dim=16 --n_kv_head=6 --position=none
+stick-breaking, LASER's log, differential V2: --import=lab.ideas.after \
+--attention=stick_laser_differential_v2 --n_head=12 --head_dim=16 --n_kv_head=6
+delta rule: --attention=delta_rule
+gate: --import=lab.ideas.after --attention=gate
+gate per head: --import=lab.ideas.after --attention=gate_head
+XSA: --import=lab.ideas.after --attention=xsa
+XSA, learned strength: --import=lab.ideas.after --attention=xsa_learned
+LUCID: --import=lab.ideas.recent --attention=lucid
+stick-breaking, gate: --import=lab.ideas.after --attention=stick_breaking_gate
+sink: --attention=sink
+SSMax: --attention=ssmax
+softpick: --attention=softpick
+top 8: --attention=top_k
+LASER: --attention=laser
+LASER, learned temperature: --attention=laser_temperature
+beta: --attention=beta
+beta, learned number: --attention=beta_learned
+beta, gate: --import=lab.ideas.after --attention=beta_gate
+beta_squared: --attention=beta_squared
+beta_squared, learned number: --attention=beta_squared_learned
+beta_squared, gate: --import=lab.ideas.after --attention=beta_squared_gate
+softmax short, beta_squared long: --short_attention=softmax --heads=SSSL --window=16 \
+--attention=beta_squared
+softmax short, beta_squared long, gate: --short_attention=softmax --heads=SSSL --window=16 \
+--attention=beta_squared --variant=after_gate
+softmax short, beta_squared long, differential V2: --short_attention=softmax --heads=SSSL \
+--window=16 --attention=beta_squared --variant=after_differential_v2 \
+--n_head=12 --head_dim=16 --n_kv_head=6
+""")
 BEST = (
     "softmax",
     "stick-breaking",
@@ -321,77 +334,97 @@ IMPORT = {"import": "lab.ideas"}
 ROPE = IMPORT | {"position": "rope"}
 
 
-def in_time(*steps: int, window: int = 16) -> dict[str, dict]:
-    """Softmax, LS, stick-breaking without positions, and both: so many steps of each."""
-    short = SHORT | {"window": window}
-    stick = STICK | NOWHERE
-    rows = {"softmax": {}, "LS": short, "stick-breaking": stick, "both": stick | short}
-    # with a shorter rise of the rate some seeds fail at high rates
-    each = zip(rows, steps, strict=True)
-    return {row: rows[row] | steps_of(n) | {"warmup_iters": n // 5} for row, n in each}
-
-
+# as many steps as fit into softmax's time; with a shorter rise of the rate some seeds fail
+EQUAL_256 = rows_of("""
+softmax: --max_iters=800 --lr_decay_iters=800 --eval_interval=800 --warmup_iters=160
+LS: --heads=SSSL --window=16 \
+--max_iters=825 --lr_decay_iters=825 --eval_interval=825 --warmup_iters=165
+stick-breaking: --attention=stick_breaking --position=none \
+--max_iters=405 --lr_decay_iters=405 --eval_interval=405 --warmup_iters=81
+both: --attention=stick_breaking --position=none --heads=SSSL --window=16 \
+--max_iters=504 --lr_decay_iters=504 --eval_interval=504 --warmup_iters=100
+""")
+EQUAL_NOVELS = rows_of("""
+softmax: --max_iters=400 --lr_decay_iters=400 --eval_interval=400 --warmup_iters=80
+LS: --heads=SSSL --window=50 \
+--max_iters=480 --lr_decay_iters=480 --eval_interval=480 --warmup_iters=96
+stick-breaking: --attention=stick_breaking --position=none \
+--max_iters=420 --lr_decay_iters=420 --eval_interval=420 --warmup_iters=84
+both: --attention=stick_breaking --position=none --heads=SSSL --window=50 \
+--max_iters=416 --lr_decay_iters=416 --eval_interval=416 --warmup_iters=83
+""")
 # LASER against softmax at two sizes: what is tuned is the learning rate of each row
-SIZES = {
-    "3 x 96": {"n_layer": 3, "n_head": 6, "n_embd": 96},
-    "4 x 128": {"n_layer": 4, "n_head": 8, "n_embd": 128},
-}
+SETTLED = rows_of("""
+softmax, 3 x 96: --n_layer=3 --n_head=6 --n_embd=96
+LASER, 3 x 96: --n_layer=3 --n_head=6 --n_embd=96 --attention=laser
+softmax, 4 x 128: --n_layer=4 --n_head=8 --n_embd=128
+LASER, 4 x 128: --n_layer=4 --n_head=8 --n_embd=128 --attention=laser
+""")
 AT_1000 = steps_of(1000, 10) | {"eval_iters": 73, "min_lr": 0.0}
-SETTLED = {f"{name}, {size}": SIZES[size] | flags for size in SIZES for name, flags in TWO.items()}
-FRESH = {  # at the rates that laser_settled and laser.py have found, with seeds that they have not
-    "4 x 128": SIZES["4 x 128"] | {"learning_rate": 5e-3},
-    "5 x 192": {"n_layer": 5, "n_head": 12, "n_embd": 192, "learning_rate": 2e-3},
-}
-ASPECT = {  # as many weights
-    "3 x 96": {"n_layer": 3, "n_embd": 96, "n_head": 6},
-    "1 x 164": CHOICES["1 x 164"],
-    "6 x 68": CHOICES["6 x 68"],
-    "12 x 48": CHOICES["12 x 48"],
-}
-LASER_VARIANTS = {
-    f"{attention}{change}": flags | more
-    for change, more in VARIANTS.items()
-    for attention, flags in TWO.items()
-}
-SHORT_50 = {"heads": "SSSL", "window": 50}
-NOVELS_1024 = {
-    "softmax": {},
-    "LASER": LASER,
-    "LS": SHORT_50,
-    "stick-breaking, no positions": STICK | NOWHERE | IMPORT,
-    "the same in softmax's time": STICK | NOWHERE | IMPORT | steps_of(373),
-    "differential V2": V2 | {"n_head": 16, "n_kv_head": 8} | IMPORT,
-}
+# at the rates that laser_settled and laser.py have found, with seeds that they have not
+FRESH = rows_of("""
+softmax, 4 x 128: --n_layer=4 --n_head=8 --n_embd=128 --learning_rate=0.005
+LASER, 4 x 128: --n_layer=4 --n_head=8 --n_embd=128 --learning_rate=0.005 --attention=laser
+softmax, 5 x 192: --n_layer=5 --n_head=12 --n_embd=192 --learning_rate=0.002
+LASER, 5 x 192: --n_layer=5 --n_head=12 --n_embd=192 --learning_rate=0.002 --attention=laser
+""")
+# as many weights
+ASPECT = rows_of("""
+3 x 96: --n_layer=3 --n_embd=96 --n_head=6
+1 x 164: --n_layer=1 --n_embd=164 --n_head=4
+6 x 68: --n_layer=6 --n_embd=68 --n_head=4
+12 x 48: --n_layer=12 --n_embd=48 --n_head=4
+""")
+NOVELS_1024 = rows_of("""
+softmax:
+LASER: --attention=laser
+LS: --heads=SSSL --window=50
+stick-breaking, no positions: --import=lab.ideas --attention=stick_breaking --position=none
+the same in softmax's time: --import=lab.ideas --attention=stick_breaking --position=none \
+--max_iters=373 --lr_decay_iters=373 --eval_interval=373
+differential V2: --import=lab.ideas.after --attention=differential_v2 \
+--n_head=16 --head_dim=16 --n_kv_head=8
+""")
+HYBRIDS = rows_of("""
+softmax:
+LS: --heads=SSSL --window=16
+beta, hybrid: --attention=beta --heads=L/L/L/S --short_attention=softmax --window=255
+beta_squared, hybrid: --attention=beta_squared --heads=L/L/L/S --short_attention=softmax \
+--window=255
+gated delta rule, hybrid: --import=lab.ideas.gated_delta --attention=gated_delta \
+--heads=L/L/L/S --short_attention=softmax --window=255
+softmax short, beta_squared long: --short_attention=softmax --heads=SSSL --window=16 \
+--attention=beta_squared
+""")
 
 
 TABLES = {
     "laser": Table(  # the LASER paper's tables 2, 4, 5 and 7
         LASER_VARIANTS,
         flags=steps_of(1500),
-        against={f"LASER{change}": f"softmax{change}" for change in VARIANTS},
+        against={row: row.replace("LASER", "softmax") for row in LASER_VARIANTS if "LASER" in row},
     ),
     "laser_settled": Table(
         SETTLED,
         flags=AT_1000,
-        against={
-            "LASER, 3 x 96": "softmax, 3 x 96",
-            "LASER, 4 x 128": "softmax, 4 x 128",
-            "softmax, 4 x 128": "softmax, 4 x 128",
-        },
+        against={row: row.replace("LASER", "softmax") for row in SETTLED},
         tune=(2.5e-3, 5e-3, 1e-2, 2e-2),
         seeds=8,
         keep=("val_loss",),
     ),
     "laser_fresh": Table(
-        {f"{name}, {size}": FRESH[size] | flags for size in FRESH for name, flags in TWO.items()},
+        FRESH,
         flags=AT_1000,
-        against={f"{name}, {size}": f"softmax, {size}" for size in FRESH for name in TWO},
+        against={row: row.replace("LASER", "softmax") for row in FRESH},
         seeds=8,
         first_seed=9,
         keep=("val_loss",),
     ),
     "differential": Table(
-        TWO, flags={"differential": True} | steps_of(1500), tune=(1.5e-3, 3e-3, 6e-3), seeds=5
+        rows_of("softmax: --attention=differential; LASER: --attention=differential_laser"),
+        flags={"import": "lab.ideas.differential"} | steps_of(1500),
+        tune=(1.5e-3, 3e-3, 6e-3),
+        seeds=5,
     ),
     "long_short": Table(  # as long_short.py has them
         {"long": {"heads": "L"}, "LS": {"heads": "SSSSSL", "window": 50}},
@@ -409,14 +442,14 @@ TABLES = {
     "nanogpt": Table(NANOGPT, "config/train_shakespeare_char.py"),
     "warmup": Table(WARMUP, flags=steps_of(1000)),
     "narang": Table(NARANG, flags=steps_of(1000)),
-    "maps": Table(MAPS, flags=BETA | {"position": "rope"} | steps_of(1000)),
+    "maps": Table(MAPS, flags={"attention": "beta", "position": "rope"} | steps_of(1000)),
     "qkv": Table(QKV, flags=steps_of(1000), against={row: row.split(",")[0] for row in QKV}),
     # the LASER paper's models
     "bert": Table(TWO, "lab/examples/bert.py", {"steps": 1000}, tune=(1e-3, 2e-3, 4e-3), seeds=8),
-    "vit": Table(TWO | {"beta": BETA}, "lab/examples/vit.py"),
+    "vit": Table(TWO | {"beta": {"attention": "beta"}}, "lab/examples/vit.py"),
     "conformer": Table(TWO, "lab/examples/conformer.py"),
     "before_attention": Table(
-        each("attention", "mean bahdanau lecture"),
+        BEFORE,
         "lab/examples/before_attention.py",
         {"picture": ""},
     ),
@@ -427,7 +460,7 @@ TABLES = {
         flags=AT_256,
     ),
     "ideas": Table(IDEAS, flags=ROPE, steps=1500),
-    "ideas_conv": Table(IDEAS, flags=ROPE | CONV, steps=1500),
+    "ideas_conv": Table(IDEAS, flags=ROPE | {"conv": 4}, steps=1500),
     "ideas_256": Table({row: IDEAS[row] for row in BEST}, flags=ROPE | AT_256, steps=1500),
     "novels": linear(  # n = 2048, after data/pg19/prepare.py
         400,
@@ -435,49 +468,37 @@ TABLES = {
         window=50,
         file=NOVELS,
         flags=LONG,
-        vocab_size=10000,
     ),
     "novels_1024": Table(
         NOVELS_1024,
         NOVELS,
         LONG | steps_of(400) | {"block_size": 1024, "batch_size": 2, "position": "rope"},
-        vocab_size=10000,
     ),
     "hybrids": Table(  # softmax in one layer of four
-        {
-            "softmax": {},
-            "LS": SHORT,
-            "beta, hybrid": BETA | HYBRID,
-            "beta_squared, hybrid": SQUARED | HYBRID,
-            "gated delta rule, hybrid": {"attention": "gated_delta"}
-            | HYBRID
-            | {"import": "lab.ideas.gated_delta"},
-            "softmax short, beta_squared long": MIXED | SQUARED,
-        },
-        flags=AT_256 | CONV | {"n_layer": 4, "position": "rope"} | steps_of(1000),
+        HYBRIDS,
+        flags=AT_256 | {"conv": 4, "n_layer": 4, "position": "rope"} | steps_of(1000),
     ),
     "differential_3e-3": Table(  # the table differential tunes the rate of each
-        {
-            "softmax": {},
-            "differential": {"differential": True},
-            "differential, LASER": {"differential": True} | LASER,
-        },
-        flags={"learning_rate": 3e-3} | steps_of(1500),
+        rows_of("""
+softmax:
+differential: --attention=differential
+differential, LASER: --attention=differential_laser
+"""),
+        flags={"import": "lab.ideas.differential", "learning_rate": 3e-3} | steps_of(1500),
         seeds=5,
     ),
     "equal_256": Table(  # each in softmax's time, at tuned rates
-        in_time(800, 825, 405, 504),
+        EQUAL_256,
         flags=ROPE | AT_256 | {"min_lr": 0.0},
         tune=(3e-3, 6e-3, 1.2e-2, 2.4e-2),
         seeds=8,
     ),
     "equal_novels": Table(
-        in_time(400, 480, 420, 416, window=50),
+        EQUAL_NOVELS,
         NOVELS,
         LONG | IMPORT | {"block_size": 1024, "position": "rope", "min_lr": 0.0},
         tune=(1.5e-3, 3e-3, 6e-3),
         seeds=5,
-        vocab_size=10000,
     ),
 }
 

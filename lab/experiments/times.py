@@ -8,15 +8,16 @@ import resource
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from bench import interleaved, medians, ratios, stopwatch
-from lab.experiments.runs import OPTIMIZER_MODULES, constants
+from lab.experiments.runs import constants
 from lab.experiments.variants import change
 from model import GPT, GPTConfig
-from training.optimizers import OPTIMIZER, Settings
+from training.optimizers import OPTIMIZER
 from training.run import DEFAULTS, model_args
 
 
@@ -73,15 +74,7 @@ def step_times(config_file: str, rows: dict, vocab_size: int, repeats: int, agai
     tasks = {}
     for name, flags in rows.items():
         gpt, chosen = model_of(config_file, flags, vocab_size)
-        if chosen["optimizer"] in OPTIMIZER_MODULES:
-            importlib.import_module(OPTIMIZER_MODULES[chosen["optimizer"]])
-        settings = Settings(
-            lr=chosen["learning_rate"],
-            betas=(chosen["beta1"], chosen["beta2"]),
-            weight_decay=chosen["weight_decay"],
-            eps=chosen["adam_eps"],
-        )
-        optimizers = OPTIMIZER[chosen["optimizer"]](gpt, settings)
+        optimizers = OPTIMIZER[chosen["optimizer"]](gpt, SimpleNamespace(**chosen))
         x = torch.randint(vocab_size, (chosen["batch_size"], chosen["block_size"]))
         tasks[name] = functools.partial(timed_step, gpt.train(), optimizers, x)
     rounds = interleaved(tasks, "cpu", repeats)

@@ -6,8 +6,8 @@
 This script runs train.py with a changed GPT. It takes all flags of train.py and --variant: names in
 VARIANT, separated by commas; without --variant it trains the model as it is. A variant is a
 function that changes a new GPT. The tables of compare.py that use it are narang ("Do Transformer
-Modifications Transfer Across Implementations and Applications?"), maps and qkv. Matrices of a
-variant begin as GPT-2's, normal with standard deviation 0.02, unless its docstring says otherwise.
+Modifications Transfer Across Implementations and Applications?"), maps, qkv and ideas. A variant's
+matrices begin as GPT-2's, normal with standard deviation 0.02, unless its docstring says otherwise.
 """
 
 import copy
@@ -22,9 +22,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from attention.fast import general_form
+from attention.scores import plain_form
 from configurator import names
 from errors import UserError
 from model import GPT
+from parts import Scheme
 
 # -----------------------------------------------------------------------------
 # Residual branches without norms
@@ -126,9 +129,10 @@ def shared(gpt: GPT) -> None:
     blocks = gpt.transformer.h
     first = blocks[0]
     for i in range(1, len(blocks)):
-        # shallow copies share all weights; a cache keeps k and v for each group
+        # shallow copies share all weights; a cache keeps the past of each copy
         attn = copy.copy(first.attn)
-        attn.groups = list(map(copy.copy, attn.groups))
+        attn.heads = list(map(copy.copy, attn.heads))
+        attn._modules = attn._modules | {"conv": copy.copy(attn.conv)}
         blocks[i] = copy.copy(first)
         blocks[i]._modules = first._modules | {"attn": attn}
 
@@ -155,7 +159,7 @@ class Apart(nn.Module):
                 part.load_state_dict({key: p[rows] for key, p in whole.state_dict().items()})
                 self.parts[name] = part
 
-    def forward(self, x):
+    def forward(self, x, context=None):
         outputs = []
         for name, n in self.sizes.items():
             if name in self.parts:
@@ -171,7 +175,7 @@ def qkv_apart(gpt: GPT) -> None:
         block.attn.c_attn = Apart(block.attn)
 
 
-class Synthesizer(nn.Module):
+class Synthesizer(Scheme):
     """Scores that depend on no key (Tay et al. 2020, section 3), instead of q k or added to it.
 
     dense: relu(q_i) W, with W (D, T) for each head: the query's token alone decides its scores of
@@ -187,29 +191,50 @@ class Synthesizer(nn.Module):
         rows = c.head_dim if dense else c.block_size
         self.table = nn.Parameter(0.02 * torch.randn(c.n_head, rows, c.block_size))
 
-    def forward(self, q, k, group, past):
-        """As a positions.Scheme: (q, k, what is added to the scores)."""
+    def forward(self, q, k, heads, past):
         end = past + q.shape[-2]
-        table = self.table[group.q, :, :end]
-        bias = F.relu(q) @ table.to(q.dtype) if self.dense else table[None, :, past:end]
-        return q if self.plus else torch.zeros_like(q), k, {"bias": bias}
+        rows = slice(None) if self.dense else slice(past, end)
+        return q, k, {"table": self.table[heads.queries, rows, :end]}
+
+    def wrap(self, definition: Callable) -> Callable:
+        """The definition, with other scores. It gets the `table` of its heads by name."""
+
+        def synthesized(s, seen, v, q, drop, table):
+            table = table[..., -s.shape[-1] :]  # a cache of short heads has the last keys alone
+            own = F.relu(q) @ table if self.dense else table
+            s = s + own if self.plus else own.expand_as(s)
+            return definition(s, seen, v, drop=drop)
+
+        return synthesized
 
 
 def synthesizer(gpt: GPT, dense: bool, plus: bool = False) -> None:
     """Every head is a Synthesizer. Without plus, unused queries and keys have no matrix."""
     c = gpt.config.resolved()
-    if c.scheme is not None:
-        raise UserError(
-            f"a Synthesizer cannot be combined with position={c.position!r}: use learned"
-        )
+    if c.scheme is not None or c.attention != "softmax":
+        raise UserError("a Synthesizer is for --attention=softmax and --position=learned")
     for block in gpt.transformer.h:
         attn = block.attn
-        attn.synthesizer = Synthesizer(c, dense, plus)
-        for group in attn.groups:
-            group.schemes = [attn.synthesizer, *group.schemes]
-            group.choose_form(c)
+        attn.position = Synthesizer(c, dense, plus)
+        for heads in attn.heads:
+            heads.has_position = True
+            heads.run = plain_form(attn.position.wrap(heads.definition))
         if not plus:
             attn.c_attn = Apart(attn, "qv" if dense else "v")
+
+
+# -----------------------------------------------------------------------------
+# Layers of lab/ideas/after.py, of mixed heads
+
+
+def after(gpt: GPT, name: str) -> None:
+    """A gate or differential V2 after short and long heads with an attention each."""
+    from lab.ideas.after import AFTER  # here, since it adds to model.ATTENTION
+
+    c = gpt.config.resolved()
+    for layer, block in enumerate(gpt.transformer.h):
+        block.attn = AFTER[name](c, layer).apply(gpt._init_weights)
+        nn.init.normal_(block.attn.c_proj.weight, std=0.02 / (2 * c.n_layer) ** 0.5)
 
 
 # -----------------------------------------------------------------------------
@@ -236,11 +261,11 @@ def beta_map(gpt: GPT, name: str) -> None:
         return drop(MAPS[name](fade(s).where(seen, 0.0))) @ v
 
     for block in gpt.transformer.h:
-        for group in block.attn.groups:
-            if group.name == "beta":
-                group.name = f"beta_{name}"
-                group.definition = attention
-                group.choose_form(gpt.config.resolved())
+        for heads in block.attn.heads:
+            if heads.name == "beta":
+                heads.definition = attention
+                heads.run = general_form(attention)
+                heads.sums = None
 
 
 # -----------------------------------------------------------------------------
@@ -255,6 +280,7 @@ VARIANT = {  # several variants are made in this order
     "synthesizer_dense_plus": partial(synthesizer, dense=True, plus=True),
     "synthesizer_random": partial(synthesizer, dense=False),
     "synthesizer_random_plus": partial(synthesizer, dense=False, plus=True),
+    **{f"after_{name}": partial(after, name=name) for name in ("gate", "differential_v2")},
     **{f"beta_{name}": partial(beta_map, name=name) for name in MAPS},
     "shared": shared,
     # weights and all that is computed with them (LASER paper, table 11)

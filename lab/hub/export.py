@@ -15,10 +15,10 @@ from typing import Literal
 
 from configurator import ROOT, run_script
 from errors import UserError, note, optional
+from lab.hub.families import USER
 from lab.hub.formats import export
 from lab.hub.tokenizer_json import fast
 from training import checkpoint, origin
-from training.pretrained import USER
 
 # What is exported, and where does it go?
 out_dir = "out"  # the folder of a run of train.py
@@ -28,7 +28,7 @@ custom = False  # also write the model's code: then every attention and choice c
 
 PACKAGE = "lab.hub."
 CODE = PACKAGE + "modeling_nanoattn"  # the module that transformers loads
-IMPORT = re.compile(r"^( *)from (\S+) import(.*)", re.MULTILINE)
+IMPORT = re.compile(r"^( *)from (\S+) import (.*)", re.MULTILINE)
 
 
 def code_files() -> dict[str, str]:
@@ -53,14 +53,17 @@ def code_files() -> dict[str, str]:
 def rewritten(line: re.Match) -> str:
     """An import as it stands in the exported folder: `from .x import y` for a file of ours.
 
-    Inside a function (GPT.from_pretrained) it becomes an error.
+    A module of a package, `from attention import scores`, has a longer name there. Inside a
+    function (GPT.from_pretrained) an import becomes an error.
     """
     indent, module, names = line.groups()
     if not path_of(module).exists():
         return line[0]
     if indent:
         return f'{indent}raise NotImplementedError("this needs the repository of the model")'
-    return f"from .{flat(module)} import{names}"
+    if path_of(f"{module}.{names}").exists():
+        return f"from . import {flat(module)}_{names} as {names}"
+    return f"from .{flat(module)} import {names}"
 
 
 def flat(module: str) -> str:
@@ -77,6 +80,8 @@ def main() -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--to={to} must name a folder that is empty or does not exist yet")
     optional("transformers", USER)
+
+    # the model
     from lab.hub.modeling_nanoattn import NanoattnForCausalLM
 
     path = checkpoint.path_of(out_dir, which)
@@ -86,6 +91,8 @@ def main() -> None:
         exported = NanoattnForCausalLM.of(model) if custom else export(model)
     except UserError as error:
         raise UserError(f"{error}. With --custom every model can be exported") from None
+
+    # its tokenizer
     try:
         tok = checkpoint.tokenizer_of(state)
         padding = [*range(tok.n_vocab, model.config.vocab_size)]  # ids that stand for no text
@@ -97,6 +104,7 @@ def main() -> None:
         for c in (exported.config, exported.generation_config):
             c.bos_token_id = c.eos_token_id = c.pad_token_id = tok.eot
         exported_tok.save_pretrained(to)
+
     exported.save_pretrained(to)
     if custom:
         for name, code in code_files().items():

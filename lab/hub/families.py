@@ -1,15 +1,75 @@
-"""Llama, Mistral and Qwen 3: importing this file adds these families of transformers' models.
+"""Models of the hub: a GPT-2, Llama, Mistral or Qwen 3 of transformers, as a GPT.
 
     python sample.py --import=lab.hub.families --init_from=owner/model
 
-In Python, `import lab.hub.families` comes before `GPT.from_pretrained`. training/pretrained.py
-explains what a Family is.
+The name is a folder or owner/model. In Python, `import lab.hub.families` comes before
+`GPT.from_pretrained`.
 """
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
-from errors import UserError
-from training.pretrained import FAMILIES, Family
+from errors import UserError, first_line, optional
+from text.tokenizers import GPT2_VOCAB_SIZE, PRETRAINED, GPT2Tokenizer, Tokenizer
+from training.pretrained import GPT2, SOURCES, gpt2_weights
+
+USER = "a model of Hugging Face"  # what needs the package transformers
+
+
+@dataclass
+class Family:
+    """How a model of transformers becomes a GPT; config is transformers' config of the model."""
+
+    # fields(config) -> the fields of GPTConfig; UserError for a choice that GPT does not have
+    fields: Callable
+    # weights(state_dict, config) -> a state dict of GPT, with the same numbers in other places
+    weights: Callable
+
+
+# -----------------------------------------------------------------------------
+# GPT-2
+
+# name in GPTConfig: name in GPT2Config
+GPT2_FIELDS = {
+    "block_size": "n_positions",
+    "vocab_size": "vocab_size",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+    "n_hidden": "n_inner",
+    "norm_eps": "layer_norm_epsilon",
+    "tied": "tie_word_embeddings",
+}
+# name in GPT2Config: name in parts.ACTIVATION
+ACTIVATIONS = {
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu": "gelu_exact",
+    "relu": "relu",
+}
+
+
+def gpt2_fields(config) -> dict:
+    activation = config.activation_function
+    if activation not in ACTIVATIONS:
+        raise UserError(
+            f"activation_function={activation!r} is not one of {', '.join(ACTIVATIONS)}"
+        )
+    if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
+        raise UserError(
+            "its attention scores are not scaled by 1 / sqrt(head width), as GPT-2's are"
+        )
+    fields = {ours: getattr(config, theirs) for ours, theirs in GPT2_FIELDS.items()}
+    return fields | {"mlp": ACTIVATIONS[activation]}
+
+
+# -----------------------------------------------------------------------------
+# Llama, Mistral, Qwen 3
 
 # name in GPTConfig: name in LlamaConfig, MistralConfig and Qwen3Config
 LLAMA_FIELDS = {
@@ -109,4 +169,95 @@ def paired(name: str, p: torch.Tensor, D: int) -> torch.Tensor:
     return p.unflatten(0, (-1, 2, D // 2)).transpose(1, 2).flatten(0, 2)
 
 
-FAMILIES |= dict.fromkeys(("llama", "mistral", "qwen3"), Family(llama_fields, llama_weights))
+# -----------------------------------------------------------------------------
+# any of them
+
+llama = Family(llama_fields, llama_weights)
+FAMILIES = {
+    "gpt2": Family(gpt2_fields, lambda state, config: gpt2_weights(state)),
+    "llama": llama,
+    "mistral": llama,
+    "qwen3": llama,
+}
+
+
+@contextlib.contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Turn errors of transformers, and of libraries below it, into a sentence with this name."""
+    try:
+        yield
+    except Exception as error:  # of several libraries
+        raise UserError(f"cannot load {name} through transformers: {first_line(error)}") from None
+
+
+def hub(name: str) -> tuple[dict, Callable]:
+    """(fields of GPTConfig, a function that reads the weights) of a folder or owner/model."""
+    transformers = optional("transformers", USER)
+    with loading(name):
+        config = transformers.AutoConfig.from_pretrained(name)
+        family = config.model_type
+        if family not in FAMILIES:
+            raise UserError(f"the family {family} is not one of {', '.join(FAMILIES)}")
+        return FAMILIES[family].fields(config), lambda: hub_state(name, config)
+
+
+def hub_state(name: str, config) -> dict:
+    """What checkpoint.model_of needs of a model that transformers loads: its name and weights."""
+    from transformers import AutoModelForCausalLM
+
+    with loading(name):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, output_loading_info=True
+        )
+        if missing := report["missing_keys"]:  # transformers fills them with random numbers
+            raise UserError(f"its file has no {min(missing)}")
+        weights = FAMILIES[config.model_type].weights(model.state_dict(), config)
+    return {"path": name, "model": weights}
+
+
+# -----------------------------------------------------------------------------
+# their tokenizers
+
+
+class HubTokenizer(Tokenizer):
+    """The tokenizer beside weights that have been loaded through transformers."""
+
+    meta = {"kind": "hub"}  # no data set has such tokens, so this kind is not in TOKENIZER
+
+    def __init__(self, name: str):
+        from transformers import AutoTokenizer
+
+        self._tok = AutoTokenizer.from_pretrained(name)
+        self.n_vocab = len(self._tok)
+        self.eot = self._tok.eos_token_id
+        gpt2_ids = [270, 338, 220, 17031, 2231]  # by which GPT-2's tokenizer is recognised
+        if self.n_vocab == GPT2_VOCAB_SIZE and self.encode("it's  12345") == gpt2_ids:
+            self.meta = GPT2Tokenizer.meta  # data sets may have these tokens
+
+    def encode(self, text):
+        return self._tok.encode(text)
+
+    def decode(self, ids):
+        return self._tok.decode(ids, skip_special_tokens=True)
+
+
+def hub_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer beside pretrained weights (a folder, or a name on the hub).
+
+    GPT-2's names get GPT-2's tokenizer, and so does a folder with weights only. Raises UserError
+    if such a folder's vocabulary does not have GPT-2's size.
+    """
+    if name in GPT2:
+        return GPT2Tokenizer()
+    if not os.path.isdir(name) or re.search("token|vocab", " ".join(os.listdir(name))):
+        return HubTokenizer(name)
+
+    fields, _ = hub(name)
+    n = fields["vocab_size"]
+    if n != GPT2_VOCAB_SIZE:
+        raise UserError(f"{name} has no tokenizer beside it, and its {n} tokens are not GPT-2's")
+    return GPT2Tokenizer()
+
+
+SOURCES["other"] = hub
+PRETRAINED["other"] = hub_tokenizer

@@ -3,10 +3,18 @@
 import torch
 
 from errors import UserError, optional
-from lab.hub.families import LLAMA_FIELDS
+from lab.hub.families import (
+    ACTIVATIONS,
+    FAMILIES,
+    GPT2_FIELDS,
+    LLAMA_FIELDS,
+    USER,
+    Family,
+    loading,
+)
 from model import GPT, GPTConfig
 from text.tokenizers import GPT2_VOCAB_SIZE
-from training.pretrained import ACTIVATIONS, FAMILIES, GPT2_FIELDS, TRAINING, USER, Family, loading
+from training.pretrained import TRAINING
 
 # the vocabulary has no such tokens
 NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -71,7 +79,8 @@ def family_of(c: GPTConfig) -> str:
 def choices(config: GPTConfig) -> dict:
     """The fields that a trained model depends on, with the default values filled in."""
     c = config.resolved()
-    fields = vars(c) | {"heads": "/".join(c.layer_heads(layer) for layer in range(c.n_layer))}
+    heads = "/".join(c.layer_heads(layer) for layer in range(c.n_layer))
+    fields = vars(c) | {"heads": heads, "rope_base": c.rope_base or 10000.0}
     return {name: value for name, value in fields.items() if name not in TRAINING}
 
 
@@ -93,7 +102,7 @@ def llama_args(c: GPTConfig, name: str) -> dict:
     args = {theirs: getattr(c, ours) for ours, theirs in LLAMA_FIELDS.items()}
     args |= NO_SPECIAL_TOKENS
     args["use_cache"] = True
-    args["rope_parameters"] = {"rope_type": "default", "rope_theta": c.rope_base}
+    args["rope_parameters"] = {"rope_type": "default", "rope_theta": c.rope_base or 10000.0}
     if name == "llama":
         return args | {"attention_bias": c.bias, "mlp_bias": c.bias}
     if c.window is not None:

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from attention.cache import Cache
-from attention.documents import Documents
+from attention.cache import Cache, Context
+from lab.ideas.documents import Documents
 from model import GPT, GPTConfig
 
 # arguments of other models of transformers that this one does not have
@@ -25,13 +25,16 @@ class NanoattnConfig(PretrainedConfig):
     def __init__(self, gpt: dict | None = None, **kwargs):
         self.gpt = gpt or {}
         c = GPTConfig(**self.gpt)
+
+        # by transformers' names
         self.vocab_size = c.vocab_size
         self.max_position_embeddings = c.block_size
         self.hidden_size = c.n_embd
         self.num_hidden_layers = c.n_layer
         self.num_attention_heads = c.n_head
-        # transformers reads _tied_weights_keys, below, only where this is True
-        kwargs["tie_word_embeddings"] = c.tied or (c.scheme is not None and c.scheme.shared)
+
+        # else transformers does not read _tied_weights_keys, below, which says what is tied
+        kwargs["tie_word_embeddings"] = True
         super().__init__(**kwargs)
 
 
@@ -83,6 +86,7 @@ def padding(mask: Tensor | None) -> Tensor | None:
     end = start + mask.sum(1, keepdim=True)
     position = torch.arange(mask.shape[1], device=mask.device)
     text = (position >= start) & (position < end)  # (B, T)
+
     if mask.dim() != 2 or not (text == mask).all() or not mask.any(1).all():
         raise ValueError(
             "attention_mask must be (batch, tokens), with one run of ones in each row: "
@@ -102,8 +106,10 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: NanoattnConfig):
         super().__init__(config)
         self.gpt = GPT(GPTConfig(**config.gpt))
+
+        # a weight that several modules share is saved once
         first = {}
-        self._tied_weights_keys = {}  # a weight that several modules share is saved once
+        self._tied_weights_keys = {}
         for name, p in self.state_dict(keep_vars=True).items():
             if p in first:
                 self._tied_weights_keys[name] = first[p]
@@ -158,10 +164,13 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
         for name in REFUSED:
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise ValueError(f"this model does not take {name}")
-        n = logits_to_keep or input_ids.shape[1]
-        past_key_values = kwargs.pop("cache", past_key_values)  # its name since transformers 5.24
+
+        # what was read before; its name is cache since transformers 5.24
+        past_key_values = kwargs.pop("cache", past_key_values)
         if past_key_values is None and use_cache and labels is None:
             past_key_values = NanoattnCache(self.gpt, input_ids, attention_mask)
+
+        n = logits_to_keep or input_ids.shape[1]
         if past_key_values is None:
             x = self.hidden(input_ids, attention_mask, n)
         elif isinstance(past_key_values, NanoattnCache):
@@ -170,6 +179,7 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"past_key_values must be what this model returned, not {type(past_key_values)}"
             )
+
         # GPT.predict gives the logits of each text's last token: here each token is a text
         logits = self.gpt.predict(x.flatten(0, 1)[:, None], None)[0].view(*x.shape[:2], -1)
         loss = None
@@ -193,12 +203,13 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"{max(n, T)} tokens do not fit: this model takes 1 to block_size={block_size}"
             )
+
         start = padding(mask)
         if start is None:
-            return self.gpt.hidden(ids)[:, -n:]
+            return self.gpt.hidden(ids, Context())[:, -n:]
         position = torch.arange(T, device=ids.device)
         position = torch.where(position < start, position, position - start)  # (B, T)
-        return self.gpt.hidden(ids, Documents(position), position)[:, -n:]
+        return self.gpt.hidden(ids, Documents(position))[:, -n:]
 
     @torch.no_grad()
     def next(self, ids: Tensor, mask: Tensor | None, n: int, past: NanoattnCache) -> Tensor:
@@ -207,12 +218,14 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
         past.ids = torch.cat((past.ids, ids), dim=1)
         block_size = self.gpt.config.block_size
         slides = past.get_seq_length() > block_size
+
         if slides and before and n > 1:
             raise ValueError(f"{n} tokens do not fit after {before}: block_size is {block_size}")
         if past.padded and mask is None:
             raise ValueError("texts with padding need their attention_mask with every new token")
+
         if past.cache is not None and not slides:
-            with past.cache.extended(*ids.shape):
+            with past.cache.adding(*ids.shape):
                 return self.gpt.hidden(ids, past.cache)[:, -n:]
         past.cache = None
         return self.hidden(past.ids, mask, n)

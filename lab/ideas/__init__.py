@@ -2,13 +2,25 @@
 
     python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas --attention=sink
 
-scores.py          attentions that are functions of scores, and a pair of heads: --import=lab.ideas
-recent.py          LUCID, and XSA with a learned strength: --import=lab.ideas.recent
-entmax.py          the attention entmax15: --import=lab.ideas.entmax
-gated_delta.py     Gated DeltaNet, a layer of its own: --import=lab.ideas.gated_delta
-positions.py       Shaw's and T5's positions: --import=lab.ideas.positions
-lamb.py            the optimizers LAMB and NAdamW: --import=lab.ideas.lamb
-stick_breaking.py  the fast form of stick-breaking, which scores.py imports
+Attentions, for --attention=
+scores.py          functions of scores: --import=lab.ideas
+recent.py          LUCID: --import=lab.ideas.recent
+entmax.py          entmax15: --import=lab.ideas.entmax
+differential.py    differential attention, a layer: --import=lab.ideas.differential
+after.py           NAME_gate, NAME_xsa, NAME_differential_v2 and others, layers of any attention
+                   NAME: --import=lab.ideas.after
+gated_delta.py     Gated DeltaNet, a layer: --import=lab.ideas.gated_delta
+stick_breaking.py  the fast code of stick-breaking, which scores.py imports
+
+Other choices
+positions.py       --position=relative, t5 or sinusoidal, and --decay=learned:
+                   --import=lab.ideas.positions
+temperature.py     --qk_norm=per_dim: --import=lab.ideas.temperature
+norms.py           --qk_norm=l2: --import=lab.ideas.norms
+activations.py     --mlp=elu, reglu and others: --import=lab.ideas.activations
+lamb.py            --optimizer=lamb or nadamw: --import=lab.ideas.lamb
+packed.py          no token sees another document of its window: --import=lab.ideas.packed
+documents.py       the windows of several documents that packed.py trains on
 
 Python imports this file before any other of the folder, so each of these flags adds what scores.py
 adds as well.

@@ -19,11 +19,14 @@ class Entmax15(torch.autograd.Function):
     @staticmethod
     def forward(ctx, s):
         s = (s - s.amax(-1, keepdim=True)) / 2
-        tau = -torch.ones_like(s[..., :1])  # too small, and Newton's steps never make it too large
+
+        # tau begins too small, and Newton's steps never make it too large
+        tau = -torch.ones_like(s[..., :1])
         halvings = math.log2(s.shape[-1]) / 2  # of tau, where all scores are equal
         for _ in range(5 + math.ceil(halvings)):
             x = (s - tau).clamp(min=0)
             tau += (x.square().sum(-1, keepdim=True) - 1) / (2 * x.sum(-1, keepdim=True))
+
         root = (s - tau).clamp(min=0)
         ctx.save_for_backward(root)
         return root.square()

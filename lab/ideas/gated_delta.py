@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention.cache import Cache
-from attention.documents import Documents
+from attention.cache import Context
 from attention.fast import CHUNK
 from attention.scores import at_least_float32
-from choices import RMSNorm, ShortConv
+from lab.ideas.documents import Documents
 from model import ATTENTION
+from parts import RMSNorm, ShortConv
 
 LEAST_LOG_ALPHA = -40.0  # e^-40 is lost in the rounding of a float64; log 0 would give NaN
 
@@ -64,11 +64,13 @@ def chunked(q, k, v, beta, log_alpha, S: Tensor) -> tuple[Tensor, Tensor]:
         fade = (g - g.mT).clamp(max=0).exp().tril()  # (B, H, c, c)
         from_start = g.exp()
         to_end = (g[:, :, -1:] - g).exp()
+
+        # unitriangular: only what is below the diagonal of the system is read
         erased = beta * k
         system = erased @ k.mT * fade
         u = beta * v - from_start * erased @ S
-        # unitriangular: only what is below the diagonal of the system is read
         u = torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
+
         y = from_start * q @ S + q @ k.mT * fade @ u
         outputs.append(y)
         S = from_start[:, :, -1:] * S + (to_end * k).mT @ u
@@ -78,7 +80,7 @@ def chunked(q, k, v, beta, log_alpha, S: Tensor) -> tuple[Tensor, Tensor]:
 class GatedDelta(nn.Module):
     """The layer. c: a GPTConfig with its defaults filled in.
 
-    A cache keeps the layer's state in cache.state, (B, H, D, D) in float32 or wider.
+    A cache keeps the layer's state in its `state`, (B, H, D, D) in float32 or wider.
     """
 
     uses = ("head_dim", "conv")  # the fields of GPTConfig that it reads, beside sizes
@@ -88,46 +90,46 @@ class GatedDelta(nn.Module):
         super().__init__()
         H, D = c.n_head, c.head_dim
         self.sizes = H, D
+
         self.c_attn = nn.Linear(c.n_embd, 4 * H * D, bias=c.bias)  # q, k, v and the output's gate
         self.c_rates = nn.Linear(c.n_embd, 2 * H, bias=False)  # w_b and w_a
         self.conv = ShortConv(3 * H * D, c.conv) if c.conv else None
+
         self.log_A = nn.Parameter(torch.empty(H).uniform_(1, 16).log())
         self.dt = nn.Parameter(torch.empty(H).uniform_(-6.9, -2.26))  # softplus: 0.001 to 0.1
+
         self.ln_head = RMSNorm(D, eps=1e-5)
         self.c_proj = nn.Linear(H * D, c.n_embd, bias=c.bias)
         self.resid_dropout = nn.Dropout(c.dropout)
 
-    @property
-    def flops_per_token(self) -> int:
-        """FLOPs of `chunked` for a token, forward, without those of Linears.
-
-        A multiply-add counts as two. For a head: 2 c D each for q k^T, k k^T and the weights' sum,
-        c D for the system, 2 D^2 each for q S, k S and k^T u.
-        """
-        H, D = self.sizes
-        return H * D * (7 * CHUNK + 6 * D)
-
     def forward(self, x, context=None):
-        """x (B, T, C) -> (B, T, C). context: what x sees besides itself, a Cache or Documents."""
+        """x (B, T, C) -> (B, T, C). context: an attention.cache.Context."""
         H, D = self.sizes
+        context = context or Context()
+
         qkv, gate = self.c_attn(x).split((3 * H * D, H * D), dim=-1)
         if self.conv is not None:
             qkv = self.conv(qkv, context)
         rates = self.c_rates(x)
+
         with torch.autocast(x.device.type, enabled=False):
+            # queries and keys of length 1, and values
             qkv = F.silu(at_least_float32(qkv)).unflatten(-1, (3, H, D))
             qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
             q, k = F.normalize(qkv[:2], dim=-1)
+
+            # how much is written, and what stays; nothing does where a document begins
             b, a = at_least_float32(rates).chunk(2, dim=-1)  # (B, T, H) each
+            beta = b.sigmoid().mT[..., None]
             log_alpha = -self.log_A.exp() * F.softplus(a + self.dt)
-            if isinstance(context, Documents):  # alpha is 0 where a document begins
+            if isinstance(context, Documents):
                 log_alpha = log_alpha.masked_fill(context.pos[..., None] == 0, -math.inf)
             log_alpha = log_alpha.clamp(min=LEAST_LOG_ALPHA).mT[..., None]
-            beta = b.sigmoid().mT[..., None]
-            states = context.state if isinstance(context, Cache) else {}
-            before = states.get(self, q.new_zeros(len(x), H, D, D))
+
+            before = context.state.get(self, q.new_zeros(len(x), H, D, D))
             form = one_token if x.shape[1] == 1 else chunked
-            y, states[self] = form(q, k, qkv[2], beta, log_alpha, before)
+            y, context.state[self] = form(q, k, qkv[2], beta, log_alpha, before)
+
         y = self.ln_head(y).transpose(1, 2).flatten(2)  # (B, T, H D)
         y = y.to(x.dtype) * F.silu(gate)
         return self.resid_dropout(self.c_proj(y))

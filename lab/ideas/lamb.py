@@ -4,10 +4,11 @@
 """
 
 import math
+from types import SimpleNamespace
 
 import torch
 
-from training.optimizers import OPTIMIZER, Settings, adam_settings
+from training.optimizers import OPTIMIZER, adam_settings
 
 
 class Lamb(torch.optim.Optimizer):
@@ -41,11 +42,14 @@ class Lamb(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
+
                 state = self.state[p]
                 if not state:
                     state |= {"step": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
                 state["step"] += 1
                 t = state["step"]
+
+                # Adam's update, and how long it should be
                 m = state["m"].lerp_(p.grad, 1 - b1)
                 v = state["v"].lerp_(p.grad.square(), 1 - b2)
                 r = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + group["eps"])
@@ -56,14 +60,14 @@ class Lamb(torch.optim.Optimizer):
                 p.sub_(group["lr"] * ratio * u)
 
 
-def lamb(model: torch.nn.Module, s: Settings) -> list[Lamb]:
-    return [Lamb(**adam_settings(list(model.parameters()), s))]
+def lamb(model: torch.nn.Module, c: SimpleNamespace) -> list[Lamb]:
+    return [Lamb(**adam_settings(list(model.parameters()), c))]
 
 
-def nadamw(model: torch.nn.Module, s: Settings) -> list[torch.optim.NAdam]:
+def nadamw(model: torch.nn.Module, c: SimpleNamespace) -> list[torch.optim.NAdam]:
     """AdamW with Nesterov's momentum (Dozat 2016), which is beta1 in all steps, as in optax."""
     nadam = torch.optim.NAdam(
-        **adam_settings(list(model.parameters()), s),
+        **adam_settings(list(model.parameters()), c),
         momentum_decay=math.inf,  # the momentum of step t is beta1 (1 - 0.96^(t inf) / 2) = beta1
         decoupled_weight_decay=True,
     )

@@ -1,23 +1,25 @@
-"""Two positions for short texts, by distances between tokens: Shaw's vectors and T5's numbers.
+"""Shaw's and T5's positions, by distances between tokens; ALiBi's slopes, learned; sinusoids.
 
     python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas.positions --position=t5
 
-and --position=relative.
+and --position=relative, --position=sinusoidal, --decay=learned.
 
-Both give the attention a bias, so memory grows with T^2. Shapes: B batch, H heads, T time, Tq
-queries, D head width, Dv width of values.
+Shaw's and T5's are for short texts: they change each score, so time and memory grow with T^2, in
+short heads and in beta too. Importing this file adds them to parts.POSITION and parts.DECAY.
+Shapes: B batch, H heads, T time, Tq queries, D head width.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from attention.scores import at_least_float32, distances, plain_form
-from attention.trial import alike, fixed_inputs
-from positions import POSITION, Scheme
+from attention.scores import distances, has_argument, plain_form
+from errors import UserError
+from parts import DECAY, POSITION, ALiBi, Scheme, turns
 
 # -----------------------------------------------------------------------------
 # Shaw
@@ -26,75 +28,70 @@ from positions import POSITION, Scheme
 class Relative(Scheme):
     """Adds a learned vector for each distance to the keys, and another one to the values.
 
-    s_ij = q_i (k_j + a_k[i - j]), where q_i a_k is computed apart, as a bias, and
-    y_i = sum_j w_ij (v_j + a_v[i - j]) (Shaw et al. 2018, equations 3 to 5). Distances above
-    max_distance share a vector. For short texts: memory grows with T^2, long heads' time with T^3.
+    s_ij = q_i (k_j + a_k[i - j]) and y_i = sum_j w_ij (v_j + a_v[i - j]) (Shaw et al. 2018,
+    equations 3 to 5). Distances above max_distance share a vector. Long heads' time grows with T^3.
     """
 
-    biased = True
-    defaults = {"max_distance": 16}  # the paper's
+    max_distance = 16  # the paper's
 
     def __init__(self, c):
         super().__init__()
-        n = c.max_distance + 1
-        D = c.head_dim
+        n = self.max_distance + 1
         self.scale = c.scale
-        self.k = nn.Parameter(0.02 * torch.randn(n, D))
-        self.v = nn.Parameter(0.02 * torch.randn(n, 2 * D if c.differential else D))
+        self.k = nn.Parameter(0.02 * torch.randn(n, c.head_dim))
+        self.v = nn.Parameter(0.02 * torch.randn(n, c.head_dim))
 
-    @staticmethod
-    def refuses(c, definitions):
-        for name, definition in definitions.items():
-            yield (
-                not linear_in_values(definition),
+    def forward(self, q, k, heads, past):
+        return q, k, {"vectors": (self.k, self.v)}
+
+    def place(self, distance: Tensor) -> Tensor:
+        """Which of the n vectors belongs to a distance i - j."""
+        return distance.clamp(0, self.max_distance)
+
+    def wrap(self, definition):
+        if not linear_in_values(definition):
+            raise UserError(
                 "position='relative' adds a vector to the values for each distance: the attention "
-                f"must be linear in its values, and {name} is not. Use rope, alibi, t5, learned, "
-                "sinusoidal or none",
+                f"must be linear in its values, and {definition.__name__} is not. Use rope, alibi, "
+                "t5, learned, sinusoidal or none"
             )
 
-    def forward(self, q, k, group, past):
-        T = q.shape[-2]
-        by_distance = self.scale * (q @ self.k.to(q.dtype).mT)  # (B, H, T, n)
-        index = self.place(T, past + T, q.device)
-        bias = by_distance.gather(-1, index.expand(*q.shape[:2], -1, -1))  # (B, H, T, past + T)
-        around = functools.partial(with_vectors, self.v, self.place)
-        return q, k, {"bias": bias, "around": around}
+        @functools.wraps(definition)
+        def with_vectors(s, seen, v, *, q, vectors=None, **arguments):
+            if has_argument(definition, "q"):
+                arguments["q"] = q
+            if vectors is None:
+                return definition(s, seen, v, **arguments)
+            of_keys, of_values = vectors
+            Tq, T = s.shape[-2:]
 
-    def place(self, Tq: int, T: int, device: torch.device) -> Tensor:
-        """Which of the n vectors belongs to query i and key j, (Tq, T)."""
-        return distances(Tq, T, device).clamp(0, len(self.k) - 1)
+            # scores
+            place = self.place(distances(Tq, T, s.device)).expand_as(s)
+            q = q[..., -of_keys.shape[-1] :]  # without the dimensions that a decay puts before it
+            by_place = self.scale * q @ of_keys.to(q.dtype).mT  # (B, H, Tq, n)
+            s = s + by_place.gather(-1, place)
 
+            # values: an attention turns the identity into its weights
+            identity = torch.eye(T, device=v.device, dtype=v.dtype).expand(*v.shape[:-1], -1)
+            y = definition(s, seen, torch.cat((v, identity), dim=-1), **arguments)
+            y, weights = y.split((v.shape[-1], T), dim=-1)
+            of_place = torch.zeros_like(by_place, dtype=y.dtype).scatter_add(-1, place, weights)
+            repeats = v.shape[-1] // of_values.shape[-1]  # 2 where a pair of heads shares a value
+            return y + of_place @ of_values.to(y.dtype).repeat(1, repeats)
 
-def with_vectors(vectors: Tensor, place: Callable, definition: Callable) -> Callable:
-    """A definition that is linear in its values, with vectors (n, Dv) added to the values.
-
-    place: Relative.place.
-    """
-
-    def run(s, seen, v, **arguments):
-        y = definition(s, seen, with_one_hot(v), **arguments)
-        y, weights = y.split((v.shape[-1], v.shape[-2]), dim=-1)
-        index = place(*s.shape[-2:], s.device).expand_as(weights)  # (B, H, Tq, T)
-        n = len(vectors)
-        by_place = weights.new_zeros(*weights.shape[:-1], n).scatter_add(-1, index, weights)
-        return y + by_place @ vectors.to(y.dtype)  # (B, H, Tq, n) @ (n, Dv)
-
-    return run
-
-
-def with_one_hot(v: Tensor) -> Tensor:
-    """[v | I], (B, H, T, Dv + T), in float32 or wider: an attention turns I into its weights."""
-    one_hot = torch.eye(v.shape[-2], device=v.device, dtype=v.dtype).expand(*v.shape[:-1], -1)
-    return at_least_float32(torch.cat((v, one_hot), dim=-1))
+        # it is called with q too
+        parameters = {**inspect.signature(definition).parameters}
+        parameters.setdefault("q", inspect.Parameter("q", inspect.Parameter.KEYWORD_ONLY))
+        with_vectors.__signature__ = inspect.Signature([*parameters.values()])
+        return with_vectors
 
 
 @functools.cache
 def linear_in_values(definition: Callable) -> bool:
-    """Whether y is linear in v."""
-    plain = plain_form(definition)
-    q, k, v = fixed_inputs(1, definition)
-    other = v.flip(-2)
-    return alike(plain(q, k, v + other), plain(q, k, v) + plain(q, k, other))
+    """Whether y of 2 v is 2 y, on a few numbers."""
+    attend = plain_form(definition)
+    q, k, v = torch.arange(60.0, device="cpu").sin().view(3, 1, 1, 5, 4)
+    return torch.allclose(attend(q, k, 2 * v), 2 * attend(q, k, v))
 
 
 # -----------------------------------------------------------------------------
@@ -104,36 +101,39 @@ def linear_in_values(definition: Callable) -> bool:
 class T5(Scheme):
     """Adds a learned number per head and bucket of distances to the scores (Raffel et al. 2019).
 
-    Section 2.1. Memory grows with T^2.
+    Section 2.1. Layers share the numbers, which FSDP cannot: several processes need --parallel=ddp.
     """
 
-    biased = True
-    shared = True
-    defaults = {"max_distance": 128}  # the paper's
+    max_distance = 128  # the paper's
     buckets = 32
 
     def __init__(self, c):
         super().__init__()
-        self.table = nn.Embedding(self.buckets, c.n_head)
-        bucket = t5_bucket(torch.arange(c.max_distance + 1), c.max_distance)
-        self.register_buffer("bucket", bucket, persistent=False)
+        # c is one object for all layers of a model
+        self.table = vars(c).setdefault("t5_table", nn.Embedding(self.buckets, c.n_head))
 
-    @classmethod
-    def refuses(cls, c, definitions):
-        least = cls.buckets // 2 + 1
-        yield (
-            c.max_distance is not None and c.max_distance < least,
-            f"max_distance={c.max_distance} must be at least {least} for position='t5'",
-        )
-        yield from super().refuses(c, definitions)
+    def forward(self, q, k, heads, past):
+        return q, k, {"by_bucket": self.table.weight.T[heads.numbers]}  # (H, buckets)
 
-    def forward(self, q, k, group, past):
-        T = q.shape[-2]
-        end = past + T
-        distance = torch.arange(end, device=q.device).clamp(max=len(self.bucket) - 1)
-        by_distance = self.table(self.bucket[distance]).T[group.q]  # (H, past + T)
-        index = distances(T, end, q.device).clamp(min=0)  # (T, past + T)
-        return q, k, {"bias": by_distance[None, :, index]}  # (1, H, T, past + T)
+    def place(self, distance: Tensor) -> Tensor:
+        """The bucket of a distance i - j."""
+        return t5_bucket(distance.clamp(min=0), self.max_distance)
+
+    def wrap(self, definition):
+        if has_argument(definition, "fade"):
+            raise UserError(
+                "position='t5' adds a number to scores, so that far keys can weigh less. In "
+                f"{definition.__name__} a low score is no small weight, but a negative or a large "
+                "one: use alibi or rope"
+            )
+
+        @functools.wraps(definition)
+        def with_buckets(s, seen, v, *, by_bucket=None, **arguments):
+            if by_bucket is not None:
+                s = s + by_bucket[:, self.place(distances(*s.shape[-2:], s.device))]
+            return definition(s, seen, v, **arguments)
+
+        return with_buckets
 
 
 def t5_bucket(distance: Tensor, max_distance: int) -> Tensor:
@@ -144,5 +144,47 @@ def t5_bucket(distance: Tensor, max_distance: int) -> Tensor:
     return torch.where(distance < exact, distance, wide.clamp(max=T5.buckets - 1))
 
 
-POSITION["relative"] = (None, Relative)
-POSITION["t5"] = (None, T5)
+# -----------------------------------------------------------------------------
+# ALiBi
+
+
+class LearnedALiBi(ALiBi):
+    """ALiBi with slopes that begin at ALiBi's and are trained, for each head and layer."""
+
+    def __init__(self, c):
+        super().__init__(c)
+        self.log_slopes = nn.Parameter(self.slopes.log())
+
+    def slopes_of(self, heads):
+        return self.log_slopes[heads.numbers].exp()
+
+
+# -----------------------------------------------------------------------------
+# sinusoids
+
+
+class Sinusoids(nn.Module):
+    """p[2i] = sin(pos / 10000^(2i / C)), p[2i + 1] = cos of it (Vaswani et al. 2017, section 3.5).
+
+    Before these are added, the token embedding is multiplied by sqrt(C) (section 3.4).
+    """
+
+    def __init__(self, c):
+        super().__init__()
+        self.register_buffer("table", torch.empty(0, c.n_embd), persistent=False)
+        self.resize(c.block_size)
+
+    def forward(self, x, pos):
+        return x * x.shape[-1] ** 0.5 + self.table[pos].to(x.dtype)
+
+    def resize(self, block_size: int) -> None:
+        turn = turns(0, block_size, self.table.shape[1], 10000.0, self.table.device)
+        self.table = turn.flip(-1).flatten(1).to(self.table)  # (n, C / 2, 2) -> (n, C)
+
+
+POSITION |= {
+    "sinusoidal": (Sinusoids, None),
+    "relative": (None, Relative),
+    "t5": (None, T5),
+}
+DECAY["learned"] = LearnedALiBi

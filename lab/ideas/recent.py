@@ -1,16 +1,13 @@
-"""Two ideas of 2026: LUCID, and XSA with a learned strength.
+"""An idea of 2026: LUCID.
 
     python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas.recent --attention=lucid
 
-and --after=xsa_learned.
-
-Importing this file adds them to model.ATTENTION and to choices.AFTER.
+Importing this file adds it to model.ATTENTION.
 """
 
 import torch
 from torch.nn import functional as F
 
-from choices import AFTER, Exclusive
 from lab.ideas.scores import with_updates
 from model import ATTENTION
 
@@ -25,16 +22,4 @@ def lucid_attention(s, seen, v, k):
     return with_updates(s.where(seen, -torch.inf).softmax(-1), seen, system, v)
 
 
-class LearnedExclusive(Exclusive):
-    """y - tanh(a) (y . v^) v^: XSA (arXiv 2603.09078) with a strength of each head, from 0."""
-
-    def __init__(self, c):
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.zeros(c.n_head, 1, 1))
-
-    def forward(self, y, x, v):
-        return y.lerp(super().forward(y, x, v), self.a.tanh().to(y.dtype))
-
-
 ATTENTION["lucid"] = lucid_attention
-AFTER["xsa_learned"] = LearnedExclusive

@@ -1,10 +1,9 @@
-"""Ideas of later papers: each is a function of scores, or a module after attention.
+"""Ideas of later papers: each is a function of scores.
 
     python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas --attention=sink
 
-Importing this file adds them to model.ATTENTION and to choices.AFTER; a file of your own does the
-same. model.py explains the arguments of a definition, choices.py a module after attention.
-lab/experiments/results/ideas.md has their losses.
+Importing this file adds them to model.ATTENTION; a file of your own does the same. model.py
+explains the arguments of a definition. lab/experiments/results/ideas.md has their losses.
 
 Not here, since they are no functions of scores: value residuals (arXiv 2410.17897;
 docs/attention.md) and nGPT (2410.01131) change the residual stream, MLA (2405.04434) the
@@ -17,16 +16,14 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from attention.fast import general_form, laser_by_exp
+from attention.fast import general_form, laser_by_exp, sdpa, windowed
 from attention.forms import FORM, Form
 from attention.scores import learned, of_token
-from choices import AFTER
-from errors import UserError
 from lab.ideas.stick_breaking import stick_breaking
-from model import ATTENTION
+from model import ATTENTION, laser_attention
 
 
 def sink_attention(s, seen, v, drop, b=learned(0.0)):
@@ -126,13 +123,12 @@ def laser_temperature_attention(s, seen, v, t=learned(1.0)):
     return (log_weights[..., None] + t * v[..., None, :, :]).logsumexp(-2) / t[..., 0]
 
 
-def by_laser(short: bool, definition: Callable) -> Callable:
-    """The form of LASER with a temperature, which is LASER's of t v."""
-    laser = FORM["laser"].short if short else FORM["laser"].long
-    attend = laser(ATTENTION["laser"])
+def by_laser(mean: Callable, definition: Callable) -> Callable:
+    """The code of LASER with a temperature, which is LASER's of t v. mean: see laser_by_exp."""
+    laser = laser_by_exp(mean, laser_attention)
 
     def with_temperature(q, k, v, *, t=1.0, **settings):
-        return attend(q, k, t * v, **settings) / t
+        return (laser(q, k, t * v, **settings) / t).to(v.dtype)
 
     return with_temperature
 
@@ -157,8 +153,10 @@ def with_updates(weights: Tensor, seen: Tensor, system: Tensor, v: Tensor) -> Te
     weights = weights.where(seen, 0.0)  # (B, H, Tq, T)
     if seen[..., 0].all():  # every query sees all keys before its own: all share a system
         return weights @ torch.linalg.solve_triangular(system, v, upper=False)
+
+    # a system for each query's own keys: slow
     identity = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device)
-    both = seen[..., :, None] & seen[..., None, :]  # a system for each query's own keys: slow
+    both = seen[..., :, None] & seen[..., None, :]
     systems = torch.where(both, system[..., None, :, :], identity)  # (B, H, Tq, T, T)
     values = v[..., None, :, :].expand(*weights.shape, -1)  # (B, H, Tq, T, Dv)
     updates = torch.linalg.solve_triangular(systems, values, upper=False)
@@ -175,35 +173,11 @@ def gated_delta_rule_attention(s, seen, v, k, b=of_token(0.0), f=of_token(4.0)):
     unit = F.normalize(k, dim=-1)
     c = F.logsigmoid(f).cumsum(-2)
     fade = (c - c.mT).clamp(max=0).exp()  # (B, H, T, T): from key l to key j
+
     identity = torch.eye(k.shape[-2], dtype=s.dtype, device=s.device)
     system = (b.sigmoid() * (unit @ unit.mT) * fade).tril(-1) + identity
     weights = s / length.mT * fade[..., -s.shape[-2] :, :]
     return with_updates(weights, seen, system, b.sigmoid() * v)
-
-
-class DifferentialV2(nn.Module):
-    """y_2i - sigmoid(x w_i) y_2i+1 of the heads 2i and 2i + 1 (Ye et al. 2026).
-
-    The two heads share keys and values.
-    The formula is that of microsoft/unilm, Diff-Transformer-V2, multihead_flashdiffv2.py. With
-    --n_head twice as large, --n_kv_head and --head_dim as before, keys, values and the output keep
-    their sizes.
-    """
-
-    n_map = 2
-
-    def __init__(self, c):
-        super().__init__()
-        if c.n_head // c.n_kv_head % 2:
-            raise UserError(
-                "after='differential_v2': the heads of a pair share keys: n_kv_head must divide "
-                "n_head / 2"
-            )
-        self.c_lambda = nn.Linear(c.n_embd, c.n_head // 2, bias=False)
-
-    def forward(self, y, x, v):
-        factor = self.c_lambda(x).sigmoid().mT[..., None]  # (B, H / 2, T, 1)
-        return y[:, ::2] - factor * y[:, 1::2]
 
 
 ATTENTION |= {
@@ -220,25 +194,22 @@ ATTENTION |= {
     "delta_rule": delta_rule_attention,
     "gated_delta_rule": gated_delta_rule_attention,
 }
-AFTER["differential_v2"] = DifferentialV2
 
 by_mean = partial(laser_by_exp, general_form(stick_mean))
 FORM["stick_breaking"] = Form(
-    written_for="6eced972e9fc36be",
-    name="blocks from the last key back",
+    written_for="69daaeb9796fa490",
+    words="blocks from the last key back",
     long=stick_breaking,
 )
 FORM["stick_laser"] = Form(
-    written_for="c9d7ab7c7e1249b3",
-    name="exp and log around stick-breaking",
+    written_for="01ff1fbedb6a9fb4",
+    words="exp and log around stick-breaking",
     long=by_mean,
     short=by_mean,
-    arguments=("bias",),
 )
 FORM["laser_temperature"] = Form(
-    written_for="12a9fbb69f262991",
-    name=FORM["laser"].name,
-    long=partial(by_laser, False),
-    short=partial(by_laser, True),
-    arguments=("bias", "t"),
+    written_for="786157f3a703c3d6",
+    words=FORM["laser"].words,
+    long=partial(by_laser, sdpa),
+    short=partial(by_laser, windowed),
 )

@@ -15,24 +15,25 @@ from torch.nn import functional as F
 
 from attention.fast import general_form
 from attention.scores import at_least_float32, uncompiled
-from attention.sums import scaled
 
 BLOCK = 64  # tokens
 
 
 def stick_breaking(definition: Callable) -> Callable:
-    """The fast form of the definition's long heads (attention/forms.py)."""
+    """The fast code of the definition's long heads (attention/forms.py)."""
     general = general_form(definition)
 
     @uncompiled  # how many blocks there are depends on the numbers
-    def attend(q, k, v, *, scale=None):
+    def attend(q, k, v, *, scale=None, dropout=0.0):
         Tq = q.shape[-2]
         T = k.shape[-2]
-        if Tq > 1 and T <= 2 * BLOCK:  # the definition is faster
-            return general(q, k, v, scale=scale)
+        is_short = Tq > 1 and T <= 2 * BLOCK  # the definition is faster
+        if dropout or is_short:
+            return general(q, k, v, scale=scale, dropout=dropout)
         with torch.autocast(q.device.type, enabled=False):
             form = one_query if Tq == 1 < T else Blocks.apply
-            y = form(scaled(q, scale), at_least_float32(k), at_least_float32(v))
+            q = at_least_float32(q) * (q.shape[-1] ** -0.5 if scale is None else scale)
+            y = form(q, at_least_float32(k), at_least_float32(v))
         return y.to(v.dtype)
 
     return attend
@@ -48,6 +49,7 @@ def one_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     y = v.new_zeros(*q.shape[:-1], v.shape[-1])
     left = torch.zeros_like(q[..., :1])  # the logarithm of what is left of each stick
     end = k.shape[-2] - 1
+
     while end > 0 and left.max() > nothing(q):
         start = max(0, end - BLOCK)
         s = q @ k[..., start:end, :].mT
@@ -72,11 +74,13 @@ def walk(
     r = q.shape[1]
     later = q.new_ones(BLOCK, BLOCK).tril(-1)  # x @ later: for each key the sum over keys after it
     left = q.new_zeros(q.shape[:2])  # the logarithm of what is left of each stick
+
     rows = torch.arange(len(q), device=q.device)  # blocks of queries
     first = rows // nq * nk  # the first block of keys of the same head
     cols = first + rows % nq + nk - nq  # blocks of keys: at first the queries' own
     is_own = True
     while len(rows):
+        # scores of the keys that exist, before the query's own
         s = q[rows] @ k[cols].mT
         if is_own:
             s = s.masked_fill_(later[-r:] == 0, -math.inf)
@@ -84,9 +88,12 @@ def walk(
         if pad:
             begins = cols == first[rows]
             s[begins, :, :pad] = -math.inf
+
         not_taken = F.logsigmoid(-s)
         weights = (s + not_taken + not_taken @ later + left[rows, :, None]).exp_()
         yield rows, cols, s, weights
+
+        # one block of keys further back, where something is left
         left[rows] += not_taken.sum(-1)
         goes_on = (cols > first[rows]) & (left[rows].amax(-1) > nothing(q))
         rows = rows[goes_on]
@@ -101,6 +108,7 @@ class Blocks(torch.autograd.Function):
         ctx.heads = q.shape[0] * q.shape[1]
         ctx.pad = -k.shape[-2] % BLOCK
         ctx.block = min(BLOCK, q.shape[-2])  # queries in a block
+
         of_q = cut(q, ctx.block)
         of_v = cut(v)
         y = of_v.new_zeros(*of_q.shape[:2], v.shape[-1])
@@ -122,6 +130,7 @@ class Blocks(torch.autograd.Function):
         dk = torch.zeros_like(of_k)
         dv = torch.zeros_like(of_v)
         later = of_q.new_ones(BLOCK, BLOCK).tril(-1)
+
         to_come = (of_dy * cut(y, ctx.block)).sum(-1)  # the sum of h over the keys still to come
         for rows, cols, s, weights in walk(of_q, of_k, ctx.heads, ctx.pad):
             h = weights * (of_dy[rows] @ of_v[cols].mT)

@@ -28,7 +28,7 @@ class Board:
 
     def log(self, values: dict, step: int) -> None:
         for name, x in values.items():
-            if name != "iter":
+            if isinstance(x, float):
                 self.writer.add_scalar(name, x, step)
         if self.wandb:
             self.wandb.log(values, step=step)
@@ -49,7 +49,7 @@ def open_with_board(self) -> None:
         shutil.rmtree(join(previous, "tensorboard"), ignore_errors=True)
         os.replace(folder, join(previous, "tensorboard"))
     self.wandb = Board(folder, self.start, self.wandb)
-    settings = "".join(f"    {name} = {x!r}\n" for name, x in self.config.items())
+    settings = "".join(f"    {name} = {x!r}\n" for name, x in vars(self.c).items())
     self.wandb.writer.add_text("settings", settings)
 
 

@@ -115,8 +115,8 @@ def seen_by(run: Run, n_vocab: int, idx: torch.Tensor) -> dict:
     why = None  # the reason why there are no maps
     try:
         rows = sum(weights_of(run.model, idx), [])
-        signed = any(m.weights.min() < 0 for m in rows if not m.difference)
-        maps = [packed(m, signed or m.difference) for m in rows]
+        signed = any(m.weights.min() < 0 for m in rows)
+        maps = [packed(m, signed) for m in rows]
     except UserError as error:  # an attention without weights
         why = str(error)
     return {

@@ -10,11 +10,8 @@ has its own rows.
 
 A row of a map is a query, a column is a key. A query does not see the grey keys. Weights from 0 to
 1 go from pale yellow to blue. If a picture has weights below 0, its positive weights are blue and
-its negative weights are red. LASER's weights are those of the softmax inside it. A pair of
-differential heads has three maps: A1, A2 and their difference A1 - lambda A2.
-
---json=maps.json writes {"tokens": [...], "maps": [...]}; a map has the folder of its run, "run",
-and the fields of Map below.
+its negative weights are red. LASER's weights are those of the softmax inside it. The heads of a
+layer stand as in its tensors: short ones first.
 
 In Python, with ids a list of token ids:
 
@@ -23,22 +20,23 @@ In Python, with ids a list of token ids:
     draw(rows, labels(tok, ids)).savefig("maps.png")
 """
 
+import functools
 import math
+from collections.abc import Callable
 from itertools import zip_longest
-from json import dump
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from attention.forms import FORM
-from attention.probe import probing
-from attention.scores import at_least_float32, plain_form, visible
-from attention.trial import alike, fixed_inputs
+from attention.cache import heads_of
+from attention.scores import plain_form, visible
 from configurator import run_script
 from errors import UserError, note, optional
 from lab.look.plot import paths
-from model import ATTENTION, GPT, GPTConfig
-from rules import attentions
+from lab.look.probe import Probe
+from model import ATTENTION, GPT, GPTConfig, softmax_attention
+from parts import attentions
 from sample import prompt_of
 from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
@@ -50,94 +48,112 @@ which: Literal["best", "latest"] = "best"  # best: the lowest validation loss; l
 # Which text, and which maps?
 start = "To be, or not to be"  # the text; FILE:path reads it from a file
 layer: int | None = None  # only this layer, counted from 0; None: all layers
-head: int | None = None  # only this head, counted from 0, or its differential pair; None: all heads
+head: int | None = None  # only this head, counted from 0; None: all heads
 # What is written?
 out = "maps.png"  # the picture; its name ends in .png, .pdf or .svg
-json: str | None = None  # a file for the weights as numbers; None: no such file
 
 
 class Map(NamedTuple):
     """The attention weights of one head for one text."""
 
     layer: int
-    head: int  # its number in the layer; a difference has the number of its pair's first head
+    head: int  # its number in the layer, where short heads come first
     title: str
     window: int | None  # None: a long head
-    weights: torch.Tensor  # (T, T): row i has the weights of query i; 0 for keys that it cannot see
-    difference: bool = False  # A1 - lambda A2 of a differential pair
+    weights: Tensor  # (T, T): row i has the weights of query i; 0 for keys that it cannot see
+
+
+def softmax(s, seen, v):
+    """The weighted mean inside LASER."""
+    return softmax_attention(s, seen, v, drop=lambda weights: weights)
+
+
+# {attention: (f, definition)}: f(y) = W f(v), with the weights W of the definition.
+# An attention that is not here is linear in its values: y = W v.
+LINEAR_IN: dict[str, tuple[Callable, Callable]] = {"laser": (torch.exp, softmax)}
 
 
 @torch.no_grad()
-def weights_of(model: GPT, idx: torch.Tensor) -> list[list[Map]]:
+def weights_of(model: GPT, idx: Tensor) -> list[list[Map]]:
     """The maps of each layer of a GPT for token ids idx (1, T), in the order of the heads.
 
-    A differential pair is followed by its difference, but not in LASER, which subtracts logarithms.
     Dropout is off. Raises UserError for an attention that has no weights.
     """
-    c = model.config
-    functions = [name for name in attentions(c) if not isinstance(ATTENTION[name], type)]
-    if not functions:
-        raise UserError(f"attention={c.attention!r} is a layer of its own, without weights to draw")
-    for name in functions:
-        _check_linear(name)
-    weights = {}  # {(layer, head): (its group, its weights)}
+    if not heads_of(model):
+        name = model.config.attention
+        raise UserError(f"attention={name!r} is a layer of its own, without weights to draw")
+    form_of = {}
+    for block in model.transformer.h:
+        for heads in getattr(block.attn, "heads", ()):
+            definition = ATTENTION[heads.name]
+            check_linear(heads.name, definition)
+            _, inside = LINEAR_IN.get(heads.name, (None, definition))
+            form_of[heads] = weights_form(inside, getattr(block.attn.position, "wrap", None))
 
-    def keep(attn, group, q, k, v, *, around=None, **settings):
-        of_heads = weights_at_once(group.name, q, k, **settings)[0].cpu()
-        for head, w in zip(group.heads, of_heads, strict=True):
-            weights[attn, head] = group, w
+    weights = {}
 
-    training = model.training
-    with probing(model.eval(), keep):
-        model(idx)
-    model.train(training)
+    def keep(heads, q, k, v, **settings):
+        weights[heads] = form_of[heads](q, k, v, **settings)[0].cpu()
+
+    was_training = model.training
+    model.eval().hidden(idx, Probe(keep))
+    model.train(was_training)
+
     rows = []
     for layer, block in enumerate(model.transformer.h):
-        if not hasattr(block.attn, "groups"):
+        if not hasattr(block.attn, "heads"):
             note(f"layer {layer} is a {type(block.attn).__name__}, without weights to draw")
             continue
         row = []
-        for head in range(c.n_head):
-            group, w = weights[block.attn, head]
-            span = "" if group.window is None else f": S, window {group.window}"
-            row.append(Map(layer, head, f"layer {layer}, head {head}{span}", group.window, w))
-            if c.differential and head % 2 and _linear_in(group.name)[1] == group.name:
-                factor = block.attn.lambda_of_pairs()
-                title = f"layer {layer}, head {head - 1} {-factor:+.2f} head {head}{span}"
-                first = row[-2]
-                w = first.weights - factor * w
-                row.append(first._replace(title=title, weights=w, difference=True))
+        for heads in block.attn.heads:
+            span = "" if heads.window is None else f": S, window {heads.window}"
+            for w in weights[heads]:
+                title = f"layer {layer}, head {len(row)}{span}"
+                row.append(Map(layer, len(row), title, heads.window, w))
         rows.append(row)
     return rows
 
 
-def _linear_in(attention):
-    """(f, inside): f(y) = W f(v), and W are the weights of ATTENTION[inside]."""
-    form = FORM.get(attention)
-    return (form and form.linear_in) or (torch.clone, attention)
+@functools.cache
+def weights_form(definition: Callable, wrap: Callable | None = None) -> Callable:
+    """f(q, k, v, ...) -> the weights (B, H, Tq, T) of a definition that is linear in its values.
+
+    It gets one-hot values beside its own, and turns them into its weights: y = W I = W. The
+    arguments are those of attention.scores.plain_form. wrap: see parts.Scheme.
+    """
+    found = []
+
+    @functools.wraps(definition)
+    def with_one_hot(s, seen, v, **arguments):
+        T, Dv = v.shape[-2:]
+        one_hot = torch.eye(T, dtype=v.dtype, device=v.device).expand(*v.shape[:-1], -1)
+        y = definition(s, seen, torch.cat((v, one_hot), dim=-1), **arguments)
+        y, weights = y.split((Dv, T), dim=-1)
+        found.append(weights)
+        return y
+
+    attend = plain_form(wrap(with_one_hot) if wrap else with_one_hot)
+
+    def weights(q, k, v, **settings):
+        found.clear()
+        attend(q, k, v, **settings)
+        return found.pop()
+
+    return weights
 
 
-def _check_linear(attention):
-    """Raises UserError if f(y) = W f(v) does not hold for an attention."""
-    f, _ = _linear_in(attention)
-    q, k, v = fixed_inputs(9, ATTENTION[attention])
-    f_y = f(plain_form(ATTENTION[attention])(q, k, v))
-    if not alike(f_y, weights_at_once(attention, q, k) @ f(v)):
+@functools.cache
+def check_linear(name: str, definition: Callable) -> None:
+    """Raises UserError if f(y) = W f(v) does not hold for ATTENTION[name]."""
+    f, inside = LINEAR_IN.get(name, (torch.clone, definition))
+    random = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 9, 4, generator=random, dtype=torch.float64)
+    y = plain_form(definition)(q, k, v)
+    if not torch.allclose(f(y), weights_form(inside)(q, k, v) @ f(v)):
         raise UserError(
-            f"attention={attention!r} has no weights to draw: it is not linear in its values v, "
+            f"attention={name!r} has no weights to draw: it is not linear in its values v, "
             "nor in an f(v) that is known here"
         )
-
-
-def weights_at_once(attention: str, q: torch.Tensor, k: torch.Tensor, **settings) -> torch.Tensor:
-    """The weights (B, H, Tq, T) of ATTENTION[attention] for q (B, H, Tq, D) and k (B, H, T, D).
-
-    An attention that is linear in its values turns one-hot values into its weights: y = W I = W.
-    settings: the arguments of attention.scores.plain_form.
-    """
-    _, inside = _linear_in(attention)
-    one_hot = torch.eye(k.shape[-2], device=k.device, dtype=k.dtype).expand(*k.shape[:-1], -1)
-    return plain_form(ATTENTION[inside])(q, k, at_least_float32(one_hot), **settings)
 
 
 def labels(tok: Tokenizer, ids: list[int]) -> list[str]:
@@ -226,13 +242,11 @@ def in_words(c: GPTConfig) -> str:
     """The attention of a configuration: "softmax, heads SSSL"."""
     names = []
     for name in attentions(c):
-        _, inside = _linear_in(name)
-        names.append(name if inside == name else f"{name} (its {inside})")
+        computed = getattr(ATTENTION[name], "attention", name)
+        names.append(f"{name} (its softmax)" if computed in LINEAR_IN else name)
     words = ", short heads: ".join(names)
     if "S" in c.heads:
         words += f", heads {c.heads}"
-    if c.differential:
-        words += ", differential"
     return words
 
 
@@ -249,9 +263,8 @@ def chosen_maps(
         raise UserError(
             f"--start has {len(ids)} tokens, but this model sees at most {c.block_size} at once"
         )
-    n_map = 1 + c.differential
     rows = [
-        [m for m in row if head is None or m.head // n_map == head // n_map]
+        [m for m in row if head in (None, m.head)]
         for row in weights_of(model, torch.tensor([ids]))
         if layer in (None, row[0].layer)
     ]
@@ -301,14 +314,6 @@ def main() -> None:
         else:
             rows = [sum(layers, []) for layers in zip_longest(*of_runs, fillvalue=[])]
         figure = draw(rows, texts[0])
-    if json is not None:
-        maps = [
-            m._asdict() | {"run": folder, "weights": m.weights.tolist()}
-            for folder, rows in grids.items()
-            for m in sum(rows, [])
-        ]
-        with open(json, "w", encoding="utf-8") as f:
-            dump({"tokens": tokens, "maps": maps}, f)
     save(figure, out)
 
 

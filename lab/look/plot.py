@@ -19,7 +19,7 @@ from errors import UserError, optional
 
 # What is drawn, and where does it go?
 runs = "out"  # folders of runs of train.py, separated by commas
-y = "loss,norm,logit,speed"  # loss, norm (of the gradient), logit (needs --log_logits), speed, lr
+y = "loss,norm,logit,speed"  # loss, norm (of the gradient), logit (lab.loggers.logits), speed, lr
 x: Literal["steps", "tokens", "time"] = "steps"  # time: hours of training, without evaluations
 out = "curves.png"  # the file of the picture
 
@@ -118,7 +118,9 @@ def main() -> None:
         else:
             print(f"no run has logged {name}: left out")
     if not shown:
-        raise UserError(f"none of these runs has logged {y} (logit needs train.py --log_logits)")
+        raise UserError(
+            f"none of these runs has logged {y} (logit needs --import=lab.loggers.logits)"
+        )
     figure = figures.Figure((5 * len(shown), 4), layout="constrained")
     for n, name in enumerate(shown, 1):
         _draw(figure.add_subplot(1, len(shown), n), name, logs)

@@ -1,7 +1,7 @@
 """The fixtures of harness.py, for every test of the lab. Its scripts run from the top folder."""
 
-import apart  # noqa: F401
 import pytest
+from apart import TABLES
 from harness import *  # noqa: F403
 from harness import ROOT, _seed  # noqa: F401
 
@@ -9,3 +9,11 @@ from harness import ROOT, _seed  # noqa: F401
 @pytest.fixture(autouse=True)
 def _top_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def ideas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attentions of lab/ideas are in the tables of the core."""
+    for table, added in TABLES:
+        for name, value in added.items():
+            monkeypatch.setitem(table, name, value)

@@ -8,7 +8,7 @@ from harness import SMALL, assert_equal, done, write
 from reference import randomised
 from test_other_models import load
 
-from lab.examples import bert, common
+from lab.examples import bert
 from lab.ideas import lamb  # noqa: F401, adds optimizers
 from model import GPTConfig
 from text.tokenizers import CharTokenizer
@@ -83,7 +83,7 @@ def test_what_is_hidden():
     x = x[asked]
     assert (hidden == mask).float().mean().item() == pytest.approx(0.8, abs=0.01)
     others = hidden[(hidden != mask) & (hidden != x)]
-    # One random token in 50 is the token itself.
+    # one random token in 50 is the token itself
     assert len(others) / len(x) == pytest.approx(0.1 * 49 / 50, abs=0.005)
     assert others.unique().tolist() == list(range(50))
 
@@ -109,6 +109,7 @@ def test_a_run_is_repeatable_and_takes_every_flag(run, data):
         "",
         "--seed=2",
         "--attention=laser --heads=SL --window=4 --position=learned",
+        "--optimizer=nadamw --warmup_share=0.5 --weight_decay=0.3 --adam_eps=0.1",
         "--batch_size=1 --block_size=2 --steps=30",  # each of these batches has a hidden token
     ):
         out = done(run(SCRIPT, f"--dataset={data}", *TINY, *flags.split()))
@@ -118,40 +119,3 @@ def test_a_run_is_repeatable_and_takes_every_flag(run, data):
     loss = float(results[0].split()[-1])
     assert loss == pytest.approx(math.log(24), abs=0.3)  # 24 characters; little is learned
     assert results[3].startswith("result: attention=laser seed=1 ")
-
-
-def test_the_flags_of_the_training(capsys):
-    """By hand with PyTorch's NAdam; the rate is highest after the warm-up's share of the steps."""
-    model = torch.nn.Module()
-    p = model.p = torch.nn.Parameter(torch.ones(2, 2))
-    model.forward = lambda x: (None, (p.cos() * x).sum())
-    flags = common.Training(
-        optimizer="nadamw",
-        weight_decay=0.3,
-        beta1=0.8,
-        beta2=0.9,
-        adam_eps=0.1,
-        warmup_share=0.5,
-    )
-    config = vars(flags) | {"steps": 3, "learning_rate": 0.1}
-    common.fit(model, lambda step: (torch.full((2, 2), 3.0 * step),), config, "cpu")
-    printed = capsys.readouterr().out
-    q = torch.nn.Parameter(torch.ones(2, 2))
-    nadam = torch.optim.NAdam(
-        [q],
-        betas=(0.8, 0.9),
-        eps=0.1,
-        weight_decay=0.3,
-        decoupled_weight_decay=True,
-        momentum_decay=math.inf,  # a constant momentum
-    )
-    for step, rate in ((1, 0.004), (2, 0.1), (3, 0.05)):  # PyTorch's warm-up begins at a 25th
-        nadam.param_groups[0]["lr"] = rate
-        nadam.zero_grad()
-        loss = (q.cos() * 3 * step).sum()
-        loss.backward()
-        q.grad /= q.grad.norm()  # gradients are clipped to a norm of 1
-        nadam.step()
-        assert f"step {step}: loss {loss:.3f}, " in printed
-    assert_equal(p, q, 1e-6)
-    assert common.generator(1, 2).initial_seed() != common.generator(2, 1).initial_seed()

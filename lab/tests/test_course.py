@@ -15,13 +15,11 @@ WRONG = {
         ("total / len(v)", "total", "mean: row 0 is"),
         (" / q.shape[-1] ** 0.5", "", "the scores are not divided by sqrt(D)"),
         ("weights.sum(-1, keepdim=True)", "weights.sum(0)", "the columns sum to 1, not the rows"),
-        ("(s - s.amax(-1, keepdim=True))", "s", "scores of 1000: a weight is not finite"),
         ("s.amax(-1, keepdim=True)", "s.max()", "below another row's is not finite"),
     ],
     "ex2_causal": [
         (".tril()", ".tril(-1)", "seen: row 0 does not see token 0"),
         (", dtype=torch.bool", "", "seen: it has numbers of torch.float32, not torch.bool"),
-        (".any()", ".gt(1e-3).any()", "does not find that a millionth of the mean"),
         ("-math.inf", "0.0", "row 0 sees token 1"),
         ("@ v", "@ v.cumsum(0)", "causal_attention: row 1 is"),
         (
@@ -29,20 +27,10 @@ WRONG = {
             "grad(y[i].sum(), x[2:],",
             "sees_later does not find that later keys count in the sum of the weights",
         ),
-        ("range(8)", "range(7, 8)", "sees_later does not find that query 6 sees token 7"),
-        ("[i + 1 :]", "[i:]", "sees_later is True for an attention that is causal"),
     ],
     "ex3_window": [
         ("    T, D", "    w = w - 1\n    T, D", "row 2 does not see token 0"),
         ("s.where(j >= 0, -math.inf)", "s", "the weights of row 0's tokens sum to 0."),
-        (
-            "    T, D = q.shape",
-            "    T, D = q.shape\n"
-            "    far = torch.arange(T)[:, None] - torch.arange(T)\n"
-            "    s = (q @ k.T / D**0.5).where((far >= 0) & (far <= w), -math.inf)\n"
-            "    return s.softmax(-1) @ v",
-            "256 tokens make a tensor of 256 x 256 numbers",
-        ),
     ],
     "ex4_laser": [
         ("v.exp()).log()", "v.exp())", "laser_as_written: row 0 is"),
@@ -50,11 +38,6 @@ WRONG = {
             "(log_weights(q, k)[..., None] + v).logsumexp(1)",
             "(log_weights(q, k).exp() @ (v - v.amax(0)).exp()).log() + v.amax(0)",
             "row 0 is -inf after token 5 got a value of 1000",
-        ),
-        (
-            "(log_weights(q, k)[..., None] + v).logsumexp(1)",
-            "laser_as_written(q, k, v)",
-            "row 0 is nan after token 5 got a value of 1000",
         ),
         (
             "log_softmax(-1)",
@@ -80,20 +63,12 @@ WRONG = {
     ],
     "ex6_cache": [
         ("first = max(0, len(keys) - w)", "first = 0", "it sees tokens before its window"),
-        ("len(keys) - w", "len(keys) - w + 1", "its window is a token too short"),
         ("return q @ S, (S,)", "return q @ S - q @ k * v, (S,)", "does not see itself"),
         (".clone()", "", "holds 32 numbers in memory, not 24"),
     ],
     "ex7_positions": [
         ("(t.sin(), t.cos())", "(t.cos(), t.sin())", "cosines stand before sines"),
-        ("(t.sin(), t.cos()), dim=-1", "(t.sin(), t.cos()), dim=1", "stand in two halves"),
         ("- b * t.sin(), a * t.sin() +", "+ b * t.sin(), -a * t.sin() +", "it turns clockwise"),
-        ("@ rope(k.expand(T, -1)).T", "@ rope(k.expand(T, -1)).T * 2", "key 0: row 0 is"),
-        (
-            "rope(k.expand(T, -1)).T",
-            "k.expand(T, -1).T",
-            "the distance is 0, but the score of 1, 1",
-        ),
         ("(q, -i, one)", "(q, i, -one)", "far keys get higher scores"),
     ],
 }

@@ -5,10 +5,9 @@ import torch
 from harness import assert_equal
 from reference import randomised
 
-from attention.cache import Cache
-from attention.documents import Documents
+from lab.ideas.documents import Documents
 from lab.ideas.gated_delta import GatedDelta, chunked
-from model import ATTENTION, GPTConfig
+from model import ATTENTION, GPT, GPTConfig
 
 # The core's tests, which may run in the same process, do not know this attention.
 ATTENTION.pop("gated_delta")
@@ -62,8 +61,7 @@ def test_a_token_sees_itself_and_all_before(layer, x):
 @torch.no_grad()
 def test_decoding_with_a_cache_of_constant_size(layer, x):
     """In pieces of many tokens and of one."""
-    cache = Cache([], 140)
-    cache.state = {}
+    cache = GPT(GPTConfig(140, vocab_size=2, n_layer=1, n_head=1, n_embd=2)).new_cache()
     pieces = x.split((70, 60, 1, 1, 1, 7), dim=1)
     decoded = [layer(piece, cache) for piece in pieces]
     assert_equal(torch.cat(decoded, dim=1), layer(x), 1e-10)

@@ -1,32 +1,41 @@
-"""Each idea of lab/ideas/scores.py: its formula, and the tests that every attention passes."""
+"""The attentions of lab/ideas: their formulas, and the tests that every attention passes."""
 
 import math
 
 import pytest
 import test_attention as common
 import torch
-from apart import FORMS, NEW, TABLES
+from apart import FORMS, NEW
 from harness import assert_equal, parametrize, refusal
-from reference import assert_exact, cached, plain, shaken
+from reference import (
+    assert_bfloat16_is_near,
+    assert_exact,
+    cached,
+    naive_attention,
+    plain,
+    shaken,
+)
+from torch.autograd import grad
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from attention.forms import print_of
-from choices import AFTER
+import lab.ideas.activations
+import lab.ideas.norms
+import lab.ideas.positions
+import lab.ideas.temperature  # noqa: F401
+from attention import fast
+from attention.cache import run_definitions
+from attention.forms import code_of
+from attention.scores import scores
 from errors import UserError
+from lab.ideas.after import AFTER
+from lab.ideas.documents import Documents
 from lab.ideas.entmax import Entmax15
 from lab.ideas.stick_breaking import BLOCK
-from model import GPT, GPTConfig
+from model import ATTENTION, GPT, GPTConfig
 
-
-@pytest.fixture(autouse=True)
-def _ideas(monkeypatch):
-    for table, added in TABLES:
-        for name, value in added.items():
-            monkeypatch.setitem(table, name, value)
-
-
-ideas = parametrize("core", NEW)
+pytestmark = pytest.mark.usefixtures("ideas")
+idea = parametrize("core", NEW)
 windows = parametrize("window", [None, 7])
 SIZES = {
     "n_layer": 1,
@@ -81,17 +90,7 @@ def stick_laser(s, v):
     return (stick(s) @ v.exp().flip(0)).log()
 
 
-@parametrize(
-    "formula",
-    [
-        sink,
-        ssmax,
-        softpick,
-        top_k,
-        stick_breaking,
-        stick_laser,
-    ],
-)
+@parametrize("formula", [sink, ssmax, softpick, top_k, stick_breaking, stick_laser])
 @windows
 def test_its_formula(formula, window):
     q, k, v = qkv()
@@ -130,7 +129,7 @@ def test_lucid():
     assert_close(plain("lucid")(*x)[1, 2, -1], weights @ similar.inverse() @ v)
 
 
-@ideas
+@idea
 @parametrize("T", [common.T, common.LONG])
 @parametrize("window", [None, 16])
 def test_as_every_attention(core, T, window):
@@ -143,33 +142,14 @@ def test_as_every_attention(core, T, window):
     ):  # with a window it solves for each query: slow
         common.test_a_large_later_token_changes_nothing_before_it(core, span, 50.0, torch.float32)
     if core != "beta_learned":  # as beta, whose norm has its own gradient at 0
-        common.test_zero_queries_have_finite_gradients(core, T, window)
-
-
-@ideas
-@torch.no_grad()
-def test_cached_decoding(core):
-    """With short and long heads, whose learned numbers differ, after more than two blocks."""
-    c = GPTConfig(
-        **SIZES | {"n_layer": 2},
-        attention=core,
-        heads="SSLL",
-        window=5,
-        n_kv_head=2,
-        position="rope",
-        after="gate",
-    )
-    gpt = shaken(c, dtype=torch.float64)
-    idx = torch.randint(11, (2, 160))
-    assert_equal(cached(gpt, idx, [70, 80, *[1] * 10]), gpt(idx, idx)[0], 1e-9)
+        common.test_zero_queries_have_finite_gradients(core, T, window, 0.0, common.LONG)
 
 
 def test_the_limits():
     q, k, v = qkv()
     softmax = plain("softmax")(q, k, v)
     number = torch.ones(3, 1, 1, dtype=torch.float64)
-    # A sink of e^-inf is softmax, and so is LASER's temperature at 0; at 1 it is LASER.
-    assert_close(plain("sink")(q, k, v, b=-1e4 * number), softmax)
+    # LASER's temperature: softmax at 0, LASER at 1.
     assert_equal(plain("laser_temperature")(q, k, v, t=1e-6 * number), softmax, 1e-4)
     assert_close(plain("laser_temperature")(q, k, v), plain("laser")(q, k, v))
     # s / (4 + ||s||) is beta of s / 4; s^2 / (4 + sum s^2) is beta squared of s / 2.
@@ -184,7 +164,7 @@ def test_the_limits():
 
 @parametrize("name", FORMS)
 def test_the_fast_forms_are_written_for_the_definitions(name):
-    assert FORMS[name].written_for == print_of(NEW[name])
+    assert FORMS[name].written_for == code_of(NEW[name])
 
 
 @parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
@@ -202,42 +182,194 @@ def test_stick_breaking_in_blocks_ends_early(dtype, tolerance, last):
 
 
 # -----------------------------------------------------------------------------
-# after attention
+# layers
 
 
-def test_differential_v2_is_its_formula():
-    choices = {"n_kv_head": 2, "head_dim": 8, "position": "none"}
-    c = GPTConfig(**SIZES, after="differential_v2", **choices)
-    attn = shaken(c).transformer.h[0].attn
-    x = torch.randn(2, 9, 16)
-    qkv = attn.c_attn(x).split((32, 16, 16), dim=-1)
-    heads = [t.unflatten(-1, (-1, 8)) for t in qkv]  # (B, T, H, D)
-    q, k, v = (t.transpose(1, 2) for t in heads)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    rate = (x @ attn.after.c_lambda.weight.T).sigmoid()  # of each token and pair
-    first = y[:, 0] - rate[..., [0]] * y[:, 1]
-    second = y[:, 2] - rate[..., [1]] * y[:, 3]
-    assert_close(attn(x), attn.c_proj(torch.cat((first, second), dim=-1)))
-    with refusal("n_kv_head must divide n_head / 2", UserError):
-        GPT(GPTConfig(**SIZES, after="differential_v2"))
+def gated(attn, x, y, v):
+    gate = (x @ attn.c_gate.weight.T).sigmoid()  # of each channel, or of each head
+    return y * gate.unflatten(-1, (4, -1)).transpose(1, 2)
 
 
-def test_xsa_with_a_strength():
-    """From none to XSA's."""
-    gpt = GPT(GPTConfig(**SIZES, after="xsa_learned", n_kv_head=2))
-    after = gpt.transformer.h[0].attn.after
-    y, v = torch.randn(2, 4, 9, 4), torch.randn(2, 2, 9, 4)
-    assert after(y, None, v).equal(y)
-    after.a.data += 20
-    assert_close(after(y, None, v), AFTER["xsa"](gpt.config)(y, None, v))
+def xsa(attn, x, y, v):
+    unit = v / v.norm(dim=-1, keepdim=True)
+    strength = attn.a.tanh() if hasattr(attn, "a") else 1.0
+    return y - strength * (y * unit).sum(-1, keepdim=True) * unit
 
 
-def test_the_numbers_of_two_attentions_in_one_layer():
-    """Each head has its own definition's numbers, and they begin as it says."""
-    gpt = GPT(GPTConfig(**SIZES, attention="ssmax", short_attention="sink", heads="SL"))
+def differential_v2(attn, x, y, v):
+    rate = (x @ attn.c_lambda.weight.T).sigmoid()  # of each token and pair
+    pairs = [y[:, 2 * i] - rate[..., [i]] * y[:, 2 * i + 1] for i in (0, 1)]
+    return torch.stack(pairs, dim=1)
+
+
+FORMULAS = [*zip(AFTER, (gated, gated, xsa, xsa, differential_v2), strict=True)]
+
+
+def layer_of(attention: str, G: int = 2):
+    """A layer, an input, and q, k and v of each head (B, 1, T, D): two heads are short."""
+    choices = {"n_kv_head": G, "head_dim": 8, "position": "none", "heads": "SSLL", "window": 5}
+    gpt = shaken(GPTConfig(**SIZES, attention=attention, **choices), dtype=torch.float64)
     attn = gpt.transformer.h[0].attn
-    assert attn.numbers.b.tolist() == pytest.approx([0.0, 0.43, 0.0, 0.43])
-    assert [group.name for group in attn.groups] == ["sink", "ssmax"]
+    x = torch.randn(2, 40, 16, dtype=torch.float64)
+    parts = attn.c_attn(x).unflatten(-1, (-1, 8)).transpose(1, 2).split((4, G, G), dim=1)
+    return attn, x, *(part.split(1, dim=1) for part in parts)
+
+
+@parametrize("name, formula", FORMULAS)
+@parametrize("core", ["softmax", "laser", "beta"])
+def test_what_follows_attention(core, name, formula):
+    attn, x, q, k, v = layer_of(f"{core}_{name}")
+    y = [
+        naive_attention(core, q[h], k[h // 2], v[h // 2], window=5 if h < 2 else None)
+        for h in range(4)
+    ]
+    own = torch.cat((v[0], v[0], v[1], v[1]), dim=1)
+    y = formula(attn, x, torch.cat(y, dim=1), own)
+    assert_equal(attn(x), attn.c_proj(y.transpose(1, 2).flatten(2)), 1e-12)
+    assert issubclass(ATTENTION[name], AFTER[name]) and ATTENTION[name].attention == "softmax"
+
+
+@parametrize("name", ["differential", "differential_laser", "differential_beta"])
+@parametrize("G", [2, 4])
+def test_differential(name, G):
+    """Equations 1 to 3; the first pair is short. With G = 2 pairs share the keys of a pair."""
+    attn, x, q, k, v = layer_of(name, G)
+    core = attn.attention
+    first = (attn.lambda_q1 @ attn.lambda_k1).exp()
+    second = (attn.lambda_q2 @ attn.lambda_k2).exp()
+    init = 0.8 - 0.6  # of layer 0
+    outputs = []
+    for pair, window in enumerate((5, None)):
+        g = 2 * pair if G == 4 else 0
+        value = torch.cat(v[g : g + 2], dim=-1)
+        maps = zip(q[2 * pair : 2 * pair + 2], k[g : g + 2], strict=True)
+        a, b = (naive_attention(core, *qk, value, window=window) for qk in maps)
+        y = a - (first - second + init) * b
+        outputs.append(F.rms_norm(y, (16,), attn.ln_head.weight, 1e-5) * (1 - init))
+    assert_equal(attn(x), attn.c_proj(torch.cat(outputs, dim=-1)[:, 0]), 1e-12)
+
+
+REFUSED = {
+    "n_head=1 is odd": {"attention": "differential", "n_head": 1},
+    "n_kv_head=1 is odd": {"attention": "differential_beta", "n_kv_head": 1},
+    "of a layer are SSSL: write each twice": {"attention": "differential", "heads": "SSSL"},
+    "n_kv_head must divide n_head / 2": {"attention": "differential_v2"},
+}
+
+
+@parametrize("says, fields", REFUSED.items())
+def test_pairs_of_heads_that_are_none(says, fields):
+    with refusal(says, UserError):
+        GPT(GPTConfig(**SIZES | fields))
+
+
+def test_what_a_layer_begins_as():
+    """XSA's learned strength at none; of softmax, these layers and these queries change nothing."""
+    x = torch.randn(2, 9, 16)
+
+    def layer(**fields):
+        torch.manual_seed(0)
+        return GPT(GPTConfig(**SIZES, **fields)).transformer.h[0].attn
+
+    for fields in ({"attention": "xsa_learned"}, {"qk_norm": "per_dim"}):
+        assert_close(layer(**fields)(x), layer()(x))
+
+
+# -----------------------------------------------------------------------------
+# queries and keys, and the MLP
+
+
+def test_a_temperature_per_dimension_and_norms_by_length():
+    q, k = torch.randn(2, 1, 4, 9, 4)
+    attn = shaken(GPTConfig(**SIZES, qk_norm="per_dim")).transformer.h[0].attn
+    assert_close(attn.q_norm(q), q * (1 + attn.q_norm.p.exp()).log())
+    assert attn.k_norm(k) is k
+
+    attn = GPT(GPTConfig(**SIZES, qk_norm="l2")).transformer.h[0].attn
+    g = math.log2(200**2 - 200)
+    cosine = F.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)
+    assert_close(scores(attn.q_norm(q), attn.k_norm(k)), g * cosine)
+
+
+GATES = {"glu": torch.sigmoid, "reglu": torch.relu, "liglu": torch.clone}
+
+
+@parametrize("name, f", GATES.items())
+def test_gated_activations(name, f):
+    mlp = GPT(GPTConfig(**SIZES, mlp=name)).transformer.h[0].mlp
+    x = torch.randn(3, 16)
+    first, second = mlp.c_fc(x).chunk(2, dim=-1)
+    assert_close(mlp(x), mlp.c_proj(f(first) * second))
+
+
+# -----------------------------------------------------------------------------
+# caches, documents and gradients
+
+
+def own_attention(s, seen, v, q, k):
+    """A researcher's own, of its queries and keys too."""
+    return (s.sigmoid() * q[..., :1] * k[..., :1].mT).where(seen, 0.0) @ v
+
+
+PAIRS = {"position": "rope", "n_kv_head": 2, "conv": 3}
+FAR = {"position": "relative", "n_kv_head": 2}
+NEAR = {"position": "t5", "nope_long": True}
+CHOICES = [
+    *({"attention": name} for name in NEW),
+    *({"attention": f"forgetting_{name}", "n_kv_head": 2} for name in AFTER),
+    {"attention": "differential"} | PAIRS,
+    {"attention": "differential_laser", "decay": "learned"} | PAIRS,
+    {"attention": "differential_beta", "position": "alibi"},
+    {"attention": "differential"} | NEAR,
+    {"attention": "beta_xsa", "short_attention": "beta_xsa", "decay": "learned"},
+    *({"attention": name} | FAR for name in ("softmax", "beta", "ssmax", "own")),
+    *({"attention": name} | NEAR for name in ("laser", "forgetting", "own")),
+    *({"attention": name, "decay": "learned"} for name in ("laser", "beta", "own")),
+    {"decay": "learned"} | FAR,
+    {"qk_norm": "per_dim", "position": "rope", "decay": "learned"},
+    {"qk_norm": "l2", "mlp": "reglu"},
+]
+
+
+@parametrize("choices", CHOICES, ids=str)
+def test_cached_packed_checkpointed_and_plain_are_the_same(choices, monkeypatch):
+    """With short and long heads, whose code runs for a few queries at a time; and causal."""
+    monkeypatch.setitem(ATTENTION, "own", own_attention)
+    monkeypatch.setattr(fast, "KEPT", 0)
+    monkeypatch.setattr(fast, "AT_ONCE", 2**20)
+    c = GPTConfig(**SIZES | {"n_layer": 2, "heads": "SSLL", "window": 5} | choices)
+    gpt = shaken(c, dtype=torch.float64)
+    idx = torch.randint(11, (2, 160))
+    inputs = []
+    gpt.transformer.drop.register_forward_hook(lambda module, args, y: inputs.append(y))
+    logits, loss = gpt(idx, idx)
+    (gradient,) = grad(logits[:, 100].square().sum(), inputs, retain_graph=True)
+    reached = gradient.abs().sum((0, 2)) > 0
+    assert reached[100] and not reached[101:].any()
+
+    assert_equal(cached(gpt, idx, [70, 80, *[1] * 10]), logits, 1e-9)
+    pos = torch.arange(160).expand(2, -1) % 90
+    alone = [gpt(part, part)[0] for part in idx.split(90, dim=1)]
+    tolerance = 2e-6 if c.position == "rope" else 1e-9  # its table is in float32
+    packed = gpt.predict(gpt.hidden(idx, Documents(pos)), idx)[0]
+    assert_equal(packed, torch.cat(alone, dim=1), tolerance)
+
+    gradients = grad(loss, gpt.parameters())
+    c.activation_checkpointing = True
+    assert_close(grad(gpt.train()(idx, idx)[1], gpt.parameters()), gradients)
+    run_definitions(gpt)
+    assert_close(grad(gpt(idx, idx)[1], gpt.parameters()), gradients, rtol=1e-7, atol=1e-10)
+
+
+@parametrize("choices", CHOICES[len(NEW) :], ids=str)
+def test_bfloat16_autocast_stays_near_float32(choices, monkeypatch):
+    monkeypatch.setitem(ATTENTION, "own", own_attention)
+    gpt = shaken(GPTConfig(**SIZES | {"heads": "SSLL", "window": 5} | choices), by=0.02)
+    assert_bfloat16_is_near(gpt, torch.randint(11, (2, 160)))
+
+
+# -----------------------------------------------------------------------------
+# what some have of their own
 
 
 def test_entmax():
@@ -247,8 +379,8 @@ def test_entmax():
     )
     p = Entmax15.apply(s.double())
     torch.testing.assert_close(p.sum(-1), torch.ones(3).double())
-    for row, scores in zip(p, s.double(), strict=True):
-        tau = scores / 2 - row.sqrt()
+    for row, of_row in zip(p, s.double(), strict=True):
+        tau = of_row / 2 - row.sqrt()
         torch.testing.assert_close(tau[row > 0], tau[0].expand(int((row > 0).sum())))
-        assert (scores[row == 0] / 2 <= tau[0]).all()
+        assert (of_row[row == 0] / 2 <= tau[0]).all()
     assert torch.autograd.gradcheck(Entmax15.apply, torch.randn(3, 5).double().requires_grad_())

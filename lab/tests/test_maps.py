@@ -1,25 +1,23 @@
 """lab/look/maps.py: the weights of every attention against its heads' own outputs, its refusals,
 its picture."""
 
-import json
-
 import pytest
 import torch
 from harness import assert_equal, done, legal, pairwise, parametrize, refusal, refused
-from reference import shaken
+from reference import SIZES, shaken
 
 import lab.ideas.positions  # noqa: F401
-from attention.probe import probing
 from attention.scores import distances, visible
 from errors import UserError
+from lab.ideas.differential import DifferentialLASER
 from lab.look.maps import Map, chosen_maps, draw, in_words, labels, weights_of
+from lab.look.probe import Probe
 from model import ATTENTION, GPTConfig
 from text.tokenizers import ByteTokenizer, CharTokenizer
 
 T = 12
 IDX = torch.arange(T)[None]
 TOK = CharTokenizer("abcdefghijklmnopqrst")
-SIZES = {"block_size": 32, "vocab_size": 20, "n_layer": 2, "n_head": 4, "n_embd": 32}
 
 
 def gpt(**choices):
@@ -27,52 +25,45 @@ def gpt(**choices):
 
 
 HEADS = {"heads": "SLSL/L", "window": 4}
-PAIRS = {"heads": "LLSS", "window": 4, "differential": True}
 CASES = [
     {},
-    {"heads": "SLLS/LS", "window": 2, "n_kv_head": 2, "qk_norm": "l2", "temperature": 0.7},
-    {"heads": "S/L", "window": 0, "n_kv_head": 1, "per_dim_temperature": True},
+    {"heads": "SLLS/LS", "window": 2, "n_kv_head": 2, "temperature": 0.7},
+    {"heads": "S/L", "window": 0, "n_kv_head": 1},
     {"heads": "LS", "window": 3, "nope_long": True, "position": "rope"},
     *(HEADS | {"position": name} for name in ("rope", "alibi", "t5", "relative")),
     HEADS | {"position": "alibi", "short_attention": "laser"},
-    HEADS | {"position": "rope", "short_attention": "softmax", "decay": "learned"},
-    {"differential": True, "n_kv_head": 2},
-    PAIRS | {"position": "relative", "max_distance": 3},
-    PAIRS | {"short_attention": "beta_squared", "conv": 3},
-    PAIRS | {"short_attention": "laser"},
+    HEADS | {"position": "rope", "short_attention": "softmax", "decay": "alibi"},
 ]
-ROWS = pairwise(
-    ATTENTION, CASES, legal=lambda name, case: legal(GPTConfig, **SIZES | case, attention=name)
-)
+ROWS = pairwise(ATTENTION, CASES, legal=lambda name, case: legal(gpt, attention=name, **case))
+PAIRS = {"heads": "LLSS", "window": 4, "n_kv_head": 2}
 
 
-@parametrize("attention, case", ROWS, ids=str)
+@parametrize("attention, case", [*ROWS, ("pairs", PAIRS)], ids=str)
 @torch.no_grad()
-def test_the_weights_give_what_the_heads_compute(attention, case):
+def test_the_weights_give_what_the_heads_compute(attention, case, monkeypatch):
+    monkeypatch.setitem(ATTENTION, "pairs", DifferentialLASER)
     model = gpt(attention=attention, **case)
-    maps = {}
+    row_of = {}
     for block, row in zip(model.transformer.h, weights_of(model, IDX), strict=True):
-        maps[block.attn] = [m for m in row if not m.difference]
-    forms = {group: group.form for attn in maps for group in attn.groups}
+        row_of |= dict.fromkeys(block.attn.heads, row)
+        assert [m.head for m in row] == [0, 1, 2, 3]
 
-    def check(attn, group, q, k, v, **settings):
-        outputs = forms[group](q, k, v, **settings)[0]
-        for head, values, y in zip(group.heads, v[0], outputs, strict=True):
-            m = maps[attn][head]
+    def check(heads, q, k, v, *, vectors=None, **settings):
+        if vectors is not None:
+            settings["vectors"] = vectors
+        outputs = heads.run(q, k, v, **settings)[0]
+        for m, values, y in zip(row_of[heads][heads.queries], v[0], outputs, strict=True):
             w = m.weights[..., None]  # (T, T, 1)
-            assert m.head == head and m.window == group.window
+            assert m.window == heads.window
             assert not w[~visible(w[0], w[0], m.window)].any()
-            if "around" in settings:
-                vectors = attn.position.v
-                place = distances(T, T, w.device).clamp(0, len(vectors) - 1)
-                values = values + vectors[place]
-            if group.name == "laser":
+            if vectors is not None:  # of the values in position="relative"
+                values = values + vectors[1][distances(T, T, w.device).clamp(0, 16)]
+            if heads.name == "laser":
                 assert_equal((w * values.exp()).sum(1).log(), y, 1e-9)
             else:
                 assert_equal((w * values).sum(1), y, 1e-9)
 
-    with probing(model, check):
-        model(IDX)
+    model.hidden(IDX, Probe(check))
 
 
 def test_the_model_stays_as_it_was():
@@ -115,33 +106,24 @@ def test_words():
     assert labels(tok, tok.encode("a b\n\t$'")) == ["a", "\u2423", "b", "\\n", "\\t", "$", "'"]
     assert labels(ByteTokenizer(), [*"aé".encode()]) == ["a", "#195", "#169"]
     c = GPTConfig(**SIZES | PAIRS, attention="laser", short_attention="beta")
-    assert in_words(c) == "laser (its softmax), short heads: beta, heads LLSS, differential"
+    assert in_words(c) == "laser (its softmax), short heads: beta, heads LLSS"
 
 
 def test_chosen_maps():
-    pairs = {"heads": "SSLL", "window": 2, "differential": True}
-    model = gpt(**pairs)
-    factor = model.transformer.h[1].attn.lambda_of_pairs()
-
-    words, [row] = chosen_maps(model, TOK, "abc", 1, 0)  # head 0 with its pair
-    assert words == ["a", "b", "c"]
-    heads = ["head 0", "head 1", f"head 0 {-factor:+.2f} head 1"]
-    assert [m.title for m in row] == [f"layer 1, {head}: S, window 2" for head in heads]
-    first, second, difference = (m.weights for m in row)
-    assert_equal(difference, first - factor * second, 1e-12)
-
-    _, rows = chosen_maps(gpt(**pairs, attention="laser"), TOK, "abc", None, 3)
-    titles = [["layer 0, head 2", "layer 0, head 3"], ["layer 1, head 2", "layer 1, head 3"]]
-    assert [[m.title for m in row] for row in rows] == titles  # laser has no difference
+    """Short heads come first, wherever their letters stand."""
+    model = gpt(heads="LS", window=2)
+    words, [[m]] = chosen_maps(model, TOK, "abc", 1, 1)
+    assert (words, m.title) == (["a", "b", "c"], "layer 1, head 1: S, window 2")
+    _, rows = chosen_maps(model, TOK, "abc", None, 2)
+    assert [[m.title for m in row] for row in rows] == [["layer 0, head 2"], ["layer 1, head 2"]]
 
 
 @parametrize(
     "start, layer, head, says",
     [
         ("a", 2, None, "the layers 0 to 1"),
-        ("a", -1, None, "the layers 0 to 1"),
         ("a", None, 4, "the heads 0 to 3"),
-        (33 * "a", None, None, "33 tokens, but this model sees at most 32"),
+        (25 * "a", None, None, "25 tokens, but this model sees at most 24"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(start, layer, head, says):
@@ -176,39 +158,18 @@ def test_a_picture():
     assert left.x1 < right.x0
 
 
-def test_a_new_attention_is_drawn(run, train, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setitem(ATTENTION, "new", sigmoid_attention)
-    train("--max_iters=2 --attention=new --heads=SSSL --window=8")
-    out = tmp_path / "maps.png"
-    flags = (f"--out_dir={tmp_path / 'out'}", "--start=the lord", f"--out={out}")
-    done(run("lab.look.maps", *flags), f"wrote {out}")
-
-
 def test_the_script(run, train, tmp_path):
     pytest.importorskip("matplotlib")
     train("--max_iters=5")
     picture = tmp_path / "maps.png"
     prompt = tmp_path / "p.txt"
     prompt.write_text("all citizens")
-    numbers = tmp_path / "maps.json"
     flags = ("lab.look.maps", f"--out_dir={tmp_path / 'out'}/", f"--out={picture}")
-    result = run(*flags, f"--start=FILE:{prompt}", "--which=latest", f"--json={numbers}")
+    result = run(*flags, f"--start=FILE:{prompt}", "--which=latest")
     done(result, "/out/ckpt.pt: step 5, ")
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    written = json.loads(numbers.read_text())
-    assert written["tokens"] == [*"all\u2423citizens"]
-    assert [m["layer"] for m in written["maps"]] == [0] * 4 + [1] * 4
-    for m in written["maps"]:
-        assert m["run"] == str(tmp_path / "out")
-        assert torch.tensor(m["weights"]).sum(-1).allclose(torch.ones(12), atol=1e-5)
 
-    for flag, says in (
-        (f"--out_dir={tmp_path / 'none'}", "there is no checkpoint"),
-        ("--out=maps.doc", "must end in .png, .pdf or .svg"),
-        (f"--out={tmp_path / 'none' / 'maps.png'}", "No such file"),
-    ):
-        refused(run(*flags, "--start=all", flag), says)
+    refused(run(*flags, "--start=all", "--out=maps.doc"), "must end in .png, .pdf or .svg")
 
 
 def test_maps_of_several_runs(run, train, tmp_path, monkeypatch):
@@ -220,11 +181,11 @@ def test_maps_of_several_runs(run, train, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)
     )
-    for flags in ([], ["--layer=1", "--head=2"]):
+    for flags in ([], ["--layer=1", "--head=1"]):
         done(run("lab.look.maps", f"--out_dir={folders}", "--start=all", *flags))
     assert figures[0].axes[0].get_gridspec().get_geometry() == (6, 4)
     assert [ax.get_title() for ax in figures[1].axes[:-1]] == [
-        f"softmax, {tmp_path}/out\nlayer 1, head 2",
-        "beta, heads SL\nlayer 1, head 2: S, window 50",
-        f"softmax, {tmp_path}/b/../out\nlayer 1, head 2",
+        f"softmax, {tmp_path}/out\nlayer 1, head 1",
+        "beta, heads SL\nlayer 1, head 1: S, window 50",
+        f"softmax, {tmp_path}/b/../out\nlayer 1, head 1",
     ]

@@ -49,21 +49,11 @@ def test_every_model_is_timed(timed):
     assert size["softmax L"] == 3 * size["softmax L, GQA 2"] == 6 * size["softmax L, MQA"]
 
 
-def test_lengths_and_tokens_at_once(timed):
-    results = timed(what="forward,step", lengths="16,160", tokens=330)
-    for part in ("forward", "step"):
-        rows = [row for row in results[part] if row["subject"] == "softmax SL"]
-        assert [(row["n"], row["batch"]) for row in rows] == [(16, 20), (160, 2)]
-
-
 @parametrize(
     "flags, says",
     [
-        ("--what=attn", "not one of forward, step, decode"),
         ("--lengths=a,b", "--lengths must be positive integers"),
-        ("--repeats=0", "must be at least 1"),
         ("--heads=LL", "heads='LL' has no S"),
-        ("--dtype=float8", "--dtype"),
     ],
 )
 def test_refusals(run, flags, says, tmp_path):

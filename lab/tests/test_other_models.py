@@ -91,13 +91,11 @@ def test_vit_moves_an_image_by_a_pixel():
 
 def test_vit_tests_on_the_same_digits_for_every_seed():
     pytest.importorskip("sklearn")
-    x, y, test, labels = vit.digits()
+    x, _, test, _ = vit.digits()
     torch.manual_seed(5)
     assert vit.digits()[2].equal(test)
-    assert x.shape == (1348, 1, 8, 8)
-    assert len(test) == 449
+    assert len(x) == 1348 and len(test) == 449
     assert x.aminmax() == (0, 255)
-    assert len(y.unique()) == len(labels.unique()) == 10
 
 
 def test_vit_learns(run):
@@ -113,7 +111,7 @@ def test_vit_learns(run):
 
 def small(n_embd=16, **choices):
     sizes = {"block_size": 12, "vocab_size": 5, "n_layer": 2, "n_head": 4, "n_embd": n_embd}
-    return GPTConfig(**sizes | {"tied": False, "mlp": "swish"} | choices)
+    return GPTConfig(**sizes | {"tied": False, "mlp": "silu"} | choices)
 
 
 @parametrize(
@@ -163,7 +161,7 @@ def test_the_convolution_module_by_hand():
 def test_a_conformer_block_is_equation_1():
     """Half an MLP, PyTorch's attention (no positions here), convolution, half an MLP, a norm."""
     c = small(position="none").resolved()
-    block = randomised(conformer.ConformerBlock(c, 0, None, 3).double())
+    block = randomised(conformer.ConformerBlock(c, 0, 3).double())
     x = torch.randn(2, 12, 16, dtype=torch.float64)
     seen = torch.arange(12) < torch.tensor([12, 8])[:, None]
 

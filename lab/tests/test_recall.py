@@ -1,12 +1,10 @@
 """recall.py: its three tasks have the right answers, and its runs are not repeated."""
 
-import pytest
 import torch
 from harness import done, parametrize, refused
 from torch.nn import functional as F
 
 from lab.experiments import recall
-from model import ATTENTION
 
 
 def drawn(task, n):
@@ -49,35 +47,6 @@ def test_accuracy_counts_the_answers_alone():
     assert recall.accuracy(right, y) == 1
     wrong_where_asked = torch.where((y != -1)[..., None], -right, right)
     assert recall.accuracy(wrong_where_asked, y) == 0
-
-
-def test_pairs_differ_in_order_and_values():
-    """The order of the questions says nothing, and neither does a key."""
-    x, y = drawn("pairs", 8)
-    _, asked_first = (x[:, 16:17] == x[:, :16:2]).nonzero(as_tuple=True)
-    assert len(asked_first.unique()) == 8
-    assert len(y[x == x[0, 0]].unique()) > 2
-
-
-def test_the_sizes_that_count(monkeypatch):
-    """The mean of the accuracies at 4, 8, 16 and 32 pairs, not at 64."""
-    monkeypatch.setattr(recall, "train", lambda *_: (7, False))
-    monkeypatch.setattr(recall, "test", lambda gpt, task, n: n / 64)
-    found = recall.fit("pairs", {}, 0.1, seed=1)
-    assert found["trained"] == pytest.approx((4 + 8 + 16 + 32) / 4 / 64, abs=1e-4)
-
-
-def test_a_run_of_other_code_is_replaced(monkeypatch, tmp_path):
-    monkeypatch.setattr(recall, "fit", lambda *_: {"steps": 1, "accuracy": {}})
-    monkeypatch.setattr(recall, "out", str(tmp_path / "r.json"))
-    recall.measure("pairs", "softmax", 0.1, 1)
-    first = recall.stored()
-    recall.measure("pairs", "softmax", 0.1, 1)
-    assert recall.stored() == first
-    monkeypatch.setitem(ATTENTION, "softmax", lambda s, seen, v: 0.0 * v)
-    recall.measure("pairs", "softmax", 0.1, 1)
-    assert recall.stored() != first
-    assert len(recall.stored()) == 1
 
 
 def test_runs_are_made_once_and_drawn(run, tmp_path):

@@ -39,11 +39,11 @@ TINY = {  # {experiment: its smallest scale}
             "1 x 8": ({"n_embd": 8}, [1e-3, 1e-2]),
             "1 x 16": ({"n_embd": 16}, [1e-3, 1e-2]),
         },
-        "more": {"lamb": ("1 x 8", {"optimizer": "lamb"}, [1e-2])},
+        "more": {"lamb": ("1 x 8", laser.LAMB, [1e-2])},
     },
     long_short: {
         "file": CPU,
-        "flags": FLAGS | {"log_logits": True},
+        "flags": FLAGS | {"import": "lab.loggers.logits"},
         "two": {"n_head": 2, "head_dim": 4, "n_hidden": 128},
         "models": ("long", "LS", "QK-norm"),
         "lengths": {16: 2, 32: 1},
@@ -120,9 +120,6 @@ def test_long_short(tiny, data):
         assert flags.get("window") == (int(n) - 1 if model == "LS" else None)
     broken = {row[0]: row[4] for row in border}
     assert broken == {"0.006": "0 of 2", "0.01": "0 of 2", "1e+18": "2 of 2"}
-    names = ["32, 6, long", "32, 0.006, long, bfloat16", "32, 0.006, long, bfloat16 weights"]
-    vals = {found["runs"][f"tiny, {name}, 1"]["val"] for name in names}
-    assert len(vals) == 3
 
 
 @slow
@@ -210,17 +207,16 @@ def test_a_changed_command_or_config_is_run_again_and_shown_as_it_is(data, tmp_p
 
 
 def test_changed_code_has_another_identity(tmp_path, monkeypatch):
-    """Also that of a file beside the imported one, but not a docstring."""
-    helper = tmp_path / "helper_of_mine.py"
-    (tmp_path / "mine.py").write_text("import helper_of_mine")
+    """But not a changed comment."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def identity(helps='"""As it is."""', number=1.0):
-        helper.write_text(f"def times(y):\n    {helps}\n    return {number} * y")
+    def identity(comment="", number=1.0):
+        text = f"def times(y):  # {comment}\n    return {number} * y"
+        (tmp_path / "mine.py").write_text(text)
         return runs.identity([CPU, "--import=mine"])
 
     first = identity()
-    assert identity('"""Edited."""') == first != identity(number=0.0)
+    assert identity("edited") == first != identity(number=0.0)
     monkeypatch.setitem(ATTENTION, "softmax", lambda s, seen, v: 0.0 * v)
     assert identity() != first
 

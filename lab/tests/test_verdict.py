@@ -12,12 +12,6 @@ from model import ATTENTION, GPT, GPTConfig
 SIZES = {"block_size": 32, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 8}
 
 
-def test_words():
-    assert judge.in_words({"a": "worse", "b": "worse"}, "here") == "worse here at both sizes"
-    assert judge.in_words({"a": "better", "b": ""}, "here") == "better here at 1 of 2 sizes"
-    assert judge.in_words({"a": "", "b": ""}, "here") == "no difference seen here"
-
-
 @parametrize("best, found", [(5, (4, False)), (1.1, (1, False)), (64, (32, True))])
 def test_a_grid_is_made_wider_twice_at_most(best, found, monkeypatch):
     """The rates 2, 4 and 8; each new rate adds its two runs to the plan."""

@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from configurator import at_least_one, run_script
+from configurator import run_script
 from errors import UserError
 from lab.experiments.compare import TUNING
 from lab.experiments.lecture import evaluated
@@ -35,7 +35,7 @@ from lab.verdict.judge import Arm, Judge, Setting, in_words, shape_of
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of, prepare_shakespeare, read_meta
 from training.checkpoint import open_model
-from training.estimate import duration, num_params
+from training.estimate import num_params
 from training.origin import imported, origin
 
 # What is judged?
@@ -149,13 +149,12 @@ class Verdict:
             rows = dict(zip(against, self.flags(size), strict=True))
             args = (config_file, rows, self.vocab_size, 20, against)
             times = self.kept("times", size, step_times, *args)
-            for arm in against:
-                self.judge.ms[arm, size] = times[arm][0]
+            ms = [times[arm][0] for arm in against]
             ratio = times[self.idea.name][1]
             fit = round(steps / ratio)
             if abs(fit / steps - 1) < SAME_TIME:
                 fit = steps
-            self.numbers["sizes"][size] |= {"ratio": ratio, "fit": fit}
+            self.numbers["sizes"][size] |= {"ms": ms, "ratio": ratio, "fit": fit}
 
     def train(self) -> None:
         """The runs in equal steps and in equal time, and their differences."""
@@ -166,13 +165,11 @@ class Verdict:
             in_time[size] = Setting(self.idea, size, self.numbers["sizes"][size]["fit"])
         again = [s for s in in_time.values() if abs(s.steps / steps - 1) > TUNED_AGAIN]
         settings = sum(in_steps.values(), [])
-        seconds = self.judge.plan(settings, True) + self.judge.plan(again, True)
-        seconds += self.judge.plan(
-            [s for s in in_time.values() if s not in settings + again], False
-        )
+        self.judge.plan(settings + again, True)
+        self.judge.plan([s for s in in_time.values() if s not in settings + again], False)
         print(
             f"{self.idea.name} against {self.base.name}: about {self.judge.planned} runs, "
-            f"{self.judge.jobs} at a time, {duration(seconds)}",
+            f"{self.judge.jobs} at a time",
             flush=True,
         )
         rates = self.judge.tuned(settings)
@@ -188,9 +185,7 @@ class Verdict:
             for part, setting in (("steps", idea), ("time", in_time[size])):
                 row[part] = difference(losses[setting], losses[base])
                 row[f"{part}_edge"] = rates[base].at_edge or rates[setting].at_edge
-            row["ms"] = [self.judge.ms[arm.name, size] for arm in (self.base, self.idea)]
             row["losses"] = list(losses.values())
-            row["tried"] = [rates[s].means for s in losses]
             row["curves"] = [[x["curves"]["val_loss"] for x in results[s]] for s in (base, idea)]
         self.best = {s: rates[s].rate for s in in_steps[self.sizes[-1]]}
         self.folders = [run_folder(*self.judge.run(*x, 1), out_dir) for x in self.best.items()]
@@ -282,7 +277,6 @@ def main() -> None:
     if what == "card":
         report.card()
         return
-    at_least_one(steps=steps)
     if seeds < 2:
         raise UserError(f"--seeds={seeds}: an interval needs two seeds or more")
     torch.set_flush_denormal(True)  # as train.py

@@ -12,8 +12,6 @@ from training.distributed import count
 from training.estimate import duration
 
 WIDER = 2  # how often a grid of rates is made wider where its best rate is at its edge
-START = 5.0  # seconds of a run besides its steps
-EVALUATIONS = 1.3  # the time of a run's steps with its evaluations, as a multiple
 
 
 class Arm(NamedTuple):
@@ -42,7 +40,6 @@ class Judge:
     tuning: tuple[int, ...]
     out_dir: str
     jobs: int
-    ms: dict = field(default_factory=dict)  # {(arm's name, size): milliseconds of a step}
     planned: int = 0  # runs to make
     made: list[float] = field(default_factory=list)  # the seconds of the runs that are made
 
@@ -82,13 +79,12 @@ class Judge:
         left = max(0, self.planned - len(self.made)) * statistics.mean(self.made) / self.jobs
         print(f"  {seconds:.0f} s: {name}; about {duration(left)} left", flush=True)
 
-    def plan(self, settings: list[Setting], tunes: bool) -> float:
-        """Add the runs that these settings need to the plan; return their seconds, roughly.
+    def plan(self, settings: list[Setting], tunes: bool) -> None:
+        """Add the runs that these settings need to the plan.
 
         Where a grid is made wider, more are added. Where rates are tuned, the seeds are there too.
         """
         known = saved(self.store, {"runs": {}})["runs"]
-        total = 0.0
         for setting in settings:
             first = self.tuning if tunes else self.seeds
             runs = [self.run(setting, rate, seed) for rate in self.rates for seed in first]
@@ -96,10 +92,7 @@ class Judge:
             n = left + len(self.seeds) * (left > 0)
             if not tunes:  # at one of the rates
                 n = len(self.seeds) if left == len(runs) else 0
-            ms = self.ms[setting.arm.name, setting.size]
             self.planned += n
-            total += n * (START + EVALUATIONS * setting.steps * ms / 1e3) / self.jobs
-        return total
 
     def tuned(self, settings: list[Setting]) -> dict[Setting, "Tuned"]:
         """The best rate of each setting, by its mean loss over the seeds of `tuning`.

@@ -1,0 +1,118 @@
+"""The four places where an idea enters: each file of docs/attention.md, run as it is printed."""
+
+import sys
+
+import pytest
+import torch
+from harness import QUICK, SMALL, Workers, assert_equal, log_of, parametrize
+from reference import cached, shaken
+from test_docs import PYTHON_BLOCK, read
+
+from attention.scores import of_token
+from model import ATTENTION, GPTConfig
+from parts import POSITION, QKV
+
+# a name of a printed file: the fields that choose it
+FILES = {
+    "forgetting": {"attention": "forgetting"},
+    "latent": {"qkv": "latent"},
+    "value_residual": {"qkv": "value_residual"},
+    "gated": {"attention": "gated"},
+    "gated_beta": {"attention": "gated_beta"},
+    "gated_delta": {"attention": "gated_delta"},
+    "half_rope": {"position": "half_rope"},
+}
+BESIDE = [
+    {},
+    {"heads": "SSSL", "window": 9},
+    {"n_kv_head": 2, "heads": "SLSL", "window": 9},
+    {"attention": "beta", "conv": 4},
+]
+SIZES = {"block_size": 280, "vocab_size": 23, "n_layer": 3, "n_head": 4, "n_embd": 32}
+
+
+@pytest.fixture
+def printed(tmp_path, monkeypatch):
+    """printed(name): writes the file of docs/attention.md that adds this name; returns its module.
+
+    After the test the name is in no table.
+    """
+    monkeypatch.syspath_prepend(tmp_path)
+    for table in (ATTENTION, QKV, POSITION):
+        for name in FILES:
+            monkeypatch.setitem(table, name, None)
+            monkeypatch.delitem(table, name)
+
+    def printed(name):
+        blocks = PYTHON_BLOCK.findall(read("docs/attention.md"))
+        (block,) = [block for block in blocks if f'["{name}"]' in block]
+        (tmp_path / f"my_{name}.py").write_text(block, encoding="utf-8")
+        sys.modules.pop(f"my_{name}", None)
+        return f"my_{name}"
+
+    return printed
+
+
+@parametrize("name", FILES)
+@parametrize("beside", BESIDE, ids=str)
+def test_a_printed_file_with_heads_caches_and_checkpointing(name, beside, printed):
+    """Cached = uncached, causal, and the same gradients if activations are computed again."""
+    if name == "gated_delta" and beside:
+        pytest.skip("a layer of its own: it has no short heads, groups or convolution")
+    __import__(printed(name))
+    gpt = shaken(GPTConfig(**SIZES | beside | FILES[name]), dtype=torch.float64)
+    x = torch.randint(23, (2, 280))
+    logits, loss = gpt(x, x)
+    assert_equal(cached(gpt, x, [7, 1, 1, 262, 1, 8]), logits, 1e-6)  # RoPE's table is in float32
+    other = x.clone()
+    other[:, 150:] = (x[:, 150:] + 1) % 23
+    assert_equal(gpt(other, x)[0][:, :150], logits[:, :150], 1e-9)
+
+    gradients = torch.autograd.grad(loss, gpt.parameters())
+    of_other = torch.autograd.grad(gpt(other, x)[1], gpt.parameters())
+    assert all(g.isfinite().all() and g.any() for g in gradients)
+    gpt.config.activation_checkpointing = True
+    gpt.train()
+    both = gpt(x, x)[1] + gpt(other, x)[1]  # two forward passes before a backward one
+    again = torch.autograd.grad(both, gpt.parameters())
+    for g, a, b in zip(again, gradients, of_other, strict=True):
+        assert_equal(g, a + b, 1e-9)
+
+
+@parametrize("name", ["value_residual", "gated", "half_rope"])
+def test_a_printed_file_in_two_processes(name, printed, data, tmp_path):
+    """One process, two, and two that share the weights have the same losses."""
+    ((field, value),) = FILES[name].items()
+    flags = [f"--import={printed(name)}", f"--{field}={value}", "--max_iters=4"]
+    pool = Workers(PYTHONPATH=str(tmp_path))
+    curves = []
+    for n, parallel in ((1, "ddp"), (2, "ddp"), (2, "fsdp")):
+        paths = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", f"--parallel={parallel}"]
+        codes, _, err = pool.run(n, "train.py", *paths, *SMALL, *QUICK, *flags)
+        assert codes == [0] * n, err
+        curves.append([row["loss"] for row in log_of(tmp_path) if "loss" in row])
+    pool.stop()
+    assert len(curves[0]) == 4
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], abs=1e-5)
+
+
+def test_a_token_may_have_a_vector(monkeypatch):
+    """f=of_token(x, width=n): (B, H, T, n), which begins as x, and goes into the cache."""
+
+    def attention(s, seen, v, drop, f=of_token(0.5, width=3)):
+        assert f.shape[-1] == 3 and (f.shape[2] == 48 or trained or (f == 0.5).all())
+        s = s + f.sin().sum(-1)[..., None, :]
+        return drop(s.where(seen, -torch.inf).softmax(-1)) @ v
+
+    trained = False
+    monkeypatch.setitem(ATTENTION, "own", attention)
+    c = GPTConfig(**SIZES, attention="own", heads="SSSL", window=9, n_kv_head=2)
+    x = torch.randint(23, (2, 280))
+    shaken(c, by=0.0)(x, x)
+    trained = True
+    gpt = shaken(c, dtype=torch.float64)
+    logits, loss = gpt(x, x)
+    assert_equal(cached(gpt, x, [7, 1, 1, 262, 1, 8]), logits, 1e-9)
+    loss.backward()
+    assert all(p.grad.any() for p in gpt.transformer.h[0].attn.token_numbers.parameters())
