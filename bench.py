@@ -271,6 +271,8 @@ def _tables(dev, dt):
             x = inputs(B, n, D)
             tasks = {name: partial(passes, run, x, dev) for name, (run, _) in right.items()}
             rounds = interleaved(tasks, dev, repeats)
+            if not rounds:
+                raise UserError("no row is left")
             extra = {
                 name: {"peak bytes": peak_memory(tasks[name], dev), "error": right[name][1]}
                 for name in rounds

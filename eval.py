@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from configurator import DTYPE, pick_device, run_script
+from configurator import DTYPE, at_least_one, pick_device, run_script
 from errors import UserError
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
@@ -51,6 +51,7 @@ def perplexity(nats: float) -> str:
 
 @torch.no_grad()
 def main() -> None:
+    at_least_one(batch_size=batch_size)
     dev, _, amp = pick_device(device, dtype)
     connect(backend)
 

@@ -178,11 +178,10 @@ class CausalSelfAttention(nn.Module):
     """Every token mixes the values of the tokens that it sees, in many heads at once.
 
     A layer's short heads come first: they see their own token and the `window` tokens before it
-    (LS-attention: Hajra 2025, arXiv 2505.15548). Its long heads see all tokens before. A subclass
-    names what its heads compute, as attention = "softmax".
+    (LS-attention: Hajra 2025, arXiv 2505.15548). Its long heads see all tokens before.
     """
 
-    attention = None
+    attention = "softmax"  # what the heads of a subclass compute, which ATTENTION has as a layer
     endless = True  # a text may go on past block_size, if its heads keep no more and more
 
     def __init__(self, c: GPTConfig, layer: int):
@@ -204,7 +203,7 @@ class CausalSelfAttention(nn.Module):
 
         # how heads know the order of the tokens
         letters = c.layer_heads(layer)
-        self.decay = DECAY[c.decay](c) if DECAY[c.decay] is not None else None
+        self.decay = DECAY[c.decay](c)
         self.position = None
         if c.scheme is not None and ("S" in letters or not c.nope_long):
             self.position = c.scheme(c)
@@ -215,7 +214,7 @@ class CausalSelfAttention(nn.Module):
         kinds = (("S", c.short_attention, c.window, 0), ("L", c.attention, None, n_short))
         for letter, name, window, start in kinds:
             if letter in letters:
-                name = self.attention or name
+                name = getattr(ATTENTION[name], "attention", name)  # of a layer
                 numbers = [h for h in range(H) if letters[h] == letter]
                 position = None if c.nope_long and letter == "L" else self.position
                 heads = Heads(c, name, ATTENTION[name], window, numbers, start, position)

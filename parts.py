@@ -258,9 +258,9 @@ POSITION: dict[str, tuple[Callable | None, type[Scheme] | None]] = {
     "none": (None, None),
 }
 
-# a Scheme of each layer, which makes far keys weigh less, beside any position
-DECAY: dict[str, type[Scheme] | None] = {
-    "none": None,
+# f(c) -> a Scheme that makes far keys weigh less, beside any position
+DECAY: dict[str, Callable] = {
+    "none": lambda c: None,
     "alibi": ALiBi,
 }
 
@@ -310,6 +310,17 @@ class TokenNumbers(nn.Module):
 # the user gave it, and ATTENTION is model.ATTENTION.
 
 Rules = Iterator[tuple[bool, str]]
+# {a field: its possible values}
+TABLES = {
+    "qkv": QKV,
+    "qk_norm": QK_NORM,
+    "position": POSITION,
+    "decay": DECAY,
+    "norm": NORM,
+    "where": WHERE,
+    "block": ("serial", "parallel"),
+    "mlp": ACTIVATION,
+}
 RANGES = [  # see errors.out_of_range
     (
         "block_size vocab_size n_layer n_head n_embd n_kv_head head_dim n_hidden",
@@ -380,18 +391,7 @@ def rules(c, ATTENTION: dict) -> Rules:
     yield from out_of_range(vars(c), RANGES)
 
     # names in tables
-    tables = {
-        "attention": ATTENTION,
-        "short_attention": (None, *ATTENTION),
-        "qkv": QKV,
-        "qk_norm": QK_NORM,
-        "position": POSITION,
-        "decay": DECAY,
-        "norm": NORM,
-        "where": WHERE,
-        "block": ("serial", "parallel"),
-        "mlp": ACTIVATION,
-    }
+    tables = {"attention": ATTENTION, "short_attention": (None, *ATTENTION)} | TABLES
     for name, table in tables.items():
         value = getattr(c, name)
         listed = ", ".join(filter(None, table))

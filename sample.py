@@ -82,6 +82,7 @@ def _text_of(ids, tok, stop, prompt):
 
 
 def main() -> None:
+    # the model
     dev, _, amp = pick_device(device, dtype)
     model, tok, settings, about = open_model(init_from, out_dir, which)
     print(about)
@@ -91,11 +92,14 @@ def main() -> None:
     if compile:
         model.compile()
 
+    # the prompt
     if start == "\n":
         text, prompt = default_prompt(tok, settings.get("first_token", 0))
     else:
         text, prompt = prompt_of(start, tok)
     ids = torch.tensor([prompt], device=dev)
+
+    # the samples
     with amp:
         for i in range(num_samples):
             new = stream(

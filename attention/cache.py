@@ -52,8 +52,7 @@ class Context:
 
     def attend(self, heads: Heads, q, k, v, **settings) -> Tensor:
         """y (B, H, T, D) of some heads: q (B, H, T, D), k and v (B, G, T, D)."""
-        k, v = heads.expand(k, v)
-        return heads.run(q, k, v, **settings)
+        return heads.run(q, heads.expand(k), heads.expand(v), **settings)
 
 
 class Cache(Context):
@@ -77,12 +76,13 @@ class Cache(Context):
         if heads.sums is None:
             k = self.extended(kept, "k", k, heads.window)
             v = self.extended(kept, "v", v, heads.window)
-            k, v = heads.expand(k.to(q.dtype), v.to(q.dtype))
+            k, v = (heads.expand(x.to(q.dtype)) for x in (k, v))
             return heads.run(q, k, v, **settings)
 
         settings.pop("dropout", None)  # running sums drop no weights
-        k, v = heads.expand(k, v)
-        y, kept["sums"] = linear_attention(heads.sums, q, k, v, state=kept.get("sums"), **settings)
+        y, kept["sums"] = linear_attention(
+            heads.sums, q, heads.expand(k), heads.expand(v), state=kept.get("sums"), **settings
+        )
         return y
 
     def extended(self, kept: dict, name: str, new: Tensor, window: int | None) -> Tensor:

@@ -21,7 +21,7 @@ from attention.scores import at_least_float32, plain_form, uncompiled, unrolls, 
 
 CHUNK = 64  # tokens that are computed together; many smaller chunks would cost more than they save
 ROWS_FROM = 256  # keys from which a CPU computes a definition for a few queries at a time
-IN_CACHE = 2**20  # scores that a CPU computes at a time: they stay in its cache
+IN_CACHE = 2**21  # scores that a CPU computes at a time: they stay in its cache
 AT_ONCE = 2**23  # numbers held at once where they are computed again: 32 MiB in float32
 KEPT = 2**28  # numbers kept for the backward pass: 1 GiB in float32; a GPU keeps 8 times as many
 BFLOAT16_FROM = 512  # tokens; for fewer, a CPU's fused attention is slower in bfloat16
@@ -61,11 +61,11 @@ def by_rows(definition: Callable) -> Callable:
 @uncompiled  # torch.compile would unroll the loop
 def in_rows(run: Callable, q, k, v, n: int) -> Tensor:
     """run(q, k, v), for n queries at a time."""
-    past = k.shape[-2] - q.shape[-2]
+    end = k.shape[-2] - q.shape[-2]
     outputs = []
-    for start in range(0, q.shape[-2], n):
-        end = start + n
-        outputs.append(run(q[..., start:end, :], k[..., : past + end, :], v[..., : past + end, :]))
+    for part in q.split(n, dim=-2):
+        end += part.shape[-2]
+        outputs.append(run(part, k[..., :end, :], v[..., :end, :]))
     return torch.cat(outputs, dim=-2)
 
 

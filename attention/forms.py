@@ -9,12 +9,13 @@ import ast
 import functools
 import hashlib
 import inspect
-import math
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from attention import scores
@@ -108,7 +109,7 @@ def _tree(function):
 
 def unchanged(name: str, definition: Callable) -> bool:
     """Whether FORM[name] was written for this definition, and for scores.py as it is."""
-    return name in FORM and FORM[name].written_for == code_of(definition)
+    return FORM[name].written_for == code_of(definition)
 
 
 note_once = functools.cache(note)
@@ -148,9 +149,9 @@ class Heads:
         r = c.n_head // c.n_kv_head
         stop = start + self.n
         self.queries = slice(start, stop)
-        self.keys = slice(start // r, math.ceil(stop / r))
-        self.shared_by = r
-        self.skip = start % r  # query heads of its first key that are not among them
+        queries_of = Counter(h // r for h in range(start, stop))  # {a key: how many}
+        self.keys = slice(min(queries_of), max(queries_of) + 1)
+        self.shared_by = queries_of.values()
 
         # the fast code, unless somebody has edited the definition
         form = FORM.get(name)
@@ -180,12 +181,11 @@ class Heads:
         pairs = (q, self.queries), (k, self.keys), (v, self.keys)
         return [x if heads == slice(0, x.shape[1]) else x[:, heads] for x, heads in pairs]
 
-    def expand(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """A key and a value for each of their query heads, from those that `select` gave."""
-        r = self.shared_by
-        if r == 1:
-            return k, v
-        # for a single head of keys this is a view, so that decoding copies no keys and values
-        k, v = (x[:, :, None].expand(-1, -1, r, -1, -1).flatten(1, 2) for x in (k, v))
-        heads = slice(self.skip, self.skip + self.n)
-        return k[:, heads], v[:, heads]
+    def expand(self, x: Tensor) -> Tensor:
+        """A key or a value for each of their query heads, from those that `select` gave."""
+        if x.shape[1] == self.n:
+            return x
+        each = zip(x.split(1, dim=1), self.shared_by, strict=True)
+        parts = [head.expand(-1, n, -1, -1) for head, n in each]
+        # of a single head a view: decoding copies no keys and values
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]

@@ -141,6 +141,7 @@ def test_the_rows_have_short_heads(monkeypatch):
     [
         ("--lengths=a,b", "--lengths must be positive integers"),
         ("--repeats=0", "must be at least 1"),
+        ("--n_head=0", "no row is left"),
         ("--only=sdpb", "'sdpb' is not one of sdpa, softmax"),
         ("--what=step", "unknown flag --what"),
     ],

@@ -11,7 +11,7 @@ from reference import FUNCTIONS, OF_QKV, SIZES, naive_attention, shaken
 from torch.nn import functional as F
 
 from model import ATTENTION, GPT, GPTConfig
-from parts import ACTIVATION, DECAY, NORM, POSITION, QK_NORM, QKV, WHERE
+from parts import QK_NORM, TABLES
 from training import estimate
 
 V = 65
@@ -98,18 +98,6 @@ def test_what_none_stands_for(fields, name, value):
     assert getattr(config(**fields).resolved(), name) == value
 
 
-NAMES = {  # fields that are one of these names
-    "attention": ATTENTION,
-    "short_attention": ATTENTION,
-    "qkv": QKV,
-    "qk_norm": QK_NORM,
-    "position": POSITION,
-    "decay": DECAY,
-    "norm": NORM,
-    "where": WHERE,
-    "block": ("serial", "parallel"),
-    "mlp": ACTIVATION,
-}
 COUNTS = "block_size vocab_size n_layer n_head n_embd n_kv_head head_dim n_hidden".split()
 REFUSED = {  # part of the message: fields
     "set n_head to a divisor of it, or set head_dim": {"n_head": 5},
@@ -139,7 +127,7 @@ REFUSED = {  # part of the message: fields
     "and a position inside attention: heads='SL'": {"nope_long": True, "heads": "SL"},
     "nope_long needs both": {"nope_long": True, "position": "rope"},
 }
-for field, table in NAMES.items():
+for field, table in {"attention": ATTENTION, "short_attention": ATTENTION, **TABLES}.items():
     REFUSED[f"{field}='no' is not one of {', '.join(table)}"] = {field: "no"}
 for field in COUNTS:
     REFUSED[f"{field}=0 must be at least 1"] = {field: 0}

@@ -252,9 +252,7 @@ def test_a_layer_of_ones_own_trains_and_resumes(train, run, tmp_path, monkeypatc
 
 
 class Late(CausalSelfAttention):
-    """Attention that sees a later token, from token 24 on."""
-
-    attention = "softmax"
+    """Attention that sees a later token, from token 24 on. Its heads compute softmax."""
 
     def attend(self, q, k, v, x, context):
         y = super().attend(q, k, v, x, context)

@@ -109,6 +109,7 @@ def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
     out = f"--out_dir={tmp_path / 'out'}"
     for flag, says in (
         (f"--out_dir={tmp_path / 'none'}", "there is no checkpoint"),
+        ("--batch_size=0", "--batch_size=0 must be at least 1"),
         ("--stride=33", "stride=33 must be between 1 and block_size=32"),
         ("--block_size=64", "block_size=64 is above 32, and positions are learned"),
         ("--split=test", "has no split 'test', but train.bin, val.bin"),
@@ -227,8 +228,9 @@ def test_the_peak_rates_of_gpus(monkeypatch):
         assert estimate.mfu(gpt, "cuda:0", "bfloat16") == share
 
 
-def test_an_unknown_gpu(run):
-    refused(run("train.py", "--dry_run", "--gpus=8 A100"), "known GPUs are A100")
+@parametrize("gpus", ["8 A100", "0 x A100", "two x A100", "8 x A999"])
+def test_unknown_gpus(run, gpus):
+    refused(run("train.py", "--dry_run", f"--gpus={gpus}"), "known GPUs are A100")
 
 
 CONFIGS = sorted(name for name in os.listdir(f"{ROOT}/config") if name.endswith(".py"))

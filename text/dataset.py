@@ -81,6 +81,7 @@ class Tokens:
         name = f"{split}.bin"
         if name not in files:
             raise UserError(f"{folder} has no split {split!r}, but {', '.join(files)}")
+
         path = Path(folder, name)
         size = path.stat().st_size
         dtype = np.dtype(self.meta["dtype"])

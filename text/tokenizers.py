@@ -150,7 +150,8 @@ def train_sentencepiece(lines: list[str], vocab_size: int) -> SentencePieceToken
     text is too short.
     """
     spm = optional("sentencepiece", "this tokenizer")
-    model = io.BytesIO()
+    model = io.BytesIO()  # it is written here
+
     print(f"training a SentencePiece vocabulary of {vocab_size:,}...", flush=True)
     try:
         spm.SentencePieceTrainer.train(

@@ -86,7 +86,9 @@ def load(path: str, verify: bool = True) -> dict:
         if verify and (record := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"its record {record} does not match its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if "tokenizer" not in state:  # nanoGPT's: made of a compiled model, with buffers for masks
+
+        # nanoGPT's: made of a compiled model, with buffers for masks
+        if "tokenizer" not in state:
             weights = state["model"].items()
             state["model"] = {
                 name.removeprefix("_orig_mod."): x
@@ -99,10 +101,11 @@ def load(path: str, verify: bool = True) -> dict:
             f"{path} is damaged or no checkpoint of train.py: {first_line(error)}. If you delete "
             "it, --init_from=resume goes on from an older checkpoint in its folder"
         ) from None
+
+    # a version and fields that this code knows
     version = state.get("version", VERSION)
     if version not in (2, VERSION):
         raise UserError(f"{path} has version {version} of checkpoints; this code reads {VERSION}")
-
     for field, (default, module) in LEFT.items():
         value = state["model_args"].pop(field, default)
         if value != default:

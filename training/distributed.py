@@ -28,11 +28,14 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
-def say(*args: object, **kwargs: object) -> None:
-    """print, on the first process only. An error in printing ends no training: the line is lost."""
+def say(text: str) -> None:
+    """Prints a text, on the first process only.
+
+    An error in printing ends no training: the line is lost.
+    """
     if master:
         with contextlib.suppress(OSError):  # a full disk, a closed terminal, nobody reads a pipe
-            print(*args, flush=True, **kwargs)
+            print(text, flush=True)
 
 
 def connect(backend: str) -> None:

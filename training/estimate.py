@@ -67,7 +67,7 @@ def mfu(model: GPT, device: str, dtype: str) -> float | None:
 def report(config: GPTConfig, settings: dict) -> str:
     """The lines of a dry run. settings: train.py's. Raises UserError for an unknown GPU."""
     number, _, gpu = settings["gpus"].partition(" x ")
-    if gpu not in GPUS:
+    if gpu not in GPUS or not number.lstrip("0").isdecimal():
         raise UserError(
             f"--gpus={settings['gpus']!r} must be such as '8 x H100'; "
             f"known GPUs are {', '.join(GPUS)}"

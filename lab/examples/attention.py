@@ -84,7 +84,7 @@ class Bidirectional(Context):
 
     def attend(self, heads: Heads, q, k, v, *, window=None, **settings) -> Tensor:
         """y (B, H, T, D) of some heads, by their definition: heads.run would be causal."""
-        k, v = heads.expand(k, v)
+        k, v = heads.expand(k), heads.expand(v)
         seen = self.visible(q.shape[-2], window, q.device)
         if self.weights is not None:
             self.weights.append(weights_of(heads.definition, q, k, seen, **settings))

@@ -52,7 +52,6 @@ class Differential(CausalSelfAttention):
         # attend gives each query head a key and a value of its own
         for heads in self.heads:
             heads.keys = heads.queries
-            heads.shared_by = 1
 
     def attend(self, q, k, v, x, context):
         H, G, D = self.sizes

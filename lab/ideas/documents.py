@@ -37,7 +37,7 @@ class Documents(Context):
     @uncompiled
     def attend(self, heads: Heads, q, k, v, **settings) -> Tensor:
         """y (B, H, T, D) of some heads."""
-        k, v = heads.expand(k, v)
+        k, v = heads.expand(k), heads.expand(v)
 
         # for each row {start of a document: its y}
         documents = [{} for _ in range(len(q))]
