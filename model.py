@@ -246,7 +246,7 @@ class CausalSelfAttention(nn.Module):
 
         # side by side, and back into the residual stream
         y = self.c_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
-        return self.resid_dropout(y)
+        return self.resid_dropout(y) if self.training else y  # a module call costs time in decoding
 
     def attend(self, q, k, v, x, context):
         """y (B, H, T, D), for q (B, H, T, D), k and v (B, G, T, D), and the layer's input x."""
@@ -295,7 +295,8 @@ class MLP(nn.Module):
             x = self.act(gate) * x
         else:
             x = self.act(x)
-        return self.dropout(self.c_proj(x))
+        x = self.c_proj(x)
+        return self.dropout(x) if self.training else x
 
 
 class Block(nn.Module):

@@ -62,7 +62,6 @@ ACTIVATION: dict[str, tuple[Callable, bool]] = {
     "gelu_exact": (F.gelu, False),  # nanoGPT's
     "relu": (F.relu, False),  # Vaswani et al. 2017
     "relu2": (lambda x: F.relu(x).square(), False),  # Primer (So et al. 2021)
-    "silu": (F.silu, False),
     "geglu": (gelu_tanh, True),  # T5 1.1, Gemma
     "swiglu": (F.silu, True),  # PaLM, Llama
 }

@@ -76,8 +76,8 @@ class Cache(Context):
         if heads.sums is None:
             k = self.extended(kept, "k", k, heads.window)
             v = self.extended(kept, "v", v, heads.window)
-            k, v = (heads.expand(x.to(q.dtype)) for x in (k, v))
-            return heads.run(q, k, v, **settings)
+            k, v = k.to(q.dtype), v.to(q.dtype)
+            return heads.run(q, heads.expand(k), heads.expand(v), **settings)
 
         settings.pop("dropout", None)  # running sums drop no weights
         y, kept["sums"] = linear_attention(

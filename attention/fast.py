@@ -50,7 +50,7 @@ def by_rows(definition: Callable) -> Callable:
 
         if held * Tq > KEPT * (1 if q.device.type == "cpu" else 8):
             run = functools.partial(checkpoint, run, use_reentrant=False)
-            return in_rows(run, q, k, v, max(1, int(AT_ONCE / held)))
+            return in_rows(run, q, k, v, 1 + int(AT_ONCE / held))
         if unrolls(q) or k.shape[-2] < ROWS_FROM:
             return run(q, k, v)
         return in_rows(run, q, k, v, 2 * CHUNK if scores * 2 * CHUNK <= IN_CACHE else CHUNK)
@@ -87,10 +87,9 @@ def numbers_held(definition: Callable) -> tuple[float, float]:
         q, k = torch.ones(2, 1, 1, T, 4, requires_grad=True).unbind()
         v = torch.ones(1, 1, T, Dv, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            y = plain_form(definition)(q, k, v)
+            _ = plain_form(definition)(q, k, v)  # what it keeps stays in memory until the end
             per_channel = sum(n >= Dv for n in kept.values())
             per_score = sum(n for n in kept.values() if 1 <= n < Dv)
-    del y
     return max(1.0, per_score), per_channel
 
 

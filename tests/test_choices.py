@@ -276,7 +276,7 @@ FORMULAS = {
     "gelu_exact": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
     "relu": lambda x: x.clamp(min=0),
     "relu2": lambda x: x.clamp(min=0) ** 2,
-    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "silu": lambda x: x / (1 + torch.exp(-x)),  # the gate of swiglu
 }
 GATES = {"geglu": "gelu", "swiglu": "silu"}
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import lab.ideas.activations  # noqa: F401, adds swish
 from configurator import configure, pick_device, user_errors
 from errors import UserError, optional
 from lab.examples.attention import Bidirectional, Encoder
@@ -36,7 +37,7 @@ n_layer = 2  # number of blocks
 n_head = 4  # attention heads per layer
 n_embd = 64  # width of the residual stream
 position = "rope"  # a name in parts.POSITION; the paper has Transformer-XL's relative ones
-mlp = "silu"  # activation of the MLPs: a name in parts.ACTIVATION
+mlp = "swish"  # activation of the MLPs: a name in parts.ACTIVATION
 dropout = 0.1  # dropout probability of frames and of attention's, convolution's and MLPs' outputs
 attn_dropout = 0.0  # dropout probability of attention weights, which LASER cannot have
 

@@ -90,7 +90,7 @@ parallel: --block=parallel
 gelu_exact: --mlp=gelu_exact
 relu: --mlp=relu
 relu2: --mlp=relu2
-swish: --mlp=silu
+swish: --import=lab.ideas.activations --mlp=swish
 elu: --import=lab.ideas.activations --mlp=elu
 selu: --import=lab.ideas.activations --mlp=selu
 sigmoid: --import=lab.ideas.activations --mlp=sigmoid

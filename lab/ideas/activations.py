@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from parts import ACTIVATION
 
 ACTIVATION |= {
-    "swish": (F.silu, False),  # the core's silu
+    "swish": (F.silu, False),  # SiLU
     "elu": (F.elu, False),
     "selu": (F.selu, False),
     "sigmoid": (F.sigmoid, False),

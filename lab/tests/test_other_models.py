@@ -111,7 +111,7 @@ def test_vit_learns(run):
 
 def small(n_embd=16, **choices):
     sizes = {"block_size": 12, "vocab_size": 5, "n_layer": 2, "n_head": 4, "n_embd": n_embd}
-    return GPTConfig(**sizes | {"tied": False, "mlp": "silu"} | choices)
+    return GPTConfig(**sizes | {"tied": False, "mlp": "swish"} | choices)
 
 
 @parametrize(
