@@ -149,9 +149,8 @@ class Heads:
         r = c.n_head // c.n_kv_head
         stop = start + self.n
         self.queries = slice(start, stop)
-        queries_of = Counter(h // r for h in range(start, stop))  # {a key: how many}
-        self.keys = slice(min(queries_of), max(queries_of) + 1)
-        self.shared_by = queries_of.values()
+        self.sharing = Counter(h // r for h in range(start, stop))  # {a key: how many queries}
+        self.keys = slice(min(self.sharing), max(self.sharing) + 1)
 
         # the fast code, unless somebody has edited the definition
         form = FORM.get(name)
@@ -185,7 +184,7 @@ class Heads:
         """A key or a value for each of their query heads, from those that `select` gave."""
         if x.shape[1] == self.n:
             return x
-        each = zip(x.split(1, dim=1), self.shared_by, strict=True)
+        each = zip(x.split(1, dim=1), self.sharing.values(), strict=True)
         parts = [head.expand(-1, n, -1, -1) for head, n in each]
         # of a single head a view: decoding copies no keys and values
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]

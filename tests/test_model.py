@@ -1,6 +1,7 @@
 """The model around the attentions: heads, refused configurations, counts, the cache, sampling."""
 
 import contextlib
+import copy
 import math
 import re
 from dataclasses import replace
@@ -68,6 +69,19 @@ def test_activation_checkpointing_changes_memory_alone(core, position):
         results.append([loss, *grads, gpt.eval()(x)[0]])
     assert all(map(torch.equal, *results))
     assert kept[1] < kept[0] / 3
+
+
+@cores
+def test_a_deep_copy_is_a_model_of_its_own(core):
+    """As for a mean of weights over the steps."""
+    gpt = gpt_of(attention=core, position="rope", heads="SSSL", window=4, n_kv_head=2).eval()
+    x = tokens()
+    y = gpt(x, x)[0]
+    other = copy.deepcopy(gpt)
+    for p in gpt.parameters():
+        p.data.zero_()
+    assert torch.equal(other(x, x)[0], y)
+    assert not torch.equal(gpt(x, x)[0], y)
 
 
 # -----------------------------------------------------------------------------
