@@ -56,7 +56,7 @@ dtype: DTYPE = "auto"  # of q, k and v
 seed = 1337  # decides the random numbers: q, k, v and weights
 
 QUICK = {"lengths": "256,1024", "repeats": 3}
-# Tokens: more than the first blocks of short heads, and enough for beta's linear form
+# Tokens: more than the first blocks of short heads, enough for the sums of beta (not beta_squared)
 CHECKED_AT = 300
 # An output or gradient x is right up to rounding if ||x - exact|| / ||exact|| is at most this
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -184,16 +184,19 @@ def table(title: str, about: dict, rounds: dict, extra: dict) -> list[dict]:
 def _layer(fields, x, plain=False):
     """The attention of a layer with these fields of GPTConfig: run(q, k, v) -> y, all (B, H, T, D).
 
-    x: a tensor of this width on this device. plain: compute it by its definition.
+    x: a tensor (..., T, D) on this device. plain: compute it by its definition. Without fields it
+    is PyTorch's own.
     """
+    if not (fields or plain):
+        return sdpa
     torch.manual_seed(seed)  # both forms get the same weights of a position
     n_embd = n_head * x.shape[-1]
-    T = max(CHECKED_AT, *positive("lengths", lengths))
+    T = x.shape[-2]
     gpt = GPT(GPTConfig(T, vocab_size=1, n_layer=1, n_head=n_head, n_embd=n_embd, **fields))
     if plain:
         run_definitions(gpt)
     attend = gpt.to(x.device).transformer.h[0].attn.attend
-    no_input = x.new_zeros(1, 1, n_embd)  # numbers of tokens are what they begin as
+    no_input = x.float().new_zeros(1, 1, n_embd)  # numbers of tokens are what they begin as
 
     return lambda q, k, v: attend(q, k, v, no_input.expand(len(q), q.shape[2], -1), Context())
 
@@ -225,19 +228,18 @@ def _outputs(run, x):
     return [y, *torch.autograd.grad(y, qkv, dy)]
 
 
-def _checked(name, fields, x):
-    """(run, the largest relative error of its outputs on x). Raises UserError for a large one."""
+def _checked(fields, x):
+    """The largest relative error of a layer's outputs on x. Raises UserError for a large one."""
     # the definition, in float64 on the CPU
     double = [t.detach().cpu().double().requires_grad_() for t in x]
     exact = _outputs(_layer(fields, double[0], plain=True), double)
 
-    run = sdpa if name == "sdpa" else _layer(fields, x[0])
-    pairs = zip(_outputs(run, x), exact, strict=True)
+    pairs = zip(_outputs(_layer(fields, x[0]), x), exact, strict=True)
     errors = torch.stack([(a.cpu().double() - b).norm() / b.norm() for a, b in pairs])
     error = float(f"{errors.max():.2g}")  # of a NaN: NaN
     if not error <= max(TOLERANCE[x[0].dtype], TF32 * x[0].is_cuda):
         raise UserError(f"it is WRONG: output or gradients are off by {error:g}")
-    return run, error
+    return error
 
 
 def passes(run: Callable, x: list, dev: str) -> dict:
@@ -261,20 +263,21 @@ def _tables(dev, dt):
         return torch.randn(4, B, n_head, T, D, device=dev, dtype=dt, requires_grad=True).unbind()
 
     for D in positive("head_dim", head_dim):
-        # {name: (run, error)} of the attentions that are right
+        # {name: error} of the attentions that are right
         x = inputs(2, CHECKED_AT, D)
-        checks = {name: partial(_checked, name, f, x) for name, f in chosen_rows().items()}
-        right = {name: row for name, f in checks.items() if (row := _tried(name, f, dev))}
+        rows = chosen_rows()
+        checks = {name: _tried(name, partial(_checked, rows[name], x), dev) for name in rows}
+        errors = {name: error for name, error in checks.items() if error is not None}
 
         for n in positive("lengths", lengths):
             B = max(1, tokens // n) if tokens else batch_size
             x = inputs(B, n, D)
-            tasks = {name: partial(passes, run, x, dev) for name, (run, _) in right.items()}
+            tasks = {name: partial(passes, _layer(rows[name], x[0]), x, dev) for name in errors}
             rounds = interleaved(tasks, dev, repeats)
             if not rounds:
                 raise UserError("no row is left")
             extra = {
-                name: {"peak bytes": peak_memory(tasks[name], dev), "error": right[name][1]}
+                name: {"peak bytes": peak_memory(tasks[name], dev), "error": errors[name]}
                 for name in rounds
             }
             yield table("attention, ms", {"n": n, "d": D, "batch": B}, rounds, extra)

@@ -38,7 +38,7 @@ from text.sampling import stream
 
 # An attention is a function f(s, seen, v) -> y (B, H, Tq, Dv) of Tq queries and T keys, in float32
 # or wider. In training Tq = T.
-#   s (B, H, Tq, T): the scores, scaled, with the bias of a position.
+#   s (B, H, Tq, T): the scores, scaled, as a position has changed them.
 #   seen: broadcasts to s; True where query i sees key j.
 #   v (B, H, T, Dv): the values.
 # By name it may also have

@@ -194,8 +194,8 @@ class ALiBi(Scheme):
     For softmax and LASER, whose weights are exp(s), this subtracts slope (i - j) from the scores
     (Press et al. 2021, section 3): with a = slope / scale, -a (i - j) = (a, -a i) . (j, 1), more
     dimensions of q and k, which every kernel takes. A float16 ends at 65504, so q has
-    (256 a, -a i / 256), and k has (j / 256, 256). An attention whose weights are not exp(s), such
-    as beta, has a `fade`: it gets the slopes as its `decay`.
+    (256 a, -a i / 256), and k has (j / 256, 256). A definition that takes `fade`, `q` or `k`
+    gets the slopes as its `decay` instead.
     """
 
     def __init__(self, c):
@@ -282,8 +282,8 @@ def learned_scalars(layer_heads: list) -> nn.ParameterDict:
 class TokenNumbers(nn.Module):
     """The numbers of each token that a definition gets by name (scores.of_token).
 
-    A linear function of the layer's input x (B, T, C), in the weights' precision also under
-    autocast: (B, G, T, n) for the heads' G keys, n numbers for each.
+    A linear function of the layer's input x (B, T, C), in float32 or wider: (B, G, T, n) for the
+    heads' G keys, n numbers for each.
     """
 
     def __init__(self, c, heads):
@@ -297,7 +297,8 @@ class TokenNumbers(nn.Module):
 
     def forward(self, x, q, k):
         with torch.autocast(x.device.type, enabled=False):
-            numbers = F.linear(x.to(self.weight.dtype), self.weight, self.bias)  # (B, T, G n)
+            # (B, T, G n)
+            numbers = F.linear(*map(at_least_float32, (x, self.weight, self.bias)))
         numbers = numbers.unflatten(-1, (-1, self.n)).transpose(1, 2)  # (B, G, T, n)
         q = at_least_float32(q)
         return q, torch.cat((k.to(q.dtype), numbers.to(q.dtype)), dim=-1)
@@ -484,6 +485,10 @@ def rules_of_attention(c, ATTENTION: dict) -> Rules:
         )
 
     # positions
+    yield (
+        c.position == "alibi" and c.decay != "none",
+        f"position='alibi' is a decay itself: leave decay={c.decay!r} out",
+    )
     is_rope = issubclass(c.scheme or object, RoPE)
     yield (
         is_rope and (c.head_dim or c.n_embd // c.n_head) % 2,

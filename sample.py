@@ -38,7 +38,7 @@ top_p: float | None = None  # choose among the likeliest tokens with this probab
 seed = 1337  # decides the random numbers; the first sample takes seed, the next one seed + 1, ...
 
 # What does it run on, and how?
-endless = False  # past block_size go on with the cache (beta and short heads; with rope or alibi)
+endless = False  # past block_size go on with the cache (running sums, short heads; rope or alibi)
 plain = False  # compute attention with the definitions in model.py: the same text, but slower
 use_cache = True  # keep keys and values of earlier tokens; without: the same text, but slower
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps

@@ -116,7 +116,6 @@ with user_errors():
     # the device, and the other processes
     device, dtype, amp = pick_device(device, dtype)  # amp: the context of mixed precision
     device_type = device.split(":")[0]
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     connect(backend)
     start = saved["iter_num"] if saved else 0  # steps that are done
     launches = run.launches(start)
@@ -260,6 +259,7 @@ batch = get_batch(it)
 raw_model = model if sharded else model.to(device)  # without compilation and DDP around it
 if not sharded:  # a sharded model is still on the CPU, where this would take long
     run.try_causality(raw_model)
+torch.set_float32_matmul_precision("high" if tf32 else "highest")  # after that look: TF32 rounds
 if compile:
     torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs uncompiled
     say("compiling the model in its first steps (about a minute; --no-compile trains without it)")

@@ -1,9 +1,9 @@
 """What a forward pass knows besides its tokens: nothing, or in decoding the tokens before them.
 
 A Cache keeps this of each layer: long heads keep the keys and values of all tokens, short heads
-those of the last `window` tokens; long heads of beta and beta_squared keep running sums instead. A
-short convolution keeps its last inputs, and a layer of your own its state. GPT.new_cache() makes a
-Cache.
+those of the last `window` tokens; long heads of beta and beta_squared keep running sums instead,
+where these are smaller. A short convolution keeps its last inputs, and a layer of your own its
+state. GPT.new_cache() makes a Cache.
 """
 
 import collections
@@ -73,10 +73,9 @@ class Cache(Context):
     def attend(self, heads: Heads, q, k, v, **settings) -> Tensor:
         """y (B, H, T, D) of the next T tokens of some heads, which are kept."""
         kept = self.parts[heads]
-        if heads.sums is None:
-            k = self.extended(kept, "k", k, heads.window)
-            v = self.extended(kept, "v", v, heads.window)
-            k, v = k.to(q.dtype), v.to(q.dtype)
+        if heads.sums is None or heads.sums.tokens(q.shape[-1]) > self.capacity:
+            k = self.extended(kept, "k", k, heads.window).to(k.dtype)
+            v = self.extended(kept, "v", v, heads.window).to(v.dtype)
             return heads.run(q, heads.expand(k), heads.expand(v), **settings)
 
         settings.pop("dropout", None)  # running sums drop no weights
@@ -152,7 +151,7 @@ def why_it_ends(model: nn.Module) -> str | None:
 def run_definitions(model: nn.Module) -> None:
     """Makes a GPT run the definitions of its attentions instead of fast code (--plain).
 
-    From then on its caches keep all keys and values.
+    From then on its caches keep keys and values, and no running sums.
     """
     for heads in heads_of(model):
         heads.run = plain_form(heads.definition)

@@ -22,8 +22,8 @@ from attention.scores import at_least_float32, plain_form, uncompiled, unrolls, 
 CHUNK = 64  # tokens that are computed together; many smaller chunks would cost more than they save
 ROWS_FROM = 256  # keys from which a CPU computes a definition for a few queries at a time
 IN_CACHE = 2**21  # scores that a CPU computes at a time: they stay in its cache
-AT_ONCE = 2**23  # numbers held at once where they are computed again: 32 MiB in float32
-KEPT = 2**28  # numbers kept for the backward pass: 1 GiB in float32; a GPU keeps 8 times as many
+KEPT = 2**28  # numbers kept for the backward pass: 1 GiB in float32; on a GPU 8 times as many
+AT_ONCE = 2**23  # numbers held at once where they are computed again: 32 MiB; on a GPU 8 times
 BFLOAT16_FROM = 512  # tokens; for fewer, a CPU's fused attention is slower in bfloat16
 LASER_RANGE = 80.0  # largest range of a channel: float32 and bfloat16 end at exp(88)
 HAS_FLASH = torch.backends.cuda.is_flash_attention_available()  # whether PyTorch was built with it
@@ -46,11 +46,12 @@ def by_rows(definition: Callable) -> Callable:
         Tq = q.shape[-2]
         scores = k[..., 0].numel()  # of one query, of all heads
         held = scores * (per_score + per_channel * v.shape[-1])
+        room = 1 if q.device.type == "cpu" else 8
         run = functools.partial(attend, **settings)
 
-        if held * Tq > KEPT * (1 if q.device.type == "cpu" else 8):
+        if held * Tq > KEPT * room:
             run = functools.partial(checkpoint, run, use_reentrant=False)
-            return in_rows(run, q, k, v, 1 + int(AT_ONCE / held))
+            return in_rows(run, q, k, v, 1 + int(AT_ONCE * room / held))
         if unrolls(q) or k.shape[-2] < ROWS_FROM:
             return run(q, k, v)
         return in_rows(run, q, k, v, 2 * CHUNK if scores * 2 * CHUNK <= IN_CACHE else CHUNK)
@@ -84,13 +85,12 @@ def numbers_held(definition: Callable) -> tuple[float, float]:
         return x
 
     with torch.device("cpu"), torch.enable_grad():
-        q, k = torch.ones(2, 1, 1, T, 4, requires_grad=True).unbind()
-        v = torch.ones(1, 1, T, Dv, requires_grad=True)
+        x = torch.ones(1, 1, T, Dv, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            _ = plain_form(definition)(q, k, v)  # what it keeps stays in memory until the end
+            _ = plain_form(definition)(x, x, x)  # what it keeps stays in memory until the end
             per_channel = sum(n >= Dv for n in kept.values())
             per_score = sum(n for n in kept.values() if 1 <= n < Dv)
-    return max(1.0, per_score), per_channel
+    return per_score, per_channel
 
 
 # -----------------------------------------------------------------------------
@@ -284,11 +284,12 @@ def laser_by_exp(mean: Callable, definition: Callable) -> Callable:
 def center(v: Tensor) -> Tensor:
     """The number c of each channel of v (B, H, T, Dv) from which LASER counts: (B, H, 1, Dv).
 
-    The mean of v, near which changes are small and keep their digits. Values far from it count as
-    three times the mean distance, so that one of them does not move c. But at most min v + 3: then
-    LASER's sum is at least -0.95, and nothing underflows.
+    The mean of the first values, near which changes are small and keep their digits. Values far
+    from it count as three times the mean distance, so that one of them does not move c. But at most
+    min v + 3: then LASER's sum is at least -0.95, and nothing underflows.
     """
-    mean = v.mean(-2, keepdim=True)
-    far = 3 * (v - mean).abs().mean(-2, keepdim=True)
-    mean = v.clamp(mean - far, mean + far).mean(-2, keepdim=True)
+    first = v[..., :CHUNK, :]
+    mean = first.mean(-2, keepdim=True)
+    far = 3 * (first - mean).abs().mean(-2, keepdim=True)
+    mean = first.clamp(mean - far, mean + far).mean(-2, keepdim=True)
     return torch.minimum(mean, v.amin(-2, keepdim=True) + 3)

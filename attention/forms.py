@@ -42,26 +42,26 @@ class Form:
 
 FORM: dict[str, Form] = {
     "softmax": Form(
-        written_for="c2aeffafbb6e5aa7",
+        written_for="6e0dd7c73880b460",
         words="PyTorch's fused attention",
         long=lambda definition: sdpa,
         short=lambda definition: windowed,
     ),
     "laser": Form(
-        written_for="2ff808df7858ced8",
+        written_for="badbaf1bedcc0ec8",
         words="exp and log around PyTorch's fused attention",
         long=partial(laser_by_exp, sdpa),
         short=partial(laser_by_exp, windowed),
     ),
     "beta": Form(
-        written_for="21a98ff5b8bdd266",
-        words="running sums",
+        written_for="25600978e57b49be",
+        words="running sums, for few tokens its definition",
         long=partial(by_sums, BETA),
         sums=BETA,
     ),
     "beta_squared": Form(
-        written_for="b89d65a08d4dbd3b",
-        words="running sums",
+        written_for="76989a2003f3e84a",
+        words="running sums, for few tokens its definition",
         long=partial(by_sums, BETA_SQUARED),
         sums=BETA_SQUARED,
     ),
@@ -127,10 +127,9 @@ class Heads:
     parts.Scheme that tells them the order of the tokens, or None.
 
     run: the code, as attend(q, k, v, ...). words: which code it is. sums: the running sums that a
-    cache keeps of them; None: it keeps keys and values. takes_decay: whether the definition gets a
-    decay itself, since its weights are not exp(s), or it has q or k. For all others ALiBi lowers
-    the scores, by more dimensions of q and k. scalars, of_tokens: the trained
-    numbers that its arguments ask for.
+    cache keeps of them; None: it keeps keys and values. takes_decay: whether the definition is
+    given a decay: it has `fade`, `q` or `k`. For all others ALiBi lowers the scores, by more
+    dimensions of q and k. scalars, of_tokens: the trained numbers that its arguments ask for.
     """
 
     def __init__(self, c, name, definition, window, numbers, start, position=None):

@@ -45,9 +45,8 @@ def distances(Tq: int, T: int, device: torch.device) -> Tensor:
 def visible(q: Tensor, k: Tensor, window: int | None) -> Tensor:
     """True where query i sees key j, (Tq, T): 0 <= i - j <= window; without a window, j <= i."""
     distance = distances(q.shape[-2], k.shape[-2], q.device)
-    if window is None:
-        return distance >= 0
-    return (distance >= 0) & (distance <= window)
+    earlier = distance >= 0
+    return earlier if window is None else earlier & (distance <= window)
 
 
 def scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:

@@ -221,18 +221,18 @@ class Sums:
     run: Callable  # (q, k, v, decay, state) -> (y, state): beta or beta_squared
     chunk: Callable  # D -> the tokens of a chunk
     linear_from: Callable  # D -> the tokens from which it is faster than the definition, on a CPU
-    state_size: Callable  # D -> the numbers of a head's state
+    tokens: Callable  # D -> the tokens whose keys and values are as many numbers as the state
 
 
 BETA = Sums(
     run=beta,
     chunk=lambda D: max(32, D),
     linear_from=lambda D: 256,
-    state_size=lambda D: 2 * D * D,
+    tokens=lambda D: D,
 )
 BETA_SQUARED = Sums(
     run=beta_squared,
     chunk=lambda D: 4 * D,
     linear_from=lambda D: max(256, 24 * D),
-    state_size=lambda D: D * (D + 1) // 2 * (D + 1),
+    tokens=lambda D: (D + 1) ** 2 / 4,
 )

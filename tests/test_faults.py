@@ -70,6 +70,15 @@ def test_the_last_ones_are_kept(train, tmp_path):
     assert "ckpt-00000015.pt" in os.listdir(tmp_path / "out" / "previous")
 
 
+def test_copies_of_the_users_own_stay(train, tmp_path):
+    train("--max_iters=5")
+    own = {"ckpt-good.pt", "ckpt-finetune.pt", "best_weights.pt"}
+    for name in own:
+        (tmp_path / "out" / name).write_text("not ours")
+    done(train("--init_from=resume --max_iters=12 --save_interval=2 --keep_checkpoints=2"))
+    assert {*files(tmp_path)} == own | {"best.pt", "ckpt-00000010.pt", "ckpt.pt", "log.jsonl"}
+
+
 def test_resume_from_a_damaged_checkpoint_names_it(train, tmp_path):
     """Without it, the run goes on from the one before."""
     train("--save_interval=3 --dropout=0.1 --max_iters=9 --eval_interval=100")

@@ -137,6 +137,7 @@ REFUSED = {  # part of the message: fields
     "a head's width must be even": {"position": "rope", "head_dim": 5},
     "a parallel block has one sum": {"where": "post", "block": "parallel"},
     # positions
+    "position='alibi' is a decay itself": {"position": "alibi", "decay": "alibi"},
     "rope_base=100.0 is not used by position='learned', only by rope": {"rope_base": 100.0},
     "and a position inside attention: heads='SL'": {"nope_long": True, "heads": "SL"},
     "nope_long needs both": {"nope_long": True, "position": "rope"},

@@ -16,7 +16,7 @@ import model
 from attention.cache import heads_of
 from attention.scores import plain_form
 from model import ATTENTION, GPT, CausalSelfAttention, GPTConfig
-from training import checkpoint
+from training import checkpoint, run
 from training.estimate import flops, num_params
 
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 16, "vocab_size": 11, "block_size": 160}
@@ -153,6 +153,9 @@ def test_numbers_of_a_token(choices, monkeypatch):
     assert numbers and 0 < moved and error < 0.1 * logits.abs().max()
     gpt(x, x)[1].backward()
     assert all(p.grad.abs().max() > 0 for p in numbers)
+    gpt.bfloat16()
+    change = cached(gpt, x, [70, 80, *[1] * 10]) - gpt(x, x)[0]
+    assert change.abs().max() < 0.05 * logits.abs().max()
 
 
 def test_numbers_of_a_token_begin_as_they_say(monkeypatch):
@@ -264,3 +267,16 @@ def test_a_model_that_sees_later_tokens(own, train, monkeypatch):
     monkeypatch.setitem(ATTENTION, "late", Late)
     result = train("--attention=late", f"--import={own()[0]} --max_iters=5")
     assert done(result) and "THE MODEL SEES LATER TOKENS" in result[2]
+
+
+def test_later_tokens_are_looked_for_without_tf32(train, monkeypatch):
+    """Its rounding, which depends on the number of tokens, would look like them."""
+    precisions = []
+
+    def look(gpt):
+        precisions.append(torch.get_float32_matmul_precision())
+
+    monkeypatch.setattr(run, "try_causality", look)
+    torch.set_float32_matmul_precision("highest")
+    done(train("--max_iters=1"))
+    assert precisions == ["highest"]

@@ -34,7 +34,7 @@ def test_sums_go_on_from_a_state(core, decay):
     settings = {"decay": None if decay is None else decay.clone().requires_grad_()}
     inputs = [*x.values(), *(t for t in settings.values() if t is not None)]
     y, end = linear_attention(SUMS[core], **x, **settings)
-    assert end[0, 0].numel() == SUMS[core].state_size(8)
+    assert end[0, 0].numel() == 2 * 8 * SUMS[core].tokens(8)
 
     state = None
     pieces = []

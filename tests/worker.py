@@ -5,6 +5,7 @@ answer is a line of JSON on stdout: exit code, stdout, stderr.
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -46,6 +47,7 @@ for line in sys.stdin:
             code = traceback.format_exc()
         finally:
             undo.get("after", lambda: None)()
+    gc.collect()  # DDP lets go of its processes' group here: later that may wait without end
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     for number in signal.valid_signals():

@@ -13,6 +13,7 @@ import copy
 import glob
 import math
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -28,6 +29,7 @@ from text import dataset, tokenizers
 from training import distributed, origin
 
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"  # files in a run's folder
+NAME = re.compile(r"(ckpt|best)(-\d{8})?\.pt")  # of all checkpoints; other files are the user's
 VERSION = 3  # of the format: short heads come first since 3; nanoGPT's files have none
 LAST = "14831a9 is the last commit that reads it"
 NEW = "attn.conv.weight"  # weights that a changed field may add to a model
@@ -258,18 +260,18 @@ class Saver:
             return
         save(path, state, older)
         self.step = state["iter_num"]
-        older = sorted(glob.glob("ckpt-*.pt", root_dir=self.folder), reverse=True)
-        for name in older[self.keep - 1 :]:
+        latest = [name for name in checkpoints_in(self.folder) if name.startswith("ckpt")]
+        for name in latest[self.keep :]:
             os.remove(join(self.folder, name))
 
 
 def checkpoints_in(folder: str) -> list[str]:
-    """The checkpoints in a run's folder: older ones (ckpt-00000500.pt), the latest, the best.
+    """The checkpoints in a run's folder: the latest, older ones (ckpt-00000500.pt), the best.
 
-    Before the best one come those of evaluations with other windows (best-00000500.pt).
+    After the best one come those of evaluations with other windows (best-00000500.pt).
     """
-    latest = sorted(glob.glob("ckpt*.pt", root_dir=folder))
-    return latest + sorted(glob.glob("best*.pt", root_dir=folder))
+    files = glob.glob("*.pt", root_dir=folder)
+    return sorted(filter(NAME.fullmatch, files), reverse=True)
 
 
 def path_of(out_dir: str, which: str) -> str:

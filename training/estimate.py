@@ -47,7 +47,7 @@ def flops(model: GPT) -> int:
         if heads.window is not None:
             keys = min(keys, heads.window + 1)
         elif sums is not None and keys >= sums.linear_from(c.head_dim) and not c.attn_dropout:
-            keys = sums.chunk(c.head_dim) + sums.state_size(c.head_dim) / c.head_dim
+            keys = sums.chunk(c.head_dim) + 2 * sums.tokens(c.head_dim)
         total += 12 * heads.n * c.head_dim * keys
     return int(total)
 

@@ -21,7 +21,8 @@ def diverged(step: int, what: object) -> NoReturn:
     """Ends the run with exit code 1, because its numbers, what, are not finite any more."""
     note(
         f"\nstep {step}: {what}: the training has diverged. No checkpoint has such numbers; "
-        "a smaller --learning_rate, --grad_clip or --dtype=float32 may help. "
+        "a smaller --learning_rate, --grad_clip or --dtype=float32 may help. On a GPU LASER gives "
+        "NaN for values with a range above 80: --plain takes its sums in log space. "
         "docs/training.md says how to see where in the model they begin"
     )
     sys.exit(1)

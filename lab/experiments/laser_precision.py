@@ -5,8 +5,8 @@
 Several ways to compute attention run as a fused kernel does: queries, keys, values, weights and
 outputs are rounded to bfloat16, sums are in float32. Each is compared with the definition in
 float64. Inputs are normal random numbers; the values have the standard deviation sigma, 0.02 in a
-new model. The script prints ||x - x_exact|| / ||x_exact|| of the output and of gradients. Numbers
-that are in --out are not measured again.
+new model. The script prints ||x - x_exact|| / ||x_exact|| of the output and of gradients, and of
+the output before one large value. Numbers that are in --out are not measured again.
 """
 
 import functools
@@ -25,6 +25,7 @@ from model import ATTENTION
 out = "lab/experiments/laser_precision.json"  # the results
 
 SIGMAS = (0.02, 0.1, 0.3, 1.0, 3.0, 30.0)
+LAST = (-2.0, 5.0, -5.0)  # all channels of the last token's value, beside sigma = 0.02
 SIZES = 1, 4, 512, 32  # B, H, T, D
 
 
@@ -72,22 +73,26 @@ WAYS = {
 
 
 def outputs(attend, inputs: list[Tensor], dy: Tensor) -> list[Tensor]:
-    """y, the gradients of q and k beside each other, and that of v."""
+    """y in the rows of dy, the gradients of q and k beside each other, and that of v."""
     inputs = [x.detach().requires_grad_() for x in inputs]
-    y = attend(*inputs)
+    y = attend(*inputs)[..., : dy.shape[-2], :]
     dq, dk, dv = torch.autograd.grad(y, inputs, dy)
     return [y.double(), torch.cat((dq, dk)).double(), dv.double()]
 
 
-def errors(name: str, sigma: float) -> list[float]:
+def errors(name: str, sigma: float, last: float | None) -> list[float]:
     """A way's relative errors of y, of the gradients of q and k, and of that of v.
 
-    NaN counts as infinity.
+    last: the last token's value in the place of a random one; then y is that of the others. NaN
+    counts as infinity.
     """
     attend, attention = WAYS[name]
     torch.manual_seed(0)
     q, k, v, dy = torch.randn(4, *SIZES).bfloat16()
     inputs = [q, k, v * sigma]
+    if last is not None:
+        inputs[2][:, :, -1] = last
+        dy = dy[:, :, :-1]
     found = outputs(attend, inputs, dy)
     exact = general_form(ATTENTION[attention])
     wanted = outputs(exact, [x.double() for x in inputs], dy.double())
@@ -95,17 +100,24 @@ def errors(name: str, sigma: float) -> list[float]:
     return [math.inf if math.isnan(x) else x for x in relative]
 
 
-def measure(sigma: float) -> dict:
+def measure(sigma: float, last: float | None = None) -> dict:
     """{way: its errors}."""
-    return {name: errors(name, sigma) for name in WAYS}
+    return {name: errors(name, sigma, last) for name in WAYS}
+
+
+def show(title: str, found: dict, i: int) -> None:
+    """Prints error i of each way."""
+    rows = [[key, *(f"{x[name][i]:.1e}" for name in WAYS)] for key, x in found.items()]
+    show_table(f"{title} | {' | '.join(WAYS)}", rows)
 
 
 def main() -> None:
     of = of_code({}, {"attention": "laser"})
     found = {x: measured(out, "errors", "sigma", x, measure, x, of=of) for x in SIGMAS}
     for i, part in enumerate(("output", "gradients of q and k", "gradient of v")):
-        rows = [[sigma, *(f"{x[name][i]:.1e}" for name in WAYS)] for sigma, x in found.items()]
-        show_table(f"{part}: sigma | {' | '.join(WAYS)}", rows)
+        show(f"{part}: sigma", found, i)
+    found = {x: measured(out, "before", "last", x, measure, 0.02, x, of=of) for x in LAST}
+    show("output before a last value of", found, 0)
 
 
 if __name__ == "__main__":

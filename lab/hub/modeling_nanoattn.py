@@ -66,11 +66,8 @@ class NanoattnCache:
 
 def select(cache: Cache, rows: Tensor) -> None:
     """Keep these rows of a cache, in this order. A row may be taken twice."""
-    for part in cache.parts.values():
-        for name, x in vars(part).items():
-            if isinstance(x, Tensor):
-                setattr(part, name, x[rows])
-    cache.state = {module: x[rows] for module, x in cache.state.items()}
+    for part in (cache.state, *cache.parts.values()):
+        part |= {name: x[rows] for name, x in part.items()}
     cache.rows = len(rows)
 
 

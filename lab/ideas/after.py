@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import lab.ideas.scores  # noqa: F401
 from attention.scores import at_least_float32
 from errors import UserError
+from lab.ideas.scores import forgetting_attention  # noqa: F401, adds attentions
 from model import ATTENTION, CausalSelfAttention
 
 

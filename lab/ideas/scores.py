@@ -197,18 +197,18 @@ ATTENTION |= {
 
 by_mean = partial(laser_by_exp, general_form(stick_mean))
 FORM["stick_breaking"] = Form(
-    written_for="69daaeb9796fa490",
+    written_for="74ce095e83613b6a",
     words="blocks from the last key back",
     long=stick_breaking,
 )
 FORM["stick_laser"] = Form(
-    written_for="01ff1fbedb6a9fb4",
+    written_for="b6361a5b3cd78195",
     words="exp and log around stick-breaking",
     long=by_mean,
     short=by_mean,
 )
 FORM["laser_temperature"] = Form(
-    written_for="786157f3a703c3d6",
+    written_for="cd7f82c464dd4697",
     words=FORM["laser"].words,
     long=partial(by_laser, sdpa),
     short=partial(by_laser, windowed),

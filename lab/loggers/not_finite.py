@@ -38,4 +38,5 @@ def look(module: nn.Module, args: tuple, output: object) -> None:
     sys.exit(1)
 
 
-hooks = [register_module_forward_pre_hook(name_modules), register_module_forward_hook(look)]
+register_module_forward_pre_hook(name_modules)
+register_module_forward_hook(look)

@@ -180,12 +180,15 @@ def test_lasers_precision(experiment):
     for is_measured in (True, False):  # the second time it reads them from --out
         out, _ = experiment("laser_precision")
         assert ("errors, " in out) == is_measured
-        for rows in tables(out):
+        *of_sigma, before = tables(out)
+        for rows in of_sigma:
             for sigma, *cells in rows:
                 softmax, exp, shifted, expm1 = map(float, cells)
                 assert expm1 < 2 * softmax < 0.01, sigma
                 assert (sigma == "30.0") == (exp == shifted == math.inf)
-        assert min(map(float, tables(out)[0][0][2:4])) > 0.1
+        assert min(map(float, of_sigma[0][0][2:4])) > 0.1
+        errors = {last: float(expm1) / float(softmax) for last, softmax, _, _, expm1 in before}
+        assert max(errors["-2.0"], errors["5.0"]) < 1.6 and errors["-5.0"] > 100
 
 
 def test_probabilities(experiment, train, tmp_path):

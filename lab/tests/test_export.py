@@ -97,6 +97,7 @@ def check_generate(ours, theirs, x):
     assert theirs.generate(batch, attention_mask=mask, **greedy)[0, 3:].equal(expected[0])
     beams = greedy | {"max_new_tokens": 10, "num_beams": 3}
     (alone,) = theirs.generate(ids, use_cache=False, **beams)
+    assert theirs.generate(ids, **beams)[0].equal(alone)
     beside = theirs.generate(batch, attention_mask=mask, **beams)[0, 3:]
     assert beside[: len(alone)].equal(alone)
 
@@ -237,7 +238,14 @@ def export(run, tmp_path):
 
 
 @slow
-@parametrize("flags", [LASER, "--import=lab.ideas.positions --position=relative"])
+@parametrize(
+    "flags",
+    [
+        LASER,
+        "--import=lab.ideas.positions --position=relative",
+        "--import=lab.ideas.after --attention=beta_gate",
+    ],
+)
 def test_a_process_without_the_repository_loads_and_samples_it(export, train, tmp_path, flags):
     done(train(flags))
     modules = [flag for flag in flags.split() if flag.startswith("--import=")]
