@@ -38,5 +38,4 @@ def look(module: nn.Module, args: tuple, output: object) -> None:
     sys.exit(1)
 
 
-register_module_forward_pre_hook(name_modules)
-register_module_forward_hook(look)
+hooks = [register_module_forward_pre_hook(name_modules), register_module_forward_hook(look)]

@@ -238,6 +238,7 @@ def export(run, tmp_path):
 
 
 @slow
+@pytest.mark.usefixtures("ideas")
 @parametrize(
     "flags",
     [
