@@ -49,7 +49,7 @@ FORM: dict[str, Form] = {
     ),
     "laser": Form(
         written_for="badbaf1bedcc0ec8",
-        words="exp and log around PyTorch's fused attention",
+        words="expm1 and log1p around PyTorch's fused attention",
         long=partial(laser_by_exp, sdpa),
         short=partial(laser_by_exp, windowed),
     ),

@@ -203,7 +203,7 @@ FORM["stick_breaking"] = Form(
 )
 FORM["stick_laser"] = Form(
     written_for="b6361a5b3cd78195",
-    words="exp and log around stick-breaking",
+    words="expm1 and log1p around stick-breaking",
     long=by_mean,
     short=by_mean,
 )
