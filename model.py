@@ -214,7 +214,8 @@ class CausalSelfAttention(nn.Module):
         kinds = (("S", c.short_attention, c.window, 0), ("L", c.attention, None, n_short))
         for letter, name, window, start in kinds:
             if letter in letters:
-                name = getattr(ATTENTION[name], "attention", name)  # of a layer
+                # a layer class says itself what its heads compute
+                name = getattr(ATTENTION[name], "attention", name)
                 numbers = [h for h in range(H) if letters[h] == letter]
                 position = None if c.nope_long and letter == "L" else self.position
                 heads = Heads(c, name, ATTENTION[name], window, numbers, start, position)

@@ -231,13 +231,16 @@ def save(it: int, best_val_loss: float, name: str) -> OSError | None:
     """
     state = {
         "version": checkpoint.VERSION,
+        # what training goes on from
         "model": checkpoint.gathered(raw_model.state_dict()),
         "optimizer": [checkpoint.gathered(o.state_dict()) for o in optimizers],
         "scaler": scaler.state_dict(),
         "model_args": model_args,
+        # how far the run is, and its settings
         "iter_num": it,  # random numbers depend only on the seed, this step and the rank
         "best_val_loss": best_val_loss,
         "config": vars(c),
+        # what it is trained on, and what made it
         "tokenizer": meta["tokenizer"],
         "data": checksums,
         "launch": launches,
@@ -259,7 +262,8 @@ batch = get_batch(it)
 raw_model = model if sharded else model.to(device)  # without compilation and DDP around it
 if not sharded:  # a sharded model is still on the CPU, where this would take long
     run.try_causality(raw_model)
-torch.set_float32_matmul_precision("high" if tf32 else "highest")  # after that look: TF32 rounds
+# only now, since the rounding of TF32 would look like later tokens
+torch.set_float32_matmul_precision("high" if tf32 else "highest")
 if compile:
     torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs uncompiled
     say("compiling the model in its first steps (about a minute; --no-compile trains without it)")

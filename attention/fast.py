@@ -87,7 +87,8 @@ def numbers_held(definition: Callable) -> tuple[float, float]:
     with torch.device("cpu"), torch.enable_grad():
         x = torch.ones(1, 1, T, Dv, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            _ = plain_form(definition)(x, x, x)  # what it keeps stays in memory until the end
+            # the output is held, so that its graph frees nothing, and no address comes twice
+            _ = plain_form(definition)(x, x, x)
             per_channel = sum(n >= Dv for n in kept.values())
             per_score = sum(n for n in kept.values() if 1 <= n < Dv)
     return per_score, per_channel

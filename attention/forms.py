@@ -148,7 +148,7 @@ class Heads:
         r = c.n_head // c.n_kv_head
         stop = start + self.n
         self.queries = slice(start, stop)
-        self.sharing = Counter(h // r for h in range(start, stop))  # {a key: how many queries}
+        self.sharing = Counter(h // r for h in range(start, stop))  # {a key: its number of queries}
         self.keys = slice(min(self.sharing), max(self.sharing) + 1)
 
         # the fast code, unless somebody has edited the definition

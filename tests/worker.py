@@ -47,7 +47,7 @@ for line in sys.stdin:
             code = traceback.format_exc()
         finally:
             undo.get("after", lambda: None)()
-    gc.collect()  # DDP lets go of its processes' group here: later that may wait without end
+    gc.collect()  # it frees DDP, and so DDP's group of processes: in a later job this may hang
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     for number in signal.valid_signals():

@@ -150,7 +150,7 @@ def train_sentencepiece(lines: list[str], vocab_size: int) -> SentencePieceToken
     text is too short.
     """
     spm = optional("sentencepiece", "this tokenizer")
-    model = io.BytesIO()  # it is written here
+    model = io.BytesIO()  # the trainer writes into it
 
     print(f"training a SentencePiece vocabulary of {vocab_size:,}...", flush=True)
     try:
@@ -159,11 +159,13 @@ def train_sentencepiece(lines: list[str], vocab_size: int) -> SentencePieceToken
             model_writer=model,
             vocab_size=vocab_size,
             model_type="unigram",
+            # bytes for rare characters, and two of the four special tokens
             byte_fallback=True,
             unk_id=0,
             eos_id=1,
             bos_id=-1,
             pad_id=-1,
+            # a line may be a whole paragraph
             max_sentence_length=2**20,
             num_threads=16,  # the vocabulary depends on this number
             minloglevel=2,
