@@ -280,7 +280,8 @@ def test_a_run_that_diverges(train, tmp_path):
     code, out, err = train(DIVERGING)
     assert code == 1 and out.count("held a run: moved ckpt.pt, best.pt, log.jsonl") == 1
     says = "step 1: the loss is nan and the gradient norm nan: the training has diverged"
-    assert says in err and [it for it, _ in rows(tmp_path)] == [0]
+    assert says in err and "a range above 80: --plain takes" in err
+    assert [it for it, _ in rows(tmp_path)] == [0]
     code, out, _ = train(DIVERGING, "--save_interval=1")
     assert code == 1 and "held a run" not in out
     assert state_of(tmp_path)["iter_num"] == 1
