@@ -47,6 +47,7 @@ for line in sys.stdin:
             code = traceback.format_exc()
         finally:
             undo.get("after", lambda: None)()
+    sys.modules.pop("lab.experiments.identity", None)  # it notes files at the start of a process
     gc.collect()  # it frees DDP, and so DDP's group of processes: in a later job this may hang
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

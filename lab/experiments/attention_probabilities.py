@@ -22,8 +22,7 @@ from attention.fast import CHUNK, in_rows
 from attention.scores import scores, visible
 from configurator import pick_device, run_script
 from errors import UserError
-from lab.experiments.results import measured, saved, show_table
-from lab.experiments.runs import of_code
+from lab.experiments.results import add, saved, short, show_table
 from lab.look.probe import Probe
 from model import GPT
 from parts import attentions
@@ -113,7 +112,7 @@ def main() -> None:
     below = [summary(x)["below"] for x in sums]
     total = summary(sum(sums)) | {"low": min(below), "high": max(below)}
     name = f"{attention}, {T} tokens"
-    measured(out, "models", name, run["seed"], dict, total, of=of_code(vars(model.config)))
+    add(out, short(total), "models", name, str(run["seed"]))
     show(saved(out, {})["models"])
 
 

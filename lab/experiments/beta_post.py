@@ -28,7 +28,7 @@ from attention.scores import distances, plain_form
 from bench import interleaved, medians, passes, peak_memory, ratios
 from configurator import names, positive, run_script
 from lab.experiments.results import difference, drawing, mean, measured, saved, show_table
-from lab.experiments.runs import by_seed, finals, of_code
+from lab.experiments.runs import by_seed, finals, of_rows
 from model import ATTENTION
 from text.dataset import Tokens, folder_of
 from text.prepare import tokenised, write
@@ -198,7 +198,7 @@ def main() -> None:
     parts = names(what, ["train", "backward", "show"])
     if "backward" in parts:
         for n in positive("lengths", lengths):
-            measured(out, "backward", "passes", n, times, n, of=of_code(*ROWS.values()))
+            measured(out, "backward", "passes", n, times, n, of=of_rows(__file__))
     if parts == ["backward"]:
         return
     runs = train("train" in parts)

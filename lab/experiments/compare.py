@@ -26,8 +26,17 @@ import statistics
 import torch
 
 from configurator import names, run_script
-from lab.experiments.results import difference, mean, save, saved, short, show_table
-from lab.experiments.runs import as_flags, constants, final, finals, identity, record, sooner
+from lab.experiments.results import add, difference, is_current, mean, saved, short, show_table
+from lab.experiments.runs import (
+    as_flags,
+    final,
+    finals,
+    identity,
+    of_rows,
+    record,
+    settings_of,
+    sooner,
+)
 from lab.experiments.tables import TABLES, Table, rows_of, steps_of
 from lab.experiments.times import step_times
 from text.dataset import folder_of, prepare_shakespeare, read_meta
@@ -123,10 +132,8 @@ def use_shipped(runs: dict) -> None:
     shipped = saved(SHIPPED, {"runs": {}})["runs"]
     for name, command in runs.items():
         of = identity(command)
-        is_missing = results["runs"].get(name, {}).get("of") != of
-        if is_missing and shipped.get(name, {}).get("of") == of:
-            results["runs"][name] = shipped[name]
-            save(out, results)
+        if not is_current(results["runs"].get(name), of) and is_current(shipped.get(name), of):
+            add(out, shipped[name], "runs", name)
 
 
 def tuned(t: Table, row: str) -> float | None:
@@ -146,14 +153,17 @@ def take_times(t: Table) -> None:
     bases |= {other: t.base(other) for other in bases.values()}  # --against may leave them out
     flags = {row: t.flags | t.rows[row] for row in t.rows if row in bases}
     file = config_file or t.file
-    data = (constants("train.py") | constants(file))["dataset"]
+    data = settings_of(file, {})["dataset"]
     prepare_shakespeare(data)
     vocab_size = read_meta(folder_of(data))["vocab_size"]
     times = step_times(file, flags, vocab_size, repeats, bases)
-    results = saved(out, {"times": {}})
     for row, numbers in times.items():
-        results["times"][key_of(t, row)] = [*short(numbers), bases[row]]
-    save(out, results)
+        add(out, [*short(numbers), bases[row], of_times(t)], "times", key_of(t, row))
+
+
+def of_times(t: Table) -> str:
+    """A checksum of what the times of a table's steps are measured of."""
+    return of_rows(config_file or t.file, *t.rows.values(), t.flags)
 
 
 def times_of(t: Table) -> dict[str, tuple[float, float]]:
@@ -162,10 +172,16 @@ def times_of(t: Table) -> dict[str, tuple[float, float]]:
     for path in (SHIPPED, out):
         stored = saved(path, {"times": {}})["times"]
         for row in t.rows:
-            ms, ratio, *other = stored.get(key_of(t, row), (None, None))
-            if ms and other in ([], [t.base(row)]):  # two numbers: older ones
+            ms, ratio, *made = stored.get(key_of(t, row), (None, None))
+            if ms and made[:1] in ([], [t.base(row)]):  # two numbers: older ones
                 times[row] = ms, ratio
     return times
+
+
+def has_times(t: Table) -> bool:
+    """Whether --out has the times of all chosen rows, of their code as it is now."""
+    stored = saved(out, {"times": {}})["times"]
+    return all(stored.get(key_of(t, row), [""])[-1] == of_times(t) for row in chosen(t))
 
 
 def in_equal_time(t: Table) -> dict[str, int]:
@@ -226,6 +242,8 @@ def main() -> None:
         if "time" in parts and not t.file.startswith("lab/"):  # no example has a step of train.py
             take_times(t)
         if "equal" in parts:
+            if t.steps and not has_times(t):
+                take_times(t)
             train(t, in_equal_time(t))
         if "show" in parts:
             show(t)

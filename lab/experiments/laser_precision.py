@@ -19,7 +19,7 @@ from attention.fast import general_form, laser_by_exp
 from attention.scores import scores, visible
 from configurator import run_script
 from lab.experiments.results import measured, show_table
-from lab.experiments.runs import of_code
+from lab.experiments.runs import of_rows
 from model import ATTENTION
 
 out = "lab/experiments/laser_precision.json"  # the results
@@ -112,7 +112,7 @@ def show(title: str, found: dict, i: int) -> None:
 
 
 def main() -> None:
-    of = of_code({}, {"attention": "laser"})
+    of = of_rows(__file__)
     found = {x: measured(out, "errors", "sigma", x, measure, x, of=of) for x in SIGMAS}
     for i, part in enumerate(("output", "gradients of q and k", "gradient of v")):
         show(f"{part}: sigma", found, i)

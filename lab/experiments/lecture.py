@@ -75,6 +75,8 @@ def make(part: str) -> None:
     """Make the runs of a part, and measure them, unless their numbers are in --out."""
     n, begin = PARTS[part]
     n = steps or n
+    if part == "decay":
+        part_of_the_text(0.02, True)  # its checksum is in the identity of a run
     common = {"max_iters": n, "lr_decay_iters": n, "eval_interval": n // 5}
     for seed, (row, flags) in itertools.product(range(1, seeds + 1), rows_of_part(part).items()):
         flags = common | flags
@@ -86,8 +88,6 @@ def make(part: str) -> None:
 
 def numbers(part: str, name: str, command: list[str], flags: dict) -> dict:
     """What is measured of a run. Make the run, and its data set, if they are missing."""
-    if part == "decay":
-        part_of_the_text(0.02, True)
     folder = os.path.join(out_dir, re.sub("[^a-z0-9]+", "-", name.replace(", seed", "")))
     log = finished(name, command, folder)
     if part == "positions":

@@ -25,7 +25,7 @@ import torch
 from bench import interleaved, medians, ratios
 from configurator import names, positive, run_script
 from lab.experiments.results import measured, saved, show_table
-from lab.experiments.runs import of_code
+from lab.experiments.runs import of_rows
 from lab.experiments.tables import rows_of
 from lab.experiments.times import apart, max_rss, timed_step
 from model import GPT, GPTConfig
@@ -112,7 +112,7 @@ def measure_steps() -> None:
                 print(f"steps, {name}: no {n} tokens (--patience, --most_memory)")
                 break
             args = apart, step, ROWS[name], n, repeats
-            row = measured(out, "steps", name, n, *args, of=of_code(ROWS[name]))
+            row = measured(out, "steps", name, n, *args, of=of_rows(__file__, ROWS[name]))
             seconds = row["s"]
             bytes_per_token = row["bytes"] / n
 
@@ -122,7 +122,7 @@ def measure_double() -> None:
     short, long = sorted(positive("double", double))[-2:]
     for name in names(only, ROWS, ";"):
         args = apart, doubled, ROWS[name], short, long, repeats
-        measured(out, "double", name, long, *args, of=of_code(ROWS[name]))
+        measured(out, "double", name, long, *args, of=of_rows(__file__, ROWS[name]))
 
 
 def show() -> None:

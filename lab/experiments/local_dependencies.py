@@ -30,7 +30,7 @@ from torch import Tensor
 from attention.scores import visible
 from configurator import names, run_script
 from lab.experiments.results import difference, measured, show_table
-from lab.experiments.runs import of_code
+from lab.experiments.runs import of_rows
 
 # What is measured?
 what = "sweep,full,show"  # the parts to run, separated by commas; show: the table of the others
@@ -129,7 +129,7 @@ def recorded(row: tuple, attention: str, rate: float, seed: int, steps: int) -> 
     n, d, init = row
     name = f"n {n}, d {d}, first {init:g}, {attention}, rate {rate:g}, {steps} steps"
     args = fit, *row, attention, rate, seed, steps
-    return measured(out, "fits", name, seed, *args, of=of_code({}))
+    return measured(out, "fits", name, seed, *args, of=of_rows(__file__))
 
 
 def fits(rows: list[tuple], steps: int) -> dict:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from configurator import names, run_script
 from lab.experiments.results import difference, drawing, mean, measured, show_table
-from lab.experiments.runs import by_seed, constants, final, finals, of_code, sooner
+from lab.experiments.runs import by_seed, constants, final, finals, of_rows, sooner
 from lab.experiments.times import step_times
 
 # What is measured?
@@ -133,7 +133,7 @@ def times() -> dict:
             against = dict.fromkeys(rows, "long")
             row = f"{scale}, {heads} heads"
             args = step_times, CPU, rows, 65, 15, against
-            ms = measured(out, "times", row, n, *args, of=of_code(*rows.values()))
+            ms = measured(out, "times", row, n, *args, of=of_rows(__file__, *rows.values()))
             for model in rows:
                 ratios[n, heads, model] = f"{ms[model][1]:.2f}x"
     return ratios

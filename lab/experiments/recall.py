@@ -1,4 +1,4 @@
-"""Can attention in linear time look something up? The accuracy in three synthetic tasks.
+"""Can attention in linear time look something up? The accuracy in synthetic tasks.
 
     OMP_NUM_THREADS=1 python -m lab.experiments.recall  # 40 minutes on one core of a busy CPU
     python -m lab.experiments.recall --tasks=pairs --only="beta; beta, conv" --seeds=2
@@ -7,6 +7,9 @@ pairs: multi-query associative recall (MQAR, Zoology, arXiv 2312.04927). Pairs o
 then all keys again in another order. At each of these keys the model has to give the key's value.
 
 copying: a random string, a separator, and the string again. The model has to give its tokens.
+
+products: permutations of three things; at each the model has to give the product of all so far.
+State tracking, which two layers of softmax cannot do for long texts (arXiv 2404.08819).
 
 induction: random tokens, one of them after a special token. The special token also ends the text,
 and the model has to give the token that came after it the first time.
@@ -19,6 +22,7 @@ start it again.
 """
 
 import collections
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -26,18 +30,20 @@ from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.nn import functional as F
 
 from configurator import names, run_script
 from errors import UserError
-from lab.experiments.results import drawing, save, saved, show_table
-from lab.experiments.runs import code_of, of_text
+from lab.experiments.identity import unchanged
+from lab.experiments.results import drawing, is_current, save, saved, show_table
+from lab.experiments.runs import of_rows
 from lab.experiments.tables import rows_of
 from model import GPT, GPTConfig
-from training.optimizers import adamw
+from training.optimizers import OPTIMIZER
 
-tasks = "pairs,copying,induction"  # the tasks, separated by commas
+tasks = "pairs,copying,induction"  # the tasks, separated by commas; products is one more
 only = ""  # the models, separated by semicolons; empty: all
 seeds = 1  # runs of each model at its best learning rate, with the seeds 1, 2, ...
 scale: Literal["small", "long", "tiny"] = "small"  # long: more steps; tiny: a test of the script
@@ -82,6 +88,14 @@ SCALES = {  # steps, tokens of a batch, sequences of a test
     "tiny": {"steps": 3, "tokens": 128, "sequences": 4},
 }
 RATES = (3e-3, 1e-2)
+ADAMW = {
+    "optimizer": "adamw",
+    "learning_rate": 1.0,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "weight_decay": 0.1,
+    "adam_eps": None,
+}
 WARMUP = 50  # steps
 STREAK = 50  # batches: a run ends once their mean accuracy is 0.999
 ENOUGH = 0.99  # mean accuracy at the trained sizes with which a model tries no other rate
@@ -113,6 +127,18 @@ def induction(n: int, rows: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     return x, x.gather(1, special + 1)
 
 
+def products(n: int, rows: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(tokens (rows, n), answers (rows, n)): permutations of three things; the product so far."""
+    group = torch.tensor([*itertools.permutations(range(3))])
+    x = torch.randint(len(group), (rows, n), generator=g)
+    state = torch.arange(3).expand(rows, 3)
+    answers = []
+    for step in x.T:
+        state = state.gather(1, group[step])
+        answers.append((state[:, None] == group).all(-1).int().argmax(-1))
+    return x, torch.stack(answers, dim=1)
+
+
 class Task(NamedTuple):
     draw: Callable  # (size, rows, generator) -> (tokens, answers)
     per_unit: int  # tokens of a sequence per unit of its size
@@ -129,6 +155,7 @@ TASKS = {
     "pairs": Task(pairs, 3, "key-value pairs", [4, 8, 16, 32], [64]),
     "copying": Task(copying, 2, "tokens to copy", [8, 16, 32], [64, 128]),
     "induction": Task(induction, 1, "tokens before the question", [8, 16, 32], [64, 128]),
+    "products": Task(products, 1, "permutations to multiply", [4, 8, 16], [32]),
 }
 
 
@@ -143,29 +170,33 @@ def accuracy(logits: Tensor, targets: Tensor) -> float:
     return (logits.argmax(-1) == targets)[targets != -1].float().mean().item()
 
 
-def fit(task: str, flags: dict, rate: float, seed: int) -> dict:
+def fit(task: str, flags: dict, rate: float, seed: int, recipe: dict | None = None) -> dict:
     """Train and test a model.
 
-    Returns {"steps": made, "trained": mean accuracy at trained sizes, "accuracy": {size: ...}}; a
-    model that diverges has the accuracy 0.
+    recipe: settings of train.py for its optimizers, whose rates are multiplied by `rate`; None:
+    AdamW. Returns {"steps": made, "trained": mean accuracy at trained sizes, "accuracy": {size:
+    ...}}; a model that diverges has the accuracy 0.
     """
     t = TASKS[task]
     torch.manual_seed(seed)
     gpt = GPT(GPTConfig(**SIZES | flags, block_size=t.per_unit * t.larger[-1] + 1))
-    steps, diverged = train(gpt, task, rate, torch.Generator().manual_seed(seed))
+    settings = SimpleNamespace(**ADAMW | (recipe or {}))
+    optimizers = OPTIMIZER[settings.optimizer](gpt, settings)
+    steps, diverged = train(gpt, task, rate, torch.Generator().manual_seed(seed), optimizers)
     accuracy = {str(n): 0.0 if diverged else test(gpt, task, n) for n in t.sizes}
     mean = statistics.mean(accuracy[str(n)] for n in t.trained)
     return {"steps": steps, "trained": round(mean, 4), "accuracy": accuracy}
 
 
-def train(gpt: GPT, task: str, rate: float, g: torch.Generator) -> tuple[int, bool]:
+def train(
+    gpt: GPT, task: str, rate: float, g: torch.Generator, optimizers: list
+) -> tuple[int, bool]:
     """Train until the last batches are perfect; return (the steps made, whether it diverged)."""
     t = TASKS[task]
     s = SCALES[scale]
-    flags = SimpleNamespace(
-        learning_rate=rate, beta1=0.9, beta2=0.99, weight_decay=0.1, adam_eps=None
-    )
-    optimizer = adamw(gpt.train().parameters(), flags)
+    groups = [group for o in optimizers for group in o.param_groups]
+    rates = [rate * group["lr"] for group in groups]
+    gpt.train()
     last = collections.deque(maxlen=STREAK)
     for step in range(s["steps"]):
         n = t.trained[torch.randint(len(t.trained), (), generator=g)]
@@ -176,10 +207,11 @@ def train(gpt: GPT, task: str, rate: float, g: torch.Generator) -> tuple[int, bo
         loss.backward()
         torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
         cosine = 0.55 + 0.45 * math.cos(math.pi * step / s["steps"])  # down to a tenth
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min((step + 1) / WARMUP, cosine)
-        optimizer.step()
-        optimizer.zero_grad()
+        for group, highest in zip(groups, rates, strict=True):
+            group["lr"] = highest * min((step + 1) / WARMUP, cosine)
+        for optimizer in optimizers:
+            optimizer.step()
+        gpt.zero_grad()
         last.append(accuracy(logits, y))
         if sum(last) >= 0.999 * STREAK:
             break
@@ -208,24 +240,26 @@ def stored() -> list[dict]:
 def made_of(model: str) -> str:
     """A checksum of a model's flags and of the code of its attention, which it imports."""
     flags = ALL[model] | ({"import": "lab.ideas.recent,lab.ideas.after"} if model in IDEAS else {})
-    return of_text(f"{flags} {code_of(flags)}")
+    return of_rows(__file__, flags)
 
 
 def results(task: str, model: str) -> list[dict]:
     """The runs in --out of a task and a model, as its code is now."""
-    wanted = {"task": task, "model": model, "of": made_of(model)}
-    return [run for run in stored() if wanted.items() <= run.items()]
+    wanted = {"task": task, "model": model}
+    runs = [run for run in stored() if wanted.items() <= run.items()]
+    return [run for run in runs if is_current(run, made_of(model))]
 
 
 def measure(task: str, model: str, rate: float, seed: int) -> None:
     """Make a run and add it to --out, unless it is there. It replaces a run of other code."""
     key = {"task": task, "model": model, "rate": rate, "seed": seed}
-    run = key | {"of": made_of(model)}
-    if any(run.items() <= known.items() for known in stored()):
+    if any(key.items() <= run.items() for run in results(task, model)):
         return
-    run |= fit(task, ALL[model], rate, seed)
-    others = [known for known in stored() if not key.items() <= known.items()]
-    save(out, {"settings": SIZES | SCALES[scale], "runs": [*others, run]})
+    run = key | {"of": made_of(model)} | fit(task, ALL[model], rate, seed)
+    unchanged()
+    with FileLock(f"{out}.lock"):
+        others = [known for known in stored() if not key.items() <= known.items()]
+        save(out, {"settings": SIZES | SCALES[scale], "runs": [*others, run]})
     about = f"{task}; {model}; {rate}; seed {seed}; {run['steps']} steps:"
     print(about, *run["accuracy"].values(), flush=True)
 

@@ -8,7 +8,10 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from filelock import FileLock
+
 from errors import UserError, optional
+from lab.experiments.identity import unchanged
 
 
 def saved(path: str, defaults: dict) -> dict:
@@ -59,23 +62,38 @@ def short(x: object, digits: int = 7) -> object:
     return float(f"{x:.{digits}g}") if isinstance(x, float) else x
 
 
+def add(path: str, value: object, *keys: str) -> None:
+    """Write a value into {key: {key: ...}} of a JSON file, to which other processes add as well."""
+    with FileLock(f"{path}.lock"):
+        results = saved(path, {})
+        place = results
+        for key in keys[:-1]:
+            place = place.setdefault(key, {})
+        place[keys[-1]] = value
+        save(path, results)
+
+
+def is_current(stored: dict | None, of: str) -> bool:
+    """Whether a stored result was made by what has this checksum."""
+    return stored is not None and stored.get("of", "") == of
+
+
 def measured(
     path: str, part: str, row: str, size: object, measure: Callable, *args: object, of: str = ""
 ) -> dict:
     """Return the numbers of {part: {row: {size: numbers}}} in a JSON file.
 
     If the file lacks them, or has those of other code, measure(*args) gives them, and they are
-    added to the file. of: what made them, such as a checksum of code.
+    added to the file. of: a checksum of what made them; see identity.py.
     """
     numbers = saved(path, {}).get(part, {}).get(row, {}).get(str(size))
-    if numbers is None or numbers.get("of", "") != of:
+    if not is_current(numbers, of):
         numbers = short(measure(*args))
         print(f"{part}, {row}, {size}: {json.dumps(numbers)}", flush=True)
         if of:
+            unchanged()
             numbers["of"] = of
-        results = saved(path, {})  # another process may have added results
-        results.setdefault(part, {}).setdefault(row, {})[str(size)] = numbers
-        save(path, results)
+        add(path, numbers, part, row, str(size))
     return numbers
 
 

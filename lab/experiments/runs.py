@@ -1,30 +1,36 @@
-"""What the experiments share: runs of train.py and what is stored of them."""
+"""What the experiments share: runs of train.py and what is stored of them.
+
+    python -m lab.experiments.runs FOLDER config/train_shakespeare_char_cpu.py --n_layer=2
+
+makes a run as train.py or, with --variant, variants.py does, and notes its identity in FOLDER.
+"""
 
 import ast
 import concurrent.futures
 import contextlib
-import hashlib
-import importlib
 import itertools
 import json
 import math
 import os
 import pathlib
 import re
+import runpy
 import shlex
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 
-from errors import UserError
-from lab.experiments.results import save, saved, short
-from model import ATTENTION
-from training import origin
+from filelock import FileLock
 
-PARSING = threading.Lock()  # Python 3.11's ast may fail where two threads parse at once
+from configurator import user_errors
+from errors import UserError
+from lab.experiments.identity import PARSING, of_code, of_data, of_text, parsed
+from lab.experiments.results import add, is_current, saved, short
+
+MADE = "identity"  # the file with the identity of the run in a folder
+DONE = "done"  # MADE, after the run has ended
 
 
 def finished(
@@ -36,33 +42,71 @@ def finished(
 ) -> list[dict]:
     """Return the rows of the log of `train.py command --out_dir=folder`, or of variants.py.
 
-    The run is made unless the folder holds the finished run of the same command and config file.
-    command: the config file, then flags; with --variant, variants.py runs in place of train.py.
-    threads: of the run; None: PyTorch chooses. may_diverge: accept a run that ended because its
-    loss was not finite; the last row of its log is {"iter": step, "diverged": true}.
-    Raises UserError for a run that fails.
+    The run is made unless the folder holds the finished run of the same identity. Another process
+    that makes it is waited for. command: the config file, then flags; with --variant, variants.py
+    runs in place of train.py. threads: of the run; None: PyTorch chooses. may_diverge: accept a run
+    that ended because its loss was not finite; the last row of its log is {"iter": step,
+    "diverged": true}. Raises UserError for a run that fails, and for one whose code or data are
+    edited while it is made.
     """
+    file, *words = command
     path = pathlib.Path(folder)
-    done = path / "done"
-    log = path / "log.jsonl"
-    checksum = identity(command)
-    if not done.exists() or done.read_text() != checksum:
-        print(name, flush=True)
-        done.unlink(missing_ok=True)
-        has_variant = any(arg.startswith("--variant=") for arg in command)
-        script = ["-m", "lab.experiments.variants"] if has_variant else ["train.py"]
-        args = [*script, *command, f"--out_dir={folder}", "--sample_tokens=0"]
-        run = run_python(args, threads)
-        not_finite = re.search(r"^step (\d+): .*\b(?:nan|inf)\b", run.stderr, re.MULTILINE)
-        if run.returncode and may_diverge and not_finite:
-            with open(log, "a") as f:
-                f.write(json.dumps({"iter": int(not_finite[1]), "diverged": True}) + "\n")
-        else:
-            sys.stderr.write(run.stderr)
-            if run.returncode:
-                raise UserError(f"this run failed: python {shlex.join(run.args[1:])}")
-        done.write_text(checksum)
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    of = identity(command)
+    with PARSING:
+        steps = settings_of(file, flags_of(words))["max_iters"]
+    os.makedirs(folder, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        log = rows_of_log(path, steps) if text_of(path / DONE) == of else None
+        if log is None:
+            print(name, flush=True)
+            (path / DONE).unlink(missing_ok=True)
+            make(command, folder, threads, may_diverge)
+            log = rows_of_log(path, steps)
+            identity(command)  # raises an error if code or data have changed
+            if log is None or text_of(path / MADE) != of:
+                raise UserError(f"{folder}: the code was edited, or the run ended too early")
+            os.replace(path / MADE, path / DONE)
+    return log
+
+
+def make(command: list[str], folder: str, threads: int | None, may_diverge: bool) -> None:
+    """Make a run; see `finished`."""
+    run = run_python(["-m", "lab.experiments.runs", folder, *command], threads)
+    not_finite = re.search(r"^step (\d+): .*\b(?:nan|inf)\b", run.stderr, re.MULTILINE)
+    if run.returncode and may_diverge and not_finite:
+        with open(os.path.join(folder, "log.jsonl"), "a") as f:
+            f.write(json.dumps({"iter": int(not_finite[1]), "diverged": True}) + "\n")
+        return
+    sys.stderr.write(run.stderr)
+    if run.returncode:
+        raise UserError(f"this run failed: python {shlex.join(run.args[1:])}")
+
+
+def main() -> None:
+    """In a process of its own: make the run, with its identity as this process reads its code."""
+    folder, *command = sys.argv[1:]
+    pathlib.Path(folder, MADE).write_text(identity(command))
+    sys.argv = ["train.py", *command, f"--out_dir={folder}", "--sample_tokens=0"]
+    if any(arg.startswith("--variant=") for arg in command):
+        runpy.run_module("lab.experiments.variants", run_name="__main__")
+    else:
+        runpy.run_path("train.py", run_name="__main__")
+
+
+def text_of(path: pathlib.Path) -> str:
+    """The text of a file; empty if it is not there."""
+    return path.read_text() if path.exists() else ""
+
+
+def rows_of_log(folder: pathlib.Path, steps: int) -> list[dict] | None:
+    """The rows of a run's log.jsonl; None if the run has not made all steps, nor diverged."""
+    lines = text_of(folder / "log.jsonl").splitlines()
+    with contextlib.suppress(ValueError):  # its last line is half written
+        rows = [json.loads(line) for line in lines]
+        last = rows[-1] if rows else {}
+        if "diverged" in last or ("val_loss" in last and last["iter"] >= steps):
+            return rows
+    return None
 
 
 def run_python(args: list[str], threads: int | None) -> subprocess.CompletedProcess:
@@ -96,35 +140,37 @@ def example(name: str, command: list[str], threads: int | None = None) -> dict:
 
 
 def identity(command: list[str]) -> str:
-    """A checksum of what decides a run: its arguments, its config file and the code it names.
+    """A checksum of what decides a run: its arguments, its code and its data. See identity.py.
 
-    The first argument is the config file. Comments and docstrings do not count. Results are stored
-    under it.
+    command: a config file, or an example, then flags. Results are stored under it.
     """
     with PARSING:
-        flags = constants(command[0]) | flags_of(command[1:])
-        return of_text(f"{command} {ast.unparse(parsed(command[0]))} {code_of(flags)}")
+        file, *words = command
+        flags = flags_of(words)
+        modules = imports_of(flags)
+        files = [file]
+        if not is_example(file):
+            files.append("train.py")
+        if "variant" in flags:
+            modules.append("lab.experiments.variants")
+        data = settings_of(file, flags).get("dataset")
+        return of_text(f"{command} {of_code(modules, files)} {data and of_data(data)}")
 
 
-def of_text(text: str) -> str:
-    """A short checksum of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
+def of_rows(script: str, *rows: dict) -> str:
+    """A checksum of what a script measures of models with these rows of flags of train.py."""
+    modules = sum(map(imports_of, rows), [])
+    return of_text(f"{rows} {of_code(modules, [script])}")
 
 
-def code_of(flags: dict) -> dict[str, str]:
-    """{attention or file: the checksum of its code} of what flags of train.py name."""
-    modules = flags["import"].split(",") if "import" in flags else []
-    if "variant" in flags:
-        modules.append("lab.experiments.variants")
-    for module in modules:
-        importlib.import_module(module)
-    attentions = [flags.get("attention", "softmax"), flags.get("short_attention")]
-    return origin.fingerprints([name for name in attentions if name in ATTENTION], modules)
+def is_example(file: str) -> bool:
+    """Whether the first argument of a run is a script of lab/examples, and no config file."""
+    return file.startswith("lab/examples/")
 
 
-def of_code(*rows: dict) -> str:
-    """A checksum of the code that rows of flags of train.py name."""
-    return of_text(str([code_of(flags) for flags in rows]))
+def imports_of(flags: dict) -> list[str]:
+    """The modules of --import= in flags of train.py."""
+    return [module for module in flags.get("import", "").split(",") if module]
 
 
 def flags_of(words: list[str]) -> dict:
@@ -145,16 +191,8 @@ def flags_of(words: list[str]) -> dict:
     return flags
 
 
-def parsed(path: str) -> ast.Module:
-    """The syntax tree of a script or a config file. Raises UserError if it is not Python."""
-    try:
-        return ast.parse(pathlib.Path(path).read_text(encoding="utf-8"))
-    except SyntaxError as error:
-        raise UserError(f"{path} is no config file: {error}") from None
-
-
 def constants(path: str) -> dict:
-    """The constants that a script or a config file assigns at its top level, without running it."""
+    """The constants that a script assigns at its top level, without running it."""
     values = {}
     for node in parsed(path).body:
         is_assignment = isinstance(node, ast.Assign | ast.AnnAssign)
@@ -162,6 +200,14 @@ def constants(path: str) -> dict:
             for target in getattr(node, "targets", None) or [node.target]:
                 values[ast.unparse(target)] = node.value.value
     return values
+
+
+def settings_of(file: str, flags: dict) -> dict:
+    """All settings of a run: of the script, of its config file (or an example), then its flags."""
+    if is_example(file):
+        return constants(file) | flags
+    parsed(file)  # raises UserError for a file that is not Python
+    return constants("train.py") | runpy.run_path(file) | flags
 
 
 def folder_of(name: str, command: list[str], out_dir: str) -> str:
@@ -189,8 +235,10 @@ def record(
     """
     known = saved(path, {"runs": {}})["runs"]
     if make:
-        stored = {name: result["of"] for name, result in known.items()}
-        new = {name: args for name, args in runs.items() if stored.get(name) != identity(args)}
+        new = {}
+        for name, args in runs.items():
+            if not is_current(known.get(name), identity(args)):
+                new[name] = args
         make_runs(path, new, out_dir, jobs, keep, progress)
         known = saved(path, {"runs": {}})["runs"]
     for name in runs:
@@ -224,9 +272,7 @@ def make_runs(
         try:
             for future in concurrent.futures.as_completed(names):
                 result, seconds = future.result()
-                results = saved(path, {"runs": {}})  # another process may have added results
-                results["runs"][names[future]] = result
-                save(path, results)
+                add(path, result, "runs", names[future])
                 if progress is not None:
                     progress(names[future], seconds)
         except BaseException:  # a run failed, or Ctrl-C, on which the runs save and end as well
@@ -239,12 +285,14 @@ def make_run(
 ) -> tuple[dict, float]:
     """Make a run of train.py, variants.py or an example: (what is stored of it, its seconds)."""
     began = time.monotonic()
-    if command[0].startswith("lab/examples/"):
+    of = identity(command)
+    if is_example(command[0]):
         result = example(name, command, threads)
     else:
         log = finished(name, command, folder, threads, may_diverge=True)
         result = result_of(log, keep, "--seed=1" in command)
-    return {"of": identity(command)} | result, time.monotonic() - began
+    identity(command)  # raises an error if code or data have changed
+    return {"of": of} | result, time.monotonic() - began
 
 
 def result_of(log: list[dict], keep: tuple, first_seed: bool) -> dict:
@@ -344,3 +392,8 @@ def spikes(losses: list[float], before: int = 10, by: float = 0.2) -> int:
 def as_flags(flags: dict) -> list[str]:
     """{"window": 16, "tied": True} as train.py takes it: ["--window=16", "--tied"]."""
     return [f"--{key}" if value is True else f"--{key}={value}" for key, value in flags.items()]
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bench import interleaved, medians, ratios, stopwatch
-from lab.experiments.runs import constants
+from lab.experiments.runs import imports_of, settings_of
 from lab.experiments.variants import change
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER
@@ -53,15 +53,21 @@ def max_rss() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
+def import_all(modules: list[str]) -> None:
+    """Import the modules of --import=, which add to the model's tables."""
+    for module in modules:
+        importlib.import_module(module)
+
+
 def model_of(config_file: str, flags: dict, vocab_size: int) -> tuple[GPT, dict]:
     """(the model that train.py or variants.py would build, all its settings).
 
     vocab_size: of the data set, if the config file does not set it.
     """
-    for module in flags.get("import", "").split(","):
-        if module:
-            importlib.import_module(module)
-    settings = constants("train.py") | {"vocab_size": vocab_size} | constants(config_file) | flags
+    import_all(imports_of(flags))
+    settings = settings_of(config_file, flags)
+    if settings["vocab_size"] is None:
+        settings["vocab_size"] = vocab_size
     gpt = GPT(GPTConfig(**model_args(DEFAULTS | settings)))
     return change(gpt, settings.get("variant", "")), settings
 
@@ -73,16 +79,20 @@ def step_times(config_file: str, rows: dict, vocab_size: int, repeats: int, agai
     """
     tasks = {}
     for name, flags in rows.items():
-        gpt, chosen = model_of(config_file, flags, vocab_size)
-        optimizers = OPTIMIZER[chosen["optimizer"]](gpt, SimpleNamespace(**chosen))
-        x = torch.randint(vocab_size, (chosen["batch_size"], chosen["block_size"]))
-        tasks[name] = functools.partial(timed_step, gpt.train(), optimizers, x)
+        tasks[name] = step_of(*model_of(config_file, flags, vocab_size), vocab_size)
     rounds = interleaved(tasks, "cpu", repeats)
     times = {}
     for name in rounds:
         ms = medians(rounds[name])[0]["ms"]
         times[name] = ms, ratios(rounds, name, against[name])["ms"]
     return times
+
+
+def step_of(gpt: GPT, settings: dict, vocab_size: int) -> Callable[[], dict]:
+    """A `timed_step` of a model on random tokens. settings: train.py's."""
+    optimizers = OPTIMIZER[settings["optimizer"]](gpt, SimpleNamespace(**settings))
+    x = torch.randint(vocab_size, (settings["batch_size"], settings["block_size"]))
+    return functools.partial(timed_step, gpt.train(), optimizers, x)
 
 
 def timed_step(gpt: GPT, optimizers: list, x: Tensor) -> dict[str, float]:

@@ -5,10 +5,18 @@ from apart import TABLES
 from harness import *  # noqa: F403
 from harness import ROOT, _seed  # noqa: F401
 
+from lab.experiments import identity
+
 
 @pytest.fixture(autouse=True)
 def _top_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(autouse=True)
+def _a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test may edit code and data."""
+    monkeypatch.setattr(identity, "SEEN", {})
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_mistakes(run, small, tmp_path):
     cases = {
         "compare --only=swiglo": "'swiglo' is not one of softmax; LASER",
         "compare --extra=--block_size=9999": "this run failed",
-        f"compare --config_file={ROOT}/README.md": "is no config file",
+        f"compare --config_file={ROOT}/README.md": "is not Python",
         f"compare --out={small}": "is damaged",
         "variants --variant=rezro": "'rezro' is not one of rezero,",
         "variants --variant=rezero --where=post": "is for where='pre', not 'post'",
@@ -142,8 +142,8 @@ def test_compare_in_equal_time(experiment, data, tmp_path):
     flags += ["--table=256", "--only=LS, conv"]
     out, results = experiment("compare", *flags)
     steps = {name: round(1500 / x[1]) for name, x in results["times"].items()}
-    (ms, *one), (others_ms, ratio, base) = results["times"].values()  # of one round
-    assert [one, ratio] == [[1.0, base], pytest.approx(others_ms / ms)]
+    (ms, *one, of), (others_ms, ratio, base, _) = results["times"].values()  # of one round
+    assert [one, ratio] == [[1.0, base], pytest.approx(others_ms / ms)] and len(of) == 10
     n = steps["256, LS, conv"]
     assert f"256, LS, conv, {n} steps, {extra}, seed 1" in results["runs"]
     assert len(results["runs"]) == 3

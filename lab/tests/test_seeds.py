@@ -12,8 +12,7 @@ from test_experiments import tables
 from torch.testing import assert_close
 
 from errors import UserError
-from lab.experiments import beta_post, jacobians, laser, long_short, results, runs
-from model import ATTENTION
+from lab.experiments import beta_post, identity, jacobians, laser, long_short, results, runs
 from text.dataset import read_meta
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -183,7 +182,7 @@ def test_a_diverged_run_is_a_result_only_where_that_is_asked(data, tmp_path, cap
     assert result["val"] == result["best"] == results.short(log[1]["val_loss"])
 
 
-def test_a_changed_command_or_config_is_run_again_and_shown_as_it_is(data, tmp_path):
+def test_a_changed_command_or_config_is_run_again_and_shown_as_it_is(data, tmp_path, monkeypatch):
     config = tmp_path / "c.py"
     ones = (
         "max_iters = eval_iters = n_layer = n_head = batch_size = gradient_accumulation_steps = 1"
@@ -201,24 +200,10 @@ def test_a_changed_command_or_config_is_run_again_and_shown_as_it_is(data, tmp_p
     assert first == val(True) == val(False)
     second = val(True, "--learning_rate=1.0", "--warmup_iters=0")
     assert second != first
+    monkeypatch.setattr(identity, "SEEN", {})
     config.write_text(config.read_text().replace("n_embd = 8", "n_embd = 4"))
     assert val(False) == second
     assert val(True) not in (first, second)
-
-
-def test_changed_code_has_another_identity(tmp_path, monkeypatch):
-    """But not a changed comment."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def identity(comment="", number=1.0):
-        text = f"def times(y):  # {comment}\n    return {number} * y"
-        (tmp_path / "mine.py").write_text(text)
-        return runs.identity([CPU, "--import=mine"])
-
-    first = identity()
-    assert identity("edited") == first != identity(number=0.0)
-    monkeypatch.setitem(ATTENTION, "softmax", lambda s, seen, v: 0.0 * v)
-    assert identity() != first
 
 
 def test_what_is_stored_of_a_log():

@@ -4,63 +4,67 @@
     python -m lab.verdict --flags="--attention=beta --conv=4" --against="--conv=4"
     python -m lab.verdict --import=my --attention=entmax15 --quick     # one size, fewer runs
     python -m lab.verdict --what=card                                  # all verdicts in one table
+    python -m lab.verdict --what=chance                                # how often it is wrong
 
-It checks the new model (does it see later tokens, does decoding with a cache give the same, are
-gradients finite), tunes the learning rate of both sides, trains seeds of both in equal steps and in
-equal time, and measures speed, recall and longer texts. A check that fails ends it. Then it prints
-a report, and writes it with pictures, numbers and a copy of the code into a folder verdict-NAME.
+It checks the new model (does it see later tokens, are gradients finite), tunes the learning rates
+of both sides, trains seeds of both in equal steps and in equal time, on a second text and in a
+second recipe, and measures speed, memory, skills and longer texts. Then it prints a report, and
+writes it with a picture, numbers and a copy of the code into a folder verdict-NAME.
 
 Finished runs are kept in --out_dir: the command can be stopped and started again, and the next idea
 needs no new runs of what it is compared with. docs/verdict.md says how it decides.
 """
 
+import math
 import os
 import shlex
+import subprocess
 import sys
 import time
+from statistics import fmean
 from typing import Literal
 
 import torch
 
 from configurator import run_script
 from errors import UserError
-from lab.experiments.compare import TUNING
-from lab.experiments.lecture import evaluated
-from lab.experiments.results import difference, measured
-from lab.experiments.runs import code_of, constants, final, flags_of, identity, of_text
-from lab.experiments.runs import folder_of as run_folder
-from lab.experiments.times import model_of, step_times
-from lab.verdict import checks, costs, report
-from lab.verdict.judge import Arm, Judge, Setting, in_words, shape_of
-from model import GPT, GPTConfig
-from text.dataset import Tokens, folder_of, prepare_shakespeare, read_meta
+from lab.experiments.identity import of_text
+from lab.experiments.results import add, is_current, measured, saved
+from lab.experiments.runs import flags_of, folder_of, imports_of, of_rows, settings_of
+from lab.experiments.times import apart, model_of
+from lab.verdict import chance, checks, costs, method, report
+from lab.verdict.judge import Arm, Judge, Setting, cores, shape_of
+from model import GPT
+from text import dataset as data_sets
 from training.checkpoint import open_model
-from training.estimate import num_params
+from training.distributed import count
+from training.estimate import duration, num_params
 from training.origin import imported, origin
 
 # What is judged?
-what: Literal["judge", "card"] = "judge"  # card: print all verdicts that were made, in one table
+what: Literal["judge", "card", "bank", "chance"] = "judge"  # bank, chance: see chance.py
 attention = ""  # the idea: a name in ATTENTION
 flags = ""  # the idea: more flags of train.py, with spaces between them
 against = ""  # what it is compared with: flags of train.py; empty: softmax
 name = ""  # the name of the verdict; empty: made of the attention and the flags
 # On what?
-config_file = "config/train_shakespeare_char_cpu.py"  # the config file of every run
+config_file = "config/modern_shakespeare_char_cpu.py"  # the recipe of both sides
+second_recipe = "config/train_shakespeare_char_cpu.py"  # another one, for a column; empty: none
 dataset: str | None = None  # the data of every run; None: the config file's
-both = ""  # more flags of train.py for both sides, such as "--block_size=256 --device=cuda"
+second_text = "python"  # another data set, for a column; empty: none
+both = ""  # more flags of train.py for both sides, such as "--block_size=512 --device=cuda"
 # How exactly?
-quick = False  # one size, fewer steps and seeds: a first look
+quick = False  # one size, fewer runs: a first look
 sizes = "2 x 48, 3 x 96"  # layers x width of the models, with commas
-steps = 1000  # steps of a run
-seeds = 5  # runs of each side and size, with the seeds 1, 2, ...
-jobs = 0  # runs at the same time, one thread for each; 0: as many as the CPU has cores
+steps = 600  # steps of a run
+seeds = 8  # compared runs of each side and size, with the seeds 1, 2, ...
+jobs = 0  # runs at the same time, one thread for each; 0: as many as this process has cores
 out_dir = "out-verdict"  # the folder of the runs
 
-QUICK = {"sizes": "2 x 48", "steps": 500, "seeds": 3}
+QUICK = {"sizes": "2 x 48", "seeds": 4}
 SAME_TIME = 0.03  # numbers of steps that differ by less count as equal
-TUNED_AGAIN = 0.2  # numbers of steps that differ by more have learning rates of their own
-LONG = 2048  # tokens of the timed layer
-LONGER = 4  # times the context
+COLUMN = 3  # seeds of a second text, a second recipe, a skill and longer texts
+OVERHEAD = 11.0  # seconds of a run besides its steps: its start, and evaluations
 
 
 def arms() -> tuple[Arm, Arm]:
@@ -80,51 +84,64 @@ class Verdict:
     """One verdict, in the order in which it is made; numbers: what the report prints."""
 
     def __init__(self, base: Arm, idea: Arm):
-        self.base = base
-        self.idea = idea
         self.began = time.monotonic()
         common = shlex.split(both)
         if dataset:
             common.append(f"--dataset={dataset}")
-        self.settings = {"block_size": GPTConfig.block_size} | constants("train.py")
-        self.settings |= constants(config_file) | flags_of(common)
-        data = self.settings["dataset"]
-        prepare_shakespeare(data)
-        self.vocab_size = read_meta(folder_of(data))["vocab_size"]
         self.sizes = [size.strip() for size in sizes.split(",")]
         for size in self.sizes:
             shape_of(size)
-        middle = self.settings["learning_rate"]
-        cores = 1 if "cuda" in self.settings["device"] else os.cpu_count() or 1
-        self.judge = Judge(
-            config_file=config_file,
-            common=tuple(common),
-            rates=[middle / 2, middle, 2 * middle],
-            seeds=list(range(1, seeds + 1)),
-            tuning=TUNING[:1] if quick else TUNING,
-            out_dir=out_dir,
-            jobs=jobs or cores,
-        )
-        self.of = of_text(str([code_of(flags) for flags in self.flags()]))
+        self.judge = self.judge_of(config_file, common)
+        settings = self.judge.settings
+        own = flags_of([*common, *idea.words])
+        self.given = idea
+        more = costs.fitting(own, settings | flags_of(shape_of(self.sizes[0])))
+        self.base = base
+        self.idea = idea._replace(words=(*idea.words, *(f"--{k}={x}" for k, x in more.items())))
+        self.arms = self.base, self.idea
+        self.modules = imports_of(own)
+        self.of = of_rows(costs.__file__, settings, *self.rows(), chance.machine())
+        self.level = 0.95
+        self.sittings = {size: [] for size in self.sizes}
         self.numbers = {"checks": [], "sizes": {size: {} for size in self.sizes}}
 
-    def flags(self, size: str = "") -> list[dict]:
+    def judge_of(self, file: str, common: list[str]) -> Judge:
+        """The maker of runs with a config file and common flags."""
+        settings = settings_of(file, flags_of(common))
+        data = settings["dataset"]
+        data_sets.prepare_shakespeare(data)
+        vocab_size = data_sets.read_meta(data_sets.folder_of(data))["vocab_size"]
+        on_gpu = "cuda" in settings["device"]
+        n = jobs or (1 if on_gpu else cores())
+        return Judge(file, tuple(common), settings, vocab_size, out_dir, n)
+
+    def rows(self, size: str = "") -> list[dict]:
         """The flags of train.py with which the models of both arms are made."""
         words = [*(shape_of(size) if size else ()), *self.judge.common]
-        return [flags_of([*words, *arm.words]) for arm in (self.base, self.idea)]
+        return [flags_of([*words, *arm.words]) for arm in self.arms]
 
-    def models(self, size: str, **more: object) -> list[GPT]:
+    def models(self, size: str) -> list[GPT]:
         """New models: of what the idea is compared with, and of the idea."""
-        both = self.flags(size)
-        return [model_of(config_file, flags | more, self.vocab_size)[0] for flags in both]
+        vocab_size = self.judge.vocab_size
+        return [model_of(config_file, row, vocab_size)[0] for row in self.rows(size)]
 
-    def kept(self, part: str, size: str, measure, *args: object) -> dict:
-        """What measure(*args) gives, from the file of results if it is there."""
+    def kept(self, part: str, measure, *args: object) -> dict:
+        """What measure(*args) gives in a process of its own, or {"why": what went wrong}."""
+        print(part, flush=True)
         row = " ".join([*self.idea.words, "against", self.base.name, *self.judge.common])
-        return measured(self.judge.store, part, row, size, measure, *args, of=self.of)
+        stored = saved(self.judge.store, {}).get(part, {}).get(row, {}).get(config_file)
+        if is_current(stored, self.of):
+            return stored
+        found = costs.tried(apart, measure, *args)
+        if "why" in found:
+            return found
+        return measured(self.judge.store, part, row, config_file, lambda: found, of=self.of)
+
+    def settings(self, n: int, *arms: Arm) -> dict[str, list[Setting]]:
+        return {size: [Setting(arm, size, n) for arm in arms] for size in self.sizes}
 
     def check(self, *found: checks.Check) -> None:
-        """Add checks to the report. One that fails ends the verdict."""
+        """Add gates to the report. One that fails ends the verdict."""
         for check in found:
             self.numbers["checks"].append(str(check))
             if not check.ok:
@@ -133,128 +150,205 @@ class Verdict:
                 sys.exit(1)
 
     def check_new(self) -> None:
-        """Checks of the new models."""
+        """Gates of the new models."""
         for size in self.sizes:
             gpts = self.models(size)
             n = [num_params(gpt, non_embedding=False) for gpt in gpts]
             self.numbers["sizes"][size]["parameters"] = n
             self.check(*map(checks.later_tokens, gpts[1:]))
-        self.check(checks.gradients(gpts[1]), checks.cached(gpts[1]))
+        self.check(checks.gradients(gpts[1]))
+        self.numbers["fast"] = costs.has_fast_code(gpts[1])
         self.numbers["checks"].clear()  # said of the trained model
 
-    def time_steps(self) -> None:
-        """Times of steps decide how many steps fit into equal time."""
-        against = dict.fromkeys((self.base.name, self.idea.name), self.base.name)
-        for size in self.sizes:
-            rows = dict(zip(against, self.flags(size), strict=True))
-            args = (config_file, rows, self.vocab_size, 20, against)
-            times = self.kept("times", size, step_times, *args)
-            ms = [times[arm][0] for arm in against]
-            ratio = times[self.idea.name][1]
-            fit = round(steps / ratio)
-            if abs(fit / steps - 1) < SAME_TIME:
-                fit = steps
-            self.numbers["sizes"][size] |= {"ms": ms, "ratio": ratio, "fit": fit}
+    def look(self) -> None:
+        """Note the number of seeds before the first run. A second look with another is stricter."""
+        key = of_text(f"{self.of} {sizes} {steps} {quick}")
+        looks = saved(self.judge.store, {}).get("looks", {}).get(key, {})
+        self.numbers["looks"] = {n: said for n, said in looks.items() if n != str(seeds)}
+        if self.numbers["looks"]:
+            self.level = 0.99
+        add(self.judge.store, looks.get(str(seeds), "not ended"), "looks", key, str(seeds))
+        self.look_key = key
 
-    def train(self) -> None:
-        """The runs in equal steps and in equal time, and their differences."""
-        in_steps = {}
-        in_time = {}
-        for size in self.sizes:
-            in_steps[size] = [Setting(arm, size, steps) for arm in (self.base, self.idea)]
-            in_time[size] = Setting(self.idea, size, self.numbers["sizes"][size]["fit"])
-        again = [s for s in in_time.values() if abs(s.steps / steps - 1) > TUNED_AGAIN]
-        settings = sum(in_steps.values(), [])
-        self.judge.plan(settings + again, True)
-        self.judge.plan([s for s in in_time.values() if s not in settings + again], False)
+    def sit(self) -> None:
+        """Time a few steps of both sides at each size."""
+        for size, clock in self.clocks.items():
+            self.sittings[size].append(clock.sitting())
+
+    def start(self) -> None:
+        """The first sitting, and what all will take on this machine."""
+        vocab_size = self.judge.vocab_size
+        rows = {size: self.rows(size) for size in self.sizes}
+        self.clocks = {x: costs.Clock(config_file, rows[x], vocab_size) for x in self.sizes}
+        self.sit()
+        seconds = self.seconds()
+        self.judge.planned = seconds
         print(
-            f"{self.idea.name} against {self.base.name}: about {self.judge.planned} runs, "
-            f"{self.judge.jobs} at a time",
+            f"{self.idea.name} against {self.base.name}: about "
+            f"{duration(seconds / self.judge.jobs)} on this machine, "
+            f"{self.judge.jobs} runs at a time",
             flush=True,
         )
-        rates = self.judge.tuned(settings)
-        for size, setting in in_time.items():
-            rates[setting] = rates[in_steps[size][1]]
-        rates |= self.judge.tuned(again)
-        results = self.judge.losses(rates)
-        for size in self.sizes:
-            base, idea = in_steps[size]
+
+    def seconds(self) -> float:
+        """About how long everything takes on one core."""
+        total = 0.0
+        known = saved(self.judge.store, {}).get("runs", {})
+        for size, (sitting,) in self.sittings.items():
+            _, _, base_ms, _, idea_ms = sitting
+            for arm, ms in ((self.base, base_ms), (self.idea, idea_ms)):
+                of_run = steps * ms / 1e3 + OVERHEAD
+                runs = [self.judge.run(Setting(arm, size, steps), k, 101) for k in method.FIRST]
+                if not all(name in known for name, _ in runs):
+                    total += of_run * (len(runs) + (0 if quick else 6) + seeds)
+                    if size == self.sizes[0] and not quick:
+                        total += of_run * (3 * COLUMN)
+                if arm is self.idea and not quick:
+                    total += (steps * base_ms / 1e3 + OVERHEAD) * seeds
+        return total + (20 if quick else 300)
+
+    def train(self) -> None:
+        """The runs in equal steps, with sittings between them, and their differences."""
+        at_size = {x: [Setting(arm, x, steps) for arm in self.arms] for x in self.sizes}
+        near = () if quick else method.NEAR
+        self.tuned = self.judge.tuned(sum(at_size.values(), []), near)
+        rates = {setting: tuned.k for setting, tuned in self.tuned.items()}
+        self.losses = {setting: [] for setting in rates}
+        for seed in range(1, seeds + 1):
+            for setting, losses in self.judge.losses(rates, [seed]).items():
+                self.losses[setting] += losses
+            if len(self.sittings[self.sizes[0]]) < method.SITTINGS:
+                self.sit()
+        for size, (base, idea) in at_size.items():
             row = self.numbers["sizes"][size]
-            row["rates"] = [rates[base].rate, rates[idea].rate]
-            losses = {s: [final(x) for x in results[s]] for s in (base, idea, in_time[size])}
-            for part, setting in (("steps", idea), ("time", in_time[size])):
-                row[part] = difference(losses[setting], losses[base])
-                row[f"{part}_edge"] = rates[base].at_edge or rates[setting].at_edge
-            row["losses"] = list(losses.values())
-            row["curves"] = [[x["curves"]["val_loss"] for x in results[s]] for s in (base, idea)]
-        self.best = {s: rates[s].rate for s in in_steps[self.sizes[-1]]}
-        self.folders = [run_folder(*self.judge.run(*x, 1), out_dir) for x in self.best.items()]
+            losses = [self.losses[base], self.losses[idea]]
+            changes = [y - x for x, y in zip(*losses, strict=True)]
+            row["rates"] = [rates[base], rates[idea]]
+            row["edge"] = self.tuned[base].at_edge or self.tuned[idea].at_edge
+            row["losses"] = losses
+            row["tried"] = [self.judge.tried[base], self.judge.tried[idea]]
+            row["failed"] = list(map(method.failed, losses))
+            row["steps"] = method.interval(changes, (chance.tau(size, quick) ** 2, math.inf))
+        largest = at_size[self.sizes[-1]]
+        self.folders = [
+            [
+                folder_of(*self.judge.run(setting, rates[setting], seed), out_dir)
+                for seed in range(1, min(seeds, COLUMN) + 1)
+            ]
+            for setting in largest
+        ]
+
+    def equal_time(self) -> None:
+        """The idea's runs in as many steps as fit into the other side's time."""
+        for size in self.sizes:
+            row = self.numbers["sizes"][size]
+            base, idea = (Setting(arm, size, steps) for arm in self.arms)
+            *logs, base_ms, plain_ms, idea_ms = zip(*self.sittings[size], strict=True)
+            opponent = 0 if self.numbers["fast"] else 1
+            means = list(map(fmean, logs))
+            fit = max(1, round(steps / math.exp(means[opponent])))
+            if abs(fit / steps - 1) < SAME_TIME:
+                fit = steps
+            row["ms"] = list(map(fmean, (base_ms, plain_ms, idea_ms)))
+            row["ratio"] = list(map(math.exp, means))
+            row["fit"] = fit
+            if quick:
+                continue
+
+            # how much a longer training is worth, in nats for each unit of ln(steps)
+            k = self.tuned[idea].k
+            everyone = range(1, seeds + 1)
+            in_time = self.losses[idea]
+            if fit != steps:
+                (in_time,) = self.judge.losses({idea._replace(steps=fit): k}, everyone).values()
+            other, shorter = fit, in_time
+            if abs(math.log(fit / steps)) < 0.1:
+                other = steps // 2
+                (shorter,) = self.judge.losses({idea._replace(steps=other): k}, (1, 2)).values()
+            gains = [y - x for x, y in zip(self.losses[idea], shorter, strict=False)]
+            worth = fmean(gains) / math.log(steps / other)
+
+            timing = method.timing_error(worth, logs[opponent])
+            lost = chance.tau(size, quick) ** 2, math.inf
+            changes = [y - x for x, y in zip(self.losses[base], in_time, strict=True)]
+            row["time"] = method.interval(changes, lost, timing)
+            row["worth"] = worth
+            row["other_time"] = self.moved(
+                row["time"], worth, means[1 - opponent] - means[opponent]
+            )
+
+    def moved(self, x: method.Interval, worth: float, by: float) -> method.Interval:
+        """An interval for a training that is longer by a factor exp(-by), estimated."""
+        error = math.hypot(x.error, worth * by / 5)
+        return method.Interval(x.mean + worth * by, error, x.df)
+
+    def columns(self) -> None:
+        """The differences on a second text and in a second recipe, at the first size."""
+        found = self.numbers["columns"] = {}
+        if second_text and second_text != self.judge.settings["dataset"]:
+            prepare_python(second_text)
+            judge = self.judge_of(config_file, [*self.judge.common, f"--dataset={second_text}"])
+            settings = [Setting(arm, self.sizes[0], steps) for arm in self.arms]
+            rates = {setting: self.tuned[setting].k for setting in settings}
+            found[f"text: {second_text}"] = self.column(judge, rates)
+        if second_recipe and second_recipe != config_file:
+            judge = self.judge_of(second_recipe, list(self.judge.common))
+            settings = [Setting(arm, self.sizes[0], steps) for arm in (self.base, self.given)]
+            rates = {x: tuned.k for x, tuned in judge.tuned(settings, ()).items()}
+            found[f"recipe: {second_recipe}"] = self.column(judge, rates)
+
+    def column(self, judge: Judge, rates: dict[Setting, float]) -> method.Interval:
+        """The difference of two settings, with few seeds."""
+        base, idea = judge.losses(rates, range(1, COLUMN + 1)).values()
+        self.judge.made += judge.made
+        return method.interval([y - x for x, y in zip(base, idea, strict=True)])
 
     def check_trained(self) -> None:
-        """Checks of the trained models, and their rounding errors in bfloat16."""
-        base, idea = (open_model("resume", folder, "latest")[0] for folder in self.folders)
-        self.check(checks.later_tokens(idea), checks.cached(idea), checks.gradients(idea))
-        T = idea.config.block_size
-        text = Tokens(folder_of(self.settings["dataset"]), "val", T)
-        idx = next(text.eval_batches(1, 16))[0]
-        ratio = checks.bfloat16_error(idea, idx) / checks.bfloat16_error(base, idx)
-        self.numbers["bfloat16"] = ratio
+        """Gates of the trained model."""
+        model = open_model("resume", self.folders[1][0], "latest")[0]
+        self.check(checks.later_tokens(model), checks.gradients(model))
 
     def measure(self) -> None:
-        """Speed, recall and longer texts."""
-        size = self.sizes[-1]
-        long = self.models(size, block_size=LONG)
-        self.numbers["layer"] = self.kept("layer", size, costs.of_layer, *long)
-        gpts = self.models(size)
-        self.numbers["decoding"] = self.kept("decoding", size, costs.of_decoding, *gpts)
-        print("recall", flush=True)
-        self.numbers["recall"] = self.kept("recall", "pairs", self.recall)
-        self.numbers["longer"] = self.longer()
-
-    def recall(self) -> dict:
-        """{"base": , "idea": accuracy in associative recall}, with RoPE if possible."""
-        extra = {"position": "rope", "conv": 4}
-        fields = [{"position": "none"} | costs.added(flags, extra) for flags in self.flags()]
-        modules = [flags["import"] for flags in self.flags() if "import" in flags]
-        base, idea = costs.recall_of(fields, ",".join(modules).split(","), self.judge.jobs)
-        return {"base": base, "idea": idea}
-
-    def longer(self) -> dict:
-        """{"base": , "idea": }: how much higher the loss is on texts LONGER times the context."""
-        runs = []
-        for (setting, rate), flags in zip(self.best.items(), self.flags(), strict=True):
-            more = []
-            if "position" not in flags:
-                position = costs.added(flags, {"position": "rope"}).get("position", "none")
-                more = [f"--position={position}"]
-            runs.append(self.judge.run(setting, rate, 1, *more))
-        self.judge.make(runs)
-        T = self.settings["block_size"]
-        changes = []
-        for name, args in runs:
-            words = [word for word in args if word.startswith("--import")]
-            losses = []
-            for n in (T, LONGER * T):
-                call = evaluated, run_folder(name, args, out_dir), f"--block_size={n}", *words
-                kept = measured(self.judge.store, "lengths", name, n, *call, of=identity(args))
-                losses.append(kept["loss"])
-            changes.append(losses[1] - losses[0])
-        return dict(zip(("base", "idea"), changes, strict=True))
+        """Speed, memory, skills and longer texts, each in a process of its own."""
+        args = config_file, self.rows(self.sizes[-1]), self.judge.vocab_size
+        n = self.numbers
+        n["flops"] = self.kept("flops", costs.of_flops, *args)
+        n["layer"] = self.kept("layer", costs.of_layer, *args)
+        n["decoding"] = self.kept("decoding", costs.of_decoding, *args)
+        if quick:
+            return
+        for row in n["sizes"].values():
+            ratio = n["flops"].get("ratio", 1.0)
+            if abs(ratio - 1) > SAME_TIME:
+                row["equal_flops"] = self.moved(row["steps"], row["worth"], math.log(ratio))
+        n["trained"] = costs.tried(apart, costs.of_trained, self.folders, self.modules)
+        own = [flags_of([*self.judge.common, *arm.words]) for arm in self.arms]
+        settings = [self.judge.settings | flags for flags in own]
+        n["skills"] = self.kept(
+            "skills", costs.skills, settings, own, self.modules, self.judge.jobs
+        )
 
     def decide(self) -> None:
-        """The verdict, of the differences at each size."""
-        parts = []
-        for part, where in (("steps", "at equal steps"), ("time", "in equal time")):
-            words = {}
-            for size, row in self.numbers["sizes"].items():
-                words[size] = "" if row[f"{part}_edge"] else row[part].word
-            parts.append(in_words(words, where))
-        sizes = self.numbers["sizes"].values()
-        if any(row["steps_edge"] or row["time_edge"] for row in sizes):
-            parts.append("a best learning rate is at the edge of its grid, which decides nothing")
-        if any(abs(row["parameters"][1] / row["parameters"][0] - 1) > 0.01 for row in sizes):
-            parts.append("with another number of parameters")
-        self.numbers["verdict"] = "; ".join(parts)
+        """The words, of the differences at all sizes."""
+        rows = self.numbers["sizes"].values()
+        said = []
+        parts = {"steps": ("at equal steps", 0.0)}
+        if not quick:
+            parts["time"] = ("in equal time, on this machine", method.LEVEL)
+        for part, (where, least) in parts.items():
+            found = [row[part] for row in rows]
+            word = method.quick_word(found[0]) if quick else method.word(found, self.level, least)
+            if any(row["edge"] for row in rows):
+                word = "no word: a best learning rate is at the edge of what was tried"
+            said.append(f"{word} {where}")
+        failed = [sum(x) for x in zip(*(row["failed"] for row in rows), strict=True)]
+        for arm, n in zip(self.arms, failed, strict=True):
+            if n:
+                said.append(f"{count(n, 'seed')} of {arm.name} failed, and count")
+        if any(abs(row["parameters"][1] / row["parameters"][0] - 1) > 0.01 for row in rows):
+            said.append("with another number of parameters")
+        self.numbers["verdict"] = "; ".join(said)
+        add(self.judge.store, self.numbers["verdict"], "looks", self.look_key, str(seeds))
 
     def finish(self) -> None:
         """Print the report and write the folder of the verdict."""
@@ -263,28 +357,53 @@ class Verdict:
             "base": self.base.name,
             "flags": " ".join(self.idea.words),
             "command": shlex.join(["python", "-m", "lab.verdict", *sys.argv[1:]]),
+            "of": self.of,
             "made": [len(self.judge.made), time.monotonic() - self.began],
             "seeds": seeds,
             "steps": steps,
-            "context": self.settings["block_size"],
-            "data": self.settings["dataset"],
+            "level": self.level,
+            "recipe": config_file,
+            "both": both,
+            "context": self.judge.settings["block_size"],
+            "data": self.judge.settings["dataset"],
+            "machine": chance.machine(),
             "origin": origin(self.models(self.sizes[-1])[1].config),
         }
-        report.write(self.numbers, getattr(self, "folders", ()))
+        report.write(self.numbers, getattr(self, "folders", []))
+
+
+def prepare_python(dataset: str) -> None:
+    """Prepare data/python if it is missing; other data sets must be there."""
+    script = data_sets.DATA / dataset / "prepare.py"
+    if dataset == "python" and not (script.parent / "meta.json").exists():
+        subprocess.run([sys.executable, script], check=True)
 
 
 def main() -> None:
     if what == "card":
         report.card()
         return
+    if what == "chance":
+        chance.show()
+        return
+    torch.set_flush_denormal(True)  # as train.py
+    torch.set_num_threads(1)
+    os.makedirs(out_dir, exist_ok=True)
+    if what == "bank":
+        base = Arm("softmax", ())
+        verdict = Verdict(base, base)
+        chance.make_bank(verdict.judge, [Setting(base, size, steps) for size in verdict.sizes])
+        return
     if seeds < 2:
         raise UserError(f"--seeds={seeds}: an interval needs two seeds or more")
-    torch.set_flush_denormal(True)  # as train.py
-    os.makedirs(out_dir, exist_ok=True)
     verdict = Verdict(*arms())
     verdict.check_new()
-    verdict.time_steps()
+    verdict.look()
+    verdict.start()
     verdict.train()
+    verdict.equal_time()
+    if not quick:
+        verdict.columns()
     verdict.check_trained()
     verdict.measure()
     verdict.decide()

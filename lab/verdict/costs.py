@@ -1,81 +1,213 @@
-"""What an attention costs, and what it can do besides a low loss: speed, recall, longer texts."""
+"""What an attention costs, and what else it can do: speed, memory, skills, longer texts.
+
+Each function builds its models itself, so that it can run in a process of its own (`apart`). There
+rows are flags of train.py: of what the idea is compared with, then of the idea.
+"""
 
 import concurrent.futures
 import contextlib
 import functools
-import importlib
+import math
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from statistics import fmean, median
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from bench import interleaved, peak_memory, ratios
-from errors import UserError
+from attention.cache import heads_of, run_definitions
+from bench import peak_memory
+from errors import UserError, first_line
 from lab.experiments import recall
-from lab.experiments.times import milliseconds, write
+from lab.experiments.times import import_all, milliseconds, model_of, step_of, write
+from lab.verdict import checks
 from model import GPT, GPTConfig
+from text.dataset import Tokens, folder_of
+from training.checkpoint import open_model
 from training.run import DEFAULTS
 
-# Of a model, but not of its attention
-SIZES = ("block_size", "vocab_size", "n_layer", "n_embd")
+LONG = 2048  # tokens of the measured layer
+LONGER = 4  # times the context
+ROUNDS = 10  # steps of each model in a sitting
+# The fields of the opponent's config that an idea may be unable to take, and what stands for none
+LEFT_OUT = ({}, {"position": "none"}, {"position": "none", "qk_norm": "none"})
+SKILLS = {"pairs": "64", "products": "32"}  # {a task of recall.py: the size that the card shows}
+SKILL_RATES = 1.0, 0.5  # of the recipe's
+SEEDS = 3  # of a skill
 
 
-def ratio_of(tasks: list[Callable], repeats: int) -> float:
-    """The time of the second task as a ratio to the first's, in rounds of one call each."""
-    timed = {i: functools.partial(milliseconds, "cpu", task) for i, task in enumerate(tasks)}
-    return ratios(interleaved(timed, "cpu", repeats), 1, 0)["ms"]
+def tried(f: Callable, *args: object) -> dict:
+    """f(*args); {"why": a sentence} if it fails, or a process of it is killed."""
+    try:
+        return f(*args)
+    except BrokenProcessPool:
+        return {"why": "its process was killed, perhaps for its memory"}
+    except Exception as error:  # of any kind: the other measurements go on
+        return {"why": f"{type(error).__name__}: {first_line(error)}"}
 
 
-def of_layer(base: GPT, idea: GPT) -> dict:
-    """{"ratio": the time of the idea's layer to the base's, "bytes": its peak memory}.
+def alone(f: Callable, *args: object) -> object:
+    """f(*args) on one thread, as the runs."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    return f(*args)
 
-    Forward and backward, of one text as long as the models' block_size.
+
+def fitting(flags: dict, settings: dict) -> dict:
+    """The flags that an idea needs besides its own: none for positions if it takes no position.
+
+    settings: of a config file. Raises UserError if the idea fits none of LEFT_OUT.
     """
+    errors = []
+    for more in LEFT_OUT:
+        fields = settings | more | flags
+        try:
+            GPTConfig(**{name: fields[name] for name in DEFAULTS if fields.get(name) is not None})
+            return {name: x for name, x in more.items() if name not in flags}
+        except UserError as error:
+            errors.append(error)
+    raise errors[0]
 
-    def passes(gpt: GPT) -> None:
-        x = torch.randn(1, gpt.config.block_size, gpt.config.n_embd, requires_grad=True)
-        y = gpt.transformer.h[0].attn(x)
+
+def has_fast_code(gpt: GPT) -> bool:
+    """Whether no head runs its plain definition. A layer of one's own is what it is."""
+    return all(heads.words != "its definition" for heads in heads_of(gpt))
+
+
+class Clock:
+    """Times steps of training of three models in turns: opponent, opponent as written, idea."""
+
+    def __init__(self, config_file: str, rows: list[dict], vocab_size: int):
+        self.steps = []
+        for flags, plain in ((rows[0], False), (rows[0], True), (rows[1], False)):
+            gpt, settings = model_of(config_file, flags, vocab_size)
+            if plain:
+                run_definitions(gpt)
+            self.steps.append(step_of(gpt, settings, vocab_size))
+
+    def sitting(self) -> list[float]:
+        """[the log of the idea's time to the opponent's, to that as written, the three in ms]."""
+        rounds = [[step()["ms"] for step in self.steps] for _ in range(1 + ROUNDS)]
+        fast, plain, idea = zip(*rounds[1:], strict=True)
+        ms = [median(x) for x in (fast, plain, idea)]
+        ratios = [median(map(math.log, map(float.__truediv__, idea, x))) for x in (fast, plain)]
+        return [*ratios, *ms]
+
+
+def of_flops(config_file: str, rows: list[dict], vocab_size: int) -> dict:
+    """{"ratio": the FLOPs of the idea's products of matrices to the opponent's}, in one step."""
+    counts = []
+    for flags in rows:
+        gpt, settings = model_of(config_file, flags, vocab_size)
+        x = torch.randint(vocab_size, (1, settings["block_size"]))
+        with FlopCounterMode(display=False) as counter:
+            gpt(x, x)[1].backward()
+        counts.append(counter.get_total_flops())
+    return {"ratio": counts[1] / counts[0]}
+
+
+def of_layer(config_file: str, rows: list[dict], vocab_size: int) -> dict:
+    """{"ratio": the time of the idea's layer to the opponent's, "bytes": its peak memory}.
+
+    Forward and backward, of one text of LONG tokens.
+    """
+    layers = []
+    for flags in rows:
+        gpt = model_of(config_file, flags | {"block_size": LONG}, vocab_size)[0]
+        layers.append((gpt.transformer.h[0].attn, gpt.config.n_embd))
+
+    def passes(layer: torch.nn.Module, width: int) -> None:
+        x = torch.randn(1, LONG, width, requires_grad=True)
+        y = layer(x)
         y.backward(y.detach())
 
-    tasks = [functools.partial(passes, gpt) for gpt in (base, idea)]
+    tasks = [functools.partial(passes, *layer) for layer in layers]
     return {"ratio": ratio_of(tasks, 3), "bytes": peak_memory(tasks[1], "cpu")}
 
 
-def of_decoding(base: GPT, idea: GPT) -> dict:
-    """Ratios of the idea to the base: the time of block_size tokens, and the size of the cache."""
+def of_decoding(config_file: str, rows: list[dict], vocab_size: int) -> dict:
+    """Ratios of the idea to the opponent: the time of a context's tokens, the size of the cache.
+
+    "why": what is wrong with the idea's cache.
+    """
+    gpts = [model_of(config_file, flags, vocab_size)[0] for flags in rows]
+    wrong = checks.cached(gpts[1])
     tasks = []
-    for gpt in (base, idea):
+    for gpt in gpts:
         n = gpt.config.block_size
         tasks.append(functools.partial(write, gpt, n, "cpu", contextlib.nullcontext()))
-    return {"ratio": ratio_of(tasks, 5), "cache": tasks[1]() / tasks[0]()}
+    numbers = {"ratio": ratio_of(tasks, 3), "cache": tasks[1]() / tasks[0]()}
+    return numbers | ({"why": wrong} if wrong else {})
 
 
-def added(flags: dict, extra: dict) -> dict:
-    """The fields of GPTConfig in flags, and those in `extra` that they lack and that fit."""
-    fields = {key: x for key, x in flags.items() if key in DEFAULTS and key not in SIZES}
-    for key, value in extra.items():
-        if key not in fields:
-            with contextlib.suppress(UserError):
-                GPTConfig(**recall.SIZES | {"position": "learned"} | fields | {key: value})
-                fields[key] = value
-    return fields
+def ratio_of(tasks: list[Callable], repeats: int) -> float:
+    """The time of the second task as a ratio to the first's: the median of rounds."""
+    rounds = [[milliseconds("cpu", task)["ms"] for task in tasks] for _ in range(1 + repeats)]
+    return median(idea / base for base, idea in rounds[1:])
 
 
-def recalled(fields: dict, modules: list[str]) -> dict:
-    """The accuracy of a small model in associative recall, {number of pairs: accuracy}."""
-    for module in filter(None, modules):
-        importlib.import_module(module)
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    runs = []
-    for rate in recall.RATES:
-        if all(run["trained"] < recall.ENOUGH for run in runs):
-            runs.append(recall.fit("pairs", fields, rate, 1))
-    return max(runs, key=lambda run: run["trained"])["accuracy"]
+def of_trained(folders: list[list[str]], modules: list[str]) -> dict:
+    """Of trained models, folders of each side's seeds: bfloat16's error, and longer texts.
+
+    {"bfloat16": the ratio of the idea's error to the opponent's, "longer": for each side, for each
+    seed, how much higher the loss is on texts LONGER times the context}.
+    """
+    import_all(modules)
+    errors = []
+    longer = []
+    for side in folders:
+        rises = []
+        for folder in side:
+            gpt, _, settings, _ = open_model("resume", folder, "latest")
+            T = gpt.config.block_size
+            data = folder_of(settings["dataset"])
+            errors.append(
+                checks.bfloat16_error(gpt, next(Tokens(data, "val", T).eval_batches(1, 8))[0])
+            )
+            with contextlib.suppress(UserError):  # learned positions end with the context
+                gpt.crop_block_size(LONGER * T)
+                rises.append(loss_of(gpt, data, LONGER * T) - loss_of(gpt, data, T))
+        longer.append(rises)
+    half = len(errors) // 2
+    return {"bfloat16": fmean(errors[half:]) / fmean(errors[:half]), "longer": longer}
 
 
-def recall_of(all_fields: list[dict], modules: list[str], jobs: int) -> list[dict]:
-    """What `recalled` gives for each of these models, in processes of their own."""
+@torch.no_grad()
+def loss_of(gpt: GPT, data: str, n: int) -> float:
+    """The mean loss on windows of n tokens of the validation split, which cover half of it."""
+    text = Tokens(data, "val", n)
+    gpt.eval()
+    return fmean(gpt(x, y)[1].item() for x, y in text.eval_batches(len(text) // (8 * n), 4))
+
+
+def skill(task: str, fields: dict, recipe: dict, modules: list[str]) -> dict:
+    """A small model's accuracy in a task of recall.py, by size: {size: [of each seed]}.
+
+    In the opponent's recipe: its fields and optimizers, at the better of two multiples of its rates
+    for the first seed.
+    """
+    import_all(modules)
+    runs = {rate: recall.fit(task, fields, rate, 1, recipe) for rate in SKILL_RATES}
+    rate = max(runs, key=lambda rate: runs[rate]["trained"])
+    found = [runs[rate]]
+    found += [recall.fit(task, fields, rate, seed, recipe) for seed in range(2, SEEDS + 1)]
+    return {size: [run["accuracy"][size] for run in found] for size in found[0]["accuracy"]}
+
+
+def skills(all_settings: list[dict], own: list[dict], modules: list[str], jobs: int) -> dict:
+    """{task: [what `skill` gives for each side]}. own: the flags that each side gives itself."""
+    calls = {}
     fresh = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=fresh) as pool:
-        return list(pool.map(recalled, all_fields, [modules] * len(all_fields)))
+        for task in SKILLS:
+            for settings, flags in zip(all_settings, own, strict=True):
+                args = task, skill_fields(settings, flags), settings, modules
+                calls.setdefault(task, []).append(pool.submit(alone, skill, *args))
+        return {task: [call.result() for call in of_task] for task, of_task in calls.items()}
+
+
+def skill_fields(settings: dict, own: dict) -> dict:
+    """The fields of GPTConfig of a skill's model: the recipe's, but sizes unless the idea's own."""
+    sizes = {"block_size", "vocab_size", "n_layer", "n_embd", *({"n_head"} - {*own})}
+    return {name: settings[name] for name in DEFAULTS if name in settings and name not in sizes}

@@ -5,13 +5,14 @@ import json
 import os
 import re
 import shlex
-from statistics import mean
-
-import torch
+from statistics import fmean
 
 from errors import UserError
-from lab.experiments.results import Difference, drawing, short, show_table
+from lab.experiments.identity import of_text
+from lab.experiments.results import drawing, short, show_table
 from lab.look import maps
+from lab.verdict.costs import SKILLS
+from lab.verdict.method import Interval, pooled
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model
 from training.distributed import count
@@ -32,22 +33,17 @@ def lines_of(n: dict) -> list[str]:
     code = [f"{name} {code[:8]}" for name, code in made_by["fingerprints"].items()]
     commit = made_by["commit"]
     commit = commit[:8] + (" (edited)" if commit.endswith("-dirty") else "")
-    version = made_by["versions"]["torch"]
+    machine = n["machine"]
     lines = [
         f"{n['idea']} against {n['base']}: {count(runs, 'run')} made, {duration(seconds)}",
-        f"{', '.join(code)}; commit {commit}, torch {version}",
+        f"{', '.join(code)}; commit {commit}, torch {machine['torch']}, {machine['processor']}",
+        f"{n['recipe']} {n['both']}".rstrip(),
         f"{n['data']}, context {n['context']}, {n['steps']} steps; losses in nats a token",
         f"checks     {' | '.join(n['checks'])}",
     ]
-    sizes = n["sizes"]
     if "layer" in n:
-        heads = []
-        for size, of in sizes.items():
-            base, idea = of["parameters"]
-            heads.append(f"{base / 1e6:.2f}M ({size}), idea {idea / base - 1:+.1%}")
-        lines.append(row("", heads))
-        lines += table_of(n)
-        lines += costs_of(n)
+        lines += [*table_of(n), *costs_of(n)]
+    lines += [f"an earlier look, with {look} seeds: {said}" for look, said in n["looks"].items()]
     lines.append(f"VERDICT    {n['verdict']}")
     return lines
 
@@ -59,72 +55,111 @@ def row(head: str, cells: list[str]) -> str:
 
 def table_of(n: dict) -> list[str]:
     """The lines about losses."""
-    sizes = n["sizes"].values()
-    lines = [
-        row(
-            "learning rate",
-            [f"{of['rates'][1]:g} ({n['base']} {of['rates'][0]:g})" for of in sizes],
-        ),
-        row(
-            "validation loss",
-            [
-                f"{mean(of['losses'][1]):.3f} ({n['base']} {mean(of['losses'][0]):.3f})"
-                for of in sizes
-            ],
-        ),
-    ]
-    for part, title in (("steps", f"equal steps, {n['seeds']} seeds"), ("time", "equal time")):
-        found = [Difference(*of[part]) for of in sizes]
-        words = [
-            "(rate at the edge)" if of[f"{part}_edge"] else x.word or "not seen"
-            for of, x in zip(sizes, found, strict=True)
-        ]
-        lines.append(row(title, [f"{x} {word}" for x, word in zip(found, words, strict=True)]))
-        lines.append(row("  could have shown", [f"{x.shown:.3f}" for x in found]))
-    lines.append(row("  steps in this time", [f"{of['fit']} of {n['steps']}" for of in sizes]))
+    sizes = n["sizes"]
+    heads = []
+    cells = {"learning rates": [], "validation loss": [], "seeds that failed": []}
+    for size, of in sizes.items():
+        base, idea = of["parameters"]
+        heads.append(f"{base / 1e6:.2f}M ({size}), idea {idea / base - 1:+.1%}")
+        base, idea = (2 ** (k / 2) for k in of["rates"])
+        at_edge = " at the edge" if of["edge"] else ""
+        cells["learning rates"].append(f"{idea:.2f}x ({n['base']} {base:.2f}x){at_edge}")
+        base, idea = map(fmean, of["losses"])
+        cells["validation loss"].append(f"{idea:.3f} ({n['base']} {base:.3f})")
+        base, idea = of["failed"]
+        cells["seeds that failed"].append(f"{idea} ({n['base']} {base})")
+    lines = [row("", heads), *(row(head, of) for head, of in cells.items())]
+
+    opponent = n["base"] if n["fast"] else f"{n['base']} as written"
+    other = f"{n['base']} as written" if n["fast"] else f"fast {n['base']}"
+    parts = {
+        "steps": f"equal steps, {n['seeds']} seeds",
+        "time": f"equal time, {opponent}",
+        "other_time": f"  {other}, estimate",
+        "equal_flops": "equal FLOPs, estimate",
+    }
+    for part, title in parts.items():
+        found = [Interval(*of[part]) for of in sizes.values() if part in of]
+        if found:
+            lines.append(row(title, [x.text(n["level"]) for x in found]))
+        if part == "steps":
+            lines.append(row("  could have shown", [f"{x.shown:.3f}" for x in found]))
+        if part == "time":
+            fits = [f"{of['fit']} of {n['steps']}" for of in sizes.values()]
+            lines.append(row("  steps in this time", fits))
+    lines += [row(title, [Interval(*x).text(0.95)]) for title, x in n.get("columns", {}).items()]
     return lines
 
 
+def told(x: dict, text: str, *names: str) -> str:
+    """A text with numbers of a measurement, or why it was not measured."""
+    if not all(name in x for name in names):
+        return f"not measured: {x['why']}"
+    return text.format(**x) + (f"; {x['why']}" if "why" in x else "")
+
+
 def costs_of(n: dict) -> list[str]:
-    """The lines about speed, recall and longer texts."""
-    ratios = ", ".join(f"{of['ratio']:.2f}" for of in n["sizes"].values())
-    layer = n["layer"]
-    decoding = n["decoding"]
-    recall = n["recall"]
-    pairs = [f"{k} pairs {x:.2f} ({recall['base'][k]:.2f})" for k, x in recall["idea"].items()]
-    longer = n["longer"]
-    return [
-        f"time, as a multiple of {n['base']}'s, of the code as it is: step {ratios} | attention "
-        f"layer, 2048 tokens {layer['ratio']:.2f} ({layer['bytes'] / 2**20:,.0f} MiB) | token in "
-        f"decoding {decoding['ratio']:.2f}",
-        f"cache      {decoding['cache']:.2f} of {n['base']}'s bytes, at the context of the runs",
-        f"bfloat16   error {n['bfloat16']:.1f} times that of {n['base']}",
-        f"recall     {', '.join(pairs)}; with a convolution, one seed; guessing gives 1 / pairs",
-        f"longer     loss on 4x the context minus loss on it: {longer['idea']:+.2f} ({n['base']} "
-        f"{longer['base']:+.2f}); with RoPE or no positions, one seed",
+    """The lines about speed, memory, skills and longer texts."""
+    ratios = ", ".join(f"{of['ratio'][0]:.2f}" for of in n["sizes"].values())
+    flops = told(n["flops"], "{ratio:.2f}x", "ratio")
+    decoding = told(n["decoding"], "{ratio:.2f}x for a token, cache {cache:.2f}x", "ratio")
+    lines = [
+        f"step       {ratios} times fast {n['base']}'s; FLOPs {flops}",
+        f"layer      of 2048 tokens: {layer_of(n)}",
+        f"decoding   {decoding}",
     ]
+    if "trained" in n:
+        of = n["trained"]
+        lines.append(f"bfloat16   error {told(of, '{bfloat16:.1f}x', 'bfloat16')}")
+        if "longer" in of:
+            base, idea = (", ".join(f"{x:+.2f}" for x in side) for side in of["longer"])
+            lines.append(
+                f"longer     loss at 4x the context: {idea or '-'} ({n['base']} {base or '-'})"
+            )
+    if "skills" in n:
+        for task, size in SKILLS.items():
+            text = f"not measured: {n['skills'].get('why')}"
+            if task in n["skills"]:
+                base, idea = (f"{seeds_of(x[size])}" for x in n["skills"][task])
+                text = f"{size}: {idea} ({n['base']} {base})"
+            lines.append(f"{task:<10} {text}")
+    return lines
 
 
-def write(numbers: dict, folders: list[str]) -> None:
-    """Print the report, and write it, the numbers, the code and pictures into verdict-NAME.
+def layer_of(n: dict) -> str:
+    """What the layer costs."""
+    layer = n["layer"] | {"mib": n["layer"].get("bytes", 0) / 2**20}
+    return told(layer, "{ratio:.2f}x, {mib:,.0f} MiB", "ratio")
+
+
+def seeds_of(x: list[float]) -> str:
+    """Numbers of seeds."""
+    return " ".join(f"{one:.2f}" for one in x)
+
+
+def write(numbers: dict, folders: list[list[str]]) -> None:
+    """Print the report, and write it, the numbers, the code and pictures into its folder.
 
     folders: of the trained models, what the idea is compared with first; empty: none were trained.
     """
-    folder = FOLDER + re.sub("[^A-Za-z0-9_.]+", "-", numbers["idea"]).strip("-")
+    settings = [numbers[x] for x in ("base", "flags", "recipe", "both", "data", "steps")]
+    name = re.sub(r"[^\w.]+", "-", numbers["idea"]).strip("-")
+    folder = f"{FOLDER}{name[:40]}-{of_text(str([*settings, list(numbers['sizes'])]))[:6]}"
     os.makedirs(folder, exist_ok=True)
+    numbers = json.loads(json.dumps(short(numbers)))
     text = "\n".join(lines_of(numbers))
     print(f"\n{text}\n")
     pictures = []
     if folders:
-        draw_curves(numbers, f"{folder}/curves.png")
-        pictures = ["curves.png"]
-        if draw_maps(numbers, folders, f"{folder}/maps.png"):
+        draw_losses(numbers, f"{folder}/losses.png")
+        pictures = ["losses.png"]
+        if draw_maps(numbers, [side[0] for side in folders], f"{folder}/maps.png"):
             pictures.append("maps.png")
     for name, source in numbers["origin"].pop("sources").items():
         with open(f"{folder}/{name}.py.txt", "w", encoding="utf-8") as f:
             f.write(source)
     with open(f"{folder}/runs.json", "w", encoding="utf-8") as f:
-        json.dump(short(numbers), f)
+        json.dump(numbers, f)
     with open(f"{folder}/report.md", "w", encoding="utf-8") as f:
         f.write(
             f"```sh\n{numbers['command']}\n```\n\n```\n{text}\n```\n\n"
@@ -134,25 +169,38 @@ def write(numbers: dict, folders: list[str]) -> None:
     print(f"wrote {folder}/")
 
 
-def draw_curves(n: dict, path: str) -> None:
-    """Validation losses over steps and over time: the mean of the seeds and their range."""
+def draw_losses(n: dict, path: str) -> None:
+    """For each size the losses at the rates that were tried, and the differences of the seeds."""
     with drawing(path, len(n["sizes"]), 2, 11, 4 * len(n["sizes"])) as axes:
         for i, (size, of) in enumerate(n["sizes"].items()):
-            names = n["base"], n["idea"]
-            for name, curves, ms, color in zip(
-                names, of["curves"], of["ms"], ("black", "C0"), strict=True
-            ):
-                steps = torch.tensor(curves[0]["iter"][1:])
-                losses = torch.tensor([curve["val_loss"][1:] for curve in curves])
-                for ax, x in zip(axes[2 * i : 2 * i + 2], (steps, steps * ms / 1e3), strict=True):
-                    ax.plot(x, losses.mean(0), color=color, label=name)
-                    ax.fill_between(x, losses.amin(0), losses.amax(0), color=color, alpha=0.2)
-                    ax.set(ylabel="validation loss", title=size)
-            in_time = mean(of["losses"][0]) + of["time"][0]
-            at = n["steps"] * of["ms"][0] / 1e3
-            axes[2 * i + 1].plot(at, in_time, "o", color="C0", label="run made for this time")
-            axes[2 * i].set(xlabel="steps")
-            axes[2 * i + 1].set(xlabel="seconds of steps, one thread")
+            left, right = axes[2 * i : 2 * i + 2]
+            for side, name in enumerate((n["base"], n["idea"])):
+                color = ("black", "C0")[side]
+                tried = [(2 ** (k / 2), loss) for k, loss in of["tried"][side]]
+                left.plot(*zip(*tried, strict=True), "o", color=color, fillstyle="none")
+                losses = of["losses"][side]
+                left.plot(
+                    [2 ** (of["rates"][side] / 2)] * len(losses),
+                    losses,
+                    ".",
+                    color=color,
+                    label=name,
+                )
+            left.set(
+                xscale="log", xlabel="learning rates, times the recipe's", ylabel="validation loss"
+            )
+            left.set_title(f"{size}: circles are for choosing, dots are compared")
+
+            changes = [y - x for x, y in zip(*of["losses"], strict=True)]
+            right.plot(range(1, len(changes) + 1), changes, "o", color="C0", label="a seed")
+            x = Interval(*of["steps"])
+            right.axhspan(
+                x.mean - x.half(0.95), x.mean + x.half(0.95), alpha=0.2, label="95% interval"
+            )
+            right.axhline(0, color="black", linewidth=0.8)
+            right.set(
+                xlabel="seed", ylabel=f"loss of {n['idea']} minus loss of {n['base']}", title=size
+            )
 
 
 def draw_maps(n: dict, folders: list[str], path: str) -> bool:
@@ -181,20 +229,21 @@ def card() -> None:
             with open(path, encoding="utf-8") as f:
                 n = json.load(f)
             verdicts[title(n), n["base"]] = n
-    done = [n for n in verdicts.values() if "layer" in n]
+    done = sorted((n for n in verdicts.values() if "layer" in n), key=lambda n: overall(n).mean)
+    ps = sorted(overall(n).p for n in done)
     columns = (
-        "attention | against | equal steps | equal time | step | layer at 2048 | recall, 64 pairs "
-        "| 4x the context | cache | verdict"
+        "attention | against | verdict | equal steps | equal time | mean at equal steps, p by Holm "
+        "| text; recipe | step | layer at 2048 | pairs; products | 4x the context | cache"
     )
-    show_table(columns, [cells_of(n) for n in sorted(done, key=order)])
+    show_table(columns, [cells_of(n, ps) for n in done])
     for n in verdicts.values():
         if "layer" not in n:
             print(f"\n{n['idea']}: {n['verdict']}")
 
 
-def order(n: dict) -> float:
+def overall(n: dict) -> Interval:
     """The mean difference at equal steps over the sizes."""
-    return mean([of["steps"][0] for of in n["sizes"].values()])
+    return pooled([Interval(*of["steps"]) for of in n["sizes"].values()])
 
 
 def title(n: dict) -> str:
@@ -203,18 +252,27 @@ def title(n: dict) -> str:
     return f"{n['idea']} `{' '.join([n['flags'], *settings])}`"
 
 
-def cells_of(n: dict) -> list[str]:
-    """A verdict's row of the card."""
+def cells_of(n: dict, ps: list[float]) -> list[str]:
+    """A verdict's row of the card. ps: of all rows, the smallest first."""
     sizes = n["sizes"].values()
+    p = overall(n).p
+    holm = max(min(1.0, x * (len(ps) - i)) for i, x in enumerate(ps) if x <= p)
+    skills = []
+    for task, size in SKILLS.items():
+        base, idea = (seeds_of(x[size]) for x in n.get("skills", {}).get(task, ({size: []},) * 2))
+        skills.append(f"{idea} ({base})")
+    base, idea = n.get("trained", {}).get("longer", ([], []))
     return [
         title(n),
         n["base"],
-        "; ".join(str(Difference(*of["steps"])) for of in sizes),
-        "; ".join(str(Difference(*of["time"])) for of in sizes),
-        "; ".join(f"{of['ratio']:.2f}x" for of in sizes),
-        f"{n['layer']['ratio']:.2f}x, {n['layer']['bytes'] / 2**20:,.0f} MiB",
-        f"{n['recall']['idea']['64']:.2f} ({n['recall']['base']['64']:.2f})",
-        f"{n['longer']['idea']:+.2f} ({n['longer']['base']:+.2f})",
-        f"{n['decoding']['cache']:.2f}x",
         n["verdict"],
+        "; ".join(Interval(*of["steps"]).text(0.95) for of in sizes),
+        "; ".join(Interval(*of["time"]).text(0.95) for of in sizes if "time" in of),
+        f"{overall(n).text(0.95)}, p {holm:.2g}",
+        "; ".join(Interval(*x).text(0.95) for x in n.get("columns", {}).values()),
+        "; ".join(f"{of['ratio'][0]:.2f}x" for of in sizes),
+        layer_of(n),
+        "; ".join(skills),
+        f"{seeds_of(idea)} ({seeds_of(base)})",
+        told(n["decoding"], "{cache:.2f}x", "cache"),
     ]

@@ -1,0 +1,267 @@
+"""How often a verdict gives a word to an idea that changes nothing: measured with softmax alone.
+
+    python -m lab.verdict --what=bank      # makes the runs, in two hours, and lab/verdict/bank.json
+    python -m lab.verdict --what=chance    # simulates verdicts with the losses in this file
+
+The bank has losses of softmax at both sizes: 40 seeds at three learning rates half an octave apart,
+10 at four outer ones. A simulated verdict draws seeds from it, other ones for each side, and takes
+them through all of method.py, the choice of rates included.
+"""
+
+import functools
+import itertools
+import math
+import os
+import platform
+import random
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from errors import optional
+from lab.experiments.results import save, saved, short, show_table
+from lab.verdict import method
+from lab.verdict.judge import Judge, Setting
+
+BANK = "lab/verdict/bank.json"
+SEEDS = 40  # at the central rates
+OUTER = 10  # seeds at the outer ones
+KS = -3, -2, -1, 0, 1, 2, 3  # the rates; see method.py
+CENTRAL = -1, 0, 1
+LEAST = 0.003  # nats: the error of a chosen rate, at least
+# What is simulated
+VERDICTS = 4000  # of each case
+COMPARED = 8  # seeds
+QUICK = 4  # seeds of a first look
+GAINS = 0.01, 0.02, 0.04  # nats
+ONE_SIZE = 0.06  # nats: a gain at the first size alone
+SITTING = 0.05  # the error of the logarithm of a step's time in one sitting
+WORTH = 0.2  # nats for each unit of the logarithm of the number of steps
+FAILURE = 0.5  # nats that a failing seed loses
+
+
+def machine() -> dict[str, str]:
+    """What decides how fast a step is: {"processor": , "torch": }."""
+    name = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as f:
+            names = [line.split(":")[1].strip() for line in f if line.startswith("model name")]
+        name = names[0] if names else name
+    return {"processor": name, "torch": str(torch.__version__)}
+
+
+def make_bank(judge: Judge, settings: list[Setting]) -> None:
+    """Make the runs of the bank, and write them to BANK: {size: {rate: {seed: loss}}}."""
+    keys = []
+    for seed, setting in itertools.product(range(1, SEEDS + 1), settings):
+        keys += [(setting, k, seed) for k in (KS if seed <= OUTER else CENTRAL)]
+    losses = judge.make([judge.run(*key) for key in keys])
+    bank = {}
+    for (setting, k, seed), loss in zip(keys, losses, strict=True):
+        bank.setdefault(setting.size, {}).setdefault(str(k), {})[str(seed)] = loss
+    about = {"recipe": judge.config_file, "steps": settings[0].steps} | machine()
+    save(BANK, {"about": about} | short(bank))
+
+
+@dataclass
+class Case:
+    """What is simulated: an idea that is softmax, but for these differences."""
+
+    shift: float = 0.0  # half octaves between the best rates of both sides
+    bend: float = 1.0  # the loss rises so many times as fast away from the best rate
+    spread: float = 1.0  # times the seeds' own deviation
+    failing: float = 0.0  # the share of runs that fail
+    gains: tuple = (0.0, 0.0)  # nats that the idea is better, at each size
+
+    def __str__(self) -> str:
+        parts = ["half an octave apart" if self.shift else "same best rate"]
+        parts += [f"{self.bend:g} x curvature"] * (self.bend != 1)
+        parts += [f"{self.spread:g} x deviation"] * (self.spread != 1)
+        parts += [f"{self.failing:.0%} fail"] * (self.failing > 0)
+        return ", ".join(parts)
+
+
+class Size:
+    """The bank's losses at one size: a mean for each rate, and what each seed adds to it."""
+
+    def __init__(self, losses: dict[str, dict[str, float]]):
+        means = {}
+        by_rate = {int(k): of_seeds for k, of_seeds in losses.items()}
+        middle = statistics.fmean(by_rate[0].values())
+        for k, of_seeds in by_rate.items():  # outer rates have few seeds: paired with the middle
+            changes = [x - by_rate[0][seed] for seed, x in of_seeds.items()]
+            means[k] = middle + statistics.fmean(changes)
+        ks = sorted(means)
+        spline = optional("scipy.interpolate", "a curve").CubicSpline(ks, [means[k] for k in ks])
+        self.curve = {k / 10: float(spline(k / 10)) for k in range(10 * ks[0], 10 * ks[-1] + 1)}
+        self.lowest = min(self.curve.values())
+        self.ends = ks[0], ks[-1]
+        self.added = [
+            [by_rate[k][seed] - statistics.fmean(by_rate[k].values()) for k in CENTRAL]
+            for seed in by_rate[CENTRAL[0]]
+        ]
+
+    def loss(self, case: Case, k: float, seed: int, shift: float) -> float:
+        """The loss of a run; beyond the outer rates it rises on."""
+        at = round(k - shift, 1)
+        inside = min(max(at, self.ends[0]), self.ends[1])
+        x = (self.curve[inside] - self.lowest) * (1 + abs(at - inside)) * case.bend
+        nearest = min(max(round(at), CENTRAL[0]), CENTRAL[-1]) - CENTRAL[0]
+        failure = FAILURE * (random.random() < case.failing)
+        return self.lowest + x + case.spread * self.added[seed][nearest] + failure
+
+
+def chosen(at: Size, case: Case, seeds: list[int], shift: float, near: tuple) -> method.Tuned:
+    """The rate that one side chooses. seeds: of the bank, those of method.TRIED and NEAR first."""
+    number = dict(zip((*method.TRIED, *near), seeds, strict=False))
+    choice = method.tune(near)
+    ks, names = next(choice)
+    while True:
+        means = {
+            k: statistics.fmean(at.loss(case, k, number[name], shift) for name in names) for k in ks
+        }
+        try:
+            ks, names = choice.send(means)
+        except StopIteration as end:
+            return end.value
+
+
+def simulated(sizes: list[Size], taus: list[float], case: Case, n: int, near: tuple) -> list:
+    """The differences of a simulated verdict with n seeds, in steps and in time: [(x, t), ...].
+
+    Empty if a chosen rate is at the edge, which gives no word.
+    """
+    tried = len(method.TRIED) + len(near)
+    drawn = random.sample(range(len(sizes[0].added)), 2 * (tried + n))
+    sides = drawn[: tried + n], drawn[tried + n :]
+    found = []
+    for at, tau, gain in zip(sizes, taus, case.gains, strict=False):
+        losses = []
+        for seeds, shift in zip(sides, (0.0, case.shift), strict=True):
+            k, at_edge = chosen(at, case, seeds, shift, near)
+            if at_edge:
+                return []
+            losses.append([at.loss(case, k, seed, shift) for seed in seeds[tried:]])
+        changes = [y - x - gain for x, y in zip(*losses, strict=True)]
+        lost = tau**2, math.inf
+        sittings = [random.gauss(0.0, SITTING) for _ in range(method.SITTINGS)]
+        late = WORTH * statistics.fmean(sittings)
+        timing = method.timing_error(WORTH, sittings)
+        in_time = method.interval([x + late for x in changes], lost, timing)
+        found.append((method.interval(changes, lost), in_time))
+    return found
+
+
+def words_of(found: list, level: float) -> tuple[str, str]:
+    """The words of a simulated verdict: at equal steps, in equal time."""
+    if not found:
+        return "no word", "no word"
+    steps, in_time = zip(*found, strict=True)
+    return (
+        method.word(list(steps), level),
+        method.word(list(in_time), level, method.LEVEL),
+    )
+
+
+def shares(case: Case, n: int = COMPARED, level: float = 0.95) -> Counter:
+    """Of VERDICTS simulated ones, how many have each word anywhere in their report."""
+    sizes, taus = bank()
+    random.seed(0)
+    counts = Counter()
+    for _ in range(VERDICTS):
+        words = {*words_of(simulated(sizes, taus, case, n, method.NEAR), level)}
+        counts.update(words)
+        counts["better or worse"] += bool(words & {"better", "worse"})
+        counts["hint"] += any(word.startswith("a hint") for word in words)
+    return counts
+
+
+def quick_shares(case: Case) -> Counter:
+    """The same of first looks, at the first size."""
+    sizes, _ = bank()
+    random.seed(0)
+    counts = Counter()
+    for _ in range(VERDICTS):
+        found = simulated(sizes[:1], [tau(next(iter(sizes_of())), True)], case, QUICK, ())
+        counts[method.quick_word(found[0][0]) if found else "look again"] += 1
+    return counts
+
+
+@functools.cache
+def sizes_of() -> dict[str, Size]:
+    """{size: its losses in the bank}."""
+    return {size: Size(x) for size, x in saved(BANK, {}).items() if size != "about"}
+
+
+def bank() -> tuple[list[Size], list[float]]:
+    """(the sizes of the bank, the tau of each)."""
+    return list(sizes_of().values()), [tau(size) for size in sizes_of()]
+
+
+@functools.cache
+def tau(size: str, quick: bool = False) -> float:
+    """The deviation of what two sides lose by choosing their rates with few seeds, in nats.
+
+    Of the bank, by simulated choices; of a size that is not in it, the largest. quick: as in a
+    first look.
+    """
+    if size not in sizes_of():
+        return max([LEAST, *(tau(other, quick) for other in sizes_of())])
+    at = sizes_of()[size]
+    near = () if quick else method.NEAR
+    random.seed(0)
+    lost = []
+    for _ in range(2000):
+        seeds = random.sample(range(len(at.added)), 1 + len(near))
+        k, _ = chosen(at, Case(), seeds, 0.0, near)
+        lost.append(at.curve[min(max(round(k, 1), at.ends[0]), at.ends[1])] - at.lowest)
+    return max(LEAST, math.sqrt(2) * statistics.pstdev(lost))
+
+
+def upper(n: int, of: int) -> str:
+    """A share in percent, and its upper 95% limit (Clopper and Pearson)."""
+    beta = optional("scipy.stats", "a limit").beta
+    limit = 1.0 if n == of else beta.ppf(0.95, n + 1, of - n)
+    return f"{n / of:.2%} (< {limit:.2%})"
+
+
+def cases() -> Iterator[Case]:
+    """All combinations of what may differ."""
+    for values in itertools.product((0.0, 1.0), (1.0, 3.0), (1.0, 1.5), (0.0, 0.05)):
+        yield Case(*values)
+
+
+def show() -> None:
+    """Print how often each word is said: to nothing, to a gain at one size, to gains at both."""
+    about = saved(BANK, {"about": {}})["about"]
+    print(", ".join(f"{key}: {x}" for key, x in about.items()))
+    for size in sizes_of():
+        deviation = statistics.stdev(x[1] for x in sizes_of()[size].added)
+        print(f"{size}: seeds' deviation {deviation:.4f}, tau {tau(size):.4f}")
+    for n, level in ((COMPARED, 0.95), (2 * COMPARED, 0.99)):
+        rows = []
+        for case in cases():
+            nothing = shares(case, n, level)
+            at_one = shares(replace(case, gains=(ONE_SIZE, 0.0)), n, level)
+            cells = [upper(nothing[word], VERDICTS) for word in ("better or worse", "better")]
+            cells += [upper(nothing["hint"], VERDICTS), upper(at_one["better"], VERDICTS)]
+            cells.append(f"{nothing['level'] / VERDICTS:.0%}")
+            for gain in GAINS:
+                found = shares(replace(case, gains=(gain, gain)), n, level)
+                cells.append(f"{found['better'] / VERDICTS:.0%}")
+            rows.append([str(case), *cells])
+        gains = " | ".join(f"better by {gain}" for gain in GAINS)
+        show_table(
+            f"{n} seeds, {level:.0%} | nothing: better or worse | better | a hint | better where "
+            f"one size gains {ONE_SIZE} | level | {gains}",
+            rows,
+        )
+    rows = []
+    for case in cases():
+        counts = quick_shares(case)
+        cells = [upper(counts[word], VERDICTS) for word in ("looks better", "looks worse")]
+        rows.append([str(case), *cells])
+    show_table("--quick, nothing | looks better | looks worse", rows)

@@ -1,0 +1,175 @@
+"""How a verdict decides: which learning rates are tried, how sure a difference is, and the words.
+
+Nothing here makes a run. judge.py asks it with losses of runs, chance.py with simulated ones.
+
+Rates are numbers k: half octaves above the config file's rates, which are multiplied by 2^(k/2).
+"""
+
+import functools
+import math
+import statistics
+from collections.abc import Generator
+from typing import NamedTuple
+
+from errors import optional
+
+FIRST = (-2, 0, 2)  # the rates that are tried first
+WIDER = 2  # how often another rate is tried where the best one is at the edge
+TRIED = (101,)  # the seeds of the first rates
+NEAR = (102, 103)  # the seeds of the rates around the best one; none of these seeds is compared
+LEVEL = 0.02  # nats: intervals within this of 0 are level, and in equal time a word needs more
+SITTINGS = 8  # of timed steps, between the runs
+LEAST_SPREAD = 0.03  # of the logarithm of the times' ratio between sittings, at least
+FAILED = 0.2  # nats above the median of its side: a seed that failed
+
+
+class Tuned(NamedTuple):
+    """A chosen rate, and whether it is at the edge of what was tried."""
+
+    k: float
+    at_edge: bool
+
+
+def tune(near: tuple[int, ...] = NEAR) -> Generator[tuple, dict, Tuned]:
+    """Choose a rate: yields (rates, seeds) to try, and is sent {rate: mean loss of these seeds}.
+
+    The first rates are an octave apart. Where the best is at the edge, the next one is tried. Then
+    the best one and its neighbours, half an octave away, run with the seeds `near`. The rate is the
+    vertex of the parabola through these three; without `near` the best of the first rates.
+    """
+    found = yield FIRST, TRIED
+    for _ in range(WIDER):
+        more = next_rate(found)
+        if more is None:
+            break
+        found = found | (yield (more,), TRIED)
+    at_edge = next_rate(found) is not None
+    best = min(found, key=found.get)
+    if not near:
+        return Tuned(best, at_edge)
+    ks = best - 1, best, best + 1
+    found = yield ks, near
+    return Tuned(vertex(best, [found[k] for k in ks]), at_edge)
+
+
+def next_rate(losses: dict[float, float]) -> float | None:
+    """The rate to try next, an octave beyond a best one at the edge; else None."""
+    best = min(losses, key=losses.get)
+    beyond = {min(losses): best - 2, max(losses): best + 2}
+    return beyond.get(best)
+
+
+def vertex(k: float, losses: list[float]) -> float:
+    """Where the parabola through the losses at k - 1, k and k + 1 is lowest, within these.
+
+    In tenths. If the parabola has no lowest point, the rate with the lowest loss.
+    """
+    low, middle, high = losses
+    bend = low - 2 * middle + high
+    if bend <= 0:
+        return k - 1 + losses.index(min(losses))
+    return round(k + max(-1.0, min(1.0, (low - high) / (2 * bend))), 1)
+
+
+class Interval(NamedTuple):
+    """A mean difference, its standard error, and the degrees of freedom of this error."""
+
+    mean: float
+    error: float
+    df: float
+
+    def half(self, level: float) -> float:
+        """Half the width of the interval that has this level, such as 0.95."""
+        return quantile((1 + level) / 2, round(self.df, 1)) * self.error
+
+    def side(self, level: float) -> int:
+        """-1: the interval is below 0, 1: above 0; 0: it contains 0."""
+        return (self.mean > self.half(level)) - (self.mean < -self.half(level))
+
+    def is_level(self, level: float) -> bool:
+        """Whether the interval lies within LEVEL of 0."""
+        return abs(self.mean) + self.half(level) < LEVEL
+
+    @property
+    def shown(self) -> float:
+        """The true difference that is seen with a power of 80%."""
+        return self.half(0.95) + quantile(0.8, round(self.df, 1)) * self.error
+
+    @property
+    def p(self) -> float:
+        """Of Student's t test."""
+        t = optional("scipy.stats", "an interval").t
+        return 2 * t.sf(abs(self.mean) / self.error, self.df)
+
+    def text(self, level: float) -> str:
+        """The mean, and the interval of this level."""
+        half = self.half(level)
+        return f"{self.mean:+.3f} ({self.mean - half:+.3f} to {self.mean + half:+.3f})"
+
+
+@functools.cache
+def quantile(p: float, df: float) -> float:
+    """Of Student's t distribution."""
+    return float(optional("scipy.stats", "an interval").t.ppf(p, df))
+
+
+def interval(changes: list[float], *more: tuple[float, float]) -> Interval:
+    """The mean of paired differences. more: (variance, its degrees of freedom) of other errors.
+
+    The degrees of freedom are Satterthwaite's.
+    """
+    n = len(changes)
+    parts = [(statistics.variance(changes) / n, n - 1), *more]
+    variance = sum(part for part, _ in parts) or 1e-24
+    df = variance**2 / (sum(part**2 / d for part, d in parts) or 1e-48)
+    return Interval(statistics.fmean(changes), math.sqrt(variance), df)
+
+
+def timing_error(worth: float, sittings: list[float]) -> tuple[float, float]:
+    """(variance, degrees of freedom) of a loss, since the time of a step is not known exactly.
+
+    worth: nats for each unit of the logarithm of the number of steps. sittings: the logarithm of
+    the ratio of the times in each.
+    """
+    spread = max(LEAST_SPREAD, statistics.stdev(sittings))
+    return (worth * spread) ** 2 / len(sittings), len(sittings) - 1
+
+
+def pooled(intervals: list[Interval]) -> Interval:
+    """The mean over sizes, whose errors are independent."""
+    n = len(intervals)
+    variances = [(x.error / n) ** 2 for x in intervals]
+    df = sum(variances) ** 2 / sum(v**2 / x.df for v, x in zip(variances, intervals, strict=True))
+    return Interval(statistics.fmean(x.mean for x in intervals), math.sqrt(sum(variances)), df)
+
+
+def word(intervals: list[Interval], level: float = 0.95, least: float = 0.0) -> str:
+    """What the differences at all sizes are called.
+
+    better, worse: each interval is on the same side of 0 and each mean further from 0 than `least`.
+    a hint: the signs agree, and the interval of the mean over the sizes excludes 0, at a level with
+    a fifth of the misses (99% where others are 95%). level: each interval, with twice the misses
+    (90%), is near 0. Else not seen. One size alone gives no word but level.
+    """
+    sides = {x.side(level) if abs(x.mean) > least else 0 for x in intervals}
+    for side, name in ((-1, "better"), (1, "worse")):
+        if sides == {side} and len(intervals) > 1:
+            return name
+    signs = {math.copysign(1, x.mean) for x in intervals}
+    if len(intervals) > 1 and len(signs) == 1 and not least:
+        side = pooled(intervals).side(1 - (1 - level) / 5)
+        if side:
+            return f"a hint of {'worse' if side > 0 else 'better'}"
+    if all(x.is_level(1 - 2 * (1 - level)) for x in intervals):
+        return "level"
+    return "not seen"
+
+
+def quick_word(difference: Interval) -> str:
+    """What one difference is called in a first look: its 95% interval excludes 0, or not."""
+    return ("look again", "looks worse", "looks better")[difference.side(0.95)]
+
+
+def failed(losses: list[float]) -> int:
+    """How many seeds failed: their loss is far above the median."""
+    return sum(loss > statistics.median(losses) + FAILED for loss in losses)
