@@ -201,15 +201,15 @@ def _layer(fields, x, plain=False):
     return lambda q, k, v: attend(q, k, v, no_input.expand(len(q), q.shape[2], -1), Context())
 
 
-def functions() -> dict:
-    """The attentions that are functions of scores; a layer of one's own is not timed here."""
-    return {name: f for name, f in ATTENTION.items() if not isinstance(f, type)}
-
-
 def chosen_rows():
-    """{name: the fields of GPTConfig whose attention it is} of the chosen rows."""
+    """{name: the fields of GPTConfig whose attention it is} of the chosen rows.
+
+    A layer of one's own is in none.
+    """
     rows = {"sdpa": {}}
-    for name, definition in functions().items():
+    for name, definition in ATTENTION.items():
+        if isinstance(definition, type):
+            continue
         rows[name] = {"attention": name}
         rows[f"{name} {heads}"] = {"attention": name, "heads": heads, "window": window}
         if has_argument(definition, "fade"):

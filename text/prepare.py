@@ -54,6 +54,7 @@ GUTENBERG = re.compile(
 def run_with_flags(script: dict) -> None:
     """Prepare the text that the flags of data/*/prepare.py name. script: its globals()."""
     config, _ = configure(script)
+    config["out_dir"] = config["out_dir"] or os.path.dirname(script["__file__"])
     with user_errors():
         run(**config)
     print(f"train.py and eval.py take it as --dataset={config['out_dir']}")
@@ -81,7 +82,7 @@ def run(
     val_share: the share of the documents for val, if the source has no val split.
     gutenberg: leave out Project Gutenberg's headers and licences.
     split_documents: <|endoftext|> in a text ends a document.
-    num_workers: processes, which do not change the tokens.
+    num_workers: processes, which do not change the tokens; 0: one for each core.
 
     Raises UserError for a mistake, OSError for a full disk.
     """
@@ -195,19 +196,15 @@ def _files_in(folder):
 
     # The last word for a split decides: a file's own name comes after its folders' names.
     files = collections.defaultdict(list)
-    others = []
     for path in paths:
         words = SPLIT.finditer(os.path.relpath(path, folder))
         splits = ["train", *(word.lastgroup for word in words)]
         if _kind_of(path) == kind:
             files[splits[-1]].append(path)
-        else:
-            others.append(path)
 
     counts = [f"{len(files[split])} for {split}" for split in files]
-    print(f"{folder}: {kind} files: {', '.join(counts)}")
-    if others:
-        print(f"other files, not read: {len(others)}, such as {others[0]}")
+    read = sum(map(len, files.values()))
+    print(f"{folder}: {kind} files: {', '.join(counts)}; files not read: {len(paths) - read}")
     return kind, files
 
 
@@ -328,7 +325,7 @@ def _tokenised_rows(rows, options, num_workers):
         input_columns="text",
         remove_columns="text",
         fn_kwargs=options,
-        num_proc=num_workers,
+        num_proc=num_workers or os.cpu_count(),
         writer_batch_size=100,  # documents that each process has in memory
     )
 

@@ -10,10 +10,9 @@ Disk: `datasets` keeps the files that it downloads, their text (40 GB) and the t
 another 17 GB.
 """
 
-import os
 import sys
 
-sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
+sys.path.insert(0, f"{sys.path[0]}/../..")  # the project's root
 
 from text import prepare
 
@@ -23,8 +22,8 @@ column = "text"  # of files with rows: the column that holds the text
 tokenizer = "gpt2"  # char, bytes, gpt2, sentencepiece, or the name of a prepared data set
 val_share = 0.0005  # the share of the documents for val: every 2000th, as many as in nanoGPT
 # Where does it go?
-out_dir = os.path.dirname(__file__)  # the folder for train.bin, val.bin and meta.json
-num_workers = os.cpu_count()  # processes that make tokens
+out_dir = ""  # the folder for train.bin, val.bin and meta.json; empty: this script's
+num_workers = 0  # processes that make tokens; 0: one for each core
 
 if __name__ == "__main__":
     prepare.run_with_flags(globals())

@@ -12,10 +12,9 @@ Disk: `datasets` keeps the files that it downloads, their text (12 GB) and the t
 ~/.cache/huggingface (HF_HOME moves it). This cache can be deleted at the end.
 """
 
-import os
 import sys
 
-sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
+sys.path.insert(0, f"{sys.path[0]}/../..")  # the project's root
 
 from text import prepare
 
@@ -27,8 +26,8 @@ vocab_size = 10000  # number of tokens in the vocabulary of the sentencepiece to
 val_share = 0.1  # the share of the books for val (every 10th) if the source has no validation split
 gutenberg = True  # leave out Project Gutenberg's headers and licences
 # Where does it go?
-out_dir = os.path.dirname(__file__)  # the folder for train.bin, val.bin, test.bin and meta.json
-num_workers = os.cpu_count()  # processes that make tokens
+out_dir = ""  # the folder for train.bin, val.bin and meta.json; empty: this script's
+num_workers = 0  # processes that make tokens; 0: one for each core
 
 if __name__ == "__main__":
     prepare.run_with_flags(globals())

@@ -16,10 +16,9 @@ Disk: `datasets` keeps what it downloads, the text and the tokens in ~/.cache/hu
 moves it). This cache can be deleted at the end. A single text file is just read.
 """
 
-import os
 import sys
 
-sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))  # the project's root
+sys.path.insert(0, f"{sys.path[0]}/../..")  # the project's root
 
 from text import prepare
 
@@ -32,8 +31,8 @@ vocab_size = 8000  # number of tokens in the vocabulary of the sentencepiece tok
 val_share = 0.1  # the share of the documents that go to val, or of the text of a single document
 gutenberg = False  # leave out Project Gutenberg's headers and licences
 # Where does it go?
-out_dir = os.path.dirname(__file__)  # the folder for train.bin, val.bin and meta.json
-num_workers = os.cpu_count()  # processes that make tokens
+out_dir = ""  # the folder for train.bin, val.bin and meta.json; empty: this script's
+num_workers = 0  # processes that make tokens; 0: one for each core
 
 if __name__ == "__main__":
     prepare.run_with_flags(globals())

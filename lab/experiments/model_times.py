@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from attention.forms import FORM
-from bench import clock, functions, interleaved, table
+from bench import clock, interleaved, table
 from configurator import names, pick_device, positive, run_script
 from lab.experiments.results import save
 from lab.experiments.times import milliseconds, write
-from model import GPT, GPTConfig
+from model import ATTENTION, GPT, GPTConfig
 
 # What is measured?
 what = ""  # the parts: forward, step, decode, separated by commas; empty: all
@@ -62,7 +62,9 @@ def models(dev: str, n: int, sizes: dict) -> dict:
     The last two are softmax with fewer heads of keys and values: GQA and MQA.
     """
     rows = {}
-    for name in functions():
+    for name, definition in ATTENTION.items():
+        if isinstance(definition, type):
+            continue
         rows[f"{name} L"] = {"attention": name}
         rows[f"{name} {heads}"] = {"attention": name, "heads": heads}
     if {"S", "L"} <= set(heads):  # softmax in short heads, another attention in long heads

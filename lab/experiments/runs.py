@@ -63,8 +63,10 @@ def finished(
             make(command, folder, threads, may_diverge)
             log = rows_of_log(path, steps)
             identity(command)  # raises an error if code or data have changed
-            if log is None or text_of(path / MADE) != of:
-                raise UserError(f"{folder}: the code was edited, or the run ended too early")
+            if text_of(path / MADE) != of:
+                raise UserError(f"code or data were edited while {folder} began; it is not kept")
+            if log is None:
+                raise UserError(f"{folder}: the run ended before its last step")
             os.replace(path / MADE, path / DONE)
     return log
 

@@ -145,7 +145,7 @@ def test_a_run_whose_process_read_other_code_is_not_kept(code, tmp_path, monkeyp
         (folder / runs.MADE).write_text("other code")
 
     monkeypatch.setattr(runs, "make", make)
-    with refusal("the code was edited", UserError):
+    with refusal("were edited while", UserError):
         runs.finished("a", command, folder)
     assert not (folder / runs.DONE).exists()
 
