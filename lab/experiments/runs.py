@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 
 from filelock import FileLock
 
-from configurator import user_errors
+from configurator import PLAIN, user_errors
 from errors import UserError
 from lab.experiments.identity import PARSING, of_code, of_data, of_text, parsed
 from lab.experiments.results import add, is_current, saved, short
@@ -209,7 +209,8 @@ def settings_of(file: str, flags: dict) -> dict:
     if is_example(file):
         return constants(file) | flags
     parsed(file)  # raises UserError for a file that is not Python
-    return constants("train.py") | runpy.run_path(file) | flags
+    values = {k: x for k, x in runpy.run_path(file).items() if isinstance(x, PLAIN) and k[0] != "_"}
+    return constants("train.py") | values | flags
 
 
 def folder_of(name: str, command: list[str], out_dir: str) -> str:

@@ -61,6 +61,7 @@ seeds = 8  # compared runs of each side and size, with the seeds 1, 2, ...
 jobs = 0  # runs at the same time, one thread for each; 0: as many as this process has cores
 out_dir = "out-verdict"  # the folder of the runs
 
+MEASURED = {"flops": costs.of_flops, "layer": costs.of_layer, "decoding": costs.of_decoding}
 QUICK = {"sizes": "2 x 48", "seeds": 4}
 SAME_TIME = 0.03  # numbers of steps that differ by less count as equal
 COLUMN = 3  # seeds of a second text, a second recipe, a skill and longer texts
@@ -100,9 +101,10 @@ class Verdict:
         self.idea = idea._replace(words=(*idea.words, *(f"--{k}={x}" for k, x in more.items())))
         self.arms = self.base, self.idea
         self.modules = imports_of(own)
-        self.of = of_rows(costs.__file__, settings, *self.rows(), chance.machine())
+        self.of = of_rows(costs.__file__, settings, *self.rows())
         self.level = 0.95
         self.sittings = {size: [] for size in self.sizes}
+        self.clocks = {}
         self.numbers = {"checks": [], "sizes": {size: {} for size in self.sizes}}
 
     def judge_of(self, file: str, common: list[str]) -> Judge:
@@ -125,17 +127,27 @@ class Verdict:
         vocab_size = self.judge.vocab_size
         return [model_of(config_file, row, vocab_size)[0] for row in self.rows(size)]
 
-    def kept(self, part: str, measure, *args: object) -> dict:
-        """What measure(*args) gives in a process of its own, or {"why": what went wrong}."""
+    def key(self, arms: tuple[Arm, ...]) -> tuple[str, str]:
+        """(the row, the checksum) under which a measurement of arms is kept."""
+        row = " against ".join(" ".join([arm.name, *arm.words]) for arm in arms[::-1])
+        settings = [self.judge.settings, chance.machine()]
+        of = of_rows(costs.__file__, *settings, *(flags_of(list(arm.words)) for arm in arms))
+        return f"{row}; {sizes}, {steps} steps, {' '.join(self.judge.common)}", of
+
+    def stored(self, part: str, arms: tuple[Arm, ...]) -> dict | None:
+        """A measurement that is kept, of the code as it is now."""
+        row, of = self.key(arms)
+        found = saved(self.judge.store, {}).get(part, {}).get(row, {}).get(config_file)
+        return found if is_current(found, of) else None
+
+    def kept(self, part: str, arms: tuple[Arm, ...], measure, *args: object) -> dict:
+        """What measure(*args) gives of arms, or {"why": what went wrong}."""
         print(part, flush=True)
-        row = " ".join([*self.idea.words, "against", self.base.name, *self.judge.common])
-        stored = saved(self.judge.store, {}).get(part, {}).get(row, {}).get(config_file)
-        if is_current(stored, self.of):
-            return stored
-        found = costs.tried(apart, measure, *args)
+        found = self.stored(part, arms) or costs.tried(measure, *args)
         if "why" in found:
             return found
-        return measured(self.judge.store, part, row, config_file, lambda: found, of=self.of)
+        row, of = self.key(arms)
+        return measured(self.judge.store, part, row, config_file, lambda: found, of=of)
 
     def settings(self, n: int, *arms: Arm) -> dict[str, list[Setting]]:
         return {size: [Setting(arm, size, n) for arm in arms] for size in self.sizes}
@@ -177,10 +189,14 @@ class Verdict:
 
     def start(self) -> None:
         """The first sitting, and what all will take on this machine."""
-        vocab_size = self.judge.vocab_size
-        rows = {size: self.rows(size) for size in self.sizes}
-        self.clocks = {x: costs.Clock(config_file, rows[x], vocab_size) for x in self.sizes}
-        self.sit()
+        kept = self.stored("sittings", self.arms)
+        if kept:
+            self.sittings = {size: kept[size] for size in self.sizes}
+        else:
+            for size in self.sizes:
+                vocab_size = self.judge.vocab_size
+                self.clocks[size] = costs.Clock(config_file, self.rows(size), vocab_size)
+            self.sit()
         seconds = self.seconds()
         self.judge.planned = seconds
         print(
@@ -194,8 +210,8 @@ class Verdict:
         """About how long everything takes on one core."""
         total = 0.0
         known = saved(self.judge.store, {}).get("runs", {})
-        for size, (sitting,) in self.sittings.items():
-            _, _, base_ms, _, idea_ms = sitting
+        for size, (first, *_) in self.sittings.items():
+            _, _, base_ms, _, idea_ms = first
             for arm, ms in ((self.base, base_ms), (self.idea, idea_ms)):
                 of_run = steps * ms / 1e3 + OVERHEAD
                 runs = [self.judge.run(Setting(arm, size, steps), k, 101) for k in method.FIRST]
@@ -217,8 +233,9 @@ class Verdict:
         for seed in range(1, seeds + 1):
             for setting, losses in self.judge.losses(rates, [seed]).items():
                 self.losses[setting] += losses
-            if len(self.sittings[self.sizes[0]]) < method.SITTINGS:
+            if self.clocks and len(self.sittings[self.sizes[0]]) < method.SITTINGS:
                 self.sit()
+        self.kept("sittings", self.arms, lambda: self.sittings)
         for size, (base, idea) in at_size.items():
             row = self.numbers["sizes"][size]
             losses = [self.losses[base], self.losses[idea]]
@@ -312,21 +329,22 @@ class Verdict:
         """Speed, memory, skills and longer texts, each in a process of its own."""
         args = config_file, self.rows(self.sizes[-1]), self.judge.vocab_size
         n = self.numbers
-        n["flops"] = self.kept("flops", costs.of_flops, *args)
-        n["layer"] = self.kept("layer", costs.of_layer, *args)
-        n["decoding"] = self.kept("decoding", costs.of_decoding, *args)
+        for part, measure in MEASURED.items():
+            n[part] = self.kept(part, self.arms, apart, costs.alone, measure, *args)
         if quick:
             return
         for row in n["sizes"].values():
             ratio = n["flops"].get("ratio", 1.0)
             if abs(ratio - 1) > SAME_TIME:
                 row["equal_flops"] = self.moved(row["steps"], row["worth"], math.log(ratio))
-        n["trained"] = costs.tried(apart, costs.of_trained, self.folders, self.modules)
-        own = [flags_of([*self.judge.common, *arm.words]) for arm in self.arms]
-        settings = [self.judge.settings | flags for flags in own]
-        n["skills"] = self.kept(
-            "skills", costs.skills, settings, own, self.modules, self.judge.jobs
-        )
+        n["trained"] = costs.tried(apart, costs.alone, costs.of_trained, self.folders, self.modules)
+        sides = []
+        for arm, flags in zip(self.arms, self.rows(), strict=True):
+            settings = self.judge.settings | flags
+            args = settings, flags_of(list(arm.words)), self.modules, self.judge.jobs
+            sides.append(self.kept("skills", (arm,), costs.skills, *args))
+        why = [side for side in sides if "why" in side]
+        n["skills"] = why[0] if why else {x: [side[x] for side in sides] for x in costs.SKILLS}
 
     def decide(self) -> None:
         """The words, of the differences at all sizes."""

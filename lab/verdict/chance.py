@@ -33,7 +33,8 @@ KS = -3, -2, -1, 0, 1, 2, 3  # the rates; see method.py
 CENTRAL = -1, 0, 1
 LEAST = 0.003  # nats: the error of a chosen rate, at least
 # What is simulated
-VERDICTS = 4000  # of each case
+VERDICTS = 4000  # of each case where a word is wrong
+RIGHT = 400  # and of each gain
 COMPARED = 8  # seeds
 QUICK = 4  # seeds of a first look
 GAINS = 0.01, 0.02, 0.04  # nats
@@ -166,12 +167,12 @@ def words_of(found: list, level: float) -> tuple[str, str]:
     )
 
 
-def shares(case: Case, n: int = COMPARED, level: float = 0.95) -> Counter:
-    """Of VERDICTS simulated ones, how many have each word anywhere in their report."""
+def shares(case: Case, n: int = COMPARED, level: float = 0.95, of: int = 0) -> Counter:
+    """Of VERDICTS simulated ones (or `of`), how many have each word anywhere in their report."""
     sizes, taus = bank()
     random.seed(0)
     counts = Counter()
-    for _ in range(VERDICTS):
+    for _ in range(of or VERDICTS):
         words = {*words_of(simulated(sizes, taus, case, n, method.NEAR), level)}
         counts.update(words)
         counts["better or worse"] += bool(words & {"better", "worse"})
@@ -250,8 +251,8 @@ def show() -> None:
             cells += [upper(nothing["hint"], VERDICTS), upper(at_one["better"], VERDICTS)]
             cells.append(f"{nothing['level'] / VERDICTS:.0%}")
             for gain in GAINS:
-                found = shares(replace(case, gains=(gain, gain)), n, level)
-                cells.append(f"{found['better'] / VERDICTS:.0%}")
+                found = shares(replace(case, gains=(gain, gain)), n, level, RIGHT)
+                cells.append(f"{found['better'] / RIGHT:.0%}")
             rows.append([str(case), *cells])
         gains = " | ".join(f"better by {gain}" for gain in GAINS)
         show_table(

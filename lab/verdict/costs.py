@@ -38,7 +38,7 @@ SEEDS = 3  # of a skill
 
 
 def tried(f: Callable, *args: object) -> dict:
-    """f(*args); {"why": a sentence} if it fails, or a process of it is killed."""
+    """f(*args) on one thread; {"why": a sentence} if it fails, or a process of it is killed."""
     try:
         return f(*args)
     except BrokenProcessPool:
@@ -195,16 +195,13 @@ def skill(task: str, fields: dict, recipe: dict, modules: list[str]) -> dict:
     return {size: [run["accuracy"][size] for run in found] for size in found[0]["accuracy"]}
 
 
-def skills(all_settings: list[dict], own: list[dict], modules: list[str], jobs: int) -> dict:
-    """{task: [what `skill` gives for each side]}. own: the flags that each side gives itself."""
-    calls = {}
+def skills(settings: dict, own: dict, modules: list[str], jobs: int) -> dict:
+    """{a task: what `skill` gives}. settings: of train.py. own: the side's own flags."""
     fresh = multiprocessing.get_context("spawn")
+    args = skill_fields(settings, own), settings, modules
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=fresh) as pool:
-        for task in SKILLS:
-            for settings, flags in zip(all_settings, own, strict=True):
-                args = task, skill_fields(settings, flags), settings, modules
-                calls.setdefault(task, []).append(pool.submit(alone, skill, *args))
-        return {task: [call.result() for call in of_task] for task, of_task in calls.items()}
+        calls = {task: pool.submit(alone, skill, task, *args) for task in SKILLS}
+        return {task: call.result() for task, call in calls.items()}
 
 
 def skill_fields(settings: dict, own: dict) -> dict:
