@@ -492,7 +492,6 @@ def test_from_an_idea_to_the_card(
     (folder,) = tmp_path.glob(f"verdict-{name}*")
     files = set(os.listdir(folder))
     assert {"report.md", "losses.png", "runs.json"} <= files
-    assert ("maps.png" in files) == (name == "laser")
     numbers = json.loads((folder / "runs.json").read_text())
     assert numbers["made"][0] > 8 and "pairs " in out
     again = done(run("lab.verdict", *args))
@@ -502,6 +501,26 @@ def test_from_an_idea_to_the_card(
     row = f"| {name} `--attention={name}", " --steps=10 ", "| softmax |"
     done(run("lab.verdict", "--what=card"), *row)
     refused(run("lab.verdict", *args, "--sizes=1x8"), "a size is layers x width")
+
+
+def test_a_leak_that_begins_late_ends_a_verdict(monkeypatch, tmp_path, capsys):
+    """At 200 tokens. The report says so, and no run is made."""
+
+    def leak(s, seen, v, drop):
+        own = seen | (seen.sum(-1, keepdim=True) > 200)
+        return ATTENTION["softmax"](s, own, v, drop)
+
+    monkeypatch.setitem(ATTENTION, "leak", leak)
+    monkeypatch.setattr(report, "FOLDER", str(tmp_path / "verdict-"))
+    for name, value in {"attention": "leak", "out_dir": str(tmp_path)}.items():
+        monkeypatch.setattr(main, name, value)
+    monkeypatch.setattr(main, "imported", list)
+    with pytest.raises(SystemExit):
+        main.Verdict(*main.arms()).check_new()
+    out = capsys.readouterr().out
+    assert "VERDICT    not judged: no later token seen: FAILS" in out
+    (folder,) = tmp_path.glob("verdict-leak-*")
+    assert "not judged" in (folder / "report.md").read_text()
 
 
 def test_each_verdict_has_a_folder_of_its_own(monkeypatch, tmp_path, capsys):
@@ -515,5 +534,5 @@ def test_each_verdict_has_a_folder_of_its_own(monkeypatch, tmp_path, capsys):
     others += [{"flags": "--attention=y"}, {"steps": 2}, {"sizes": {"1 x 2": {}}}]
     others += [{"idea": name} for name in ("внимание", "注意力", "a/b", "a" * 300)]
     for other in others:
-        report.write(json.loads(json.dumps(numbers | other)), [])
+        report.write(json.loads(json.dumps(numbers | other)))
     assert len(os.listdir(tmp_path)) == len(others)

@@ -105,7 +105,7 @@ class Verdict:
         self.level = 0.95
         self.sittings = {size: [] for size in self.sizes}
         self.clocks = {}
-        self.numbers = {"checks": [], "sizes": {size: {} for size in self.sizes}}
+        self.numbers = {"checks": [], "looks": {}, "sizes": {size: {} for size in self.sizes}}
 
     def judge_of(self, file: str, common: list[str]) -> Judge:
         """The maker of runs with a config file and common flags."""
@@ -148,9 +148,6 @@ class Verdict:
             return found
         row, of = self.key(arms)
         return measured(self.judge.store, part, row, config_file, lambda: found, of=of)
-
-    def settings(self, n: int, *arms: Arm) -> dict[str, list[Setting]]:
-        return {size: [Setting(arm, size, n) for arm in arms] for size in self.sizes}
 
     def check(self, *found: checks.Check) -> None:
         """Add gates to the report. One that fails ends the verdict."""
@@ -307,18 +304,21 @@ class Verdict:
             judge = self.judge_of(config_file, [*self.judge.common, f"--dataset={second_text}"])
             settings = [Setting(arm, self.sizes[0], steps) for arm in self.arms]
             rates = {setting: self.tuned[setting].k for setting in settings}
-            found[f"text: {second_text}"] = self.column(judge, rates)
+            found[f"text: {second_text}"] = costs.tried(self.column, judge, rates)
         if second_recipe and second_recipe != config_file:
             judge = self.judge_of(second_recipe, list(self.judge.common))
             settings = [Setting(arm, self.sizes[0], steps) for arm in (self.base, self.given)]
-            rates = {x: tuned.k for x, tuned in judge.tuned(settings, ()).items()}
-            found[f"recipe: {second_recipe}"] = self.column(judge, rates)
+            rates = dict.fromkeys(settings)
+            found[f"recipe: {second_recipe}"] = costs.tried(self.column, judge, rates)
 
-    def column(self, judge: Judge, rates: dict[Setting, float]) -> method.Interval:
-        """The difference of two settings, with few seeds."""
+    def column(self, judge: Judge, rates: dict[Setting, float | None]) -> dict:
+        """The difference of two settings, with few seeds. rates: None where one is to be chosen."""
+        left = [setting for setting, k in rates.items() if k is None]
+        rates |= {setting: tuned.k for setting, tuned in judge.tuned(left, ()).items()}
         base, idea = judge.losses(rates, range(1, COLUMN + 1)).values()
         self.judge.made += judge.made
-        return method.interval([y - x for x, y in zip(base, idea, strict=True)])
+        changes = [y - x for x, y in zip(base, idea, strict=True)]
+        return {"difference": method.interval(changes)}
 
     def check_trained(self) -> None:
         """Gates of the trained model."""
@@ -355,7 +355,10 @@ class Verdict:
             parts["time"] = ("in equal time, on this machine", method.LEVEL)
         for part, (where, least) in parts.items():
             found = [row[part] for row in rows]
-            word = method.quick_word(found[0]) if quick else method.word(found, self.level, least)
+            if quick:
+                word = ", ".join(map(method.quick_word, found))
+            else:
+                word = method.word(found, self.level, least)
             if any(row["edge"] for row in rows):
                 word = "no word: a best learning rate is at the edge of what was tried"
             said.append(f"{word} {where}")
@@ -387,7 +390,7 @@ class Verdict:
             "machine": chance.machine(),
             "origin": origin(self.models(self.sizes[-1])[1].config),
         }
-        report.write(self.numbers, getattr(self, "folders", []))
+        report.write(self.numbers)
 
 
 def prepare_python(dataset: str) -> None:

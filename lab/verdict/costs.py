@@ -20,6 +20,7 @@ from attention.cache import heads_of, run_definitions
 from bench import peak_memory
 from errors import UserError, first_line
 from lab.experiments import recall
+from lab.experiments.identity import unchanged
 from lab.experiments.times import import_all, milliseconds, model_of, step_of, write
 from lab.verdict import checks
 from model import GPT, GPTConfig
@@ -44,6 +45,7 @@ def tried(f: Callable, *args: object) -> dict:
     except BrokenProcessPool:
         return {"why": "its process was killed, perhaps for its memory"}
     except Exception as error:  # of any kind: the other measurements go on
+        unchanged()  # but not if code or data were edited
         return {"why": f"{type(error).__name__}: {first_line(error)}"}
 
 

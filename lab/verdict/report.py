@@ -1,4 +1,4 @@
-"""The report of a verdict, its pictures and its folder; and the card of all verdicts."""
+"""The report of a verdict, its picture and its folder; and the card of all verdicts."""
 
 import glob
 import json
@@ -7,21 +7,16 @@ import re
 import shlex
 from statistics import fmean
 
-from errors import UserError
 from lab.experiments.identity import of_text
 from lab.experiments.results import drawing, short, show_table
-from lab.look import maps
 from lab.verdict.costs import SKILLS
 from lab.verdict.method import Interval, pooled
-from text.dataset import Tokens, folder_of
-from training.checkpoint import open_model
 from training.distributed import count
 from training.estimate import duration
 
 # Where the card looks for verdicts: those of the lab, and those of the folder in which it runs
 VERDICTS = ("lab/verdict/results/*.json", "verdict-*/runs.json")
 FOLDER = "verdict-"  # and the name of a verdict: the folder of its report
-TOKENS = 24  # of the validation text, in a map
 WIDTH = 36  # of a column of the report
 SETTINGS = "--(both|config_file|dataset|quick|sizes|steps|seeds)"
 
@@ -87,8 +82,14 @@ def table_of(n: dict) -> list[str]:
         if part == "time":
             fits = [f"{of['fit']} of {n['steps']}" for of in sizes.values()]
             lines.append(row("  steps in this time", fits))
-    lines += [row(title, [Interval(*x).text(0.95)]) for title, x in n.get("columns", {}).items()]
-    return lines
+    return [*lines, *(row(title, [column_of(x)]) for title, x in n.get("columns", {}).items())]
+
+
+def column_of(x: dict) -> str:
+    """A difference on a second text, or in a second recipe."""
+    if "why" in x:
+        return f"not measured: {x['why']}"
+    return Interval(*x["difference"]).text(0.95)
 
 
 def told(x: dict, text: str, *names: str) -> str:
@@ -137,11 +138,8 @@ def seeds_of(x: list[float]) -> str:
     return " ".join(f"{one:.2f}" for one in x)
 
 
-def write(numbers: dict, folders: list[list[str]]) -> None:
-    """Print the report, and write it, the numbers, the code and pictures into its folder.
-
-    folders: of the trained models, what the idea is compared with first; empty: none were trained.
-    """
+def write(numbers: dict) -> None:
+    """Print the report, and write it, its picture, the numbers and the code into its folder."""
     settings = [numbers[x] for x in ("base", "flags", "recipe", "both", "data", "steps")]
     name = re.sub(r"[^\w.]+", "-", numbers["idea"]).strip("-")
     folder = f"{FOLDER}{name[:40]}-{of_text(str([*settings, list(numbers['sizes'])]))[:6]}"
@@ -149,12 +147,10 @@ def write(numbers: dict, folders: list[list[str]]) -> None:
     numbers = json.loads(json.dumps(short(numbers)))
     text = "\n".join(lines_of(numbers))
     print(f"\n{text}\n")
-    pictures = []
-    if folders:
+    picture = ""
+    if "layer" in numbers:
         draw_losses(numbers, f"{folder}/losses.png")
-        pictures = ["losses.png"]
-        if draw_maps(numbers, [side[0] for side in folders], f"{folder}/maps.png"):
-            pictures.append("maps.png")
+        picture = "\n![losses](losses.png)\n"
     for name, source in numbers["origin"].pop("sources").items():
         with open(f"{folder}/{name}.py.txt", "w", encoding="utf-8") as f:
             f.write(source)
@@ -163,9 +159,8 @@ def write(numbers: dict, folders: list[list[str]]) -> None:
     with open(f"{folder}/report.md", "w", encoding="utf-8") as f:
         f.write(
             f"```sh\n{numbers['command']}\n```\n\n```\n{text}\n```\n\n"
-            "How to read it: docs/verdict.md\n"
+            f"How to read it: docs/verdict.md\n{picture}"
         )
-        f.writelines(f"\n![{name.removesuffix('.png')}]({name})\n" for name in pictures)
     print(f"wrote {folder}/")
 
 
@@ -201,24 +196,6 @@ def draw_losses(n: dict, path: str) -> None:
             right.set(
                 xlabel="seed", ylabel=f"loss of {n['idea']} minus loss of {n['base']}", title=size
             )
-
-
-def draw_maps(n: dict, folders: list[str], path: str) -> bool:
-    """The maps of the last layer of both; return whether there are any to draw."""
-    grids = {}
-    try:
-        for name, folder in zip((n["base"], n["idea"]), folders, strict=True):
-            model, tok, settings, _ = open_model("resume", folder, "latest")
-            val = Tokens(folder_of(settings["dataset"]), "val", 1)
-            text = tok.decode(val.ids[:TOKENS].tolist())
-            last = model.config.n_layer - 1
-            tokens, grids[name] = maps.chosen_maps(model, tok, text, last, None)
-    except UserError as error:
-        print(f"no maps: {error}")
-        return False
-    rows = sum(maps.titled(grids, {name: name for name in grids}), [])
-    maps.save(maps.draw(rows, tokens), path)
-    return True
 
 
 def card() -> None:
@@ -269,7 +246,7 @@ def cells_of(n: dict, ps: list[float]) -> list[str]:
         "; ".join(Interval(*of["steps"]).text(0.95) for of in sizes),
         "; ".join(Interval(*of["time"]).text(0.95) for of in sizes if "time" in of),
         f"{overall(n).text(0.95)}, p {holm:.2g}",
-        "; ".join(Interval(*x).text(0.95) for x in n.get("columns", {}).values()),
+        "; ".join(map(column_of, n.get("columns", {}).values())),
         "; ".join(f"{of['ratio'][0]:.2f}x" for of in sizes),
         layer_of(n),
         "; ".join(skills),
