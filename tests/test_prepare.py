@@ -6,10 +6,11 @@ import json
 import os
 import random
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
-from harness import ROOT, done, parametrize, refused
+from harness import ROOT, done, parametrize, refused, slow
 
 from text import dataset, prepare, tokenizers
 from text.dataset import Tokens
@@ -139,6 +140,15 @@ def test_shakespeare_is_nanogpts(run, tmp_path, monkeypatch):
         tok = tokenizer_of(tmp_path / name)
         assert [tok.decode(train), tok.decode(val)] == [text[:n], text[n:]]
     assert tokenizer_of(tmp_path / "shakespeare_char").vocab == "".join(sorted(set(text)))
+
+
+@slow
+def test_the_source_of_pythons_library(run, tmp_path):
+    done(run("data/python/prepare.py", f"--out_dir={tmp_path}"), "val has 800,", "vocab size: 256")
+    meta = dataset.read_meta(tmp_path)
+    assert f"/python-{sys.version.split()[0]}.txt" in meta["source"]["from"]
+    first = Path(sysconfig.get_path("stdlib"), "__future__.py").read_bytes()
+    assert Tokens(tmp_path, "train", 8).ids[: len(first)].tobytes() == first
 
 
 def test_the_first_use_prepares_shakespeare(tmp_path, monkeypatch, capfd):

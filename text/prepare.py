@@ -204,7 +204,7 @@ def _files_in(folder):
 
     counts = [f"{len(files[split])} for {split}" for split in files]
     read = sum(map(len, files.values()))
-    print(f"{folder}: {kind} files: {', '.join(counts)}; files not read: {len(paths) - read}")
+    print(f"{folder}: {kind} files: {', '.join(counts)}\nfiles not read: {len(paths) - read}")
     return kind, files
 
 
