@@ -70,6 +70,17 @@ def test_the_core_and_the_flags_are_in_an_identity():
     assert variants not in files and f"{ROOT}/{variants}" in identity.SEEN
 
 
+def test_what_a_script_measures_is_of_its_code_and_its_rows(code, tmp_path):
+    script = str(tmp_path / "config.py")
+    rows = {"import": "mine"}, {"conv": 4}
+    first = runs.of_rows(script, *rows)
+    assert first != runs.of_rows(script, rows[0], {"conv": 2})
+    code("helper_of_config.py", "x = 2\n")
+    second = runs.of_rows(script, *rows)
+    code("package/other.py", "number = 3\n")
+    assert len({first, second, runs.of_rows(script, *rows)}) == 3
+
+
 def test_data_prepared_anew_has_another_identity(code, data, tmp_path, monkeypatch):
     flag = f"--dataset={data}"
     first = identity_of(tmp_path, flag)

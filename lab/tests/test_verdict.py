@@ -25,15 +25,13 @@ SIZES = {"block_size": 32, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd"
 # method.py
 
 
-def tuned(loss, near=method.NEAR):
-    """(the chosen rate, [what was asked]) where loss(k, seed) is a run's."""
-    choice = method.tune(near)
-    ks, seeds = next(choice)
-    asked = []
+def tuned(loss):
+    """(the chosen rate, [the rates that were asked]) where loss(k) is the mean of the seeds."""
+    choice = method.tune()
+    asked = [next(choice)]
     while True:
-        asked.append((tuple(ks), tuple(seeds)))
         try:
-            ks, seeds = choice.send({k: statistics.fmean(loss(k, s) for s in seeds) for k in ks})
+            asked.append(choice.send({k: loss(k) for k in asked[-1]}))
         except StopIteration as end:
             return end.value, asked
 
@@ -41,35 +39,26 @@ def tuned(loss, near=method.NEAR):
 @parametrize(
     "best, chosen, at_edge, tried",
     [
-        (0.3, 0.3, False, [(-2, 0, 2), (-1, 0, 1)]),
-        (1.2, 1.2, False, [(-2, 0, 2), (4,), (1, 2, 3)]),
-        (-1.8, -1.8, False, [(-2, 0, 2), (-4,), (-3, -2, -1)]),
-        (4.4, 4.4, False, [(-2, 0, 2), (4,), (6,), (3, 4, 5)]),
-        (9.0, 7.0, True, [(-2, 0, 2), (4,), (6,), (5, 6, 7)]),
-        (-9.0, -7.0, True, [(-2, 0, 2), (-4,), (-6,), (-7, -6, -5)]),
+        (0.3, 0.3, False, [(-2, 0, 2)]),
+        (1.2, 1.2, False, [(-2, 0, 2), (4,)]),
+        (-1.8, -1.8, False, [(-2, 0, 2), (-4,)]),
+        (4.4, 4.4, False, [(-2, 0, 2), (4,), (6,)]),
+        (9.0, 6, True, [(-2, 0, 2), (4,), (6,)]),
+        (-9.0, -6, True, [(-2, 0, 2), (-4,), (-6,)]),
     ],
 )
 def test_a_rate_is_the_vertex_of_a_parabola(best, chosen, at_edge, tried):
-    """The first rates run with one seed, those around the best one with two others."""
-    found, asked = tuned(lambda k, seed: (k - best) ** 2)
-    assert found == (pytest.approx(chosen), at_edge) and [ks for ks, _ in asked] == tried
-    assert [seeds for _, seeds in asked] == [(101,)] * (len(asked) - 1) + [(102, 103)]
-    found, asked = tuned(lambda k, seed: (k - best) ** 2, ())
-    assert [ks for ks, _ in asked] == tried[:-1] and found == (tried[-1][1], at_edge)
-
-
-def test_the_rate_does_not_depend_on_the_first_seed_alone():
-    found, _ = tuned(lambda k, seed: (k - (0.9 if seed == 101 else -0.8)) ** 2)
-    assert found == (-0.8, False)
+    """At the edge the next rate is tried, twice; then the rate is the best one, and at the edge."""
+    found, asked = tuned(lambda k: (k - best) ** 2)
+    assert found == (pytest.approx(chosen), at_edge) and asked == tried
 
 
 @parametrize(
     "losses, found",
-    [([2, 1, 2], 0), ([1, 2, 4], -1), ([4, 1, 0.9], 0.5), ([1, 2, 1.5], -1), ([2, 2, 1], 1)],
+    [((2, 1, 2), 0), ((2, 1, 1.5), 1 / 3), ((1.1, 1, 9), -0.98), ((1, 1, 1), 0), ((1, 1, 2), -1)],
 )
-def test_a_vertex_lies_within_its_three_rates(losses, found):
-    """Without a lowest point it is the rate with the lowest loss."""
-    assert method.vertex(6, losses) == pytest.approx(6 + found, abs=0.05)
+def test_a_vertex_lies_within_half_an_octave_of_the_best_rate(losses, found):
+    assert method.vertex(6, *losses) == pytest.approx(6 + found, abs=0.05)
 
 
 def test_an_interval_has_all_errors_and_satterthwaites_degrees_of_freedom():
@@ -211,10 +200,8 @@ def test_seeds_and_rates_of_a_verdict(faked):
     for (arm, size), k in best.items():
         runs = {x[4:] for x in made if x[1:4] == (arm, size, 600)}
         compared = {(k, seed) for seed in range(1, 9)}
-        first = {(x, 101) for x in (-2.0, 0.0, 2.0)} | ({(4.0, 101)} if k == 2 else set())
-        middle = min((-2, 0, 2, 4), key=lambda x: abs(x - k))
-        near = {(middle + d, seed) for d in (-1.0, 0.0, 1.0) for seed in (102, 103)}
-        assert runs == compared | first | near
+        rates = (-2.0, 0.0, 2.0, 4.0) if k == 2 else (-2.0, 0.0, 2.0)
+        assert runs == compared | {(x, seed) for x in rates for seed in (101, 102)}
     row = one.numbers["sizes"]["2 x 48"]
     assert row["rates"] == [0.5, 2.0] and not row["edge"]
     assert row["steps"].mean == pytest.approx(
@@ -372,7 +359,6 @@ def bank(monkeypatch, tmp_path):
     path = tmp_path / "bank.json"
     path.write_text(json.dumps({"about": {}} | losses))
     monkeypatch.setattr(chance, "BANK", str(path))
-    monkeypatch.setattr(chance, "VERDICTS", 400)
     chance.sizes_of.cache_clear()
     chance.tau.cache_clear()
     yield
@@ -385,10 +371,10 @@ def test_the_bank_simulates_the_method(bank):
     case = chance.Case()
     assert at.curve[3.0] - at.curve[0.0] == pytest.approx(0.036, abs=1e-6)
     assert at.loss(case, 0, 0, 0.0) != at.loss(case, 0, 1, 0.0)
-    seeds = [*range(11)]
+    seeds = [0, 1]
     moved = chance.Case(shift=1.0, bend=3.0, spread=2.0)
-    assert chance.chosen(at, case, seeds, 0.0, method.NEAR) == (0.0, False)
-    assert chance.chosen(at, moved, seeds, 1.0, method.NEAR) == (1.0, False)
+    assert chance.chosen(at, case, seeds, 0.0) == (0.0, False)
+    assert chance.chosen(at, moved, seeds, 1.0) == (1.0, False)
     rise = at.loss(moved, 3, 0, 1.0) - at.loss(moved, 1, 0, 1.0)
     assert rise == pytest.approx(3 * 0.016, abs=1e-6)
     spread = at.loss(moved, 1, 0, 1.0) - at.lowest
@@ -397,25 +383,31 @@ def test_the_bank_simulates_the_method(bank):
     assert chance.tau("a") == chance.tau("of no bank") == 0.003
 
 
+def shares(level=0.95, **case):
+    return chance.counted(400, chance.words_of, chance.Case(**case), 8, level)
+
+
 def test_how_often_a_word_is_said(bank):
-    nothing = chance.shares(chance.Case())
+    nothing = shares()
     assert nothing["better or worse"] <= 4 and nothing["level"] > 200
-    found = chance.shares(chance.Case(gains=(0.05, 0.05)))
+    found = shares(gains=(0.05, 0.05))
     assert found["better"] == found["better or worse"] == 400
-    assert chance.shares(chance.Case(gains=(-0.05, -0.05)))["better or worse"] == 400
-    assert chance.shares(chance.Case(gains=(0.05, 0.0)))["better"] < 40
-    assert chance.shares(chance.Case(failing=1.0, gains=(0.05, 0.05)))["better"] == 400
-    assert chance.shares(chance.Case(failing=0.3, gains=(0.05, 0.05)))["better"] < 200
-    assert chance.quick_shares(chance.Case())["look again"] > 340
+    assert shares(gains=(-0.05, -0.05))["better or worse"] == 400
+    assert shares(gains=(0.05, 0.0))["better"] < 40
+    assert shares(failing=1.0, gains=(0.05, 0.05))["better"] == 400
+    assert shares(failing=0.3, gains=(0.05, 0.05))["better"] < 200
+    assert shares(0.999, gains=(0.02, 0.02))["better"] < shares(gains=(0.02, 0.02))["better"]
+    assert chance.counted(400, chance.quick_words_of, chance.Case())["look again"] > 340
     assert chance.upper(0, 100) == "0.00% (< 2.95%)"
 
 
 def test_all_cases_are_printed(bank, monkeypatch, capsys):
     monkeypatch.setattr(chance, "VERDICTS", 2)
+    monkeypatch.setattr(chance, "RIGHT", 2)
     chance.show()
     out = capsys.readouterr().out
-    assert out.count("\n| same best rate") == out.count("\n| half an octave apart") == 3 * 8
-    assert "half an octave apart, 3 x curvature, 1.5 x deviation, 5% fail" in out
+    assert out.count("\n| 0 | 1 | 1 | 0 |") == out.count("\n| 1 | 3 | 1.5 | 0.05 |") == 3
+    assert "16 seeds, 99% intervals" in out
 
 
 # -----------------------------------------------------------------------------

@@ -213,7 +213,7 @@ class Verdict:
                 of_run = steps * ms / 1e3 + OVERHEAD
                 runs = [self.judge.run(Setting(arm, size, steps), k, 101) for k in method.FIRST]
                 if not all(name in known for name, _ in runs):
-                    total += of_run * (len(runs) + (0 if quick else 6) + seeds)
+                    total += of_run * (len(runs) * (1 if quick else 2) + seeds)
                     if size == self.sizes[0] and not quick:
                         total += of_run * (3 * COLUMN)
                 if arm is self.idea and not quick:
@@ -223,8 +223,8 @@ class Verdict:
     def train(self) -> None:
         """The runs in equal steps, with sittings between them, and their differences."""
         at_size = {x: [Setting(arm, x, steps) for arm in self.arms] for x in self.sizes}
-        near = () if quick else method.NEAR
-        self.tuned = self.judge.tuned(sum(at_size.values(), []), near)
+        tried = method.TRIED[: 1 if quick else None]
+        self.tuned = self.judge.tuned(sum(at_size.values(), []), tried)
         rates = {setting: tuned.k for setting, tuned in self.tuned.items()}
         self.losses = {setting: [] for setting in rates}
         for seed in range(1, seeds + 1):
@@ -314,7 +314,9 @@ class Verdict:
     def column(self, judge: Judge, rates: dict[Setting, float | None]) -> dict:
         """The difference of two settings, with few seeds. rates: None where one is to be chosen."""
         left = [setting for setting, k in rates.items() if k is None]
-        rates |= {setting: tuned.k for setting, tuned in judge.tuned(left, ()).items()}
+        rates |= {
+            setting: tuned.k for setting, tuned in judge.tuned(left, method.TRIED[:1]).items()
+        }
         base, idea = judge.losses(rates, range(1, COLUMN + 1)).values()
         self.judge.made += judge.made
         changes = [y - x for x, y in zip(base, idea, strict=True)]

@@ -16,8 +16,8 @@ import platform
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -67,8 +67,7 @@ def make_bank(judge: Judge, settings: list[Setting]) -> None:
     save(BANK, {"about": about} | short(bank))
 
 
-@dataclass
-class Case:
+class Case(NamedTuple):
     """What is simulated: an idea that is softmax, but for these differences."""
 
     shift: float = 0.0  # half octaves between the best rates of both sides
@@ -76,13 +75,6 @@ class Case:
     spread: float = 1.0  # times the seeds' own deviation
     failing: float = 0.0  # the share of runs that fail
     gains: tuple = (0.0, 0.0)  # nats that the idea is better, at each size
-
-    def __str__(self) -> str:
-        parts = ["half an octave apart" if self.shift else "same best rate"]
-        parts += [f"{self.bend:g} x curvature"] * (self.bend != 1)
-        parts += [f"{self.spread:g} x deviation"] * (self.spread != 1)
-        parts += [f"{self.failing:.0%} fail"] * (self.failing > 0)
-        return ", ".join(parts)
 
 
 class Size:
@@ -115,34 +107,31 @@ class Size:
         return self.lowest + x + case.spread * self.added[seed][nearest] + failure
 
 
-def chosen(at: Size, case: Case, seeds: list[int], shift: float, near: tuple) -> method.Tuned:
-    """The rate that one side chooses. seeds: of the bank, those of method.TRIED and NEAR first."""
-    number = dict(zip((*method.TRIED, *near), seeds, strict=False))
-    choice = method.tune(near)
-    ks, names = next(choice)
+def chosen(at: Size, case: Case, seeds: list[int], shift: float) -> method.Tuned:
+    """The rate that one side chooses, with these seeds of the bank."""
+    choice = method.tune()
+    ks = next(choice)
     while True:
-        means = {
-            k: statistics.fmean(at.loss(case, k, number[name], shift) for name in names) for k in ks
-        }
+        means = {k: statistics.fmean(at.loss(case, k, x, shift) for x in seeds) for k in ks}
         try:
-            ks, names = choice.send(means)
+            ks = choice.send(means)
         except StopIteration as end:
             return end.value
 
 
-def simulated(sizes: list[Size], taus: list[float], case: Case, n: int, near: tuple) -> list:
+def simulated(sizes: list[Size], taus: list[float], case: Case, n: int, tried: int) -> list:
     """The differences of a simulated verdict with n seeds, in steps and in time: [(x, t), ...].
 
-    Empty if a chosen rate is at the edge, which gives no word.
+    tried: seeds with which rates are tried. Empty if a chosen rate is at the edge, which gives no
+    word.
     """
-    tried = len(method.TRIED) + len(near)
     drawn = random.sample(range(len(sizes[0].added)), 2 * (tried + n))
     sides = drawn[: tried + n], drawn[tried + n :]
     found = []
     for at, tau, gain in zip(sizes, taus, case.gains, strict=False):
         losses = []
         for seeds, shift in zip(sides, (0.0, case.shift), strict=True):
-            k, at_edge = chosen(at, case, seeds, shift, near)
+            k, at_edge = chosen(at, case, seeds[:tried], shift)
             if at_edge:
                 return []
             losses.append([at.loss(case, k, seed, shift) for seed in seeds[tried:]])
@@ -156,38 +145,32 @@ def simulated(sizes: list[Size], taus: list[float], case: Case, n: int, near: tu
     return found
 
 
-def words_of(found: list, level: float) -> tuple[str, str]:
-    """The words of a simulated verdict: at equal steps, in equal time."""
+def words_of(case: Case, n: int, level: float) -> set[str]:
+    """The words anywhere in the report of a simulated verdict with n seeds."""
+    sizes = sizes_of()
+    found = simulated([*sizes.values()], [*map(tau, sizes)], case, n, len(method.TRIED))
     if not found:
-        return "no word", "no word"
+        return {"no word"}
     steps, in_time = zip(*found, strict=True)
-    return (
-        method.word(list(steps), level),
-        method.word(list(in_time), level, method.LEVEL),
-    )
+    return {method.word(steps, level), method.word(in_time, level, method.LEVEL)}
 
 
-def shares(case: Case, n: int = COMPARED, level: float = 0.95, of: int = 0) -> Counter:
-    """Of VERDICTS simulated ones (or `of`), how many have each word anywhere in their report."""
-    sizes, taus = bank()
+def quick_words_of(case: Case) -> set[str]:
+    """The word of a simulated first look, at the first size."""
+    name, size = next(iter(sizes_of().items()))
+    found = simulated([size], [tau(name, True)], case, QUICK, 1)
+    return {method.quick_word(found[0][0]) if found else "look again"}
+
+
+def counted(n: int, words: Callable, *args: object) -> Counter:
+    """In how many of n simulated verdicts each word stands. words(*args): those of one."""
     random.seed(0)
     counts = Counter()
-    for _ in range(of or VERDICTS):
-        words = {*words_of(simulated(sizes, taus, case, n, method.NEAR), level)}
-        counts.update(words)
-        counts["better or worse"] += bool(words & {"better", "worse"})
-        counts["hint"] += any(word.startswith("a hint") for word in words)
-    return counts
-
-
-def quick_shares(case: Case) -> Counter:
-    """The same of first looks, at the first size."""
-    sizes, _ = bank()
-    random.seed(0)
-    counts = Counter()
-    for _ in range(VERDICTS):
-        found = simulated(sizes[:1], [tau(next(iter(sizes_of())), True)], case, QUICK, ())
-        counts[method.quick_word(found[0][0]) if found else "look again"] += 1
+    for _ in range(n):
+        said = words(*args)
+        counts.update(said)
+        counts["better or worse"] += bool(said & {"better", "worse"})
+        counts["a hint"] += any(word.startswith("a hint") for word in said)
     return counts
 
 
@@ -195,11 +178,6 @@ def quick_shares(case: Case) -> Counter:
 def sizes_of() -> dict[str, Size]:
     """{size: its losses in the bank}."""
     return {size: Size(x) for size, x in saved(BANK, {}).items() if size != "about"}
-
-
-def bank() -> tuple[list[Size], list[float]]:
-    """(the sizes of the bank, the tau of each)."""
-    return list(sizes_of().values()), [tau(size) for size in sizes_of()]
 
 
 @functools.cache
@@ -212,13 +190,12 @@ def tau(size: str, quick: bool = False) -> float:
     if size not in sizes_of():
         return max([LEAST, *(tau(other, quick) for other in sizes_of())])
     at = sizes_of()[size]
-    near = () if quick else method.NEAR
     random.seed(0)
     lost = []
     for _ in range(2000):
-        seeds = random.sample(range(len(at.added)), 1 + len(near))
-        k, _ = chosen(at, Case(), seeds, 0.0, near)
-        lost.append(at.curve[min(max(round(k, 1), at.ends[0]), at.ends[1])] - at.lowest)
+        seeds = random.sample(range(len(at.added)), 1 if quick else len(method.TRIED))
+        k, _ = chosen(at, Case(), seeds, 0.0)
+        lost.append(at.curve[min(max(k, at.ends[0]), at.ends[1])] - at.lowest)
     return max(LEAST, math.sqrt(2) * statistics.pstdev(lost))
 
 
@@ -229,40 +206,36 @@ def upper(n: int, of: int) -> str:
     return f"{n / of:.2%} (< {limit:.2%})"
 
 
-def cases() -> Iterator[Case]:
-    """All combinations of what may differ."""
-    for values in itertools.product((0.0, 1.0), (1.0, 3.0), (1.0, 1.5), (0.0, 0.05)):
-        yield Case(*values)
-
-
 def show() -> None:
     """Print how often each word is said: to nothing, to a gain at one size, to gains at both."""
     about = saved(BANK, {"about": {}})["about"]
     print(", ".join(f"{key}: {x}" for key, x in about.items()))
-    for size in sizes_of():
-        deviation = statistics.stdev(x[1] for x in sizes_of()[size].added)
-        print(f"{size}: seeds' deviation {deviation:.4f}, tau {tau(size):.4f}")
+    for name, size in sizes_of().items():
+        deviation = statistics.stdev(x[1] for x in size.added)
+        print(f"{name}: seeds' deviation {deviation:.4f}, tau {tau(name):.4f}")
+
+    cases = list(itertools.starmap(Case, itertools.product((0, 1), (1, 3), (1, 1.5), (0, 0.05))))
+    columns = "half octaves apart | curvature | deviation | failing runs | "
+    wrong = "better or worse", "better", "a hint"
     for n, level in ((COMPARED, 0.95), (2 * COMPARED, 0.99)):
         rows = []
-        for case in cases():
-            nothing = shares(case, n, level)
-            at_one = shares(replace(case, gains=(ONE_SIZE, 0.0)), n, level)
-            cells = [upper(nothing[word], VERDICTS) for word in ("better or worse", "better")]
-            cells += [upper(nothing["hint"], VERDICTS), upper(at_one["better"], VERDICTS)]
-            cells.append(f"{nothing['level'] / VERDICTS:.0%}")
+        for case in cases:
+            nothing = counted(VERDICTS, words_of, case, n, level)
+            one = case._replace(gains=(ONE_SIZE, 0.0))
+            at_one = counted(VERDICTS, words_of, one, n, level)
+            cells = [upper(nothing[word], VERDICTS) for word in wrong]
+            cells += [upper(at_one["better"], VERDICTS), f"{nothing['level'] / VERDICTS:.0%}"]
             for gain in GAINS:
-                found = shares(replace(case, gains=(gain, gain)), n, level, RIGHT)
+                found = counted(RIGHT, words_of, case._replace(gains=(gain, gain)), n, level)
                 cells.append(f"{found['better'] / RIGHT:.0%}")
-            rows.append([str(case), *cells])
+            rows.append([*case[:4], *cells])
+        print(f"\n{n} seeds, {level:.0%} intervals")
         gains = " | ".join(f"better by {gain}" for gain in GAINS)
-        show_table(
-            f"{n} seeds, {level:.0%} | nothing: better or worse | better | a hint | better where "
-            f"one size gains {ONE_SIZE} | level | {gains}",
-            rows,
-        )
+        head = f"better where one size gains {ONE_SIZE} | level | {gains}"
+        show_table(f"{columns}{' | '.join(wrong)} | {head}", rows)
     rows = []
-    for case in cases():
-        counts = quick_shares(case)
-        cells = [upper(counts[word], VERDICTS) for word in ("looks better", "looks worse")]
-        rows.append([str(case), *cells])
-    show_table("--quick, nothing | looks better | looks worse", rows)
+    for case in cases:
+        counts = counted(VERDICTS, quick_words_of, case)
+        words = "looks better", "looks worse"
+        rows.append([*case[:4], *(upper(counts[word], VERDICTS) for word in words)])
+    show_table(f"{columns}--quick: looks better | looks worse", rows)

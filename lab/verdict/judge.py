@@ -88,21 +88,19 @@ class Judge:
         left = max(0.0, self.planned - sum(self.made)) / self.jobs
         print(f"  {seconds:.0f} s: {name}; about {duration(left)} left", flush=True)
 
-    def tuned(self, settings: list[Setting], near: tuple = method.NEAR) -> dict[Setting, Tuned]:
+    def tuned(self, settings: list[Setting], seeds: tuple = method.TRIED) -> dict[Setting, Tuned]:
         """The rate of each setting, by method.tune. The runs of all settings are made together."""
-        choosing = {setting: method.tune(near) for setting in settings}
+        choosing = {setting: method.tune() for setting in settings}
         asked = {setting: next(choice) for setting, choice in choosing.items()}
         rates = {}
         while asked:
             keys = [
-                (setting, k, seed)
-                for setting, (ks, seeds) in asked.items()
-                for k, seed in itertools.product(ks, seeds)
+                (setting, k, seed) for setting in asked for k in asked[setting] for seed in seeds
             ]
             losses = dict(zip(keys, self.make([self.run(*key) for key in keys]), strict=True))
             for (setting, k, _), loss in losses.items():
                 self.tried.setdefault(setting, []).append([k, loss])
-            for setting, (ks, seeds) in list(asked.items()):
+            for setting, ks in list(asked.items()):
                 means = {k: fmean(losses[setting, k, seed] for seed in seeds) for k in ks}
                 try:
                     asked[setting] = choosing[setting].send(means)

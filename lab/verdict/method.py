@@ -15,8 +15,7 @@ from errors import optional
 
 FIRST = (-2, 0, 2)  # the rates that are tried first
 WIDER = 2  # how often another rate is tried where the best one is at the edge
-TRIED = (101,)  # the seeds of the first rates
-NEAR = (102, 103)  # the seeds of the rates around the best one; none of these seeds is compared
+TRIED = 101, 102  # the seeds with which rates are tried, and which are never compared
 LEVEL = 0.02  # nats: intervals within this of 0 are level, and in equal time a word needs more
 SITTINGS = 8  # of timed steps, between the runs
 LEAST_SPREAD = 0.03  # of the logarithm of the times' ratio between sittings, at least
@@ -30,26 +29,22 @@ class Tuned(NamedTuple):
     at_edge: bool
 
 
-def tune(near: tuple[int, ...] = NEAR) -> Generator[tuple, dict, Tuned]:
-    """Choose a rate: yields (rates, seeds) to try, and is sent {rate: mean loss of these seeds}.
+def tune() -> Generator[tuple, dict, Tuned]:
+    """Choose a rate: yields the rates to try, and is sent {rate: mean loss of the seeds TRIED}.
 
-    The first rates are an octave apart. Where the best is at the edge, the next one is tried. Then
-    the best one and its neighbours, half an octave away, run with the seeds `near`. The rate is the
-    vertex of the parabola through these three; without `near` the best of the first rates.
+    The first rates are an octave apart. Where the best is at the edge, the next one is tried. The
+    rate is the vertex of the parabola through the best one and its neighbours.
     """
-    found = yield FIRST, TRIED
+    found = yield FIRST
     for _ in range(WIDER):
         more = next_rate(found)
         if more is None:
             break
-        found = found | (yield (more,), TRIED)
-    at_edge = next_rate(found) is not None
+        found = found | (yield (more,))
     best = min(found, key=found.get)
-    if not near:
-        return Tuned(best, at_edge)
-    ks = best - 1, best, best + 1
-    found = yield ks, near
-    return Tuned(vertex(best, [found[k] for k in ks]), at_edge)
+    if next_rate(found) is not None:
+        return Tuned(best, True)
+    return Tuned(vertex(best, found[best - 2], found[best], found[best + 2]), False)
 
 
 def next_rate(losses: dict[float, float]) -> float | None:
@@ -59,16 +54,10 @@ def next_rate(losses: dict[float, float]) -> float | None:
     return beyond.get(best)
 
 
-def vertex(k: float, losses: list[float]) -> float:
-    """Where the parabola through the losses at k - 1, k and k + 1 is lowest, within these.
-
-    In tenths. If the parabola has no lowest point, the rate with the lowest loss.
-    """
-    low, middle, high = losses
-    bend = low - 2 * middle + high
-    if bend <= 0:
-        return k - 1 + losses.index(min(losses))
-    return round(k + max(-1.0, min(1.0, (low - high) / (2 * bend))), 1)
+def vertex(k: float, below: float, lowest: float, above: float) -> float:
+    """Where the parabola through the losses at k - 2, k and k + 2 is lowest, in tenths."""
+    bend = below - 2 * lowest + above
+    return round(k + (below - above) / bend, 1) if bend else k
 
 
 class Interval(NamedTuple):
