@@ -2,7 +2,7 @@
 
 import json
 import os
-import pathlib
+import shutil
 import threading
 import time
 
@@ -82,9 +82,9 @@ def test_what_a_script_measures_is_of_its_code_and_its_rows(code, tmp_path):
 
 
 def test_data_prepared_anew_has_another_identity(code, data, tmp_path, monkeypatch):
-    flag = f"--dataset={data}"
+    flag = f"--dataset={shutil.copytree(data, tmp_path / 'text')}"
     first = identity_of(tmp_path, flag)
-    path = pathlib.Path(data, "meta.json")
+    path = tmp_path / "text" / "meta.json"
     meta = json.loads(path.read_text())
     meta["files"]["train.bin"]["sha256"] = "0"
     path.write_text(json.dumps(meta))
