@@ -309,7 +309,9 @@ class Verdict:
             judge = self.judge_of(second_recipe, list(self.judge.common))
             settings = [Setting(arm, self.sizes[0], steps) for arm in (self.base, self.given)]
             rates = dict.fromkeys(settings)
-            found[f"recipe: {second_recipe}"] = costs.tried(self.column, judge, rates)
+            found[f"recipe: {os.path.basename(second_recipe)}"] = costs.tried(
+                self.column, judge, rates
+            )
 
     def column(self, judge: Judge, rates: dict[Setting, float | None]) -> dict:
         """The difference of two settings, with few seeds. rates: None where one is to be chosen."""

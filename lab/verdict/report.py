@@ -17,7 +17,7 @@ from training.estimate import duration
 # Where the card looks for verdicts: those of the lab, and those of the folder in which it runs
 VERDICTS = ("lab/verdict/results/*.json", "verdict-*/runs.json")
 FOLDER = "verdict-"  # and the name of a verdict: the folder of its report
-WIDTH = 36  # of a column of the report
+WIDTH = 34  # of a column of the report
 SETTINGS = "--(both|config_file|dataset|quick|sizes|steps|seeds)"
 
 
@@ -45,7 +45,7 @@ def lines_of(n: dict) -> list[str]:
 
 def row(head: str, cells: list[str]) -> str:
     """A line of the report, with a column for each size."""
-    return f"{head:<23}" + "".join(f"{cell:<{WIDTH}}" for cell in cells).rstrip()
+    return f"{head:<33}" + "".join(f"{cell:<{WIDTH}}" for cell in cells).rstrip()
 
 
 def table_of(n: dict) -> list[str]:
