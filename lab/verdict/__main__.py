@@ -304,14 +304,14 @@ class Verdict:
             judge = self.judge_of(config_file, [*self.judge.common, f"--dataset={second_text}"])
             settings = [Setting(arm, self.sizes[0], steps) for arm in self.arms]
             rates = {setting: self.tuned[setting].k for setting in settings}
-            found[f"text: {second_text}"] = costs.tried(self.column, judge, rates)
+            found["second text"] = {"of": second_text}
+            found["second text"] |= costs.tried(self.column, judge, rates)
         if second_recipe and second_recipe != config_file:
             judge = self.judge_of(second_recipe, list(self.judge.common))
             settings = [Setting(arm, self.sizes[0], steps) for arm in (self.base, self.given)]
             rates = dict.fromkeys(settings)
-            found[f"recipe: {os.path.basename(second_recipe)}"] = costs.tried(
-                self.column, judge, rates
-            )
+            found["second recipe"] = {"of": second_recipe}
+            found["second recipe"] |= costs.tried(self.column, judge, rates)
 
     def column(self, judge: Judge, rates: dict[Setting, float | None]) -> dict:
         """The difference of two settings, with few seeds. rates: None where one is to be chosen."""

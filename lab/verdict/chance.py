@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from errors import optional
+from errors import UserError, optional
 from lab.experiments.results import save, saved, short, show_table
 from lab.verdict import method
 from lab.verdict.judge import Judge, Setting
@@ -208,6 +208,8 @@ def upper(n: int, of: int) -> str:
 
 def show() -> None:
     """Print how often each word is said: to nothing, to a gain at one size, to gains at both."""
+    if not sizes_of():
+        raise UserError(f"there is no {BANK}: python -m lab.verdict --what=bank makes it")
     about = saved(BANK, {"about": {}})["about"]
     print(", ".join(f"{key}: {x}" for key, x in about.items()))
     for name, size in sizes_of().items():

@@ -16,7 +16,7 @@ from statistics import fmean, median
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attention.cache import heads_of
+from attention.cache import heads_of, run_definitions
 from attention.fast import general_form
 from bench import peak_memory
 from errors import UserError, first_line
@@ -104,6 +104,7 @@ def of_flops(config_file: str, rows: list[dict], vocab_size: int) -> dict:
     counts = []
     for flags in rows:
         gpt, settings = model_of(config_file, flags, vocab_size)
+        run_definitions(gpt)  # the counter does not know PyTorch's own attention on a CPU
         x = torch.randint(vocab_size, (1, settings["block_size"]))
         with FlopCounterMode(display=False) as counter:
             gpt(x, x)[1].backward()

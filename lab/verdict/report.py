@@ -45,7 +45,7 @@ def lines_of(n: dict) -> list[str]:
 
 def row(head: str, cells: list[str]) -> str:
     """A line of the report, with a column for each size."""
-    return f"{head:<33}" + "".join(f"{cell:<{WIDTH}}" for cell in cells).rstrip()
+    return f"{head:<32} " + "".join(f"{cell:<{WIDTH}}" for cell in cells).rstrip()
 
 
 def table_of(n: dict) -> list[str]:
@@ -171,19 +171,12 @@ def draw_losses(n: dict, path: str) -> None:
             left, right = axes[2 * i : 2 * i + 2]
             for side, name in enumerate((n["base"], n["idea"])):
                 color = ("black", "C0")[side]
-                tried = [(2 ** (k / 2), loss) for k, loss in of["tried"][side]]
+                tried = [(k / 2, loss) for k, loss in of["tried"][side]]
                 left.plot(*zip(*tried, strict=True), "o", color=color, fillstyle="none")
                 losses = of["losses"][side]
-                left.plot(
-                    [2 ** (of["rates"][side] / 2)] * len(losses),
-                    losses,
-                    ".",
-                    color=color,
-                    label=name,
-                )
-            left.set(
-                xscale="log", xlabel="learning rates, times the recipe's", ylabel="validation loss"
-            )
+                chosen = [of["rates"][side] / 2] * len(losses)
+                left.plot(chosen, losses, ".", color=color, label=name)
+            left.set(xlabel="octaves above the recipe's learning rates", ylabel="validation loss")
             left.set_title(f"{size}: circles are for choosing, dots are compared")
 
             changes = [y - x for x, y in zip(*of["losses"], strict=True)]
