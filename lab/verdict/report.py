@@ -82,7 +82,9 @@ def table_of(n: dict) -> list[str]:
         if part == "time":
             fits = [f"{of['fit']} of {n['steps']}" for of in sizes.values()]
             lines.append(row("  steps in this time", fits))
-    return [*lines, *(row(title, [column_of(x)]) for title, x in n.get("columns", {}).items())]
+    for title, x in n.get("columns", {}).items():
+        lines.append(row(title, [column_of(x), x["of"]]))
+    return lines
 
 
 def column_of(x: dict) -> str:
