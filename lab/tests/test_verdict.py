@@ -473,12 +473,13 @@ def test_from_an_idea_to_the_card(
     monkeypatch.setattr(
         "lab.experiments.recall.SCALES", {"small": {"steps": 2, "tokens": 128, "sequences": 4}}
     )
+    monkeypatch.setattr("lab.verdict.judge.EVALUATED", 1000)
     monkeypatch.setattr("lab.verdict.report.VERDICTS", (str(tmp_path / "verdict-*" / "runs.json"),))
     monkeypatch.setattr("lab.verdict.report.FOLDER", str(tmp_path / "verdict-"))
     config = tmp_path / "tiny.py"
     config.write_text(TINY.format(data=data))
     args = [f"--attention={name}", *flags.split(), f"--config_file={config}", "--steps=10"]
-    args += ["--seeds=2", "--sizes=1 x 8, 1 x 16", "--second_text=", "--second_recipe="]
+    args += ["--seeds=2", "--sizes=1 x 8", "--second_text=", "--second_recipe="]
     args.append(f"--out_dir={tmp_path / 'runs'}")
     out = done(run("lab.verdict", *args), f"{name} against softmax: about", "VERDICT    ")
     (folder,) = tmp_path.glob(f"verdict-{name}*")
