@@ -157,13 +157,15 @@ def take_times(t: Table) -> None:
     prepare_shakespeare(data)
     vocab_size = read_meta(folder_of(data))["vocab_size"]
     times = step_times(file, flags, vocab_size, repeats, bases)
+    of = of_times(t)
     for row, numbers in times.items():
-        add(out, [*short(numbers), bases[row], of_times(t)], "times", key_of(t, row))
+        add(out, [*short(numbers), bases[row], of], "times", key_of(t, row))
 
 
 def of_times(t: Table) -> str:
     """A checksum of what the times of a table's steps are measured of."""
-    return of_rows(config_file or t.file, *t.rows.values(), t.flags)
+    settings = settings_of(config_file or t.file, {})
+    return of_rows(__file__, settings, t.flags, *t.rows.values())
 
 
 def times_of(t: Table) -> dict[str, tuple[float, float]]:
@@ -181,7 +183,8 @@ def times_of(t: Table) -> dict[str, tuple[float, float]]:
 def has_times(t: Table) -> bool:
     """Whether --out has the times of all chosen rows, of their code as it is now."""
     stored = saved(out, {"times": {}})["times"]
-    return all(stored.get(key_of(t, row), [""])[-1] == of_times(t) for row in chosen(t))
+    of = of_times(t)
+    return all(stored.get(key_of(t, row), [""])[-1] == of for row in chosen(t))
 
 
 def in_equal_time(t: Table) -> dict[str, int]:

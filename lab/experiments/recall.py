@@ -246,8 +246,9 @@ def made_of(model: str) -> str:
 def results(task: str, model: str) -> list[dict]:
     """The runs in --out of a task and a model, as its code is now."""
     wanted = {"task": task, "model": model}
+    of = made_of(model)
     runs = [run for run in stored() if wanted.items() <= run.items()]
-    return [run for run in runs if is_current(run, made_of(model))]
+    return [run for run in runs if is_current(run, of)]
 
 
 def measure(task: str, model: str, rate: float, seed: int) -> None:

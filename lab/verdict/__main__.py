@@ -257,13 +257,12 @@ class Verdict:
         for size in self.sizes:
             row = self.numbers["sizes"][size]
             base, idea = (Setting(arm, size, steps) for arm in self.arms)
-            *logs, base_ms, plain_ms, idea_ms = zip(*self.sittings[size], strict=True)
+            *logs, _, _, _ = zip(*self.sittings[size], strict=True)
             opponent = 0 if self.numbers["fast"] else 1
             means = list(map(fmean, logs))
             fit = max(1, round(steps / math.exp(means[opponent])))
             if abs(fit / steps - 1) < SAME_TIME:
                 fit = steps
-            row["ms"] = list(map(fmean, (base_ms, plain_ms, idea_ms)))
             row["ratio"] = list(map(math.exp, means))
             row["fit"] = fit
             if quick:

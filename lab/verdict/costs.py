@@ -40,7 +40,7 @@ SEEDS = 3  # of a skill
 
 
 def tried(f: Callable, *args: object) -> dict:
-    """f(*args) on one thread; {"why": a sentence} if it fails, or a process of it is killed."""
+    """f(*args), or {"why": a sentence} if it fails or one of its processes is killed."""
     try:
         return f(*args)
     except BrokenProcessPool:
