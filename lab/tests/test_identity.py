@@ -11,7 +11,8 @@ from filelock import FileLock
 from harness import ROOT, parametrize, refusal
 
 from errors import UserError
-from lab.experiments import identity, laser, results, runs
+from lab.experiments import compare, identity, laser, results, runs
+from lab.experiments.tables import TABLES
 
 CODE = {
     "mine.py": "import helper\n\ndef f(x):\n    return helper.times * x\n",
@@ -79,6 +80,13 @@ def test_what_a_script_measures_is_of_its_code_and_its_rows(code, tmp_path):
     second = runs.of_rows(script, *rows)
     code("package/other.py", "number = 3\n")
     assert len({first, second, runs.of_rows(script, *rows)}) == 3
+
+
+def test_times_of_steps_are_of_the_core_and_of_the_config_file():
+    first = compare.of_times(TABLES["64"])
+    files = {os.path.relpath(path, ROOT) for path in identity.SEEN}
+    assert {"model.py", "training/optimizers.py", "lab/experiments/times.py"} <= files
+    assert first != compare.of_times(TABLES["256"])
 
 
 def test_data_prepared_anew_has_another_identity(code, data, tmp_path, monkeypatch):
