@@ -26,7 +26,7 @@ SIZES = {"block_size": 32, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd"
 
 
 def tuned(loss):
-    """(the chosen rate, [the rates that were asked]) where loss(k) is the mean of the seeds."""
+    """(the chosen rate, [the rates that were asked]) where loss(k) are the losses of the seeds."""
     choice = method.tune()
     asked = [next(choice)]
     while True:
@@ -49,8 +49,17 @@ def tuned(loss):
 )
 def test_a_rate_is_the_vertex_of_a_parabola(best, chosen, at_edge, tried):
     """At the edge the next rate is tried, twice; then the rate is the best one, and at the edge."""
-    found, asked = tuned(lambda k: (k - best) ** 2)
+    found, asked = tuned(lambda k: [(k - best) ** 2 + x for x in (0.1, -0.1)])
     assert found == (pytest.approx(chosen), at_edge) and asked == tried
+
+
+@parametrize("failed, chosen", [((), 0.5), ((1,), 0.5), ((0, 1), 2.9)])
+def test_a_seed_that_fails_does_not_choose(failed, chosen):
+    """Unless the other seed of its rate, here 0, fails as well."""
+    found, _ = tuned(
+        lambda k: [0.01 * (k - 0.5) ** 2 + 3 * (k == 0 and seed in failed) for seed in (0, 1)]
+    )
+    assert found == (chosen, False)
 
 
 @parametrize(
@@ -76,7 +85,7 @@ def test_an_interval_has_all_errors_and_satterthwaites_degrees_of_freedom():
     both = method.pooled([plain, more])
     assert both.error**2 == pytest.approx((plain.error**2 + more.error**2) / 4)
     assert both.mean == pytest.approx(0.05)
-    assert Interval(0.0, 1.0, 1e9).shown == pytest.approx(1.96 + 0.84, abs=0.01)
+    assert Interval(0.0, 1.0, 1e9).shown(0.95) == pytest.approx(1.96 + 0.84, abs=0.01)
     assert method.interval([0.1, 0.1, 0.1]).side(0.99) == 1  # without spread
 
 
@@ -85,34 +94,35 @@ def of(*means, error=0.01):
 
 
 @parametrize(
-    "means, level, least, word",
+    "means, share, least, word",
     [
-        ((-0.03, -0.02), 0.95, 0, "better"),
-        ((0.03, 0.02), 0.95, 0, "worse"),
-        ((-0.03, 0.02), 0.95, 0, "not seen"),
-        ((-0.03, -0.0195), 0.95, 0, "a hint of better"),  # 1.95 errors are no word
-        ((0.019, 0.019), 0.95, 0, "a hint of worse"),
-        ((-0.06, 0.001), 0.95, 0, "not seen"),  # the signs differ
-        ((-0.06, -0.001), 0.95, 0, "a hint of better"),
-        ((0.018, 0.018), 0.95, 0, "not seen"),  # 2.55 errors of the mean: below 99%
-        ((-0.03, -0.02), 0.99, 0, "a hint of better"),
-        ((-0.03, -0.026), 0.99, 0, "better"),
-        ((-0.03, -0.025), 0.95, 0.02, "better"),
-        ((-0.03, -0.0199), 0.95, 0.02, "not seen"),
-        ((0.002, -0.003), 0.95, 0, "level"),
-        ((0.004, -0.003), 0.95, 0, "not seen"),
-        ((0.002,), 0.95, 0, "level"),
-        ((-0.05,), 0.95, 0, "not seen"),
-        ((-0.03, -0.03, -0.03), 0.95, 0, "better"),
-        ((-0.03, -0.03, 0.0), 0.95, 0, "not seen"),
+        ((-0.03, -0.0225), 1, 0, "better"),
+        ((0.03, 0.0225), 1, 0, "worse"),
+        ((-0.03, 0.0225), 1, 0, "not seen"),
+        ((-0.03, -0.0222), 1, 0, "a hint of better"),  # 2.24 errors are 97.5%
+        ((0.019, 0.019), 1, 0, "a hint of worse"),
+        ((-0.06, 0.001), 1, 0, "not seen"),  # the signs differ
+        ((-0.06, -0.001), 1, 0, "a hint of better"),
+        ((0.018, 0.018), 1, 0, "not seen"),  # 2.55 errors of the mean: below 99%
+        ((-0.03, -0.0279), 0.2, 0, "a hint of better"),
+        ((-0.03, -0.0282), 0.2, 0, "better"),  # 2.81 errors are 99.5%
+        ((-0.03, -0.025), 1, 0.02, "better"),
+        ((-0.05, -0.0199), 1, 0.02, "not seen"),
+        ((0.002, -0.003), 1, 0, "level"),
+        ((0.002, -0.003), 0.2, 0, "not seen"),
+        ((0.004, -0.003), 1, 0, "not seen"),
+        ((0.002,), 1, 0, "level"),
+        ((-0.05,), 1, 0, "not seen"),
+        ((-0.03, -0.03, -0.03), 1, 0, "better"),
+        ((-0.03, -0.03, 0.0), 1, 0, "not seen"),
     ],
 )
-def test_words(means, level, least, word):
-    assert method.word(of(*means), level, least) == word
+def test_words(means, share, least, word):
+    assert method.word(of(*means), share, least) == word
 
 
 def test_words_of_a_first_look():
-    words = [method.quick_word(x) for x in of(-0.02, 0.019, 0.02)]
+    words = [method.quick_word(x) for x in of(-0.0225, 0.022, 0.0225)]
     assert words == ["looks better", "look again", "looks worse"]
 
 
@@ -300,11 +310,11 @@ def test_a_second_look_is_stricter(faked):
         return 2 + 0.01 * k * k + noise(size, seed) - 0.1 * (arm == "idea")
 
     first, _ = faked(loss, always(**SAME), sizes="2 x 48", seeds=3)
-    assert first.level == 0.95 and not first.numbers["looks"]
+    assert first.share == 1 and not first.numbers["looks"]
     again, _ = faked(loss, always(**SAME), sizes="2 x 48", seeds=3)
-    assert again.level == 0.95 and not again.numbers["looks"]
+    assert again.share == 1 and not again.numbers["looks"]
     second, _ = faked(loss, always(**SAME), sizes="2 x 48", seeds=5)
-    assert second.level == 0.99
+    assert second.share == 0.2
     assert second.numbers["looks"] == {"3": first.numbers["verdict"]}
 
 
@@ -383,8 +393,8 @@ def test_the_bank_simulates_the_method(bank):
     assert chance.tau("a") == chance.tau("of no bank") == 0.003
 
 
-def shares(level=0.95, **case):
-    return chance.counted(400, chance.words_of, chance.Case(**case), 8, level)
+def shares(share=1.0, **case):
+    return chance.counted(400, chance.words_of, chance.Case(**case), 8, share)
 
 
 def test_how_often_a_word_is_said(bank):
@@ -396,7 +406,7 @@ def test_how_often_a_word_is_said(bank):
     assert shares(gains=(0.05, 0.0))["better"] < 40
     assert shares(failing=1.0, gains=(0.05, 0.05))["better"] == 400
     assert shares(failing=0.3, gains=(0.05, 0.05))["better"] < 200
-    assert shares(0.999, gains=(0.02, 0.02))["better"] < shares(gains=(0.02, 0.02))["better"]
+    assert shares(0.05, gains=(0.02, 0.02))["better"] < shares(gains=(0.02, 0.02))["better"]
     assert chance.counted(400, chance.quick_words_of, chance.Case())["look again"] > 340
     assert chance.upper(0, 100) == "0.00% (< 2.95%)"
 
@@ -407,7 +417,7 @@ def test_all_cases_are_printed(bank, monkeypatch, capsys):
     chance.show()
     out = capsys.readouterr().out
     assert out.count("\n| 0 | 1 | 1 | 0 |") == out.count("\n| 1 | 3 | 1.5 | 0.05 |") == 3
-    assert "16 seeds, 99% intervals" in out
+    assert "16 seeds, intervals of 99.5% decide" in out
 
 
 # -----------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class Verdict:
         self.arms = self.base, self.idea
         self.modules = imports_of(own)
         self.of = of_rows(costs.__file__, settings, *self.rows())
-        self.level = 0.95
+        self.share = 1.0  # of misses; see method.word
         self.sittings = {size: [] for size in self.sizes}
         self.clocks = {}
         self.numbers = {"checks": [], "looks": {}, "sizes": {size: {} for size in self.sizes}}
@@ -175,7 +175,7 @@ class Verdict:
         looks = saved(self.judge.store, {}).get("looks", {}).get(key, {})
         self.numbers["looks"] = {n: said for n, said in looks.items() if n != str(seeds)}
         if self.numbers["looks"]:
-            self.level = 0.99
+            self.share = method.AGAIN
         add(self.judge.store, looks.get(str(seeds), "not ended"), "looks", key, str(seeds))
         self.look_key = key
 
@@ -361,7 +361,7 @@ class Verdict:
             if quick:
                 word = ", ".join(map(method.quick_word, found))
             else:
-                word = method.word(found, self.level, least)
+                word = method.word(found, self.share, least)
             if any(row["edge"] for row in rows):
                 word = "no word: a best learning rate is at the edge of what was tried"
             said.append(f"{word} {where}")
@@ -385,7 +385,7 @@ class Verdict:
             "made": [len(self.judge.made), time.monotonic() - self.began],
             "seeds": seeds,
             "steps": steps,
-            "level": self.level,
+            "level": method.stricter(method.DECIDES, self.share),
             "recipe": config_file,
             "both": both,
             "context": self.judge.settings["block_size"],

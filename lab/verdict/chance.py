@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from errors import UserError, optional
@@ -78,20 +79,25 @@ class Case(NamedTuple):
 
 
 class Size:
-    """The bank's losses at one size: a mean for each rate, and what each seed adds to it."""
+    """The bank's losses at one size: a curve over the rates, and what each seed adds to it.
+
+    The curve is the cubic polynomial through the rates' means, with weights: one that passes
+    through each of them would have their noise, and three times the curvature three times as much.
+    """
 
     def __init__(self, losses: dict[str, dict[str, float]]):
-        means = {}
         by_rate = {int(k): of_seeds for k, of_seeds in losses.items()}
         middle = statistics.fmean(by_rate[0].values())
-        for k, of_seeds in by_rate.items():  # outer rates have few seeds: paired with the middle
+        means = []
+        for of_seeds in by_rate.values():  # outer rates have few seeds: paired with the middle
             changes = [x - by_rate[0][seed] for seed, x in of_seeds.items()]
-            means[k] = middle + statistics.fmean(changes)
-        ks = sorted(means)
-        spline = optional("scipy.interpolate", "a curve").CubicSpline(ks, [means[k] for k in ks])
-        self.curve = {k / 10: float(spline(k / 10)) for k in range(10 * ks[0], 10 * ks[-1] + 1)}
+            means.append(middle + statistics.fmean(changes))
+        weights = [math.sqrt(len(of_seeds)) for of_seeds in by_rate.values()]
+        fit = np.polynomial.Polynomial.fit([*by_rate], means, 3, w=weights)
+        self.ends = min(by_rate), max(by_rate)
+        low, high = self.ends
+        self.curve = {k / 10: float(fit(k / 10)) for k in range(10 * low, 10 * high + 1)}
         self.lowest = min(self.curve.values())
-        self.ends = ks[0], ks[-1]
         self.added = [
             [by_rate[k][seed] - statistics.fmean(by_rate[k].values()) for k in CENTRAL]
             for seed in by_rate[CENTRAL[0]]
@@ -112,9 +118,9 @@ def chosen(at: Size, case: Case, seeds: list[int], shift: float) -> method.Tuned
     choice = method.tune()
     ks = next(choice)
     while True:
-        means = {k: statistics.fmean(at.loss(case, k, x, shift) for x in seeds) for k in ks}
+        losses = {k: [at.loss(case, k, seed, shift) for seed in seeds] for k in ks}
         try:
-            ks = choice.send(means)
+            ks = choice.send(losses)
         except StopIteration as end:
             return end.value
 
@@ -145,14 +151,14 @@ def simulated(sizes: list[Size], taus: list[float], case: Case, n: int, tried: i
     return found
 
 
-def words_of(case: Case, n: int, level: float) -> set[str]:
-    """The words anywhere in the report of a simulated verdict with n seeds."""
+def words_of(case: Case, n: int, share: float) -> set[str]:
+    """The words anywhere in the report of a simulated verdict with n seeds; see method.word."""
     sizes = sizes_of()
     found = simulated([*sizes.values()], [*map(tau, sizes)], case, n, len(method.TRIED))
     if not found:
         return {"no word"}
     steps, in_time = zip(*found, strict=True)
-    return {method.word(steps, level), method.word(in_time, level, method.LEVEL)}
+    return {method.word(steps, share), method.word(in_time, share, method.LEVEL)}
 
 
 def quick_words_of(case: Case) -> set[str]:
@@ -219,19 +225,20 @@ def show() -> None:
     cases = list(itertools.starmap(Case, itertools.product((0, 1), (1, 3), (1, 1.5), (0, 0.05))))
     columns = "half octaves apart | curvature | deviation | failing runs | "
     wrong = "better or worse", "better", "a hint"
-    for n, level in ((COMPARED, 0.95), (2 * COMPARED, 0.99)):
+    for n, share in ((COMPARED, 1.0), (2 * COMPARED, method.AGAIN)):
         rows = []
         for case in cases:
-            nothing = counted(VERDICTS, words_of, case, n, level)
+            nothing = counted(VERDICTS, words_of, case, n, share)
             one = case._replace(gains=(ONE_SIZE, 0.0))
-            at_one = counted(VERDICTS, words_of, one, n, level)
+            at_one = counted(VERDICTS, words_of, one, n, share)
             cells = [upper(nothing[word], VERDICTS) for word in wrong]
             cells += [upper(at_one["better"], VERDICTS), f"{nothing['level'] / VERDICTS:.0%}"]
             for gain in GAINS:
-                found = counted(RIGHT, words_of, case._replace(gains=(gain, gain)), n, level)
+                found = counted(RIGHT, words_of, case._replace(gains=(gain, gain)), n, share)
                 cells.append(f"{found['better'] / RIGHT:.0%}")
             rows.append([*case[:4], *cells])
-        print(f"\n{n} seeds, {level:.0%} intervals")
+        level = method.stricter(method.DECIDES, share)
+        print(f"\n{n} seeds, intervals of {level:.1%} decide")
         gains = " | ".join(f"better by {gain}" for gain in GAINS)
         head = f"better where one size gains {ONE_SIZE} | level | {gains}"
         show_table(f"{columns}{' | '.join(wrong)} | {head}", rows)

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import NamedTuple
 
 from errors import UserError
@@ -101,9 +100,9 @@ class Judge:
             for (setting, k, _), loss in losses.items():
                 self.tried.setdefault(setting, []).append([k, loss])
             for setting, ks in list(asked.items()):
-                means = {k: fmean(losses[setting, k, seed] for seed in seeds) for k in ks}
+                of_rates = {k: [losses[setting, k, seed] for seed in seeds] for k in ks}
                 try:
-                    asked[setting] = choosing[setting].send(means)
+                    asked[setting] = choosing[setting].send(of_rates)
                 except StopIteration as chosen:
                     rates[setting] = chosen.value
                     del asked[setting]

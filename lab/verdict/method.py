@@ -19,7 +19,13 @@ TRIED = 101, 102  # the seeds with which rates are tried, and which are never co
 LEVEL = 0.02  # nats: intervals within this of 0 are level, and in equal time a word needs more
 SITTINGS = 8  # of timed steps, between the runs
 LEAST_SPREAD = 0.03  # of the logarithm of the times' ratio between sittings, at least
-FAILED = 0.2  # nats above the median of its side: a seed that failed
+FAILED = 0.2  # nats above the others of its side: a seed that failed
+# The intervals that decide. Two differences get a word, in equal steps and in equal time: each of
+# them has half of the 5% of misses that are usual.
+DECIDES = 0.975
+HINT = 0.99
+NEAR = 0.90
+AGAIN = 0.2  # share of these misses in a second look, with another number of seeds
 
 
 class Tuned(NamedTuple):
@@ -30,17 +36,21 @@ class Tuned(NamedTuple):
 
 
 def tune() -> Generator[tuple, dict, Tuned]:
-    """Choose a rate: yields the rates to try, and is sent {rate: mean loss of the seeds TRIED}.
+    """Choose a rate: yields the rates to try, and is sent {rate: [the losses of the seeds TRIED]}.
 
     The first rates are an octave apart. Where the best is at the edge, the next one is tried. The
-    rate is the vertex of the parabola through the best one and its neighbours.
+    rate is the vertex of the parabola through the best one and its neighbours. A seed that failed,
+    while another one of its rate did not, says little about this rate and does not count here.
     """
-    found = yield FIRST
-    for _ in range(WIDER):
+    found = {}
+    asked = FIRST
+    for _ in range(1 + WIDER):
+        for k, losses in (yield asked).items():
+            found[k] = statistics.fmean(x for x in losses if x < min(losses) + FAILED)
         more = next_rate(found)
         if more is None:
             break
-        found = found | (yield (more,))
+        asked = (more,)
     best = min(found, key=found.get)
     if next_rate(found) is not None:
         return Tuned(best, True)
@@ -79,10 +89,9 @@ class Interval(NamedTuple):
         """Whether the interval lies within LEVEL of 0."""
         return abs(self.mean) + self.half(level) < LEVEL
 
-    @property
-    def shown(self) -> float:
-        """The true difference that is seen with a power of 80%."""
-        return self.half(0.95) + quantile(0.8, round(self.df, 1)) * self.error
+    def shown(self, level: float) -> float:
+        """The true difference that an interval of this level shows with a power of 80%."""
+        return self.half(level) + quantile(0.8, round(self.df, 1)) * self.error
 
     @property
     def p(self) -> float:
@@ -132,31 +141,37 @@ def pooled(intervals: list[Interval]) -> Interval:
     return Interval(statistics.fmean(x.mean for x in intervals), math.sqrt(sum(variances)), df)
 
 
-def word(intervals: list[Interval], level: float = 0.95, least: float = 0.0) -> str:
+def stricter(level: float, share: float) -> float:
+    """The level with this share of the misses: 0.99 with a half of them is 0.995."""
+    return 1 - share * (1 - level)
+
+
+def word(intervals: list[Interval], share: float = 1.0, least: float = 0.0) -> str:
     """What the differences at all sizes are called.
 
     better, worse: each interval is on the same side of 0 and each mean further from 0 than `least`.
-    a hint: the signs agree, and the interval of the mean over the sizes excludes 0, at a level with
-    a fifth of the misses (99% where others are 95%). level: each interval, with twice the misses
-    (90%), is near 0. Else not seen. One size alone gives no word but level.
+    a hint: the signs agree, and the interval of the mean over the sizes excludes 0. level: each
+    interval is near 0. Else not seen. One size alone gives no word but level. share: of the usual
+    misses of all intervals.
     """
+    level = stricter(DECIDES, share)
     sides = {x.side(level) if abs(x.mean) > least else 0 for x in intervals}
     for side, name in ((-1, "better"), (1, "worse")):
         if sides == {side} and len(intervals) > 1:
             return name
     signs = {math.copysign(1, x.mean) for x in intervals}
     if len(intervals) > 1 and len(signs) == 1 and not least:
-        side = pooled(intervals).side(1 - (1 - level) / 5)
+        side = pooled(intervals).side(stricter(HINT, share))
         if side:
             return f"a hint of {'worse' if side > 0 else 'better'}"
-    if all(x.is_level(1 - 2 * (1 - level)) for x in intervals):
+    if all(x.is_level(stricter(NEAR, share)) for x in intervals):
         return "level"
     return "not seen"
 
 
 def quick_word(difference: Interval) -> str:
-    """What one difference is called in a first look: its 95% interval excludes 0, or not."""
-    return ("look again", "looks worse", "looks better")[difference.side(0.95)]
+    """What one difference is called in a first look: its interval excludes 0, or not."""
+    return ("look again", "looks worse", "looks better")[difference.side(DECIDES)]
 
 
 def failed(losses: list[float]) -> int:

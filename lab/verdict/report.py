@@ -33,7 +33,8 @@ def lines_of(n: dict) -> list[str]:
         f"{n['idea']} against {n['base']}: {count(runs, 'run')} made, {duration(seconds)}",
         f"{', '.join(code)}; commit {commit}, torch {machine['torch']}, {machine['processor']}",
         f"{n['recipe']} {n['both']}".rstrip(),
-        f"{n['data']}, context {n['context']}, {n['steps']} steps; losses in nats a token",
+        f"{n['data']}, context {n['context']}, {n['steps']} steps; losses in nats a token, "
+        f"intervals of {n['level']:.1%}",
         f"checks     {' | '.join(n['checks'])}",
     ]
     if "layer" in n:
@@ -78,20 +79,20 @@ def table_of(n: dict) -> list[str]:
         if found:
             lines.append(row(title, [x.text(n["level"]) for x in found]))
         if part == "steps":
-            lines.append(row("  could have shown", [f"{x.shown:.3f}" for x in found]))
+            lines.append(row("  could have shown", [f"{x.shown(n['level']):.3f}" for x in found]))
         if part == "time":
             fits = [f"{of['fit']} of {n['steps']}" for of in sizes.values()]
             lines.append(row("  steps in this time", fits))
     for title, x in n.get("columns", {}).items():
-        lines.append(row(title, [column_of(x), x["of"]]))
+        lines.append(row(title, [column_of(x, n["level"]), x["of"]]))
     return lines
 
 
-def column_of(x: dict) -> str:
+def column_of(x: dict, level: float) -> str:
     """A difference on a second text, or in a second recipe."""
     if "why" in x:
         return f"not measured: {x['why']}"
-    return Interval(*x["difference"]).text(0.95)
+    return Interval(*x["difference"]).text(level)
 
 
 def told(x: dict, text: str, *names: str) -> str:
@@ -184,9 +185,9 @@ def draw_losses(n: dict, path: str) -> None:
             changes = [y - x for x, y in zip(*of["losses"], strict=True)]
             right.plot(range(1, len(changes) + 1), changes, "o", color="C0", label="a seed")
             x = Interval(*of["steps"])
-            right.axhspan(
-                x.mean - x.half(0.95), x.mean + x.half(0.95), alpha=0.2, label="95% interval"
-            )
+            half = x.half(n["level"])
+            label = f"{n['level']:.1%} interval"
+            right.axhspan(x.mean - half, x.mean + half, alpha=0.2, label=label)
             right.axhline(0, color="black", linewidth=0.8)
             right.set(
                 xlabel="seed", ylabel=f"loss of {n['idea']} minus loss of {n['base']}", title=size
@@ -227,6 +228,7 @@ def title(n: dict) -> str:
 def cells_of(n: dict, ps: list[float]) -> list[str]:
     """A verdict's row of the card. ps: of all rows, the smallest first."""
     sizes = n["sizes"].values()
+    level = n["level"]
     p = overall(n).p
     holm = max(min(1.0, x * (len(ps) - i)) for i, x in enumerate(ps) if x <= p)
     skills = []
@@ -238,10 +240,10 @@ def cells_of(n: dict, ps: list[float]) -> list[str]:
         title(n),
         n["base"],
         n["verdict"],
-        "; ".join(Interval(*of["steps"]).text(0.95) for of in sizes),
-        "; ".join(Interval(*of["time"]).text(0.95) for of in sizes if "time" in of),
-        f"{overall(n).text(0.95)}, p {holm:.2g}",
-        "; ".join(map(column_of, n.get("columns", {}).values())),
+        "; ".join(Interval(*of["steps"]).text(level) for of in sizes),
+        "; ".join(Interval(*of["time"]).text(level) for of in sizes if "time" in of),
+        f"{overall(n).text(level)}, p {holm:.2g}",
+        "; ".join(column_of(x, level) for x in n.get("columns", {}).values()),
         "; ".join(f"{of['ratio'][0]:.2f}x" for of in sizes),
         layer_of(n),
         "; ".join(skills),
