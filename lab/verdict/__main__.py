@@ -28,8 +28,8 @@ import torch
 
 from configurator import run_script
 from errors import UserError
-from lab.experiments.identity import of_text
-from lab.experiments.results import add, is_current, measured, saved
+from lab.experiments.identity import of_text, unchanged
+from lab.experiments.results import add, is_current, saved, short
 from lab.experiments.runs import flags_of, folder_of, imports_of, of_rows, settings_of
 from lab.experiments.times import apart, model_of
 from lab.verdict import chance, checks, costs, method, report
@@ -142,12 +142,15 @@ class Verdict:
 
     def kept(self, part: str, arms: tuple[Arm, ...], measure, *args: object) -> dict:
         """What measure(*args) gives of arms, or {"why": what went wrong}."""
-        print(part, flush=True)
-        found = self.stored(part, arms) or costs.tried(measure, *args)
-        if "why" in found:
-            return found
-        row, of = self.key(arms)
-        return measured(self.judge.store, part, row, config_file, lambda: found, of=of)
+        found = self.stored(part, arms)
+        if found is None:
+            print(part, flush=True)
+            found = short(costs.tried(measure, *args))
+            unchanged()
+            if "why" not in found:
+                row, of = self.key(arms)
+                add(self.judge.store, found | {"of": of}, part, row, config_file)
+        return found
 
     def check(self, *found: checks.Check) -> None:
         """Add gates to the report. One that fails ends the verdict."""

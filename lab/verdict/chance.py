@@ -43,6 +43,7 @@ ONE_SIZE = 0.06  # nats: a gain at the first size alone
 SITTING = 0.05  # the error of the logarithm of a step's time in one sitting
 WORTH = 0.2  # nats for each unit of the logarithm of the number of steps
 FAILURE = 0.5  # nats that a failing seed loses
+ITSELF = 20  # verdicts of softmax against itself on the card
 
 
 def machine() -> dict[str, str]:
@@ -196,13 +197,40 @@ def tau(size: str, quick: bool = False) -> float:
     if size not in sizes_of():
         return max([LEAST, *(tau(other, quick) for other in sizes_of())])
     at = sizes_of()[size]
-    random.seed(0)
+    draw = random.Random(0)
     lost = []
     for _ in range(2000):
-        seeds = random.sample(range(len(at.added)), 1 if quick else len(method.TRIED))
+        seeds = draw.sample(range(len(at.added)), 1 if quick else len(method.TRIED))
         k, _ = chosen(at, Case(), seeds, 0.0)
         lost.append(at.curve[min(max(k, at.ends[0]), at.ends[1])] - at.lowest)
     return max(LEAST, math.sqrt(2) * statistics.pstdev(lost))
+
+
+def itself() -> list[str]:
+    """The first cells of a row of the card: verdicts of softmax against itself, from the bank."""
+    sizes = sizes_of()
+    random.seed(0)
+    words = Counter()
+    means = {size: [] for size in sizes}
+    for _ in range(ITSELF):
+        taus = [*map(tau, sizes)]
+        found = simulated([*sizes.values()], taus, Case(), COMPARED, len(method.TRIED))
+        steps = [of_steps for of_steps, _ in found]
+        words[method.word(steps) if found else "no word"] += 1
+        for size, x in zip(sizes, steps, strict=False):
+            means[size].append(x.mean)
+    ends = [f"{min(x):+.3f} to {max(x):+.3f}" for x in means.values()]
+    said = ", ".join(f"{word} {n}" for word, n in words.most_common())
+    return [f"{ITSELF} verdicts with seeds of the bank", "softmax", said, "; ".join(ends)]
+
+
+def shared_error() -> str:
+    """The error of softmax's mean loss at each size, which all rows of the card share."""
+    errors = []
+    for name, size in sizes_of().items():
+        deviation = statistics.stdev(x[1] for x in size.added)
+        errors.append(f"{deviation / math.sqrt(COMPARED):.4f} at {name}")
+    return ", ".join(errors)
 
 
 def upper(n: int, of: int) -> str:

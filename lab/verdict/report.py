@@ -9,6 +9,7 @@ from statistics import fmean
 
 from lab.experiments.identity import of_text
 from lab.experiments.results import drawing, short, show_table
+from lab.verdict import chance
 from lab.verdict.costs import SKILLS
 from lab.verdict.method import Interval, pooled
 from training.distributed import count
@@ -208,7 +209,11 @@ def card() -> None:
         "attention | against | verdict | equal steps | equal time | mean at equal steps, p by Holm "
         "| text; recipe | step | layer at 2048 | pairs; products | 4x the context | cache"
     )
-    show_table(columns, [cells_of(n, ps) for n in done])
+    rows = [cells_of(n, ps) for n in done]
+    itself = chance.itself()
+    rows.append([*itself, *[""] * (columns.count(" | ") + 1 - len(itself))])
+    show_table(columns, rows)
+    print(f"\nSoftmax's own standard error, which all rows share: {chance.shared_error()} nats")
     for n in verdicts.values():
         if "layer" not in n:
             print(f"\n{n['idea']}: {n['verdict']}")
