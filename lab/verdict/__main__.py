@@ -197,11 +197,9 @@ class Verdict:
                 vocab_size = self.judge.vocab_size
                 self.clocks[size] = costs.Clock(config_file, self.rows(size), vocab_size)
             self.sit()
-        seconds = self.seconds()
-        self.judge.planned = seconds
         print(
             f"{self.idea.name} against {self.base.name}: about "
-            f"{duration(seconds / self.judge.jobs)} on this machine, "
+            f"{duration(self.seconds() / self.judge.jobs)} on this machine, "
             f"{self.judge.jobs} runs at a time",
             flush=True,
         )

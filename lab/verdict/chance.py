@@ -178,6 +178,7 @@ def counted(n: int, words: Callable, *args: object) -> Counter:
         counts.update(said)
         counts["better or worse"] += bool(said & {"better", "worse"})
         counts["a hint"] += any(word.startswith("a hint") for word in said)
+        counts["for it"] += bool(said & {"better", "a hint of better"})
     return counts
 
 
@@ -263,11 +264,11 @@ def show() -> None:
             cells += [upper(at_one["better"], VERDICTS), f"{nothing['level'] / VERDICTS:.0%}"]
             for gain in GAINS:
                 found = counted(RIGHT, words_of, case._replace(gains=(gain, gain)), n, share)
-                cells.append(f"{found['better'] / RIGHT:.0%}")
+                cells.append(f"{found['better'] / RIGHT:.0%} ({found['for it'] / RIGHT:.0%})")
             rows.append([*case[:4], *cells])
         level = method.stricter(method.DECIDES, share)
         print(f"\n{n} seeds, intervals of {level:.1%} decide")
-        gains = " | ".join(f"better by {gain}" for gain in GAINS)
+        gains = " | ".join(f"better (or a hint) where it is by {gain}" for gain in GAINS)
         head = f"better where one size gains {ONE_SIZE} | level | {gains}"
         show_table(f"{columns}{' | '.join(wrong)} | {head}", rows)
     rows = []

@@ -12,7 +12,6 @@ from errors import UserError
 from lab.experiments.runs import record
 from lab.verdict import method
 from lab.verdict.method import Tuned
-from training.estimate import duration
 
 RATES = "learning_rate", "muon_lr"  # flags of train.py, all multiplied by the same number
 EVALUATED = 56_000  # tokens of an evaluation: half of Tiny Shakespeare's validation split
@@ -43,7 +42,6 @@ class Judge:
     vocab_size: int
     out_dir: str
     jobs: int
-    planned: float = 0.0  # seconds of all runs, if there were none yet
     tried: dict[Setting, list] = field(default_factory=dict)  # [(rate, loss), ...]
     made: list[float] = field(default_factory=list)  # the seconds of the runs that are made
 
@@ -82,10 +80,9 @@ class Judge:
         return [nothing if "diverged" in x else x["val"] for x in map(done.get, dict(runs))]
 
     def progress(self, name: str, seconds: float) -> None:
-        """Say how long a run took, and how long all that is planned takes."""
+        """Say how long a run took."""
         self.made.append(seconds)
-        left = max(0.0, self.planned - sum(self.made)) / self.jobs
-        print(f"  {seconds:.0f} s: {name}; about {duration(left)} left", flush=True)
+        print(f"  {seconds:.0f} s: {name}", flush=True)
 
     def tuned(self, settings: list[Setting], seeds: tuple = method.TRIED) -> dict[Setting, Tuned]:
         """The rate of each setting, by method.tune. The runs of all settings are made together."""
