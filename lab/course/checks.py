@@ -32,27 +32,33 @@ softmax_of_core = of_core(softmax_attention)
 
 def equal(y: Tensor, exact: Tensor, what: str, mistakes: dict[str, Tensor] | None = None) -> None:
     """Each row of y must be that of exact. mistakes: {what is wrong: the y that comes of it}."""
-    shapes = tuple(y.shape), tuple(exact.shape)
-    assert shapes[0] == shapes[1], f"{what} has the shape {shapes[0]}, and should have {shapes[1]}"
+    shape = tuple(y.shape)
+    wanted = tuple(exact.shape)
+    assert shape == wanted, f"{what} has the shape {shape}, and should have {wanted}"
     for mistake, wrong in (mistakes or {}).items():
         assert not torch.allclose(y, wrong.to(y), atol=1e-6), f"{what}: {mistake}"
-    for i, (row, right) in enumerate(zip(y, exact, strict=True)):
-        found, wanted = ([round(x, 4) for x in t.flatten().tolist()] for t in (row, right))
-        is_right = torch.allclose(row, right.to(row), atol=1e-6)
+    for i, (row, right) in enumerate(zip(y.double(), exact.double(), strict=True)):
+        found = row.round(decimals=4).tolist()
+        wanted = right.round(decimals=4).tolist()
+        is_right = torch.allclose(row, right, atol=1e-6)
         assert is_right, f"{what}: row {i} is {found}, and should be {wanted}"
 
 
-def sees(attend: Callable, right: Tensor) -> None:
-    """Row i of attend(q, k, v) must depend on the tokens j where right[i, j], and on no others."""
-    x = [t.requires_grad_() for t in inputs(len(right))]
-    y = attend(*x)
-    for i in range(len(right)):
-        grads = torch.stack(torch.autograd.grad(y[i].sum(), x, retain_graph=True))
+def equal_masks(mask: Tensor, right: Tensor) -> None:
+    """Both are (T, T), True where row i sees token j."""
+    for i, j in (mask != right).nonzero().tolist():
+        raise AssertionError(f"row {i} {'sees' if mask[i, j] else 'does not see'} token {j}")
+
+
+def sees(attend: Callable, window: int | None = None) -> None:
+    """Row i of attend(q, k, v) must depend on the tokens that query i sees, and on no others."""
+    x = [t.requires_grad_() for t in inputs()]
+    rows = []
+    for i, y in enumerate(attend(*x)):
+        grads = torch.stack(torch.autograd.grad(y.sum(), x, retain_graph=True))
         assert grads.isfinite().all(), f"a gradient of row {i} is not finite"
-        is_seen = grads.abs().sum((0, 2)) > 0
-        for j in range(len(right)):
-            assert is_seen[j] <= right[i, j], f"row {i} sees token {j}"
-            assert is_seen[j] >= right[i, j], f"row {i} does not see token {j}"
+        rows.append(grads.abs().sum((0, 2)) > 0)
+    equal_masks(torch.stack(rows), visible(*x[:2], window))
 
 
 class Largest(TorchDispatchMode):
@@ -93,11 +99,12 @@ def softmax(m):
     s = inputs(5, 7)[0]
     a = m.softmax(s)
     column = a.sum(0)
-    assert not torch.allclose(column, torch.ones(7).to(a)), "the columns sum to 1, not the rows"
+    assert not torch.allclose(column, torch.ones_like(column)), "the columns sum to 1, not the rows"
     equal(a, s.softmax(-1), "softmax")
-    large = m.softmax(1000 * s)
-    assert large.isfinite().all(), "scores of 1000: a weight is not finite"
-    far = m.softmax(s + torch.tensor([[-2000.0], [0], [0], [0], [0]]))
+
+    assert m.softmax(1000 * s).isfinite().all(), "scores of 1000: a weight is not finite"
+    s[0] -= 2000
+    far = m.softmax(s)
     assert far.isfinite().all(), "a row whose scores are far below another row's is not finite"
 
 
@@ -134,14 +141,11 @@ SUSPECTS = {
 def seen(m):
     mask = m.seen(5)
     assert mask.dtype == torch.bool, f"seen: it has numbers of {mask.dtype}, not torch.bool"
-    for i in range(5):
-        for j in range(5):
-            assert mask[i, j] <= (j <= i), f"seen: row {i} sees token {j}"
-            assert mask[i, j] >= (j <= i), f"seen: row {i} does not see token {j}"
+    equal_masks(mask, torch.ones(5, 5).tril() > 0)
 
 
 def causal_attention(m):
-    sees(m.causal_attention, visible(*inputs()[:2], None))
+    sees(m.causal_attention)
     equal(m.causal_attention(*inputs()), softmax_of_core(*inputs()), "causal_attention")
 
 
@@ -156,16 +160,15 @@ def sees_later(m):
 
 
 def window_attention(m):
-    q, k, _ = inputs()
-    sees(lambda *x: m.window_attention(*x, 2), visible(q, k, 2))
+    sees(lambda *x: m.window_attention(*x, 2), window=2)
 
 
 def window_has_no_padding(m):
     q, k, v = inputs()
-    y = m.window_attention(0 * q, k, torch.ones_like(v), 2)
-    for i in range(8):
-        assert abs(y[i, 0] - 1) < 1e-9, (
-            f"the weights of row {i}'s tokens sum to {y[i, 0]:.3f}: is the rest on the padding?"
+    sums = m.window_attention(0 * q, k, torch.ones_like(v), 2)[:, 0]
+    for i, x in enumerate(sums.tolist()):
+        assert abs(x - 1) < 1e-9, (
+            f"the weights of row {i}'s tokens sum to {x:.3f}: is the rest on the padding?"
         )
 
 
@@ -190,26 +193,19 @@ def laser_as_written(m):
 
 def laser(m):
     q, k, v = inputs()
-    before = m.laser(q, k, v)
-    equal(before, of_core(laser_attention)(q, k, v), "laser")
+    exact = of_core(laser_attention)
+    equal(m.laser(q, k, v), exact(q, k, v), "laser")
     v[5] = 1000.0
-    after = m.laser(q, k, v)
-    for i in range(8):
-        x = after[i, 0].item()
-        assert math.isfinite(x), f"row {i} is {x} after token 5 got a value of 1000"
-    equal(after, of_core(laser_attention)(q, k, v), "laser with a value of 1000")
-    sees(m.laser, visible(q, k, None))
+    equal(m.laser(q, k, v), exact(q, k, v), "laser, after token 5 got a value of 1000")
+    sees(m.laser)
 
 
 def gradients(m):
     for a in (0.1, 0.5):
+        softmax = 5 * a * (1 - a)
         laser = a * (1 - a) * (math.exp(5) - 1) / (a * math.exp(5) + 1 - a)
-        for name, found, right in zip(
-            ("softmax", "LASER"), m.gradients(a), (5 * a * (1 - a), laser), strict=True
-        ):
-            assert math.isclose(found, right, rel_tol=1e-6), (
-                f"{name}'s gradient at a weight of {a} is {found:.4f}, and should be {right:.4f}"
-            )
+        found = torch.tensor(m.gradients(a))
+        equal(found, torch.tensor([softmax, laser]), f"gradients({a}): softmax is row 0, LASER 1")
 
 
 def equal_at(m):
@@ -232,23 +228,21 @@ def beta(m):
         "q is not divided by sqrt(D)": of_core(beta_attention, scale=1.0)(q, k, v),
     }
     equal(m.beta(q, k, v), of_core(beta_attention)(q, k, v), "beta", mistakes)
-    sees(m.beta, visible(q, k, None))
+    sees(m.beta)
     is_linear(m.beta)
 
 
 def sum_backward(m):
     x = [t.requires_grad_() for t in inputs()]
     q, k, v = x
-    z = (q @ k.T).tril() @ v
     dz = inputs(16)[0][8:]
-    exact = torch.autograd.grad(z, x, dz)
-    of_earlier = {"dk": (dz @ v.T).triu().T @ q, "dv": (q @ k.T).triu().T @ dz}
-    found = m.sum_backward(*(t.detach() for t in x), dz)
-    for name, grad, right in zip(("dq", "dk", "dv"), found, exact, strict=True):
-        mistakes = {}
-        if name in of_earlier:
-            mistakes["it is a sum over the queries i <= j, not over i >= j"] = of_earlier[name]
-        equal(grad, right, name, mistakes)
+    exact = torch.autograd.grad((q @ k.T).tril() @ v, x, dz)
+    dq, dk, dv = m.sum_backward(*(t.detach() for t in x), dz)
+
+    mistake = "it is a sum over the queries i <= j, not over i >= j"
+    equal(dq, exact[0], "dq")
+    equal(dk, exact[1], "dk", {mistake: (dz @ v.T).triu().T @ q})
+    equal(dv, exact[2], "dv", {mistake: (q @ k.T).triu().T @ dz})
     is_linear(lambda *x: m.sum_backward(*x, x[2])[0])
 
 
@@ -325,13 +319,7 @@ def rope(m):
 def scores_by_position(m):
     q, k, _ = inputs()
     s = m.scores_by_position(q[0], k[0], 6)
-    for i in range(1, 6):
-        for j in range(1, 6):
-            before, x = s[i - 1, j - 1].item(), s[i, j].item()
-            assert abs(x - before) < 1e-6, (
-                f"the distance is {i - j}, but the score of {i}, {j} is {x:.4f}, "
-                f"of {i - 1}, {j - 1} {before:.4f}"
-            )
+    equal(s[1:, 1:], s[:-1, :-1], "scores_by_position: one position later, at equal distances")
     equal(s[:, 0], m.rope(q[0].expand(6, -1)) @ k[0], "the scores of key 0")
 
 
