@@ -29,10 +29,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from configurator import configure, names, pick_device, user_errors
+from configurator import names
 from lab.examples import spelling
 from lab.examples.attention import attend, weights_of
-from lab.examples.common import Training, check_training, fit
+from lab.examples.common import fit, run_example
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
 from model import ATTENTION
 
@@ -181,34 +181,32 @@ class Recurrent(nn.Module):
         return self.align(letters, seen)[0]
 
 
+def main(config: dict, given: dict) -> None:
+    known = {"mean": Mean, "bahdanau": Bahdanau, "lecture": Lecture}
+    for name, definition in ATTENTION.items():
+        if not isinstance(definition, type):  # a whole layer
+            known[name] = partial(DotProduct, name)
+    chosen = names(attention, known)
+
+    shown = spelling.parse_words(words)
+    train, test = spelling.dictionary(test_words)
+
+    maps = []
+    for name in chosen:
+        torch.manual_seed(seed)
+        model = Recurrent(known[name]()).to(device)
+        fit(model, spelling.batches(train, batch_size, seed), config)
+        rates = spelling.error_rates(model.pronounce, test, device)
+        print(f"result: {name} seed={seed} {rates}")
+
+        # how it pronounces some words
+        for word in shown:
+            ids, weights = model.align(*spelling.spelled([word], device))
+            sounds = [*spelling.sounds_of(ids[0]), "END"]
+            print(f"{word}: {' '.join(sounds)}")
+            maps.append((f"{name}: {word}", word, sounds, weights[0, : len(sounds)].cpu()))
+    spelling.draw(picture, maps, len(shown))
+
+
 if __name__ == "__main__":
-    config, given = configure(globals(), Training)
-    globals().update(config)
-    with user_errors():
-        check_training(config, given)
-        known = {"mean": Mean, "bahdanau": Bahdanau, "lecture": Lecture}
-        for name, definition in ATTENTION.items():
-            if not isinstance(definition, type):  # a whole layer
-                known[name] = partial(DotProduct, name)
-        chosen = names(attention, known)
-
-        device = pick_device(device, "float32")[0]
-        shown = spelling.parse_words(words)
-        spelling.check_picture(picture)
-        train, test = spelling.dictionary(test_words)
-
-        maps = []
-        for name in chosen:
-            torch.manual_seed(seed)
-            model = Recurrent(known[name]()).to(device)
-            fit(model, spelling.batches(train, batch_size, seed), config, device)
-            rates = spelling.error_rates(model.pronounce, test, device)
-            print(f"result: {name} seed={seed} {rates}")
-
-            # how it pronounces some words
-            for word in shown:
-                ids, weights = model.align(*spelling.spelled([word], device))
-                sounds = [*spelling.sounds_of(ids[0]), "END"]
-                print(f"{word}: {' '.join(sounds)}")
-                maps.append((f"{name}: {word}", word, sounds, weights[0, : len(sounds)].cpu()))
-        spelling.draw(picture, maps, len(shown))
+    run_example(globals())

@@ -12,9 +12,8 @@ gaps of that text.
 import torch
 from torch import Tensor, nn
 
-from configurator import configure, pick_device, user_errors
 from lab.examples.attention import Bidirectional, Encoder
-from lab.examples.common import Training, fit, generator, gpt_config, result
+from lab.examples.common import fit, generator, gpt_config, result, run_example
 from model import GPTConfig
 from parts import NORM
 from text.dataset import Tokens, folder_of, prepare_shakespeare
@@ -101,38 +100,38 @@ def evaluate(bert: Bert, data: Tokens, mask: int) -> tuple[float, float]:
     return wrong / total, loss / total
 
 
+def main(config: dict, given: dict) -> None:
+    prepare_shakespeare(dataset)
+    folder = folder_of(dataset)
+    train = Tokens(folder, "train", block_size)
+    val = Tokens(folder, "val", block_size)
+    tok = tokenizer(train.meta["tokenizer"])
+
+    # the mask is one more token
+    mask = train.meta["vocab_size"]
+    c = gpt_config(config, given, vocab_size=mask + 1)
+
+    torch.manual_seed(seed)
+    bert = Bert(c).to(device)
+
+    def batch(step: int) -> tuple:
+        x, _ = train.batch(step, batch_size, seed=seed)
+        return hide(x, mask, generator(seed, step))
+
+    fit(bert, batch, config)
+    error, loss = evaluate(bert, val, mask)
+    result(c, seed, f"error of hidden tokens {error:.4f}, loss {loss:.4f}")
+
+    # the beginning of the validation text, with each fifth token hidden
+    gaps = torch.from_numpy(val.ids[None, :block_size].astype(int)).to(device)
+    gaps[:, 4::5] = mask
+    text = "".join("_" if i == mask else tok.decode([i]) for i in gaps[0].tolist())
+
+    logits = bert.lm_head(bert.hidden(gaps, Bidirectional()))
+    best = logits[..., :mask].argmax(-1)  # the mask itself is no answer
+    filled = torch.where(gaps == mask, best, gaps)
+    print(text, tok.decode(filled[0].tolist()), sep="\n\n")
+
+
 if __name__ == "__main__":
-    config, given = configure(globals(), GPTConfig, Training)
-    globals().update(config)
-    with user_errors():
-        device = pick_device(device, "float32")[0]
-        prepare_shakespeare(dataset)
-        folder = folder_of(dataset)
-        train = Tokens(folder, "train", block_size)
-        val = Tokens(folder, "val", block_size)
-        tok = tokenizer(train.meta["tokenizer"])
-
-        # the mask is one more token
-        mask = train.meta["vocab_size"]
-        c = gpt_config(config, given, vocab_size=mask + 1)
-
-        torch.manual_seed(seed)
-        bert = Bert(c).to(device)
-
-        def batch(step: int) -> tuple:
-            x, _ = train.batch(step, batch_size, seed=seed)
-            return hide(x, mask, generator(seed, step))
-
-        fit(bert, batch, config, device)
-        error, loss = evaluate(bert, val, mask)
-        result(c, seed, f"error of hidden tokens {error:.4f}, loss {loss:.4f}")
-
-        # the beginning of the validation text, with each fifth token hidden
-        gaps = torch.from_numpy(val.ids[None, :block_size].astype(int)).to(device)
-        gaps[:, 4::5] = mask
-        text = "".join("_" if i == mask else tok.decode([i]) for i in gaps[0].tolist())
-
-        logits = bert.lm_head(bert.hidden(gaps, Bidirectional()))
-        best = logits[..., :mask].argmax(-1)  # the mask itself is no answer
-        filled = torch.where(gaps == mask, best, gaps)
-        print(text, tok.decode(filled[0].tolist()), sep="\n\n")
+    run_example(globals(), GPTConfig)

@@ -9,9 +9,10 @@ from typing import Literal
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim.lr_scheduler import OneCycleLR
 
-from configurator import at_least_one
-from errors import NotFinite, UserError, out_of_range, refuse
+from configurator import configure, pick_device, user_errors
+from errors import NotFinite, UserError
 from model import ATTENTION, GPTConfig
 from training.optimizers import OPTIMIZER
 
@@ -21,13 +22,27 @@ class Training:
     """The training's flags. Steps, batch_size and learning_rate are flags of each example."""
 
     # Which optimizer?
-    optimizer: "Literal[*OPTIMIZER]" = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
+    optimizer: "Literal[*OPTIMIZER]" = "adamw"  # muon: for the blocks of a GPT
     weight_decay: float = 0.01  # of matrices and embeddings; biases and norms are not decayed
     beta1: float = 0.9  # all but Muon: decay rate of the mean of the gradients
     beta2: float = 0.98  # all but Muon: decay rate of the mean of the squared gradients
     adam_eps: float | None = None  # is added to the root of that mean; None: the optimizer's own
     muon_lr: float = 0.02  # the highest learning rate, of Muon
     warmup_share: float = 0.1  # the share of the steps in which the learning rate grows
+
+
+@user_errors()
+def run_example(script: dict, *dataclasses: type) -> None:
+    """Set the flags of an example, given by its globals(), and call its main(config, given).
+
+    dataclasses: classes whose fields are flags as well, beside those of Training.
+    """
+    config, given = configure(script, *dataclasses, Training)
+    if "muon_lr" in given and config["optimizer"] != "muon":
+        raise UserError(f"--muon_lr has no effect with {config['optimizer']}")
+    config["device"], _, _ = pick_device(config["device"], "float32")
+    script.update(config)
+    script["main"](config, given)
 
 
 def gpt_config(config: dict, given: dict, unused: Iterable[str] = (), **sizes: int) -> GPTConfig:
@@ -42,7 +57,6 @@ def gpt_config(config: dict, given: dict, unused: Iterable[str] = (), **sizes: i
     for name in (config["attention"], config["short_attention"]):
         if isinstance(ATTENTION.get(name), type):
             raise UserError(f"attention={name!r} is a whole layer of a GPT: use another one here")
-    check_training(config, given)
 
     flags = {field.name: config[field.name] for field in fields(GPTConfig)}
     c = GPTConfig(**flags | sizes)
@@ -55,30 +69,18 @@ def gpt_config(config: dict, given: dict, unused: Iterable[str] = (), **sizes: i
     return c
 
 
-def check_training(config: dict, given: dict) -> None:
-    """Raise UserError for wrong flags of the training."""
-    at_least_one(steps=config["steps"], batch_size=config["batch_size"])
-    ranges = [
-        ("weight_decay adam_eps", lambda x: x >= 0, "0 or more"),
-        ("beta1 beta2 warmup_share", lambda x: 0 <= x < 1, "in [0, 1)"),
-        ("learning_rate muon_lr", lambda x: x > 0, "above 0"),
-        ("seed", lambda x: 0 <= x < 2**31, "in 0 to 2^31 - 1"),
-    ]
-    refuse(out_of_range(config, ranges))
-    if "muon_lr" in given and config["optimizer"] != "muon":
-        raise UserError(f"--muon_lr has no effect with {config['optimizer']}")
-
-
-def fit(model: torch.nn.Module, batch: Callable, config: dict, device: str) -> None:
+def fit(model: torch.nn.Module, batch: Callable, config: dict) -> None:
     """Train a model; print the mean loss after each tenth of the steps.
 
     batch(step) -> the inputs of a step, a tuple of tensors. model(*inputs) -> (anything, loss).
     config: an example's flags, with those of Training. Gradients are clipped to a norm of 1.
-    Raises NotFinite for a loss that is NaN or infinite, and UserError for Muon with a model that is
-    not a GPT.
+    Raises NotFinite for a loss that is NaN or infinite.
     """
     steps = config["steps"]
-    optimizers = new_optimizers(model.train(), config)
+    device = config["device"]
+    settings = SimpleNamespace(**config, muon_beta=0.95)
+    optimizers = OPTIMIZER[config["optimizer"]](model.train(), settings)
+    schedules = [warmup_and_cosine(optimizer, config) for optimizer in optimizers]
     n_parameters = sum(p.numel() for p in model.parameters())
     print(f"{n_parameters:,} parameters, {device}, {steps} steps", flush=True)
 
@@ -88,9 +90,8 @@ def fit(model: torch.nn.Module, batch: Callable, config: dict, device: str) -> N
         _, loss = model(*[x.to(device) for x in batch(step)])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in optimizers:
-            optimizer.step()
-            schedule.step()
+        for part in (*optimizers, *schedules):
+            part.step()
         model.zero_grad()
 
         losses.append(loss.item())
@@ -108,30 +109,16 @@ def fit(model: torch.nn.Module, batch: Callable, config: dict, device: str) -> N
     model.eval()
 
 
-def new_optimizers(model: torch.nn.Module, config: dict) -> list[tuple]:
-    """The optimizers of the flags, each with the schedule of its learning rate.
-
-    After the warm-up the rate falls along a cosine. Raises UserError for Muon with a model that is
-    not a GPT.
-    """
-    if config["optimizer"] == "muon" and not hasattr(model, "transformer"):
-        raise UserError(
-            "--optimizer=muon is for the blocks of a GPT, and this model is not one: "
-            "use another optimizer"
-        )
-    settings = SimpleNamespace(**config, muon_beta=0.95)
+def warmup_and_cosine(optimizer: torch.optim.Optimizer, config: dict) -> OneCycleLR:
+    """The schedule of an optimizer's learning rate: after the warm-up it falls along a cosine."""
     total = config["steps"] + 1
-    optimizers = []
-    for optimizer in OPTIMIZER[config["optimizer"]](model, settings):
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            max_lr=optimizer.defaults["lr"],
-            total_steps=total,
-            pct_start=max(config["warmup_share"], 2 / total),
-            cycle_momentum=False,
-        )
-        optimizers.append((optimizer, schedule))
-    return optimizers
+    return OneCycleLR(
+        optimizer,
+        max_lr=optimizer.defaults["lr"],
+        total_steps=total,
+        pct_start=max(config["warmup_share"], 2 / total),
+        cycle_momentum=False,
+    )
 
 
 def generator(seed: int, step: int) -> torch.Generator:

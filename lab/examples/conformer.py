@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lab.ideas.activations  # noqa: F401, adds swish
-from configurator import configure, pick_device, user_errors
-from errors import UserError, optional
+from errors import optional
 from lab.examples.attention import Bidirectional, Encoder
-from lab.examples.common import Training, fit, generator, gpt_config, padded, result
+from lab.examples.common import fit, generator, gpt_config, padded, result, run_example
 from model import MLP, CausalSelfAttention, GPTConfig
 from parts import NORM
 
@@ -31,7 +30,7 @@ learning_rate = 1e-3  # the highest learning rate
 seed = 1  # decides all random numbers
 device = "auto"  # auto, cpu, cuda, cuda:0 or mps
 # What does the convolution see?
-kernel = 7  # frames that the depthwise convolution sees at once: an odd number
+kernel = 7  # frames that the depthwise convolution sees at once
 # What is the model? (fields of GPTConfig that have another default here)
 n_layer = 2  # number of blocks
 n_head = 4  # attention heads per layer
@@ -52,7 +51,7 @@ class Convolution(nn.Module):
         super().__init__()
         C = c.n_embd
         self.gated = nn.Linear(C, 2 * C, bias=c.bias)  # a pointwise convolution is a Linear
-        self.depthwise = nn.Conv1d(C, C, kernel, padding=kernel // 2, groups=C, bias=c.bias)
+        self.depthwise = nn.Conv1d(C, C, kernel, padding="same", groups=C, bias=c.bias)
         self.norm = NORM[c.norm](c, C)
         self.c_proj = nn.Linear(C, C, bias=c.bias)
         self.dropout = nn.Dropout(c.dropout)
@@ -114,41 +113,38 @@ def vowels(split: str) -> tuple[list[Tensor], Tensor]:
     return frames, torch.tensor(labels.astype(int)) - 1
 
 
+def main(config: dict, given: dict) -> None:
+    # each of the 12 numbers gets mean 0 and standard deviation 1
+    train, speakers = vowels("train")
+    test, truth = vowels("test")
+    std, mean = torch.std_mean(torch.cat(train), dim=0)
+    train = [(recording - mean) / std for recording in train]
+    test = [(recording - mean) / std for recording in test]
+
+    c = gpt_config(
+        config,
+        given,
+        unused=("where", "block"),
+        block_size=max(map(len, train + test)),
+        vocab_size=int(speakers.max()) + 1,
+        tied=False,
+    )
+
+    torch.manual_seed(seed)
+    conformer = Conformer(c, len(mean), kernel).to(device)
+
+    def batch(step: int) -> tuple:
+        rows = torch.randint(len(train), (batch_size,), generator=generator(seed, step))
+        return *padded([train[i] for i in rows]), speakers[rows]
+
+    fit(conformer, batch, config)
+
+    frames, seen = padded(test)
+    with torch.no_grad():
+        logits, loss = conformer(frames.to(device), seen.to(device), truth.to(device))
+    error = (logits[:, 0].argmax(-1).cpu() != truth).float().mean()
+    result(c, seed, f"error on {len(test)} test recordings {error:.4f}, loss {loss:.4f}")
+
+
 if __name__ == "__main__":
-    config, given = configure(globals(), GPTConfig, Training)
-    globals().update(config)
-    with user_errors():
-        device = pick_device(device, "float32")[0]
-        if kernel < 1 or kernel % 2 == 0:
-            raise UserError(f"--kernel={kernel} must be odd: as many frames before as after one")
-
-        # each of the 12 numbers gets mean 0 and standard deviation 1
-        train, speakers = vowels("train")
-        test, truth = vowels("test")
-        std, mean = torch.std_mean(torch.cat(train), dim=0)
-        train = [(recording - mean) / std for recording in train]
-        test = [(recording - mean) / std for recording in test]
-
-        c = gpt_config(
-            config,
-            given,
-            unused=("where", "block"),
-            block_size=max(map(len, train + test)),
-            vocab_size=int(speakers.max()) + 1,
-            tied=False,
-        )
-
-        torch.manual_seed(seed)
-        conformer = Conformer(c, len(mean), kernel).to(device)
-
-        def batch(step: int) -> tuple:
-            rows = torch.randint(len(train), (batch_size,), generator=generator(seed, step))
-            return *padded([train[i] for i in rows]), speakers[rows]
-
-        fit(conformer, batch, config, device)
-
-        frames, seen = padded(test)
-        with torch.no_grad():
-            logits, loss = conformer(frames.to(device), seen.to(device), truth.to(device))
-        error = (logits[:, 0].argmax(-1).cpu() != truth).float().mean()
-        result(c, seed, f"error on {len(test)} test recordings {error:.4f}, loss {loss:.4f}")
+    run_example(globals(), GPTConfig)

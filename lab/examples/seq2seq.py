@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.cache import Context
-from configurator import configure, pick_device, user_errors
 from lab.examples import spelling
 from lab.examples.attention import Bidirectional, CrossAttention, Encoder
-from lab.examples.common import Training, fit, gpt_config, result
+from lab.examples.common import fit, gpt_config, result, run_example
 from lab.examples.spelling import END, LETTERS, LONGEST, SOUNDS
 from model import GPT, Block, GPTConfig
 
@@ -171,28 +170,27 @@ def cross_attention(model: Seq2Seq, word: str) -> tuple[list[str], Tensor]:
     return sounds, mean[-len(sounds) :, : len(word)].cpu()
 
 
+def main(config: dict, given: dict) -> None:
+    shown = spelling.parse_words(words)
+    c = gpt_config(config, given, ["block"], vocab_size=len(SOUNDS), block_size=LONGEST)
+
+    train, test = spelling.dictionary(test_words)
+    torch.manual_seed(seed)
+    model = Seq2Seq(c).to(device)
+    fit(model, spelling.batches(train, batch_size, seed), config)
+
+    for width in sorted({1, beam}):
+        pronounce = partial(model.pronounce, width=width)
+        rates = spelling.error_rates(pronounce, test, device)
+        result(c, seed, f"beam={width} {rates}")
+
+    maps = []
+    for word in shown:
+        sounds, weights = cross_attention(model, word)
+        print(f"{word}: {' '.join(sounds)}")
+        maps.append((word, word, sounds, weights))
+    spelling.draw(picture, maps, len(shown))
+
+
 if __name__ == "__main__":
-    config, given = configure(globals(), GPTConfig, Training)
-    globals().update(config)
-    with user_errors():
-        device = pick_device(device, "float32")[0]
-        shown = spelling.parse_words(words)
-        spelling.check_picture(picture)
-        c = gpt_config(config, given, ["block"], vocab_size=len(SOUNDS), block_size=LONGEST)
-
-        train, test = spelling.dictionary(test_words)
-        torch.manual_seed(seed)
-        model = Seq2Seq(c).to(device)
-        fit(model, spelling.batches(train, batch_size, seed), config, device)
-
-        for width in sorted({1, beam}):
-            pronounce = partial(model.pronounce, width=width)
-            rates = spelling.error_rates(pronounce, test, device)
-            result(c, seed, f"beam={width} {rates}")
-
-        maps = []
-        for word in shown:
-            sounds, weights = cross_attention(model, word)
-            print(f"{word}: {' '.join(sounds)}")
-            maps.append((word, word, sounds, weights))
-        spelling.draw(picture, maps, len(shown))
+    run_example(globals(), GPTConfig)

@@ -7,7 +7,6 @@ the token END.
 
 import functools
 import itertools
-import os
 import random
 import re
 from collections.abc import Callable
@@ -53,9 +52,7 @@ def dictionary(test_words: int | None = None) -> tuple[Words, Words]:
 
 def parse_words(flag: str) -> list[str]:
     """The words of --words, separated by commas. Raises UserError for wrong letters or lengths."""
-    if not flag:
-        return []
-    words = [word.strip().lower() for word in flag.split(",")]
+    words = [word.strip().lower() for word in flag.split(",") if word]
     for word in words:
         if not re.fullmatch(f"['a-z]{{1,{LONGEST}}}", word):
             raise UserError(
@@ -63,14 +60,6 @@ def parse_words(flag: str) -> list[str]:
                 f"not {word!r}"
             )
     return words
-
-
-def check_picture(path: str) -> None:
-    """Raise UserError, before the training, if a picture could not be drawn. Empty path: none."""
-    if path:
-        optional("matplotlib", "--picture")
-        if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-            raise UserError(f"{path}: no file can be written there")
 
 
 def spelled(words: list[str], device: str = "cpu") -> tuple[Tensor, Tensor]:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from configurator import configure, pick_device, user_errors
 from errors import UserError, optional
 from lab.examples.attention import Bidirectional, Encoder
-from lab.examples.common import Training, fit, generator, gpt_config, result
+from lab.examples.common import fit, generator, gpt_config, result, run_example
 from model import GPTConfig
 
 # What is it trained on, and how long?
@@ -98,40 +97,35 @@ def moved(x: Tensor, g: torch.Generator) -> Tensor:
     return torch.stack([image[:, i : i + n, j : j + n] for image, (i, j) in images])
 
 
+def main(config: dict, given: dict) -> None:
+    if patch_size not in (1, 2, 4, 8):
+        raise UserError(f"--patch_size={patch_size} must be 1, 2, 4 or 8: images have 8 x 8 pixels")
+
+    x, y, test_x, test_y = digits()
+    c = gpt_config(
+        config,
+        given,
+        unused=["zero_init"],
+        vocab_size=10,
+        block_size=1 + (8 // patch_size) ** 2,
+        tied=False,
+    )
+
+    torch.manual_seed(seed)
+    vit = ViT(c, 1, patch_size).to(device)
+
+    def batch(step: int) -> tuple:
+        g = generator(seed, step)
+        rows = torch.randint(len(x), (batch_size,), generator=g)
+        return moved(x[rows].float(), g), y[rows]
+
+    fit(vit, batch, config)
+
+    with torch.no_grad():
+        logits, _ = vit(test_x.to(device), test_y.to(device))
+    error = (logits[:, 0].argmax(-1).cpu() != test_y).float().mean()
+    result(c, seed, f"error on {len(test_y)} test images {error:.4f}")
+
+
 if __name__ == "__main__":
-    config, given = configure(globals(), GPTConfig, Training)
-    globals().update(config)
-    with user_errors():
-        device = pick_device(device, "float32")[0]
-        if patch_size not in (1, 2, 4, 8):
-            raise UserError(
-                f"--patch_size={patch_size}: images have 8 x 8 pixels, not a multiple: "
-                "use 1, 2, 4 or 8"
-            )
-        if shift < 0:
-            raise UserError(f"--shift={shift} must not be negative")
-
-        x, y, test_x, test_y = digits()
-        c = gpt_config(
-            config,
-            given,
-            unused=["zero_init"],
-            vocab_size=10,
-            block_size=1 + (8 // patch_size) ** 2,
-            tied=False,
-        )
-
-        torch.manual_seed(seed)
-        vit = ViT(c, 1, patch_size).to(device)
-
-        def batch(step: int) -> tuple:
-            g = generator(seed, step)
-            rows = torch.randint(len(x), (batch_size,), generator=g)
-            return moved(x[rows].float(), g), y[rows]
-
-        fit(vit, batch, config, device)
-
-        with torch.no_grad():
-            logits, _ = vit(test_x.to(device), test_y.to(device))
-        wrong = (logits[:, 0].argmax(-1).cpu() != test_y).sum().item()
-        result(c, seed, f"error on {len(test_y)} test images {wrong / len(test_y):.4f}")
+    run_example(globals(), GPTConfig)

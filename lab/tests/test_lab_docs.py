@@ -24,7 +24,7 @@ FILES = sorted(glob.glob("lab/[ehl]*/*.py", root_dir=ROOT))
 SCRIPTS = [
     path.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
     for path in FILES
-    if re.search(r"= configure\(globals|run_script\(globals", read(path))
+    if re.search(r"= configure\(globals|run_(script|example)\(globals", read(path))
 ]
 
 
