@@ -17,7 +17,6 @@ from configurator import ROOT, run_script
 from errors import UserError, note, optional
 from lab.hub.families import USER
 from lab.hub.formats import export
-from lab.hub.tokenizer_json import fast
 from training import checkpoint, origin
 
 # What is exported, and where does it go?
@@ -77,12 +76,13 @@ def path_of(module: str) -> Path:
 
 def main() -> None:
     folder = Path(to)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--to={to} must name a folder that is empty or does not exist yet")
     optional("transformers", USER)
 
     # the model
     from lab.hub.modeling_nanoattn import NanoattnForCausalLM
+    from lab.hub.tokenizer_json import fast
 
     path = checkpoint.path_of(out_dir, which)
     state = checkpoint.load(path)

@@ -10,10 +10,8 @@ from lab.hub.families import (
     LLAMA_FIELDS,
     USER,
     Family,
-    loading,
 )
 from model import GPT, GPTConfig
-from text.tokenizers import GPT2_VOCAB_SIZE
 from training.pretrained import TRAINING
 
 # the vocabulary has no such tokens
@@ -48,10 +46,9 @@ def converted(config: GPTConfig, AutoConfig: type) -> tuple[str, object]:
     name = family_of(c)
     args = gpt2_args(c) if name == "gpt2" else llama_args(c, name)
     try:
-        with loading(name):
-            theirs = AutoConfig.for_model(name, **args)
+        theirs = AutoConfig.for_model(name, **args, **NO_SPECIAL_TOKENS)
         loaded = choices(GPTConfig(**FAMILIES[name].fields(theirs)))
-    except UserError:
+    except Exception:  # of several libraries
         sizes = f"n_head={c.n_head}, head_dim={c.head_dim}, n_embd={c.n_embd}"
         raise UserError(f"transformers has no {name} of these sizes: {sizes}") from None
     if name == "gpt2":
@@ -88,20 +85,17 @@ def gpt2_args(c: GPTConfig) -> dict:
     """The arguments of GPT2Config for a resolved GPTConfig."""
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     args = {theirs: getattr(c, ours) for ours, theirs in GPT2_FIELDS.items()}
-    args |= {
+    return args | {
         "resid_pdrop": c.dropout,
         "embd_pdrop": c.dropout,
         "attn_pdrop": c.attn_dropout,
         "activation_function": names.get(c.mlp, "gelu_new"),
     }
-    return args if c.vocab_size >= GPT2_VOCAB_SIZE else args | NO_SPECIAL_TOKENS
 
 
 def llama_args(c: GPTConfig, name: str) -> dict:
     """The arguments of the config of llama, mistral or qwen3 for a resolved GPTConfig."""
     args = {theirs: getattr(c, ours) for ours, theirs in LLAMA_FIELDS.items()}
-    args |= NO_SPECIAL_TOKENS
-    args["use_cache"] = True
     args["rope_parameters"] = {"rope_type": "default", "rope_theta": c.rope_base or 10000.0}
     if name == "llama":
         return args | {"attention_bias": c.bias, "mlp_bias": c.bias}

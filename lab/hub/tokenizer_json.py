@@ -1,6 +1,8 @@
 """Our tokenizers in Hugging Face's format: fast(tokenizer) writes a tokenizer.json."""
 
-from types import ModuleType
+import tokenizers as hf
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from errors import UserError, optional
 from text.tokenizers import END, Tokenizer
@@ -12,23 +14,17 @@ def fast(tok: Tokenizer, block_size: int) -> object:
     If our tokenizer has END, this is the token for the beginning and the end of a text and for
     padding. Raises UserError for a tokenizer that cannot be exported.
     """
-    hf = optional("tokenizers", "tokenizer.json")
     kind = tok.meta["kind"]
     if kind not in EXPORT:
         raise UserError(
             f"a tokenizer of kind {kind!r} cannot be exported; these can: {', '.join(EXPORT)}"
         )
-    exported = EXPORT[kind](hf, tok)
+    exported = EXPORT[kind](tok)
     special = {}
     if tok.eot is not None:
         exported.add_special_tokens([hf.AddedToken(END, special=True, normalized=False)])
         special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END)
-    n = exported.get_vocab_size()
-    if n != tok.n_vocab or (special and exported.token_to_id(END) != tok.eot):
-        raise UserError(
-            f"the tokenizer has {tok.n_vocab} tokens, but its tokenizer.json would have {n}"
-        )
-    return optional("transformers", "tokenizer.json").PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=exported,
         model_max_length=block_size,
         padding_side="left",
@@ -37,7 +33,7 @@ def fast(tok: Tokenizer, block_size: int) -> object:
     )
 
 
-def characters(hf: ModuleType, tok: Tokenizer) -> object:
+def characters(tok: Tokenizer) -> object:
     """Other characters are an error."""
     exported = hf.Tokenizer(hf.models.WordLevel({c: i for i, c in enumerate(tok.vocab)}))
     every_character = hf.Regex(r"(?m).")  # m: also a line end
@@ -46,9 +42,7 @@ def characters(hf: ModuleType, tok: Tokenizer) -> object:
     return exported
 
 
-def byte_pairs(
-    hf: ModuleType, vocab: dict[str, int], merges: list[tuple[str, str]], regex: bool
-) -> object:
+def byte_pairs(vocab: dict[str, int], merges: list[tuple[str, str]], regex: bool) -> object:
     """BPE over bytes, each written as a visible character. regex: cut words by GPT-2's pattern."""
     exported = hf.Tokenizer(hf.models.BPE(vocab, merges, ignore_merges=True))
     exported.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex)
@@ -56,20 +50,20 @@ def byte_pairs(
     return exported
 
 
-def single_bytes(hf: ModuleType, tok: Tokenizer) -> object:
-    characters = visible_bytes() | {255: END}  # UTF-8 has no byte 255
+def single_bytes(tok: Tokenizer) -> object:
+    characters = bytes_to_unicode() | {255: END}  # UTF-8 has no byte 255
     vocab = {character: byte for byte, character in characters.items()}
-    return byte_pairs(hf, vocab, [], regex=False)
+    return byte_pairs(vocab, [], regex=False)
 
 
-def gpt2(hf: ModuleType, tok: Tokenizer) -> object:
+def gpt2(tok: Tokenizer) -> object:
     """GPT-2's byte pairs. tiktoken has ranks in the place of a list of merges.
 
     It joins two neighbours if the result is a token, that of lowest rank first. So each way to cut
     a token into two tokens is a merge.
     """
     ranks = tok._bpe._mergeable_ranks
-    visible = visible_bytes()
+    visible = bytes_to_unicode()  # {65: "A", 32: "Ġ", ...}
     names = {token: "".join(visible[byte] for byte in token) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.get):
@@ -77,17 +71,10 @@ def gpt2(hf: ModuleType, tok: Tokenizer) -> object:
             left, right = token[:i], token[i:]
             if left in ranks and right in ranks:
                 merges.append((names[left], names[right]))
-    return byte_pairs(hf, {names[token]: rank for token, rank in ranks.items()}, merges, regex=True)
+    return byte_pairs({names[token]: rank for token, rank in ranks.items()}, merges, regex=True)
 
 
-def visible_bytes() -> dict[int, str]:
-    """A visible character for each byte, as in GPT-2: {65: "A", 32: "Ġ", ...}."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return bytes_to_unicode()
-
-
-def sentencepiece(hf: ModuleType, tok: Tokenizer) -> object:
+def sentencepiece(tok: Tokenizer) -> object:
     """A unigram vocabulary, its normalisation, and bytes for rare characters; END is </s>.
 
     SentencePiece adds up scores in float32, tokenizers in float64. Where two cuts of a word have
