@@ -117,17 +117,17 @@ def lookup(m):
 # 2
 
 
-def sees_the_next(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sees_the_next(q, k, v):
     mask = visible(q, k, None)
     mask[6, 7] = True
     return (q @ k.T).where(mask, -math.inf).softmax(-1) @ v
 
 
-def sums_over_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sums_over_all(q, k, v):
     return (q @ k.T).softmax(-1).tril() @ v
 
 
-def subtracts_a_mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def subtracts_a_mean(q, k, v):
     return softmax_of_core(q - 1e-6 * q.mean(0), k, v)
 
 

@@ -1,25 +1,24 @@
-"""A solution of exercise 4."""
+"""A solution of exercise 4. ../ex4_laser.py has the shapes."""
 
 import math
 
 import torch
-from torch import Tensor
 
 
-def log_weights(q: Tensor, k: Tensor) -> Tensor:
+def log_weights(q, k):
     s = q @ k.T / q.shape[-1] ** 0.5
     return s.where(torch.ones_like(s).tril() > 0, -math.inf).log_softmax(-1)
 
 
-def laser_as_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def laser_as_written(q, k, v):
     return (log_weights(q, k).exp() @ v.exp()).log()
 
 
-def laser(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def laser(q, k, v):
     return (log_weights(q, k)[..., None] + v).logsumexp(1)
 
 
-def gradients(a: float) -> tuple[float, float]:
+def gradients(a):
     values = torch.tensor([5.0, 0.0], dtype=torch.float64)
     found = []
     for attend in (lambda w: w @ values, lambda w: (w @ values.exp()).log()):
@@ -29,7 +28,7 @@ def gradients(a: float) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def equal_at() -> float:
+def equal_at():
     low, high = 0.01, 0.99
     while high - low > 1e-6:
         middle = (low + high) / 2

@@ -1,10 +1,9 @@
-"""A solution of exercise 6."""
+"""A solution of exercise 6. ../ex6_cache.py has the shapes."""
 
 import torch
-from torch import Tensor
 
 
-def softmax_step(q: Tensor, k: Tensor, v: Tensor, cache: tuple | None) -> tuple[Tensor, tuple]:
+def softmax_step(q, k, v, cache):
     keys, values = k[None], v[None]
     if cache is not None:
         keys = torch.cat((cache[0], keys))
@@ -13,20 +12,18 @@ def softmax_step(q: Tensor, k: Tensor, v: Tensor, cache: tuple | None) -> tuple[
     return a @ values, (keys, values)
 
 
-def window_step(
-    q: Tensor, k: Tensor, v: Tensor, cache: tuple | None, w: int
-) -> tuple[Tensor, tuple]:
+def window_step(q, k, v, cache, w):
     y, (keys, values) = softmax_step(q, k, v, cache)
     first = max(0, len(keys) - w)
     return y, (keys[first:].clone(), values[first:].clone())  # a slice would keep the whole memory
 
 
-def sum_step(q: Tensor, k: Tensor, v: Tensor, cache: tuple | None) -> tuple[Tensor, tuple]:
+def sum_step(q, k, v, cache):
     S = torch.outer(k, v)
     if cache is not None:
         S = cache[0] + S
     return q @ S, (S,)
 
 
-def cache_numbers(n: int, D: int, w: int) -> tuple[int, int, int]:
+def cache_numbers(n, D, w):
     return 2 * n * D, 2 * w * D, D * D
