@@ -22,6 +22,7 @@ In Python, with ids a list of token ids:
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import zip_longest
 from typing import Literal, NamedTuple
@@ -77,37 +78,33 @@ def weights_of(model: GPT, idx: Tensor) -> list[list[Map]]:
 
     Dropout is off. Raises UserError for an attention that has no weights.
     """
-    form_of = {}
-    for block in model.transformer.h:
+    # which layer each of the heads are in, and the code that gives their weights
+    known = {}
+    for layer, block in enumerate(model.transformer.h):
+        if not hasattr(block.attn, "heads"):
+            note(f"layer {layer} is a {type(block.attn).__name__}, without weights to draw")
         for heads in getattr(block.attn, "heads", ()):
             definition = linear_part(heads.name, ATTENTION[heads.name])
-            form_of[heads] = weights_form(definition, getattr(block.attn.position, "wrap", None))
-    if not form_of:
+            wrap = getattr(block.attn.position, "wrap", None)
+            known[heads] = layer, weights_form(definition, wrap)
+    if not known:
         name = model.config.attention
         raise UserError(f"attention={name!r} is a layer of its own, without weights to draw")
 
-    weights = {}
+    rows = defaultdict(list)
 
     def keep(heads, q, k, v, **settings):
-        weights[heads] = form_of[heads](q, k, v, **settings)[0].cpu()
+        layer, form = known[heads]
+        span = "" if heads.window is None else f": S, window {heads.window}"
+        for w in form(q, k, v, **settings)[0].cpu():
+            head = len(rows[layer])
+            title = f"layer {layer}, head {head}{span}"
+            rows[layer].append(Map(layer, head, title, heads.window, w))
 
     was_training = model.training
     model.eval().hidden(idx, Probe(keep))
     model.train(was_training)
-
-    rows = []
-    for layer, block in enumerate(model.transformer.h):
-        if not hasattr(block.attn, "heads"):
-            note(f"layer {layer} is a {type(block.attn).__name__}, without weights to draw")
-            continue
-        row = []
-        for heads in block.attn.heads:
-            span = "" if heads.window is None else f": S, window {heads.window}"
-            for w in weights[heads]:
-                title = f"layer {layer}, head {len(row)}{span}"
-                row.append(Map(layer, len(row), title, heads.window, w))
-        rows.append(row)
-    return rows
+    return list(rows.values())
 
 
 @functools.cache
