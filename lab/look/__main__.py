@@ -19,14 +19,13 @@ import threading
 import webbrowser
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from configurator import run_script
 from errors import UserError
-from lab.look.maps import Map, in_words, labels, open_models, weights_of
-from model import GPT
+from lab.look.maps import Map, Run, in_words, labels, open_runs, weights_of
 from sample import prompt_of
 from text.sampling import stream
 from text.tokenizers import Tokenizer
@@ -42,25 +41,6 @@ temperature = 0.8  # of a model that writes on; 0: always the most likely token
 port = 8000  # of the server on 127.0.0.1; 0: one that is free
 open = False  # open the page in a browser
 out: str | None = None  # write the page with this text to a file, look.html; start no server
-
-
-class Run(NamedTuple):
-    name: str
-    attention: str  # in words
-    trained: str  # how long, and to which loss; empty for pretrained weights
-    model: GPT
-
-
-def open_runs(init_from: str, out_dir: str, which: str) -> tuple[list[Run], Tokenizer]:
-    """The models that the flags name, and their tokenizer. Errors: see open_models."""
-    runs = []
-    models, tok = open_models(init_from, out_dir, which)
-    for name, (model, about) in models.items():
-        attention = in_words(model.config)
-        if "S" in model.config.heads:
-            attention += f", window {model.config.resolved().window}"
-        runs.append(Run(name, attention, about.partition(": ")[2], model))
-    return runs, tok
 
 
 def look(runs: list[Run], tok: Tokenizer, ids: list[int]) -> dict:
@@ -95,6 +75,11 @@ def seen_by(run: Run, n_vocab: int, idx: torch.Tensor) -> dict:
     log_p = logits[0].float().log_softmax(-1)
     surprise = -log_p[:-1].gather(-1, idx[0, 1:, None]).flatten()
     best = log_p[:, :n_vocab].topk(min(5, n_vocab))  # ids from n_vocab on are no tokens
+
+    c = run.model.config
+    attention = in_words(c)
+    if "S" in c.heads:
+        attention += f", window {c.resolved().window}"
     maps = []
     why = None  # the reason why there are no maps
     try:
@@ -103,8 +88,8 @@ def seen_by(run: Run, n_vocab: int, idx: torch.Tensor) -> dict:
         why = str(error)
     return {
         "name": run.name,
-        "attention": run.attention,
-        "trained": run.trained,
+        "attention": attention,
+        "trained": run.about.partition(": ")[2],  # how long; nothing of pretrained weights
         "next": best.indices.tolist(),
         "p": best.values.exp().tolist(),
         "surprise": [None, *surprise.tolist()],

@@ -52,6 +52,14 @@ head: int | None = None  # only this head, counted from 0; None: all heads
 out = "maps.png"  # the picture; its name ends in .png, .pdf or .svg
 
 
+class Run(NamedTuple):
+    """A model that the flags name."""
+
+    name: str
+    about: str  # which checkpoint it is, and its loss
+    model: GPT
+
+
 class Map(NamedTuple):
     """The attention weights of one head for one text."""
 
@@ -259,37 +267,36 @@ def chosen_maps(
     return labels(tok, ids), rows
 
 
-def open_models(init_from: str, out_dir: str, which: str) -> tuple[dict, Tokenizer]:
-    """({name: (the model, a line about it)} of the models that the flags name, their tokenizer).
+def open_runs(init_from: str, out_dir: str, which: str) -> tuple[list[Run], Tokenizer]:
+    """The models that the flags name, and their tokenizer.
 
     Raises UserError if the models have different tokenizers.
     """
-    models = {}
+    runs = {}
     metas = []
     resume = init_from == "resume"
     for name in (out_dir if resume else init_from).split(","):
         name = name.strip().rstrip("/")
         model, tok, _, about = open_model(init_from if resume else name, name, which)
         print(about)
-        models[name] = model.eval(), about
+        runs[name] = Run(name, about, model.eval())
         metas.append((tok.meta, tok.n_vocab))
         if metas[-1] != metas[0]:
-            raise UserError(f"{name} and {next(iter(models))} have different tokenizers")
-    return models, tok
+            raise UserError(f"{', '.join(runs)} have different tokenizers: look at them one by one")
+    return list(runs.values()), tok
 
 
 def main() -> None:
-    models, tok = open_models(init_from, out_dir, which)
-    names = [in_words(model.config) for model, _ in models.values()]
+    runs, tok = open_runs(init_from, out_dir, which)
+    names = [in_words(run.model.config) for run in runs]
     of_runs = []
-    for (folder, (model, about)), name in zip(models.items(), names, strict=True):
-        tokens, rows = chosen_maps(model, tok, start, layer, head)
-        title = f"{about}\n{name}"
+    for run, name in zip(runs, names, strict=True):
+        tokens, rows = chosen_maps(run.model, tok, start, layer, head)
 
         # of several runs each map names its own
         if names.count(name) > 1:
-            name += f", {folder}"
-        if len(models) > 1:
+            name += f", {run.name}"
+        if len(runs) > 1:
             rows = [[m._replace(title=f"{name}\n{m.title}") for m in row] for row in rows]
         of_runs.append(rows)
 
@@ -299,8 +306,8 @@ def main() -> None:
     else:
         rows = [sum(layers, []) for layers in zip_longest(*of_runs, fillvalue=[])]
     figure = draw(rows, tokens)
-    if len(models) == 1:
-        figure.suptitle(title)
+    if len(runs) == 1:
+        figure.suptitle(f"{runs[0].about}\n{names[0]}")
     figure.savefig(out, dpi=120, bbox_inches="tight")
     print(f"wrote {out}")
 

@@ -11,8 +11,8 @@ from harness import assert_equal, done, refused
 from reference import shaken
 from torch.nn import functional as F
 
-from lab.look.__main__ import Run, Server, look, page
-from lab.look.maps import weights_of
+from lab.look.__main__ import Server, look, page
+from lab.look.maps import Run, weights_of
 from model import ATTENTION, GPTConfig
 from text.tokenizers import CharTokenizer
 
@@ -21,7 +21,7 @@ TYPED = "to be or not to be<a>"
 TOK = CharTokenizer("\n </>abcdefghijklmnopqrst")
 SIZES = {"block_size": 64, "vocab_size": TOK.n_vocab + 3, "n_layer": 3, "n_head": 6, "n_embd": 96}
 CHOICES = [{}, {"attention": "laser", "heads": "SL", "window": 3}, {"attention": "beta"}]
-RUNS = [Run("", "", "", shaken(GPTConfig(**SIZES | choices))) for choices in CHOICES]
+RUNS = [Run("", "", shaken(GPTConfig(**SIZES | choices))) for choices in CHOICES]
 SHOWN = """() => [...document.querySelectorAll(".run")].map((run) => {
   const all = (kind, f) => [...run.querySelectorAll(kind)].map(f);
   const numberOf = (x) => x.querySelector("output").textContent.replace("−", "-");
@@ -144,7 +144,7 @@ def test_a_file_needs_no_server(browser, tmp_path):
 
 def test_an_attention_without_weights(monkeypatch):
     monkeypatch.setitem(ATTENTION, "odd", lambda s, seen, v: (s * seen @ v) ** 2)
-    odd = Run("", "", "", shaken(GPTConfig(**SIZES, attention="odd")))
+    odd = Run("", "", shaken(GPTConfig(**SIZES, attention="odd")))
     [numbers] = look([odd], TOK, [1, 2])["runs"]
     assert numbers["maps"] == [] and "attention='odd' has no weights" in numbers["why"]
 
