@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from attention.cache import Cache, Context
+from attention.cache import Context
 from lab.ideas.documents import Documents
 from model import GPT, GPTConfig
 
@@ -61,14 +61,8 @@ class NanoattnCache:
         """For beam search: row i becomes what row beam_idx[i] was."""
         self.ids = self.ids[beam_idx]
         if self.cache is not None:
-            select(self.cache, beam_idx)
-
-
-def select(cache: Cache, rows: Tensor) -> None:
-    """Keep these rows of a cache, in this order. A row may be taken twice."""
-    for part in (cache.state, *cache.parts.values()):
-        part |= {name: x[rows] for name, x in part.items()}
-    cache.rows = len(rows)
+            for part in (self.cache.state, *self.cache.parts.values()):
+                part |= {name: x[beam_idx] for name, x in part.items()}
 
 
 def padding(mask: Tensor | None) -> Tensor | None:
