@@ -1,6 +1,5 @@
 """Looking into attention layers: what each layer's heads get, and how large their scores are."""
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -25,14 +24,8 @@ class Probe(Context):
 
     def attend(self, heads: Heads, q, k, v, **settings) -> Tensor:
         """y (B, H, T, D) of some heads."""
-
-        def run(q, k, v, **settings):
-            self.look(heads, q, k, v, **settings)
-            return heads.run(q, k, v, **settings)
-
-        probed = copy.copy(heads)
-        probed.run = run
-        return super().attend(probed, q, k, v, **settings)
+        self.look(heads, q, heads.expand(k), heads.expand(v), **settings)
+        return super().attend(heads, q, k, v, **settings)
 
 
 @torch.no_grad()
