@@ -6,6 +6,7 @@ tokens are counted from 0.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,20 +22,19 @@ def inputs(T: int = 8, D: int = 4) -> list[Tensor]:
     return list(torch.randn(3, T, D, generator=torch.manual_seed(1), dtype=torch.float64))
 
 
-def of_core(definition: Callable, **settings: object) -> Callable:
-    """A definition of model.py as attend(q, k, v) -> y, for one head of one sequence."""
-    attend = plain_form(definition)
-    return lambda *x: attend(*(t[None, None] for t in x), **settings)[0, 0]
+def core(definition: Callable, *x: Tensor, **settings: object) -> Tensor:
+    """y of a definition of model.py for q, k and v, of one head of one sequence."""
+    return plain_form(definition)(*(t[None, None] for t in x), **settings)[0, 0]
 
 
-softmax_of_core = of_core(softmax_attention)
+softmax_of_core = partial(core, softmax_attention)
 
 
 def equal(y: Tensor, exact: Tensor, what: str, mistakes: dict[str, Tensor] | None = None) -> None:
     """Each row of y must be that of exact. mistakes: {what is wrong: the y that comes of it}."""
-    shape = tuple(y.shape)
-    wanted = tuple(exact.shape)
-    assert shape == wanted, f"{what} has the shape {shape}, and should have {wanted}"
+    assert y.shape == exact.shape, (
+        f"{what} has the shape {tuple(y.shape)}, and should have {tuple(exact.shape)}"
+    )
     for mistake, wrong in (mistakes or {}).items():
         assert not torch.allclose(y, wrong.to(y), atol=1e-6), f"{what}: {mistake}"
     for i, (row, right) in enumerate(zip(y.double(), exact.double(), strict=True)):
@@ -174,7 +174,7 @@ def window_has_no_padding(m):
 
 def window_is_exact(m):
     for w in (0, 3, 20):
-        exact = of_core(softmax_attention, window=w)(*inputs())
+        exact = softmax_of_core(*inputs(), window=w)
         equal(m.window_attention(*inputs(), w), exact, f"a window of {w}")
 
 
@@ -187,16 +187,16 @@ def window_is_linear(m):
 
 
 def laser_as_written(m):
-    exact = of_core(laser_attention)(*inputs())
+    exact = core(laser_attention, *inputs())
     equal(m.laser_as_written(*inputs()), exact, "laser_as_written")
 
 
 def laser(m):
     q, k, v = inputs()
-    exact = of_core(laser_attention)
-    equal(m.laser(q, k, v), exact(q, k, v), "laser")
+    equal(m.laser(q, k, v), core(laser_attention, q, k, v), "laser")
     v[5] = 1000.0
-    equal(m.laser(q, k, v), exact(q, k, v), "laser, after token 5 got a value of 1000")
+    exact = core(laser_attention, q, k, v)
+    equal(m.laser(q, k, v), exact, "laser, after token 5 got a value of 1000")
     sees(m.laser)
 
 
@@ -225,9 +225,9 @@ def beta(m):
     s = (q @ k.T / 2).tril()
     mistakes = {
         "the norm has no square root": s @ v / (1 + s.square().sum(-1, keepdim=True)),
-        "q is not divided by sqrt(D)": of_core(beta_attention, scale=1.0)(q, k, v),
+        "q is not divided by sqrt(D)": core(beta_attention, q, k, v, scale=1.0),
     }
-    equal(m.beta(q, k, v), of_core(beta_attention)(q, k, v), "beta", mistakes)
+    equal(m.beta(q, k, v), core(beta_attention, q, k, v), "beta", mistakes)
     sees(m.beta)
     is_linear(m.beta)
 
@@ -266,14 +266,13 @@ def softmax_step(m):
 
 
 def window_step(m):
-    def windowed(w):
-        return of_core(softmax_attention, window=w)(*inputs(20))
-
+    x = inputs(20)
     mistakes = {
-        "it sees tokens before its window": softmax_of_core(*inputs(20)),
-        "its window is a token too short": windowed(2),
+        "it sees tokens before its window": softmax_of_core(*x),
+        "its window is a token too short": softmax_of_core(*x, window=2),
     }
-    equal(written(m.window_step, 20, 3)[0], windowed(3), "window_step", mistakes)
+    exact = softmax_of_core(*x, window=3)
+    equal(written(m.window_step, 20, 3)[0], exact, "window_step", mistakes)
 
 
 def sum_step(m):

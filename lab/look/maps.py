@@ -70,14 +70,9 @@ class Map(NamedTuple):
     weights: Tensor  # (T, T): row i has the weights of query i; 0 for keys that it cannot see
 
 
-def softmax(s, seen, v):
-    """The weighted mean inside LASER."""
-    return softmax_attention(s, seen, v, drop=lambda weights: weights)
-
-
 # {attention: (f, definition)}: f(y) = W f(v), with the weights W of the definition.
 # An attention that is not here is linear in its values: y = W v.
-LINEAR_IN: dict[str, tuple[Callable, Callable]] = {"laser": (torch.exp, softmax)}
+LINEAR_IN: dict[str, tuple[Callable, Callable]] = {"laser": (torch.exp, softmax_attention)}
 
 
 @torch.no_grad()
