@@ -22,12 +22,11 @@ class Training:
     """The training's flags. Steps, batch_size and learning_rate are flags of each example."""
 
     # Which optimizer?
-    optimizer: "Literal[*OPTIMIZER]" = "adamw"  # muon: for the blocks of a GPT
+    optimizer: "Literal[*OPTIMIZER]" = "adamw"  # muon: for the blocks of a GPT, at a rate of 0.02
     weight_decay: float = 0.01  # of matrices and embeddings; biases and norms are not decayed
     beta1: float = 0.9  # all but Muon: decay rate of the mean of the gradients
     beta2: float = 0.98  # all but Muon: decay rate of the mean of the squared gradients
     adam_eps: float | None = None  # is added to the root of that mean; None: the optimizer's own
-    muon_lr: float = 0.02  # the highest learning rate, of Muon
     warmup_share: float = 0.1  # the share of the steps in which the learning rate grows
 
 
@@ -38,8 +37,6 @@ def run_example(script: dict, *dataclasses: type) -> None:
     dataclasses: classes whose fields are flags as well, beside those of Training.
     """
     config, given = configure(script, *dataclasses, Training)
-    if "muon_lr" in given and config["optimizer"] != "muon":
-        raise UserError(f"--muon_lr has no effect with {config['optimizer']}")
     config["device"], _, _ = pick_device(config["device"], "float32")
     script.update(config)
     script["main"](config, given)
@@ -78,7 +75,7 @@ def fit(model: torch.nn.Module, batch: Callable, config: dict) -> None:
     """
     steps = config["steps"]
     device = config["device"]
-    settings = SimpleNamespace(**config, muon_beta=0.95)
+    settings = SimpleNamespace(**config, muon_lr=0.02, muon_beta=0.95)
     optimizers = OPTIMIZER[config["optimizer"]](model.train(), settings)
     schedules = [warmup_and_cosine(optimizer, config) for optimizer in optimizers]
     n_parameters = sum(p.numel() for p in model.parameters())

@@ -16,7 +16,6 @@ from typing import Literal
 from configurator import ROOT, run_script
 from errors import UserError, note, optional
 from lab.hub.families import USER
-from lab.hub.formats import export
 from training import checkpoint, origin
 
 # What is exported, and where does it go?
@@ -81,6 +80,7 @@ def main() -> None:
     optional("transformers", USER)
 
     # the model
+    from lab.hub.formats import export
     from lab.hub.modeling_nanoattn import NanoattnForCausalLM
     from lab.hub.tokenizer_json import fast
 

@@ -1,14 +1,14 @@
 """Our models in transformers' own formats: export(model) is a GPT-2, Llama, Mistral or Qwen 3."""
 
 import torch
+import transformers
 
-from errors import UserError, optional
+from errors import UserError
 from lab.hub.families import (
     ACTIVATIONS,
     FAMILIES,
     GPT2_FIELDS,
     LLAMA_FIELDS,
-    USER,
     Family,
 )
 from model import GPT, GPTConfig
@@ -20,8 +20,7 @@ NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id":
 
 def export(model: GPT) -> object:
     """Our model as a PreTrainedModel. Raises UserError, naming the choices that no family has."""
-    transformers = optional("transformers", USER)
-    name, config = converted(model.config, transformers.AutoConfig)
+    name, config = converted(model.config)
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     state = moved_back(model.state_dict(), theirs.state_dict(), FAMILIES[name], config)
     theirs.load_state_dict(state)
@@ -40,13 +39,13 @@ def moved_back(ours: dict, theirs: dict, family: Family, config) -> dict:
     return state
 
 
-def converted(config: GPTConfig, AutoConfig: type) -> tuple[str, object]:
+def converted(config: GPTConfig) -> tuple[str, object]:
     """(the family that a model belongs to, transformers' config of the model)."""
     c = config.resolved()
     name = family_of(c)
     args = gpt2_args(c) if name == "gpt2" else llama_args(c, name)
     try:
-        theirs = AutoConfig.for_model(name, **args, **NO_SPECIAL_TOKENS)
+        theirs = transformers.AutoConfig.for_model(name, **args, **NO_SPECIAL_TOKENS)
         loaded = choices(GPTConfig(**FAMILIES[name].fields(theirs)))
     except Exception:  # of several libraries
         sizes = f"n_head={c.n_head}, head_dim={c.head_dim}, n_embd={c.n_embd}"

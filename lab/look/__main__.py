@@ -178,11 +178,8 @@ class Handler(BaseHTTPRequestHandler):
         """
         origins = [None, *(f"http://{host}" for host in self.server.hosts)]
         known_host = self.headers["Host"] in self.server.hosts  # another name can lead to 127.0.0.1
-        if not known_host or self.headers["Origin"] not in origins:
+        if self.path != path or not known_host or self.headers["Origin"] not in origins:
             self.send_error(403)
-            return False
-        if self.path != path:
-            self.send_error(404)
             return False
         self.send_response(200)
         self.send_header("Content-Type", content_type)

@@ -14,7 +14,6 @@ NEEDED = {
 MISTAKES = {
     "bert": {
         "--vocab_size=7": "--vocab_size has no effect in this example: leave it out",
-        "--muon_lr=0.1": "--muon_lr has no effect with adamw",
         "--attention=a_layer": "attention='a_layer' is a whole layer of a GPT",
     },
     "vit": {
