@@ -83,7 +83,9 @@ def seen_by(run: Run, n_vocab: int, idx: torch.Tensor) -> dict:
     maps = []
     why = None  # the reason why there are no maps
     try:
-        maps = [packed(m) for row in weights_of(run.model, idx) for m in row]
+        rows = sum(weights_of(run.model, idx), [])
+        signed = any(m.weights.min() < 0 for m in rows)
+        maps = [packed(m, signed) for m in rows]
     except UserError as error:  # an attention without weights
         why = str(error)
     return {
@@ -98,11 +100,20 @@ def seen_by(run: Run, n_vocab: int, idx: torch.Tensor) -> dict:
     }
 
 
-def packed(m: Map) -> dict:
-    """A map whose weights are float32 numbers in base64: the lower triangle, row by row."""
-    lower = m.weights[torch.ones_like(m.weights).tril() > 0].float()
-    data = base64.b64encode(lower.numpy().tobytes()).decode()
-    return m._replace(weights=data)._asdict()
+def packed(m: Map, signed: bool) -> dict:
+    """A map whose weights are 8-bit numbers in base64: the lower triangle, row by row.
+
+    signed: whether weights below 0 are possible. A number q means the weight sign(q) (q / n)^2
+    most; n = 255, or 127 in a signed map. The square gives small weights more digits.
+    """
+    w = m.weights[torch.ones_like(m.weights, dtype=torch.bool).tril()]
+    most = w.abs().max().item()
+    roots = w.sign() * (w.abs() / (most or 1.0)).sqrt()
+    q = (roots * 127).round().to(torch.int8) if signed else (roots * 255).round().to(torch.uint8)
+    data = base64.b64encode(q.numpy().tobytes()).decode()
+    fields = m._asdict()
+    del fields["weights"]
+    return {**fields, "signed": signed, "most": most, "data": data}
 
 
 def page(live: bool, text: str, numbers: dict) -> str:
