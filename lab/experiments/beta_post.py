@@ -83,7 +83,7 @@ def train(make: bool) -> dict:
         run = flags | ROWS[row] | {"dataset": data, "dropout": dropout}
         rows[row, dropout] = f"{scale}, {row}, dropout {dropout:g}, seed ", file, run
     keep = ("val_loss", "train_loss")
-    return by_seed(rows, range(1, seeds + 1), "", out, out_dir, jobs, make, keep)
+    return by_seed(rows, range(1, seeds + 1), out, out_dir, jobs, make, keep)
 
 
 class ByHand(torch.autograd.Function):

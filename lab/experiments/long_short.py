@@ -6,7 +6,8 @@
 
 The part `lengths` trains, at each length, long heads, short heads and one long head (LS), short
 heads alone, and long heads with normalised queries and keys; with 2 heads the first two. `border`
-trains long heads and LS on long texts with higher and higher learning rates, until both break.
+trains long heads and LS on long texts with higher and higher learning rates, up to one that breaks
+both.
 `bfloat16` does both again in bfloat16, as the paper trains: products in bfloat16 (mixed precision),
 and weights in it too. Finished runs are skipped: you can stop and start again.
 """
@@ -19,6 +20,7 @@ from typing import Literal
 from configurator import names, run_script
 from lab.experiments.results import difference, drawing, mean, measured, show_table
 from lab.experiments.runs import by_seed, constants, final, finals, of_rows, sooner
+from lab.experiments.tables import rows_of, steps_of
 from lab.experiments.times import step_times
 
 # What is measured?
@@ -26,36 +28,28 @@ what = "lengths,border,bfloat16,show"  # the parts to run; show: the picture and
 scale: Literal["pocket", "paper"] = "pocket"  # pocket: for two CPU cores; paper: the paper's
 seeds = 3  # runs of each row, and of each learning rate of the border
 jobs = 1  # runs at the same time; they share the cores of the CPU
-extra = ""  # more flags of train.py for every run (not for the times), separated by spaces
 out = "lab/experiments/long_short.json"  # the results
 picture = "lab/experiments/pictures/long_short.png"  # the picture
 out_dir = "out-long-short"  # the folder for the runs, each in a folder of its own
 
-FLOAT32 = {"dtype": "float32", "tf32": False}  # where the others run in bfloat16, on a GPU
-MODELS = {
-    "long": {"heads": "L"},
-    "LS": {"heads": "SSSSSL"},
-    "short": {"heads": "S"},
-    "QK-norm": {"heads": "L", "qk_norm": "l2", "import": "lab.ideas.norms"},
-    "long, float32": {"heads": "L"} | FLOAT32,
-}
+MODELS = rows_of("""
+long: --heads=L
+LS: --heads=SSSSSL
+short: --heads=S
+QK-norm: --heads=L --qk_norm=l2
+long, float32: --heads=L --dtype=float32 --tf32=False
+""")
 COMPARED = ("long", "LS")  # the models with 2 heads, of the border and of bfloat16
-PRECISIONS = {
-    "": {},
-    ", bfloat16": {"dtype": "bfloat16"},  # products
-    ", bfloat16 weights": {"dtype": "float32", "variant": "bfloat16"},  # weights and products
-}
+# in products alone; and in weights too
+PRECISIONS = rows_of("""
+bfloat16: --dtype=bfloat16
+bfloat16 weights: --dtype=float32 --variant=bfloat16
+""")
 CPU = "config/train_shakespeare_char_cpu.py"
-POCKET = {
-    "eval_interval": 100,
-    "max_iters": 400,
-    "lr_decay_iters": 400,
-    "import": "lab.loggers.logits",
-    "eval_iters": 20,
-}
+POCKET = steps_of(400, 4) | {"eval_iters": 20}
 # lengths: {length: sequences in a batch}
-# border: its length and its learning rates
-# bfloat16: lengths at the usual learning rate; learning rates at the border's length
+# border: its length, and its learning rates above the usual one
+# bfloat16: learning rates at the border's length
 # two: with 2 heads the MLP gets the weights that attention loses (section 5.1)
 SCALES = {
     "pocket": {
@@ -65,7 +59,7 @@ SCALES = {
         "models": ("long", "LS", "short", "QK-norm"),
         "lengths": {128: 16, 512: 4, 2048: 1, 8192: 1},
         "border": (2048, [2e-2, 6e-2, 0.2, 0.6]),
-        "bfloat16": ([2048], [6e-2]),
+        "bfloat16": [6e-3, 6e-2],
     },
     "paper": {
         "file": "config/train_pg19_ls.py",
@@ -74,23 +68,19 @@ SCALES = {
         "models": tuple(MODELS),
         "lengths": {128: 256, 512: 64, 2048: 16, 8192: 4},
         "border": (2048, [1.2e-3, 2.4e-3, 4.8e-3]),
-        "bfloat16": ([], []),  # all models but one are in bfloat16
+        "bfloat16": [],  # all models but one are in bfloat16
     },
 }
 
 
 def flags(n: int, heads: int, model: str) -> dict:
-    """The flags of a run. The window is the paper's, or shorter than the text."""
+    """The flags of a run. The default window is the paper's."""
     s = SCALES[scale]
-    chosen = s["flags"] | {"block_size": n, "batch_size": s["lengths"][n]}
+    chosen = s["flags"] | MODELS[model] | {"block_size": n, "batch_size": s["lengths"][n]}
     if heads == 2:
         chosen |= s["two"]
-    chosen |= MODELS[model]
-    if heads == 2 and model == "LS":
-        chosen["heads"] = "SL"
-    if "S" in chosen["heads"]:
-        chosen["window"] = min(n - 1, 50 if n <= 2048 else 100)
-    return chosen
+        chosen["heads"] = chosen["heads"].replace("SSSSSL", "SL")
+    return chosen | {"import": "lab.ideas.norms,lab.loggers.logits"}
 
 
 def models(heads: int) -> tuple:
@@ -105,12 +95,11 @@ def usual_rate() -> float:
 
 def results(rows: dict, make: bool) -> dict:
     """The results of the seeds of each row, {key: flags of train.py}. make: see runs.record."""
-    file = SCALES[scale]["file"]
     named = {}
     for key, row in rows.items():
-        named[key] = ", ".join(map(str, (scale, *key, ""))), file, row
+        named[key] = ", ".join(map(str, (scale, *key, ""))), SCALES[scale]["file"], row
     keep = ("val_loss", "loss", "max_logit")
-    return by_seed(named, range(1, seeds + 1), extra, out, out_dir, jobs, make, keep)
+    return by_seed(named, range(1, seeds + 1), out, out_dir, jobs, make, keep)
 
 
 def lengths(make: bool) -> dict:
@@ -120,60 +109,33 @@ def lengths(make: bool) -> dict:
     return results({key: flags(*key) for key in keys}, make)
 
 
-def times() -> dict:
-    """{(n, heads, model): the time of a training step, in that of long heads}, as text.
-
-    Of the pocket scale.
-    """
-    s = SCALES[scale]
-    ratios = {}
-    for n, heads in itertools.product(s["lengths"], (6, 2)):
-        if s["file"] == CPU:
-            rows = {model: flags(n, heads, model) for model in models(heads)}
-            against = dict.fromkeys(rows, "long")
-            row = f"{scale}, {heads} heads"
-            args = step_times, CPU, rows, 65, 15, against
-            ms = measured(out, "times", row, n, *args, of=of_rows(__file__, *rows.values()))
-            for model in rows:
-                ratios[n, heads, model] = f"{ms[model][1]:.2f}x"
-    return ratios
+def times(n: int, heads: int) -> dict:
+    """{model: (milliseconds of a training step, their ratio to long heads')}."""
+    rows = {model: flags(n, heads, model) for model in models(heads)}
+    args = step_times, CPU, rows, 65, 15, dict.fromkeys(rows, "long")
+    of = of_rows(__file__, *rows.values())
+    return measured(out, "times", f"{scale}, {heads} heads", n, *args, of=of)
 
 
 def border(make: bool, by_length: dict) -> dict:
-    """{(learning rate, model): results of the seeds}.
-
-    From the usual learning rate up to the first at which every run breaks.
-    """
+    """{("border", learning rate, model): results of the seeds}, from the usual rate on."""
     n, rates = SCALES[scale]["border"]
-    by_rate = {(usual_rate(), model): by_length[n, 6, model] for model in COMPARED}
-    usual = by_length[n, 6, "LS"]
-    for rate in rates:
-        rows = {}
-        for model in COMPARED:
-            rows["border", rate, model] = flags(n, 6, model) | {"learning_rate": rate}
-        at_rate = results(rows, make)
-        for model in COMPARED:
-            by_rate[rate, model] = at_rate["border", rate, model]
-        if all(breaks(run, usual) for runs in at_rate.values() for run in runs):
-            break
-    return by_rate
-
-
-def bfloat16(make: bool, by_length: dict, by_rate: dict) -> dict:
-    """{(n, learning rate, model): results of the seeds}, in float32 and in bfloat16."""
-    sizes, rates = SCALES[scale]["bfloat16"]
-    usual = usual_rate()
-    settings = [(n, usual) for n in sizes] + [(SCALES[scale]["border"][0], rate) for rate in rates]
-    runs = {}
     rows = {}
-    for (n, rate), precision, model in itertools.product(settings, PRECISIONS, COMPARED):
-        key = n, rate, model + precision
-        runs[key] = by_length[n, 6, model] if rate == usual else by_rate[rate, model]
-        if precision:
-            rows[key] = flags(n, 6, model) | PRECISIONS[precision]
-            if rate != usual:
-                rows[key]["learning_rate"] = rate
-    return runs | results(rows, make)
+    for rate, model in itertools.product(rates, COMPARED):
+        rows["border", rate, model] = flags(n, 6, model) | {"learning_rate": rate}
+    usual = {("border", usual_rate(), model): by_length[n, 6, model] for model in COMPARED}
+    return usual | results(rows, make)
+
+
+def bfloat16(make: bool) -> dict:
+    """{(n, learning rate, model, precision): results of the seeds}."""
+    s = SCALES[scale]
+    n, _ = s["border"]
+    rows = {}
+    for rate, precision, model in itertools.product(s["bfloat16"], PRECISIONS, COMPARED):
+        row = flags(n, 6, model) | {"learning_rate": rate}
+        rows[n, rate, model, precision] = row | PRECISIONS[precision]
+    return results(rows, make)
 
 
 def breaks(result: dict, usual: list[dict]) -> bool:
@@ -217,41 +179,40 @@ def draw(by_length: dict) -> None:
 
 
 def show_lengths(by_length: dict) -> None:
-    """Print the table of the lengths."""
-    ratios = times()
+    """Print the table of the lengths; with times, of the pocket scale."""
+    is_timed = SCALES[scale]["file"] == CPU
     rows = []
     for (n, heads, model), runs in by_length.items():
         long = by_length[n, heads, "long"]
         losses = finals(runs)
         against = "" if model == "long" else difference(losses, finals(long))
         cells = [n, heads, model, mean(losses), against, sooner(runs, long)]
-        rows.append([*cells, f"{largest(runs):.1f}", ratios.get((n, heads, model), "")])
+        time = f"{times(n, heads)[model][1]:.2f}x" if is_timed else ""
+        rows.append([*cells, f"{largest(runs):.1f}", time])
     columns = "n | heads |  | val loss | against long | share of the steps to long's last loss"
     show_table(f"{columns} | largest score | time of a step", rows)
 
 
 def show_border(by_rate: dict) -> None:
     """Print the table of the learning rates."""
-    usual = by_rate[usual_rate(), "LS"]
+    usual = by_rate["border", usual_rate(), "LS"]
     rows = []
-    for (rate, model), runs in by_rate.items():
+    for (_, rate, model), runs in by_rate.items():
         broken = sum(breaks(run, usual) for run in runs)
         cells = [f"{rate:g}", model, mean(finals(runs)), f"{largest(runs):.1f}"]
         rows.append([*cells, f"{broken} of {len(runs)}"])
     show_table("learning rate |  | last val loss | largest score | breaks", rows)
 
 
-def show_bfloat16(in_bfloat16: dict) -> None:
+def show_bfloat16(in_bfloat16: dict, by_rate: dict) -> None:
     """Print the table of bfloat16."""
     rows = []
-    for (n, rate, model), runs in in_bfloat16.items():
-        float32 = in_bfloat16[n, rate, model.partition(",")[0]]
-        if runs is float32:  # in another table
-            continue
-        change = difference(finals(runs), finals(float32))
-        lost = sum("diverged" in run for run in runs)
-        cells = [n, f"{rate:g}", model, mean(finals(runs)), change, f"{largest(runs):.1f}"]
-        rows.append([*cells, f"{lost} of {len(runs)}"])
+    for (n, rate, model, precision), runs in in_bfloat16.items():
+        losses = finals(runs)
+        change = difference(losses, finals(by_rate["border", rate, model]))
+        lost = f"{losses.count(math.inf)} of {len(runs)}"
+        cells = [n, f"{rate:g}", f"{model}, {precision}", mean(losses), change]
+        rows.append([*cells, f"{largest(runs):.1f}", lost])
     columns = "n | learning rate |  | last val loss | against float32 | largest score | not finite"
     show_table(columns, rows)
 
@@ -260,12 +221,12 @@ def main() -> None:
     parts = names(what, ["lengths", "border", "bfloat16", "show"])
     by_length = lengths("lengths" in parts)
     by_rate = border("border" in parts, by_length)
-    in_bfloat16 = bfloat16("bfloat16" in parts, by_length, by_rate)
+    in_bfloat16 = bfloat16("bfloat16" in parts)
     if "show" in parts:
         draw(by_length)
         show_lengths(by_length)
         show_border(by_rate)
-        show_bfloat16(in_bfloat16)
+        show_bfloat16(in_bfloat16, by_rate)
 
 
 if __name__ == "__main__":

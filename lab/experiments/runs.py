@@ -250,14 +250,14 @@ def record(
     return {name: known[name] for name in runs}
 
 
-def by_seed(rows: dict, seeds: Iterable[int], extra: str, path: str, *args: object) -> dict:
+def by_seed(rows: dict, seeds: Iterable[int], path: str, *args: object) -> dict:
     """{key: the results of its seeds} of rows, {key: (name, config file, flags)}.
 
-    extra: more flags, separated by spaces; path, args: see `record`.
+    path, args: see `record`.
     """
     runs = {}
     for seed, (name, file, flags) in itertools.product(seeds, rows.values()):
-        runs[f"{name}{seed}"] = [file, *as_flags(flags), f"--seed={seed}", *extra.split()]
+        runs[f"{name}{seed}"] = [file, *as_flags(flags), f"--seed={seed}"]
     results = list(record(path, runs, *args).values())
     return {key: results[i :: len(rows)] for i, key in enumerate(rows)}
 
@@ -393,8 +393,15 @@ def spikes(losses: list[float], before: int = 10, by: float = 0.2) -> int:
 
 
 def as_flags(flags: dict) -> list[str]:
-    """{"window": 16, "tied": True} as train.py takes it: ["--window=16", "--tied"]."""
-    return [f"--{key}" if value is True else f"--{key}={value}" for key, value in flags.items()]
+    """{"window": 16, "tied": True} as train.py takes it: ["--window=16", "--tied"].
+
+    Modules of "import" that are separated by commas get a flag each.
+    """
+    words = []
+    for key, value in flags.items():
+        values = imports_of(flags) if key == "import" else [value]
+        words += [f"--{key}" if x is True else f"--{key}={x}" for x in values]
+    return words
 
 
 if __name__ == "__main__":
