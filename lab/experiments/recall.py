@@ -38,8 +38,9 @@ from configurator import names, run_script
 from errors import UserError
 from lab.experiments.identity import unchanged
 from lab.experiments.results import drawing, is_current, save, saved, show_table
-from lab.experiments.runs import of_rows
+from lab.experiments.runs import imports_of, of_rows
 from lab.experiments.tables import rows_of
+from lab.experiments.times import import_all
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER
 
@@ -66,20 +67,21 @@ softmax short, beta_squared long, conv: --heads=SSSL --window=16 --short_attenti
 --conv=4 --attention=beta_squared
 """)
 MARKERS = "oosDv^vP<X"
-# flags of models with an attention of lab/ideas: they run if --only has them
-IDEAS = rows_of("""
-stick-breaking, conv: --attention=stick_breaking --conv=4
-stick-breaking, differential V2, conv: --attention=stick_breaking_differential_v2 --n_head=8 \
---head_dim=16 --n_kv_head=4 --conv=4
-differential V2, conv: --attention=differential_v2 --n_head=8 --head_dim=16 --n_kv_head=4 --conv=4
-delta rule, conv: --attention=delta_rule --conv=4
-LUCID, conv: --attention=lucid --conv=4
+# flags of more models, which run if --only has them
+MORE = rows_of("""
+stick-breaking, conv: --import=lab.ideas --attention=stick_breaking --conv=4
+stick-breaking, differential V2, conv: --import=lab.ideas.after \
+--attention=stick_breaking_differential_v2 --n_head=8 --head_dim=16 --n_kv_head=4 --conv=4
+differential V2, conv: --import=lab.ideas.after \
+--attention=differential_v2 --n_head=8 --head_dim=16 --n_kv_head=4 --conv=4
+delta rule, conv: --import=lab.ideas --attention=delta_rule --conv=4
+LUCID, conv: --import=lab.ideas.recent --attention=lucid --conv=4
 beta, hybrid, conv: --attention=beta --n_layer=4 --heads=L/L/L/S --short_attention=softmax \
 --window=255 --conv=4
 beta_squared, hybrid, conv: --attention=beta_squared --n_layer=4 --heads=L/L/L/S \
 --short_attention=softmax --window=255 --conv=4
 """)
-ALL = MODELS | IDEAS
+ALL = MODELS | MORE
 VOCAB = 256
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": VOCAB, "position": "rope"}
 SCALES = {  # steps, tokens of a batch, sequences of a test
@@ -237,17 +239,10 @@ def stored() -> list[dict]:
     return results["runs"]
 
 
-def made_of(model: str) -> str:
-    """A checksum of a model's flags and of the code of its attention, which it imports."""
-    flags = ALL[model] | ({"import": "lab.ideas.recent,lab.ideas.after"} if model in IDEAS else {})
-    return of_rows(__file__, flags)
-
-
 def results(task: str, model: str) -> list[dict]:
     """The runs in --out of a task and a model, as its code is now."""
-    wanted = {"task": task, "model": model}
-    of = made_of(model)
-    runs = [run for run in stored() if wanted.items() <= run.items()]
+    of = of_rows(__file__, ALL[model])
+    runs = [run for run in stored() if (run["task"], run["model"]) == (task, model)]
     return [run for run in runs if is_current(run, of)]
 
 
@@ -256,7 +251,9 @@ def measure(task: str, model: str, rate: float, seed: int) -> None:
     key = {"task": task, "model": model, "rate": rate, "seed": seed}
     if any(key.items() <= run.items() for run in results(task, model)):
         return
-    run = key | {"of": made_of(model)} | fit(task, ALL[model], rate, seed)
+    import_all(imports_of(ALL[model]))
+    fields = {name: value for name, value in ALL[model].items() if name != "import"}
+    run = key | {"of": of_rows(__file__, ALL[model])} | fit(task, fields, rate, seed)
     unchanged()
     with FileLock(f"{out}.lock"):
         others = [known for known in stored() if not key.items() <= known.items()]
@@ -279,19 +276,19 @@ def means(runs: list[dict]) -> list[float]:
     return list(map(statistics.mean, by_size))
 
 
-def draw() -> None:
+def draw(tasks: list[str]) -> None:
     """Write the picture: a panel for each task, a line for each model."""
-    with drawing(picture, 1, len(TASKS), 15, 5.2) as axes:
-        for ax, (task, t) in zip(axes, TASKS.items(), strict=True):
+    with drawing(picture, 1, len(tasks), 15, 5.2) as axes:
+        for ax, task in zip(axes, tasks, strict=True):
+            t = TASKS[task]
+            sizes = list(map(str, t.sizes))
             for i, (model, flags) in enumerate(MODELS.items()):
                 line = MARKERS[i] + ("-" if "conv" in flags else "--")
                 label = model if ax is axes[-1] else None
                 y = means(best(task, model))
-                ax.plot(t.sizes[: len(y)], y, line, color=f"C{i}", markersize=5, label=label)
-            ax.axvspan(t.trained[0], t.trained[-1], color="0.93", zorder=0)
-            ax.set_xscale("log", base=2)
+                ax.plot(sizes[: len(y)], y, line, color=f"C{i}", markersize=5, label=label)
+            ax.axvspan(0, len(t.trained) - 1, color="0.93", zorder=0)
             ax.set(xlabel=t.label, title=f"{task} (grey: trained sizes)", ylim=(-0.03, 1.03))
-            ax.set_xticks(t.sizes, t.sizes)
         axes[0].set_ylabel("accuracy")
         axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
@@ -321,7 +318,7 @@ def main() -> None:
         for seed in range(2, seeds + 1):
             for model in models:
                 measure(task, model, best(task, model)[0]["rate"], seed)
-    draw()
+    draw(chosen)
     for task in chosen:
         show(task)
 
