@@ -18,7 +18,6 @@ but the fast forms hold n x n numbers.
 import functools
 import itertools
 import os
-import re
 from typing import Literal
 
 import torch
@@ -27,7 +26,7 @@ from attention.forms import FORM
 from attention.scores import distances, plain_form
 from bench import interleaved, medians, passes, peak_memory, ratios
 from configurator import names, positive, run_script
-from lab.experiments.results import difference, drawing, mean, measured, saved, show_table
+from lab.experiments.results import difference, drawing, mean, measured, show_table, stored
 from lab.experiments.runs import by_seed, finals, of_rows
 from model import ATTENTION
 from text.dataset import Tokens, folder_of
@@ -52,7 +51,7 @@ SCALES = {  # config file, flags, share of the training split
     "paper": ("config/train_shakespeare_char.py", {"max_iters": 10000}, 1.0),
     "pocket": (CPU, POCKET, 0.02),
 }
-ROWS = {"softmax": {}, "beta": {"attention": "beta"}}
+ROWS = {"softmax": "black", "beta": "C0"}  # the attentions, with their colors
 DROPOUT = (0.2, 0.0)  # the post's, and none
 
 
@@ -63,7 +62,7 @@ def part_of_the_text(share: float, make: bool) -> str:
     """
     if share == 1.0:
         return dataset
-    folder = os.path.join(out_dir, re.sub("[^A-Za-z0-9]+", "-", f"{dataset}-{share:g}"))
+    folder = os.path.join(out_dir, f"{os.path.basename(dataset)}-{share:g}")
     if make:
         train = Tokens(folder_of(dataset), "train", 1)
         val = Tokens(folder_of(dataset), "val", 1)
@@ -80,7 +79,7 @@ def train(make: bool) -> dict:
     data = part_of_the_text(share, make)
     rows = {}
     for dropout, row in itertools.product(DROPOUT, ROWS):
-        run = flags | ROWS[row] | {"dataset": data, "dropout": dropout}
+        run = flags | {"attention": row, "dataset": data, "dropout": dropout}
         rows[row, dropout] = f"{scale}, {row}, dropout {dropout:g}, seed ", file, run
     keep = ("val_loss", "train_loss")
     return by_seed(rows, range(1, seeds + 1), out, out_dir, jobs, make, keep)
@@ -134,7 +133,7 @@ def times(n: int) -> dict:
 
     "ms": milliseconds of the passes; "ratio": to softmax's in the same form; "bytes": peak memory.
     """
-    x = [torch.randn(1, 6, n, 32, requires_grad=grad) for grad in (True, True, True, False)]
+    x = torch.randn(4, 1, 6, n, 32, requires_grad=True).unbind()
     tasks = {name: functools.partial(passes, attend, x, "cpu") for name, attend in FORMS.items()}
     rounds = interleaved(tasks, "cpu", repeats)
     of_forms = {}
@@ -152,13 +151,12 @@ def draw(runs: dict) -> None:
     """Losses of both splits over the steps, with dropout and without."""
     with drawing(picture, 1, 2, 12, 4.5) as axes:
         for ax, dropout in zip(axes, DROPOUT, strict=True):
-            for row, color in (("softmax", "black"), ("beta", "C0")):
+            for row, color in ROWS.items():
                 for i, result in enumerate(runs[row, dropout]):
                     for split, line in (("val", "-"), ("train", ":")):
                         curve = result["curves"][f"{split}_loss"]
                         label = None if i else f"{row}, {split}"
-                        style = {"color": color, "linewidth": 1, "label": label}
-                        ax.plot(curve["iter"], curve[f"{split}_loss"], line, **style)
+                        ax.plot(*curve.values(), line, color=color, linewidth=1, label=label)
             ax.set(title=f"dropout {dropout:g}", xlabel="step", ylabel="loss", ylim=(0.4, 4.0))
 
 
@@ -185,7 +183,7 @@ def show_losses(runs: dict) -> None:
 def show_times() -> None:
     """Print the table of the times of the passes."""
     rows = []
-    for n, forms in saved(out, {}).get("backward", {}).get("passes", {}).items():
+    for n, forms in stored(out, "backward", "passes").items():
         for name in FORMS:
             r = forms[name]
             cells = [n, name, f"{r['ms']['forward']:.1f}", f"{r['ms']['backward']:.1f}"]

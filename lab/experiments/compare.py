@@ -20,13 +20,14 @@ Finished runs are skipped: you can stop the script and start it again. The proje
 lab/experiments/compare.json, count too: a run that is there is not made again.
 """
 
+import itertools
 import pathlib
 import statistics
 
 import torch
 
 from configurator import names, run_script
-from lab.experiments.results import add, difference, is_current, mean, saved, short, show_table
+from lab.experiments.results import add, difference, is_current, mean, short, show_table, stored
 from lab.experiments.runs import (
     as_flags,
     final,
@@ -83,19 +84,15 @@ def key_of(t: Table, row: str) -> str:
 
 def run_name(t: Table, row: str, seed: int, steps: int | None, rate: float | None) -> str:
     """The name of a run in --out."""
-    parts = [key_of(t, row)]
-    if rate:
-        parts.append(f"rate {rate:g}")
-    if steps:
-        parts.append(f"{steps} steps")
-    if extra:
-        parts.append(extra)
-    return ", ".join([*parts, f"seed {seed}"])
+    of_rate = f"rate {rate:g}" if rate else ""
+    of_steps = f"{steps} steps" if steps else ""
+    parts = key_of(t, row), of_rate, of_steps, extra, f"seed {seed}"
+    return ", ".join(filter(None, parts))
 
 
 def known_runs() -> dict:
     """The runs of the project's own file, and those in --out, which come first."""
-    return saved(SHIPPED, {"runs": {}})["runs"] | saved(out, {"runs": {}})["runs"]
+    return stored(SHIPPED, "runs") | stored(out, "runs")
 
 
 def train(t: Table, steps: dict) -> None:
@@ -128,11 +125,11 @@ def make(t: Table, steps: dict, keys: list[tuple]) -> None:
 
 def use_shipped(runs: dict) -> None:
     """Copy runs from the project's own file to --out, unless --out has them of the same code."""
-    results = saved(out, {"runs": {}})
-    shipped = saved(SHIPPED, {"runs": {}})["runs"]
+    own = stored(out, "runs")
+    shipped = stored(SHIPPED, "runs")
     for name, command in runs.items():
         of = identity(command)
-        if not is_current(results["runs"].get(name), of) and is_current(shipped.get(name), of):
+        if not is_current(own.get(name), of) and is_current(shipped.get(name), of):
             add(out, shipped[name], "runs", name)
 
 
@@ -171,20 +168,19 @@ def of_times(t: Table) -> str:
 def times_of(t: Table) -> dict[str, tuple[float, float]]:
     """{row: (milliseconds of a step, their ratio to the row that the table compares it with)}."""
     times = {}
-    for path in (SHIPPED, out):
-        stored = saved(path, {"times": {}})["times"]
-        for row in t.rows:
-            ms, ratio, *made = stored.get(key_of(t, row), (None, None))
-            if ms and made[:1] in ([], [t.base(row)]):  # two numbers: older ones
-                times[row] = ms, ratio
+    known = stored(SHIPPED, "times"), stored(out, "times")
+    for table, row in itertools.product(known, t.rows):
+        ms, ratio, *made = table.get(key_of(t, row), (None, None))
+        if ms and made[:1] in ([], [t.base(row)]):  # two numbers: older ones
+            times[row] = ms, ratio
     return times
 
 
 def has_times(t: Table) -> bool:
     """Whether --out has the times of all chosen rows, of their code as it is now."""
-    stored = saved(out, {"times": {}})["times"]
+    times = stored(out, "times")
     of = of_times(t)
-    return all(stored.get(key_of(t, row), [""])[-1] == of for row in chosen(t))
+    return all(times.get(key_of(t, row), [""])[-1] == of for row in chosen(t))
 
 
 def in_equal_time(t: Table) -> dict[str, int]:

@@ -16,20 +16,19 @@ training.
 """
 
 import itertools
-import os
-import re
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from configurator import names, run_script
-from lab.experiments.results import measured, saved, show_table
+from lab.experiments.results import measured, show_table, stored
 from lab.experiments.runs import as_flags, finished, identity
-from lab.experiments.tables import rows_of
+from lab.experiments.runs import folder_of as run_folder
+from lab.experiments.tables import rows_of, steps_of
 from lab.experiments.times import apart
 from model import GPT
 from text.dataset import Tokens, folder_of
@@ -61,20 +60,16 @@ softmax short, beta_squared long, conv, rope, decay: --attention=beta_squared \
 --short_attention=softmax --heads=SSSL --window=16 --conv=4 --position=rope --decay=alibi
 """)
 DECODED = ("beta, alibi", "softmax short, beta_squared long, conv, rope in short heads")
-BANDS = [0, 64, 256, 1024, 4096, 16384, 65536, 2**30]  # of positions: where each begins
+BANDS = [0, 64, 256, 1024, 4096, 16384, 65536]  # of positions: where each begins
 
 
-def command_of(name: str) -> list[str]:
-    """The arguments of train.py of a model's run."""
-    flags = TRAINED[name] | {
-        "max_iters": steps,
-        "lr_decay_iters": steps,
-        "eval_interval": steps,
-        "seed": 1,
-        "dataset": dataset,
-        "block_size": block_size,
-    }
-    return [config_file, *as_flags(flags)]
+def measure(part: str, name: str, f: Callable, *args: object) -> None:
+    """Add f(the folder of a model's run, *args) to --out, if it is missing; and make the run."""
+    flags = TRAINED[name] | steps_of(steps) | {"dataset": dataset, "block_size": block_size}
+    command = [config_file, *as_flags(flags), "--seed=1"]
+    folder = run_folder(name, command, out_dir)
+    finished(name, command, folder)
+    measured(out, part, name, block_size, apart, f, folder, *args, of=identity(command))
 
 
 def decode(folder: str, tokens: int, slide: int) -> dict:
@@ -102,12 +97,9 @@ def decode(folder: str, tokens: int, slide: int) -> dict:
     rounds = 9
     size = max(1, min(500, tokens // 10))  # tokens of a round
     row = {}
-    for name, n, later, settings in (
-        ("slides", slide, 0, {}),
-        ("endless", tokens, rounds * size, {"endless": True}),
-    ):
+    for name, n, settings in (("slides", slide, {}), ("endless", tokens, {"endless": True})):
         gpt.generate(begin, 2 * gpt.config.block_size, seed=0, **settings)  # warm-up
-        old = text(n + later, seed=1, **settings)
+        old = text(n + rounds * size, seed=1, **settings)
         tenths = []
         for _ in range(10):
             tokens_per_s = speed(old, n // 10)
@@ -148,11 +140,11 @@ def in_windows(gpt: GPT, text: Tokens) -> Tensor:
     return torch.cat(losses)
 
 
-def read_far(folder: str, data: str) -> dict:
+def read_far(folder: str) -> dict:
     """{"sums" or "slides": {a band of positions: the mean loss in it}} of the validation split."""
     torch.set_flush_denormal(True)
-    gpt = open_model("resume", folder, "latest")[0].eval()
-    text = Tokens(data, "val", gpt.config.block_size)
+    gpt, _, run, _ = open_model("resume", folder, "latest")
+    text = Tokens(folder_of(run["dataset"]), "val", gpt.eval().config.block_size)
     x = torch.from_numpy(text.ids.astype("int64"))[None]
     losses = {"sums": through_a_cache(gpt, x)[0], "slides": in_windows(gpt, text)}
     n = x.shape[1] - 1
@@ -165,9 +157,8 @@ def read_far(folder: str, data: str) -> dict:
 
 def show() -> None:
     """Print a table for each part."""
-    results = saved(out, {"decode": {}, "far": {}})
     rows = []
-    for name, by_size in results["decode"].items():
+    for name, by_size in stored(out, "decode").items():
         by_text = next(iter(by_size.values()))
         for text in ("slides", "endless"):
             first = by_text[text]["first"]["cache_bytes"]
@@ -178,34 +169,21 @@ def show() -> None:
     columns = "model | text | tokens/s | at the end, against a new text | cache, first and last"
     show_table(columns, rows)
     rows = []
-    columns = "loss of sums (sliding) | block_size"
-    bands = []
-    for name, by_size in results["far"].items():
+    for name, by_size in stored(out, "far").items():
         for n, by_text in by_size.items():
-            bands = bands or list(by_text["sums"])
-            cells = [
-                f"{by_text['sums'][band]:.3f} ({by_text['slides'][band]:.3f})" for band in bands
-            ]
-            rows.append([name, n, *cells])
-    show_table(" | ".join([columns, *bands]), rows)
+            bands, sums = zip(*by_text["sums"].items(), strict=True)
+            pairs = zip(sums, by_text["slides"].values(), strict=True)
+            rows.append([name, n, *(f"{a:.3f} ({b:.3f})" for a, b in pairs)])
+    show_table(" | ".join(["loss of sums (sliding) | block_size", *bands]), rows)
 
 
 def main() -> None:
     parts = names(what, ["decode", "far", "show"])
-    data = folder_of(dataset)
     for name in names(only, TRAINED, ";"):
-        if parts == ["show"]:
-            break
-        command = command_of(name)
-        folder = os.path.join(out_dir, f"{re.sub('[^a-z0-9]+', '-', name)}-{block_size}")
-        finished(name, command, folder)  # trains it if it is missing
-        measures = {}
         if "decode" in parts and name in DECODED:
-            measures["decode"] = decode, folder, tokens, slide
+            measure("decode", name, decode, tokens, slide)
         if "far" in parts:
-            measures["far"] = read_far, folder, data
-        for part, args in measures.items():
-            measured(out, part, name, block_size, apart, *args, of=identity(command))
+            measure("far", name, read_far)
     if "show" in parts:
         show()
 

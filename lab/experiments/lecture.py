@@ -10,21 +10,19 @@ falls. (Depth against width is `compare --table=aspect`.) Runs in --out are not 
 """
 
 import itertools
-import os
 import re
 import subprocess
 import sys
 
 from configurator import names, run_script
 from lab.experiments.beta_post import part_of_the_text
-from lab.experiments.results import difference, mean, measured, saved, show_table
-from lab.experiments.runs import as_flags, finished, identity, result_of
-from lab.experiments.tables import rows_of
+from lab.experiments.results import difference, mean, measured, show_table, stored
+from lab.experiments.runs import as_flags, finished, folder_of, identity, result_of
+from lab.experiments.tables import rows_of, steps_of
 
 # What is measured?
 what = "positions,decay,show"  # the parts to run; show: the tables of --out
 seeds = 3  # runs of each row
-steps: int | None = None  # of each run; None: 1000, and 2000 of the part decay
 out = "lab/experiments/lecture.json"  # the results
 out_dir = "out-lecture"  # the folder for the runs, each in a folder of its own
 
@@ -40,67 +38,51 @@ rope, decay: --position=rope --decay=alibi
 stick-breaking, none: --attention=stick_breaking --position=none --import=lab.ideas
 """)
 LENGTHS = (64, 256, 1024)  # tokens in a window of the evaluation
-DECAYS = (0.0, 0.1, 1.0)  # weight decays
-SCHEDULES = ("cosine", "constant")
-
-
-def evaluated(folder: str, *flags: str) -> dict[str, float]:
-    """{"loss": nats per token} that eval.py prints of the latest checkpoint in a folder."""
-    args = ["eval.py", f"--out_dir={folder}", "--which=latest", "--batch_size=16", *flags]
-    run = subprocess.run([sys.executable, *args], capture_output=True, text=True, check=True)
-    loss = re.search(r"^loss +([\d.]+)", run.stdout, re.MULTILINE)
-    return {"loss": float(loss[1])}
-
-
-def rows_of_part(part: str) -> dict[str, dict]:
-    """{row: its flags} of a part."""
-    if part == "positions":
-        return POSITIONS
-    rows = {}
-    for schedule, x in itertools.product(SCHEDULES, DECAYS):
-        rows[f"{schedule} {x:g}"] = {
-            "dataset": part_of_the_text(0.02, False),
-            "weight_decay": x,
-            "schedule": schedule,
-            "eval_iters": 73,
-        }
-    return rows
-
-
-# {part: (the steps of a run, how the names of its runs begin)}
-PARTS = {"positions": (1000, "position "), "decay": (2000, "")}
+# "schedule weight_decay"
+DECAYS = rows_of("""
+cosine 0: --schedule=cosine --weight_decay=0.0
+cosine 0.1: --schedule=cosine --weight_decay=0.1
+cosine 1: --schedule=cosine --weight_decay=1.0
+constant 0: --schedule=constant --weight_decay=0.0
+constant 0.1: --schedule=constant --weight_decay=0.1
+constant 1: --schedule=constant --weight_decay=1.0
+""")
+# {part: (its rows, the steps of a run)}
+PARTS = {"positions": (POSITIONS, 1000), "decay": (DECAYS, 2000)}
 
 
 def make(part: str) -> None:
     """Make the runs of a part, and measure them, unless their numbers are in --out."""
-    n, begin = PARTS[part]
-    n = steps or n
+    rows, steps = PARTS[part]
+    common = steps_of(steps, 5)
     if part == "decay":
-        part_of_the_text(0.02, True)  # its checksum is in the identity of a run
-    common = {"max_iters": n, "lr_decay_iters": n, "eval_interval": n // 5}
-    for seed, (row, flags) in itertools.product(range(1, seeds + 1), rows_of_part(part).items()):
-        flags = common | flags
-        command = [CPU, *as_flags(flags), f"--seed={seed}"]
-        name = f"{begin}{row}, seed {seed}"
-        args = numbers, part, name, command, flags
-        measured(out, part, row, seed, *args, of=identity(command))
+        common |= {"dataset": part_of_the_text(0.02, True), "eval_iters": 73}
+    for seed, (row, flags) in itertools.product(range(1, seeds + 1), rows.items()):
+        command = [CPU, *as_flags(common | flags), f"--seed={seed}"]
+        measured(out, part, row, seed, numbers, part, row, command, of=identity(command))
 
 
-def numbers(part: str, name: str, command: list[str], flags: dict) -> dict:
-    """What is measured of a run. Make the run, and its data set, if they are missing."""
-    folder = os.path.join(out_dir, re.sub("[^a-z0-9]+", "-", name.replace(", seed", "")))
-    log = finished(name, command, folder)
+def numbers(part: str, row: str, command: list[str]) -> dict[str, float]:
+    """The losses of a run, in nats per token. Make the run if it is missing."""
+    folder = folder_of(row, command, out_dir)
+    log = finished(f"{part}, {row}", command, folder)
     if part == "positions":
-        more = [f"--import={flags['import']}"] if "import" in flags else []
-        return {str(n): evaluated(folder, f"--block_size={n}", *more)["loss"] for n in LENGTHS}
-    result = result_of(log, ("val_loss",), False)
-    losses = {key: result[key] for key in ("train", "val", "best")}
-    return losses | {"val_losses": result["curves"]["val_loss"]["val_loss"]}
+        return {str(n): evaluated(folder, n, command) for n in LENGTHS}
+    result = result_of(log, (), False)
+    return {key: result[key] for key in ("train", "val", "best")}
+
+
+def evaluated(folder: str, n: int, command: list[str]) -> float:
+    """The loss that eval.py prints of the latest checkpoint of a run, on windows of n tokens."""
+    args = ["eval.py", f"--out_dir={folder}", "--which=latest", "--batch_size=16"]
+    args += [f"--block_size={n}", *(word for word in command if word.startswith("--import="))]
+    run = subprocess.run([sys.executable, *args], capture_output=True, text=True, check=True)
+    return float(re.search(r"^loss +([\d.]+)", run.stdout, re.MULTILINE)[1])
 
 
 def seeds_of(part: str, row: str) -> list[dict]:
     """The results of a row's seeds in --out."""
-    return list(saved(out, {}).get(part, {}).get(row, {}).values())
+    return list(stored(out, part, row).values())
 
 
 def show_positions() -> None:
@@ -117,12 +99,11 @@ def show_positions() -> None:
 def show_decay() -> None:
     """Print the table of the weight decays."""
     rows = []
-    for schedule in SCHEDULES:
-        without = measures(f"{schedule} {DECAYS[0]:g}")
-        for x in DECAYS:
-            losses = measures(f"{schedule} {x:g}")
-            changes = map(difference, losses, without) if x else [""] * len(losses)
-            rows.append([schedule, f"{x:g}", *map(mean, losses), *changes])
+    for row in DECAYS:
+        schedule, x = row.split()
+        losses = measures(row)
+        changes = map(difference, losses, measures(f"{schedule} 0")) if x != "0" else [""] * 3
+        rows.append([schedule, x, *map(mean, losses), *changes])
     columns = "schedule | weight decay | train | gap | best val"
     show_table(f"{columns} | train, against 0 | gap, against 0 | best val, against 0", rows)
 
@@ -135,13 +116,12 @@ def measures(row: str) -> list[list[float]]:
 
 
 def main() -> None:
-    parts = names(what, [*PARTS, "show"])
-    for part in parts:
-        if part != "show":
+    for part in names(what, [*PARTS, "show"]):
+        if part == "show":
+            show_positions()
+            show_decay()
+        else:
             make(part)
-    if "show" in parts:
-        show_positions()
-        show_decay()
 
 
 if __name__ == "__main__":

@@ -5,11 +5,10 @@
 The parts (--what):
 
 steps   time and peak memory of a training step for each row of ROWS and each length, in a fresh
-        process each. A row ends at a step of more than --patience seconds, or where the next one
-        would need more than --most_memory. The time is the processor's, so that other programs
-        disturb it less; with one thread it is that of an idle machine.
-double  how much longer a step takes when the text gets twice as long, for the last two of
-        --double: the median of rounds in which both lengths take turns.
+        process each. The time is the processor's, so that other programs disturb it less; with one
+        thread it is that of an idle machine.
+double  how much longer a step takes on twice as many tokens as --double: the median of rounds in
+        which both lengths take turns.
 show    the table
 
 Results that are in --out are not measured again, so you can stop the script and start it again.
@@ -18,13 +17,13 @@ endless.py is about long texts in decoding.
 
 import functools
 import resource
-import statistics
+from collections.abc import Callable
 
 import torch
 
 from bench import interleaved, medians, ratios
 from configurator import names, positive, run_script
-from lab.experiments.results import measured, saved, show_table
+from lab.experiments.results import measured, show_table, stored
 from lab.experiments.runs import of_rows
 from lab.experiments.tables import rows_of
 from lab.experiments.times import apart, max_rss, timed_step
@@ -33,10 +32,8 @@ from model import GPT, GPTConfig
 what = "steps,double,show"  # the parts: see above
 only = ""  # the rows to measure, separated by semicolons; empty: all
 lengths = "1024,4096,8192,16384,65536"  # tokens of the one sequence of a step
-double = "8192,16384"  # the two lengths that are compared in rounds
+double = 8192  # tokens: the shorter one of the two lengths that are compared in rounds
 repeats = 5  # rounds of that comparison; a step of the part steps is repeated at most as often
-patience = 90.0  # seconds; after a longer step a row gets no longer text
-most_memory = 8.0  # GiB; a row ends before a step that would need more
 out = "lab/experiments/length.json"  # the results
 
 SIZES = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 256, "position": "rope"}
@@ -88,54 +85,37 @@ def step(flags: dict, n: int, repeats: int) -> dict:
     while len(steps) <= repeats and sum(x["s"] for x in steps) + steps[-1]["s"] < 60:
         steps.append(step_in(gpt, adamw, n))
     counted = steps[1:] or steps
-    times = {key: statistics.median(x[key] for x in counted) for key in ("s", "own_s")}
+    times = medians(counted)[0]
     return times | {"steps": len(counted), "bytes": max_rss() - before}
 
 
-def doubled(flags: dict, short: int, long: int, repeats: int) -> dict:
-    """The ratio of the times of a step on `long` tokens and on `short` ones: the rounds' median."""
-    gpt, adamw = trainer(flags, long)
-    tasks = {n: functools.partial(step_in, gpt, adamw, n) for n in (short, long)}
+def doubled(flags: dict, n: int, repeats: int) -> dict:
+    """The ratio of the times of a step on 2 n tokens and on n: the rounds' median."""
+    gpt, adamw = trainer(flags, 2 * n)
+    tasks = {size: functools.partial(step_in, gpt, adamw, size) for size in (n, 2 * n)}
     rounds = interleaved(tasks, "cpu", repeats)
-    ratio = ratios(rounds, long, short)
-    seconds = {f"s_{n}": medians(rounds[n])[0]["s"] for n in rounds}
+    ratio = ratios(rounds, 2 * n, n)
+    seconds = {f"s_{size}": medians(rounds[size])[0]["s"] for size in rounds}
     return seconds | {"ratio": ratio["s"], "own_ratio": ratio["own_s"]}
 
 
-def measure_steps() -> None:
-    """Measure each row at each length, until a step takes too long or too much memory."""
-    for name in names(only, ROWS, ";"):
-        seconds = 0.0
-        bytes_per_token = 0.0
-        for n in sorted(positive("lengths", lengths)):
-            if seconds > patience or bytes_per_token * n > most_memory * 2**30:
-                print(f"steps, {name}: no {n} tokens (--patience, --most_memory)")
-                break
-            args = apart, step, ROWS[name], n, repeats
-            row = measured(out, "steps", name, n, *args, of=of_rows(__file__, ROWS[name]))
-            seconds = row["s"]
-            bytes_per_token = row["bytes"] / n
-
-
-def measure_double() -> None:
-    """Compare the two lengths of --double for each row."""
-    short, long = sorted(positive("double", double))[-2:]
-    for name in names(only, ROWS, ";"):
-        args = apart, doubled, ROWS[name], short, long, repeats
-        measured(out, "double", name, long, *args, of=of_rows(__file__, ROWS[name]))
+def measure(part: str, name: str, size: int, f: Callable, n: int) -> None:
+    """Add f(flags of a row, n, repeats), in a fresh process, to --out, if it is missing."""
+    args = apart, f, ROWS[name], n, repeats
+    measured(out, part, name, size, *args, of=of_rows(__file__, ROWS[name]))
 
 
 def show() -> None:
     """Print the table."""
-    results = saved(out, {"steps": {}, "double": {}})
-    sizes = sorted({int(n) for row in results["steps"].values() for n in row})
+    steps = stored(out, "steps")
+    sizes = sorted({int(n) for row in steps.values() for n in row})
     rows = []
-    for name, row in results["steps"].items():
+    for name, row in steps.items():
         cells = [name]
         for n in sizes:
             r = row.get(str(n))
             cells.append(f"{r['s']:.2f} s, {r['bytes'] / 2**20:,.0f} MiB" if r else "")
-        twice = results["double"].get(name, {}).values()
+        twice = stored(out, "double", name).values()
         cells.append(", ".join(f"{r['ratio']:.2f}x ({r['own_ratio']:.2f}x)" for r in twice))
         rows.append(cells)
     lengths = " | ".join(f"n = {n:,}" for n in sizes)
@@ -143,9 +123,15 @@ def show() -> None:
 
 
 def main() -> None:
-    parts = {"steps": measure_steps, "double": measure_double, "show": show}
-    for part in names(what, parts):
-        parts[part]()
+    parts = names(what, ["steps", "double", "show"])
+    for name in names(only, ROWS, ";"):
+        if "steps" in parts:
+            for n in positive("lengths", lengths):
+                measure("steps", name, n, step, n)
+        if "double" in parts:
+            measure("double", name, 2 * double, doubled, double)
+    if "show" in parts:
+        show()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the experiments share: results in a JSON file, tables and pictures of them."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -28,6 +29,17 @@ def saved(path: str, defaults: dict) -> dict:
         raise UserError(f"{path} is damaged; delete it, or name another file") from None
 
 
+def stored(path: str, *keys: str) -> dict:
+    """What {key: {key: ...}} of a JSON file has under these keys; {} where there is nothing."""
+    place = saved(path, {})
+    for key in keys:
+        place = place.get(key, {})
+    return place
+
+
+compact = functools.partial(json.dumps, separators=(",", ":"))  # JSON without spaces
+
+
 def save(path: str, results: dict) -> None:
     """Write tables, {table: {row: numbers}} or {table: [row]}, to a JSON file, one row a line.
 
@@ -46,11 +58,6 @@ def save(path: str, results: dict) -> None:
     with open(f"{path}.tmp", "w", encoding="utf-8") as f:
         f.write("{\n" + ",\n".join(tables) + "\n}\n")
     os.replace(f"{path}.tmp", path)
-
-
-def compact(row: object) -> str:
-    """JSON without spaces."""
-    return json.dumps(row, separators=(",", ":"))
 
 
 def short(x: object, digits: int = 7) -> object:
@@ -86,7 +93,7 @@ def measured(
     If the file lacks them, or has those of other code, measure(*args) gives them, and they are
     added to the file. of: a checksum of what made them; see identity.py.
     """
-    numbers = saved(path, {}).get(part, {}).get(row, {}).get(str(size))
+    numbers = stored(path, part, row).get(str(size))
     if not is_current(numbers, of):
         numbers = short(measure(*args))
         print(f"{part}, {row}, {size}: {json.dumps(numbers)}", flush=True)
@@ -104,17 +111,12 @@ class Difference(NamedTuple):
     low: float
     high: float
     shown: float  # the true difference that such pairs show with a power of 80%
-    p: float = 1.0  # of Student's t test
+    p: float  # of Student's t test
 
     def __str__(self) -> str:
         if not math.isfinite(self.mean):
             return "diverged"
         return f"{self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
-
-    @property
-    def word(self) -> str:
-        """better, worse, or nothing where the interval contains 0."""
-        return "better" if self.high < 0 else "worse" if self.low > 0 else ""
 
 
 def difference(x: list[float], y: list[float]) -> Difference | str:
@@ -122,10 +124,10 @@ def difference(x: list[float], y: list[float]) -> Difference | str:
     changes = [a - b for a, b in zip(x, y, strict=False)]
     if len(changes) < 2:
         return f"{changes[0]:+.3f}, one seed" if changes else ""
-    if not all(map(math.isfinite, changes)):
-        return Difference(*[math.inf] * 4)
-    t = optional("scipy.stats", "an interval").t(len(changes) - 1)
     mean = statistics.mean(changes)
+    if not math.isfinite(mean):
+        return Difference(*[math.inf] * 5)
+    t = optional("scipy.stats", "an interval").t(len(changes) - 1)
     error = statistics.stdev(changes) / math.sqrt(len(changes)) or 1e-12
     half = t.ppf(0.975) * error
     p = 2 * t.sf(abs(mean) / error)

@@ -27,7 +27,7 @@ from filelock import FileLock
 from configurator import PLAIN, user_errors
 from errors import UserError
 from lab.experiments.identity import PARSING, of_code, of_data, of_text, parsed
-from lab.experiments.results import add, is_current, saved, short
+from lab.experiments.results import add, is_current, short, stored
 
 MADE = "identity"  # the file with the identity of the run in a folder
 DONE = "done"  # MADE, after the run has ended
@@ -113,9 +113,7 @@ def rows_of_log(folder: pathlib.Path, steps: int) -> list[dict] | None:
 
 def run_python(args: list[str], threads: int | None) -> subprocess.CompletedProcess:
     """Run python with these arguments. threads: of the run; None: PyTorch chooses."""
-    env = dict(os.environ)
-    if threads is not None:
-        env["OMP_NUM_THREADS"] = str(threads)
+    env = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     return subprocess.run([sys.executable, *args], capture_output=True, text=True, env=env)
 
 
@@ -236,14 +234,14 @@ def record(
     see `result_of`. progress(name, seconds) is called after each run. Raises UserError for a
     missing run, and for a run that fails for another reason than a loss that is not finite.
     """
-    known = saved(path, {"runs": {}})["runs"]
+    known = stored(path, "runs")
     if make:
         new = {}
         for name, args in runs.items():
             if not is_current(known.get(name), identity(args)):
                 new[name] = args
         make_runs(path, new, out_dir, jobs, keep, progress)
-        known = saved(path, {"runs": {}})["runs"]
+        known = stored(path, "runs")
     for name in runs:
         if name not in known:
             raise UserError(f"{path} has no results of {name!r}: train it first")
@@ -328,14 +326,14 @@ def result_of(log: list[dict], keep: tuple, first_seed: bool) -> dict:
     return short(result)
 
 
-def curve(log: list[dict], name: str, points: int = 20) -> dict:
+def curve(log: list[dict], name: str) -> dict:
     """{"iter": steps, name: numbers} of a log. A long log is cut into at most 20 pieces.
 
     A piece becomes its mean, or the largest number if the log has a list of numbers (one for each
     layer) at each step.
     """
     rows = [row for row in log if name in row]
-    size = max(1, math.ceil(len(rows) / points))
+    size = max(1, math.ceil(len(rows) / 20))
     steps = []
     numbers = []
     for i in range(0, len(rows), size):
@@ -387,9 +385,9 @@ def steps_to(goal: float, result: dict) -> float:
     return math.inf
 
 
-def spikes(losses: list[float], before: int = 10, by: float = 0.2) -> int:
+def spikes(losses: list[float]) -> int:
     """How often a loss is higher than all of the 10 before it, by more than 0.2."""
-    return sum(losses[i] > max(losses[max(0, i - before) : i]) + by for i in range(1, len(losses)))
+    return sum(losses[i] > max(losses[max(0, i - 10) : i]) + 0.2 for i in range(1, len(losses)))
 
 
 def as_flags(flags: dict) -> list[str]:

@@ -249,12 +249,25 @@ softmax short, beta_squared long: --short_attention=softmax --heads=SSSL --windo
 softmax short, beta_squared long, conv: --short_attention=softmax --heads=SSSL --window=16 \
 --attention=beta_squared --conv=4
 """)
-AT_256 = {"block_size": 256, "batch_size": 3, "eval_iters": 145}
-FAST = (
+LINEAR_256 = (
+    "softmax",
+    "softmax, conv",
+    "softmax, learned decay, conv",
+    "LS, conv",
     "beta, learned decay, conv",
     "softmax short, beta long, conv",
     "softmax short, beta_squared long, conv",
 )
+LINEAR_NOVELS = rows_of("""
+softmax:
+softmax, conv: --conv=4
+beta, learned decay, conv: --attention=beta --import=lab.ideas.positions --decay=learned --conv=4
+softmax short, beta long, conv: --short_attention=softmax --heads=SSSL --window=50 \
+--attention=beta --conv=4
+softmax short, beta_squared long, conv: --short_attention=softmax --heads=SSSL --window=50 \
+--attention=beta_squared --conv=4
+""")
+AT_256 = {"block_size": 256, "batch_size": 3, "eval_iters": 145}
 LONG = {
     "n_layer": 4,
     "n_head": 8,
@@ -267,18 +280,6 @@ LONG = {
     "warmup_iters": 50,
     "eval_iters": 40,
 }
-
-
-def linear(steps: int, only: tuple = tuple(LINEAR), window: int = 16, **other: object) -> Table:
-    """A table of rows of LINEAR, with RoPE."""
-    rows = {}
-    for name in only:
-        flags = LINEAR[name] | {"position": "rope"}
-        if "window" in flags:
-            flags["window"] = window
-        rows[name] = flags
-    return Table(rows, steps=steps, **other)
-
 
 # With RoPE, unless a row says something else; lab/ideas/scores.py and after.py have the papers.
 # Differential V2 has twice the heads.
@@ -453,22 +454,18 @@ TABLES = {
         "lab/examples/before_attention.py",
         {"picture": ""},
     ),
-    "64": linear(1500),  # attention in linear time, contexts of 64 and of 256
-    "256": linear(
-        1500,
-        only=("softmax", "softmax, conv", "softmax, learned decay, conv", "LS, conv", *FAST),
-        flags=AT_256,
+    # attention in linear time, contexts of 64 and of 256
+    "64": Table(LINEAR, flags={"position": "rope"}, steps=1500),
+    "256": Table(
+        {row: LINEAR[row] for row in LINEAR_256},
+        flags=AT_256 | {"position": "rope"},
+        steps=1500,
     ),
     "ideas": Table(IDEAS, flags=ROPE, steps=1500),
     "ideas_conv": Table(IDEAS, flags=ROPE | {"conv": 4}, steps=1500),
     "ideas_256": Table({row: IDEAS[row] for row in BEST}, flags=ROPE | AT_256, steps=1500),
-    "novels": linear(  # n = 2048, after data/pg19/prepare.py
-        400,
-        only=("softmax", "softmax, conv", *FAST),
-        window=50,
-        file=NOVELS,
-        flags=LONG,
-    ),
+    # n = 2048, after data/pg19/prepare.py
+    "novels": Table(LINEAR_NOVELS, NOVELS, LONG | {"position": "rope"}, steps=400),
     "novels_1024": Table(
         NOVELS_1024,
         NOVELS,
