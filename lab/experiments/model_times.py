@@ -21,14 +21,12 @@ and ratios are as in bench.py's tables.
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Literal
 
 import torch
-from torch import Tensor
 
 from attention.forms import FORM
 from bench import clock, interleaved, table
-from configurator import names, pick_device, positive, run_script
+from configurator import DTYPE, names, pick_device, positive, run_script
 from lab.experiments.results import save
 from lab.experiments.times import milliseconds, write
 from model import ATTENTION, GPT, GPTConfig
@@ -46,7 +44,7 @@ repeats = 9  # rounds; in each round every model runs once
 out = "model-times.json"  # the file of results
 # What does it run on?
 device = "auto"  # auto (the first of cuda, mps and cpu that there is), cpu, cuda, cuda:0 or mps
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of autocast
+dtype: DTYPE = "auto"  # of autocast
 seed = 1337  # decides the random numbers: weights and tokens
 
 # The long-short paper's model (section 5.1). The paper does not say which GELU: this is PyTorch's
@@ -79,20 +77,15 @@ def models(dev: str, n: int, sizes: dict) -> dict:
     return gpts
 
 
-def texts(dev: str, n: int) -> Tensor:
-    """Sequences of n random tokens, as many as are computed at once: (B, n)."""
-    B = max(1, tokens // n) if tokens else batch_size
-    return torch.randint(LS_MODEL["vocab_size"], (B, n), device=dev)
-
-
 def timed(title: str, run: Callable, dev: str, n: int) -> list[dict]:
-    """Time run(gpt, x) on texts x of n tokens; print a table and return its rows."""
-    x = texts(dev, n)
+    """Time run(gpt, x) on random tokens x (B, n); print a table and return its rows."""
+    B = max(1, tokens // n) if tokens else batch_size
+    x = torch.randint(LS_MODEL["vocab_size"], (B, n), device=dev)
     tasks = {}
     for name, gpt in models(dev, n, LS_MODEL).items():
         tasks[name] = partial(milliseconds, dev, run, gpt, x)
     rounds = interleaved(tasks, dev, repeats)
-    return table(title, {"n": n, "batch": len(x)}, rounds, {})
+    return table(title, {"n": n, "batch": B}, rounds, {})
 
 
 def forward(dev: str, amp: object, n: int) -> list[dict]:
@@ -140,7 +133,7 @@ def decode(dev: str, amp: object, n: int) -> list[dict]:
 
 
 # {part: (what measures one length, its lengths)}
-PARTS: dict[str, tuple[Callable, str]] = {
+PARTS = {
     "forward": (forward, "2048,8192"),
     "step": (step, "1024"),
     "decode": (decode, "1024"),

@@ -45,14 +45,8 @@ class Number(nn.Module):
         return self.op(x, self.number.to(x.dtype))
 
 
-def added() -> Number:
-    """x + a, with a learned number a that begins at 0."""
-    return Number(operator.add, 0.0)
-
-
-def scaled(start: float) -> Number:
-    """a x, with a learned number a."""
-    return Number(operator.mul, start)
+added = partial(Number, operator.add, 0.0)  # x + a
+scaled = partial(Number, operator.mul)  # a x
 
 
 def rezero(gpt: GPT, norms: bool = False) -> None:
