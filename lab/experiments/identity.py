@@ -103,6 +103,7 @@ def _read(path, mtime, size):
     return of_text(ast.unparse(tree)), imports
 
 
+@functools.cache
 def _paths(module, importer):
     """The files that the import of a module executes, but for those of Python and of packages."""
     name = module.lstrip(".")

@@ -17,6 +17,7 @@ def _top_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def _a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test may edit code and data."""
     monkeypatch.setattr(identity, "SEEN", {})
+    identity._paths.cache_clear()
 
 
 @pytest.fixture
