@@ -183,9 +183,10 @@ class Verdict:
         self.look_key = key
 
     def sit(self) -> None:
-        """Time a few steps of both sides at each size."""
+        """Time a few steps of both sides at each size, unless all sittings were held."""
         for size, clock in self.clocks.items():
-            self.sittings[size].append(clock.sitting())
+            if len(self.sittings[size]) < method.SITTINGS:
+                self.sittings[size].append(clock.sitting())
 
     def start(self) -> None:
         """The first sitting, and what all will take on this machine."""
@@ -228,11 +229,16 @@ class Verdict:
         self.tuned = self.judge.tuned(sum(at_size.values(), []), tried)
         rates = {setting: tuned.k for setting, tuned in self.tuned.items()}
         self.losses = {setting: [] for setting in rates}
-        for seed in range(1, seeds + 1):
-            for setting, losses in self.judge.losses(rates, [seed]).items():
-                self.losses[setting] += losses
-            if self.clocks and len(self.sittings[self.sizes[0]]) < method.SITTINGS:
+        everyone = range(1, seeds + 1)
+        for i in range(0, seeds, self.judge.jobs):
+            few = everyone[i : i + self.judge.jobs]
+            for settings in at_size.values():  # runs of one size take as long
+                of_size = {setting: rates[setting] for setting in settings}
+                for setting, losses in self.judge.losses(of_size, few).items():
+                    self.losses[setting] += losses
                 self.sit()
+        for _ in range(method.SITTINGS):
+            self.sit()
         self.kept("sittings", self.arms, lambda: self.sittings)
         for size, (base, idea) in at_size.items():
             row = self.numbers["sizes"][size]
