@@ -182,6 +182,11 @@ class Verdict:
         add(self.judge.store, looks.get(str(seeds), "not ended"), "looks", key, str(seeds))
         self.look_key = key
 
+    def compared(self, size: str) -> range:
+        """The seeds of the compared runs. Each size has its own: their errors are independent."""
+        first = 1 + 1000 * self.sizes.index(size)
+        return range(first, first + seeds)
+
     def sit(self) -> None:
         """Time a few steps of both sides at each size, unless all sittings were held."""
         for size, clock in self.clocks.items():
@@ -229,11 +234,10 @@ class Verdict:
         self.tuned = self.judge.tuned(sum(at_size.values(), []), tried)
         rates = {setting: tuned.k for setting, tuned in self.tuned.items()}
         self.losses = {setting: [] for setting in rates}
-        everyone = range(1, seeds + 1)
         for i in range(0, seeds, self.judge.jobs):
-            few = everyone[i : i + self.judge.jobs]
-            for settings in at_size.values():  # runs of one size take as long
+            for size, settings in at_size.items():  # runs of one size take as long
                 of_size = {setting: rates[setting] for setting in settings}
+                few = self.compared(size)[i : i + self.judge.jobs]
                 for setting, losses in self.judge.losses(of_size, few).items():
                     self.losses[setting] += losses
                 self.sit()
@@ -254,7 +258,7 @@ class Verdict:
         self.folders = [
             [
                 folder_of(*self.judge.run(setting, rates[setting], seed), out_dir)
-                for seed in range(1, min(seeds, COLUMN) + 1)
+                for seed in self.compared(self.sizes[-1])[:COLUMN]
             ]
             for setting in largest
         ]
@@ -277,14 +281,15 @@ class Verdict:
 
             # how much a longer training is worth, in nats for each unit of ln(steps)
             k = self.tuned[idea].k
-            everyone = range(1, seeds + 1)
+            everyone = self.compared(size)
             in_time = self.losses[idea]
             if fit != steps:
                 (in_time,) = self.judge.losses({idea._replace(steps=fit): k}, everyone).values()
             other, shorter = fit, in_time
             if abs(math.log(fit / steps)) < 0.1:
                 other = steps // 2
-                (shorter,) = self.judge.losses({idea._replace(steps=other): k}, (1, 2)).values()
+                two = everyone[:2]
+                (shorter,) = self.judge.losses({idea._replace(steps=other): k}, two).values()
             gains = [y - x for x, y in zip(self.losses[idea], shorter, strict=False)]
             worth = fmean(gains) / math.log(steps / other)
 
@@ -322,13 +327,15 @@ class Verdict:
     def column(self, judge: Judge, rates: dict[Setting, float | None]) -> dict:
         """The difference of two settings, with few seeds. rates: None where one is to be chosen."""
         left = [setting for setting, k in rates.items() if k is None]
-        rates |= {
-            setting: tuned.k for setting, tuned in judge.tuned(left, method.TRIED[:1]).items()
-        }
+        for setting, tuned in judge.tuned(left, method.TRIED[:1]).items():
+            if tuned.at_edge:
+                return {"why": "a best learning rate is at the edge of what was tried"}
+            rates[setting] = tuned.k
         base, idea = judge.losses(rates, range(1, COLUMN + 1)).values()
         self.judge.made += judge.made
         changes = [y - x for x, y in zip(base, idea, strict=True)]
-        return {"difference": method.interval(changes)}
+        lost = chance.tau(self.sizes[0], True) ** 2, math.inf
+        return {"difference": method.interval(changes, lost)}
 
     def check_trained(self) -> None:
         """Gates of the trained model."""
@@ -366,7 +373,7 @@ class Verdict:
         for part, (where, least) in parts.items():
             found = [row[part] for row in rows]
             if quick:
-                word = ", ".join(map(method.quick_word, found))
+                word = ", ".join(method.quick_word(x, self.share) for x in found)
             else:
                 word = method.word(found, self.share, least)
             if any(row["edge"] for row in rows):

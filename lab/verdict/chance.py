@@ -4,8 +4,8 @@
     python -m lab.verdict --what=chance    # simulates verdicts with the losses in this file
 
 The bank has losses of softmax at both sizes: 40 seeds at three learning rates half an octave apart,
-10 at four outer ones. A simulated verdict draws seeds from it, other ones for each side, and takes
-them through all of method.py, the choice of rates included.
+10 at four outer ones. A simulated verdict draws seeds from it and takes them through method.py: the
+choice of rates, eight sittings, the words. The idea's runs in equal time have other seeds.
 """
 
 import functools
@@ -16,7 +16,6 @@ import platform
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -32,14 +31,14 @@ SEEDS = 40  # at the central rates
 OUTER = 10  # seeds at the outer ones
 KS = -3, -2, -1, 0, 1, 2, 3  # the rates; see method.py
 CENTRAL = -1, 0, 1
-LEAST = 0.003  # nats: the error of a chosen rate, at least
+LEAST = 0.003  # nats: the error of a chosen rate, at least; where one seed chooses, twice this
 # What is simulated
-VERDICTS = 4000  # of each case where a word is wrong
-RIGHT = 400  # and of each gain
+VERDICTS = 4000  # of each case
 COMPARED = 8  # seeds
 QUICK = 4  # seeds of a first look
-GAINS = 0.01, 0.02, 0.04  # nats
-ONE_SIZE = 0.06  # nats: a gain at the first size alone
+NOTHING = 0.0, 0.0  # nats that the idea is better, at each size
+ONE_SIZE = ((0.06, 0.0), (0.0, 0.06))
+BOTH = 0.01, 0.02, 0.04  # at both sizes
 SITTING = 0.05  # the error of the logarithm of a step's time in one sitting
 WORTH = 0.2  # nats for each unit of the logarithm of the number of steps
 FAILURE = 0.5  # nats that a failing seed loses
@@ -76,7 +75,10 @@ class Case(NamedTuple):
     bend: float = 1.0  # the loss rises so many times as fast away from the best rate
     spread: float = 1.0  # times the seeds' own deviation
     failing: float = 0.0  # the share of runs that fail
-    gains: tuple = (0.0, 0.0)  # nats that the idea is better, at each size
+    paired: bool = False  # a seed's losses on both sides correlate by 0.7
+
+
+HARDER = Case(spread=1.5)  # of which tau is measured: other recipes have other deviations
 
 
 class Size:
@@ -104,82 +106,92 @@ class Size:
             for seed in by_rate[CENTRAL[0]]
         ]
 
-    def loss(self, case: Case, k: float, seed: int, shift: float) -> float:
-        """The loss of a run; beyond the outer rates it rises on."""
-        at = round(k - shift, 1)
+    def loss(self, case: Case, k: float, seed: int, side: int) -> float:
+        """The loss of a run of softmax (side 0) or of the idea (1). It rises beyond outer rates.
+
+        In a paired case half of the variance of what a seed adds is the same on both sides.
+        """
+        at = round(k - case.shift * side, 1)
         inside = min(max(at, self.ends[0]), self.ends[1])
         x = (self.curve[inside] - self.lowest) * (1 + abs(at - inside)) * case.bend
         nearest = min(max(round(at), CENTRAL[0]), CENTRAL[-1]) - CENTRAL[0]
+        added = self.added[seed][nearest]
+        if side and case.paired:
+            added = (added + self.added[seed - 1][nearest]) / math.sqrt(2)
         failure = FAILURE * (random.random() < case.failing)
-        return self.lowest + x + case.spread * self.added[seed][nearest] + failure
+        return self.lowest + x + case.spread * added + failure
 
 
-def chosen(at: Size, case: Case, seeds: list[int], shift: float) -> method.Tuned:
+def chosen(at: Size, case: Case, seeds: list[int], side: int) -> method.Tuned:
     """The rate that one side chooses, with these seeds of the bank."""
     choice = method.tune()
     ks = next(choice)
     while True:
-        losses = {k: [at.loss(case, k, seed, shift) for seed in seeds] for k in ks}
+        losses = {k: [at.loss(case, k, seed, side) for seed in seeds] for k in ks}
         try:
             ks = choice.send(losses)
         except StopIteration as end:
             return end.value
 
 
-def simulated(sizes: list[Size], taus: list[float], case: Case, n: int, tried: int) -> list:
-    """The differences of a simulated verdict with n seeds, in steps and in time: [(x, t), ...].
+def simulated(at: Size, tau: float, case: Case, n: int, tried: int) -> list[method.Interval]:
+    """[the difference at equal steps, in equal time] at one size, of a simulated verdict.
 
-    tried: seeds with which rates are tried. Empty if a chosen rate is at the edge, which gives no
-    word.
+    n: compared seeds; tried: seeds with which rates are tried. Empty if a chosen rate is at the
+    edge, which gives no word.
     """
-    drawn = random.sample(range(len(sizes[0].added)), 2 * (tried + n))
-    sides = drawn[: tried + n], drawn[tried + n :]
-    found = []
-    for at, tau, gain in zip(sizes, taus, case.gains, strict=False):
-        losses = []
-        for seeds, shift in zip(sides, (0.0, case.shift), strict=True):
-            k, at_edge = chosen(at, case, seeds[:tried], shift)
-            if at_edge:
-                return []
-            losses.append([at.loss(case, k, seed, shift) for seed in seeds[tried:]])
-        changes = [y - x - gain for x, y in zip(*losses, strict=True)]
-        lost = tau**2, math.inf
-        sittings = [random.gauss(0.0, SITTING) for _ in range(method.SITTINGS)]
-        late = WORTH * statistics.fmean(sittings)
-        timing = method.timing_error(WORTH, sittings)
-        in_time = method.interval([x + late for x in changes], lost, timing)
-        found.append((method.interval(changes, lost), in_time))
-    return found
+    everyone = range(len(at.added))
+    drawn = random.sample(everyone, (tried + n) * (1 if case.paired else 2))
+    sides = drawn[: tried + n], drawn[-tried - n :]
+    rates = []
+    losses = []
+    for side, seeds in enumerate(sides):
+        k, at_edge = chosen(at, case, seeds[:tried], side)
+        if at_edge:
+            return []
+        rates.append(k)
+        losses.append([at.loss(case, k, seed, side) for seed in seeds[tried:]])
+
+    # as many steps, but other runs
+    others = random.sample([seed for seed in everyone if seed not in sides[0]], n)
+    sittings = [random.gauss(0.0, SITTING) for _ in range(method.SITTINGS)]
+    late = WORTH * statistics.fmean(sittings)
+    in_time = [at.loss(case, rates[1], seed, 1) + late for seed in others]
+
+    lost = tau**2, math.inf
+    timing = method.timing_error(WORTH, sittings)
+    base, idea = losses
+    return [
+        method.interval([y - x for x, y in zip(base, idea, strict=True)], lost),
+        method.interval([y - x for x, y in zip(base, in_time, strict=True)], lost, timing),
+    ]
 
 
-def words_of(case: Case, n: int, share: float) -> set[str]:
-    """The words anywhere in the report of a simulated verdict with n seeds; see method.word."""
-    sizes = sizes_of()
-    found = simulated([*sizes.values()], [*map(tau, sizes)], case, n, len(method.TRIED))
-    if not found:
-        return {"no word"}
-    steps, in_time = zip(*found, strict=True)
-    return {method.word(steps, share), method.word(in_time, share, method.LEVEL)}
-
-
-def quick_words_of(case: Case) -> set[str]:
-    """The word of a simulated first look, at the first size."""
-    name, size = next(iter(sizes_of().items()))
-    found = simulated([size], [tau(name, True)], case, QUICK, 1)
-    return {method.quick_word(found[0][0]) if found else "look again"}
-
-
-def counted(n: int, words: Callable, *args: object) -> Counter:
-    """In how many of n simulated verdicts each word stands. words(*args): those of one."""
+def verdicts(count: int, case: Case, n: int) -> list[list[list[method.Interval]]]:
+    """Simulated verdicts with n compared seeds: what `simulated` gives at each size."""
     random.seed(0)
-    counts = Counter()
-    for _ in range(n):
-        said = words(*args)
-        counts.update(said)
-        counts["better or worse"] += bool(said & {"better", "worse"})
-        counts["a hint"] += any(word.startswith("a hint") for word in said)
-        counts["for it"] += bool(said & {"better", "a hint of better"})
-    return counts
+    args = case, n, len(method.TRIED)
+    sizes = [(size, tau(name)) for name, size in sizes_of().items()]
+    return [[simulated(*size, *args) for size in sizes] for _ in range(count)]
+
+
+def words_of(found: list[list[method.Interval]], gains: tuple, share: float) -> set[str]:
+    """The words of a report where the idea is better by `gains`. share: see method.word."""
+    if not all(found):
+        return {"no word"}
+    words = set()
+    for intervals, least in zip(zip(*found, strict=True), (0.0, method.LEVEL), strict=True):
+        better = [x._replace(mean=x.mean - gain) for x, gain in zip(intervals, gains, strict=True)]
+        words.add(method.word(better, share, least))
+    return words
+
+
+def quick_words_of(case: Case) -> Counter:
+    """How often a first look says each word, at the first size."""
+    random.seed(0)
+    name, size = next(iter(sizes_of().items()))
+    found = [simulated(size, tau(name, True), case, QUICK, 1) for _ in range(VERDICTS)]
+    return Counter(method.quick_word(x[0]) if x else "look again" for x in found)
 
 
 @functools.cache
@@ -192,36 +204,32 @@ def sizes_of() -> dict[str, Size]:
 def tau(size: str, quick: bool = False) -> float:
     """The deviation of what two sides lose by choosing their rates with few seeds, in nats.
 
-    Of the bank, by simulated choices; of a size that is not in it, the largest. quick: as in a
-    first look.
+    Of the bank, by simulated choices; of a size that is not in it, the largest. quick: chosen with
+    one seed.
     """
+    least = LEAST * (2 if quick else 1)
     if size not in sizes_of():
-        return max([LEAST, *(tau(other, quick) for other in sizes_of())])
+        return max([least, *(tau(other, quick) for other in sizes_of())])
     at = sizes_of()[size]
     draw = random.Random(0)
     lost = []
     for _ in range(2000):
         seeds = draw.sample(range(len(at.added)), 1 if quick else len(method.TRIED))
-        k, _ = chosen(at, Case(), seeds, 0.0)
+        k, _ = chosen(at, HARDER, seeds, 0)
         lost.append(at.curve[min(max(k, at.ends[0]), at.ends[1])] - at.lowest)
-    return max(LEAST, math.sqrt(2) * statistics.pstdev(lost))
+    return max(least, math.sqrt(2) * statistics.pstdev(lost))
 
 
 def itself() -> list[str]:
     """The first cells of a row of the card: verdicts of softmax against itself, from the bank."""
-    sizes = sizes_of()
-    random.seed(0)
-    words = Counter()
-    means = {size: [] for size in sizes}
-    for _ in range(ITSELF):
-        taus = [*map(tau, sizes)]
-        found = simulated([*sizes.values()], taus, Case(), COMPARED, len(method.TRIED))
-        steps = [of_steps for of_steps, _ in found]
-        words[method.word(steps) if found else "no word"] += 1
-        for size, x in zip(sizes, steps, strict=False):
-            means[size].append(x.mean)
-    ends = [f"{min(x):+.3f} to {max(x):+.3f}" for x in means.values()]
-    said = ", ".join(f"{word} {n}" for word, n in words.most_common())
+    found = [x for x in verdicts(ITSELF, Case(), COMPARED) if all(x)]
+    words = Counter(method.word([steps for steps, _ in x]) for x in found)
+    words["no word"] += ITSELF - len(found)
+    said = ", ".join(f"{word} {n}" for word, n in words.most_common() if n)
+    ends = []
+    for of_size in zip(*found, strict=True):
+        means = [steps.mean for steps, _ in of_size]
+        ends.append(f"{min(means):+.3f} to {max(means):+.3f}")
     return [f"{ITSELF} verdicts with seeds of the bank", "softmax", said, "; ".join(ends)]
 
 
@@ -251,29 +259,39 @@ def show() -> None:
         deviation = statistics.stdev(x[1] for x in size.added)
         print(f"{name}: seeds' deviation {deviation:.4f}, tau {tau(name):.4f}")
 
-    cases = list(itertools.starmap(Case, itertools.product((0, 1), (1, 3), (1, 1.5), (0, 0.05))))
-    columns = "half octaves apart | curvature | deviation | failing runs | "
-    wrong = "better or worse", "better", "a hint"
+    cases = [*itertools.starmap(Case, itertools.product((0, 1), (1, 3), (1, 1.5), (0, 0.05)))]
+    cases += [case._replace(paired=True) for case in cases]
+    columns = "half octaves apart | curvature | deviation | failing runs | paired"
+    wrong = "better or worse | better | a hint | better where one size gains 0.06 | level"
+    right = " | ".join(f"better (or a hint) where both gain {gain}" for gain in BOTH)
     for n, share in ((COMPARED, 1.0), (2 * COMPARED, method.AGAIN)):
-        rows = []
-        for case in cases:
-            nothing = counted(VERDICTS, words_of, case, n, share)
-            one = case._replace(gains=(ONE_SIZE, 0.0))
-            at_one = counted(VERDICTS, words_of, one, n, share)
-            cells = [upper(nothing[word], VERDICTS) for word in wrong]
-            cells += [upper(at_one["better"], VERDICTS), f"{nothing['level'] / VERDICTS:.0%}"]
-            for gain in GAINS:
-                found = counted(RIGHT, words_of, case._replace(gains=(gain, gain)), n, share)
-                cells.append(f"{found['better'] / RIGHT:.0%} ({found['for it'] / RIGHT:.0%})")
-            rows.append([*case[:4], *cells])
+        rows = [[*case, *shares_of(case, n, share)] for case in cases]
         level = method.stricter(method.DECIDES, share)
         print(f"\n{n} seeds, intervals of {level:.1%} decide")
-        gains = " | ".join(f"better (or a hint) where it is by {gain}" for gain in GAINS)
-        head = f"better where one size gains {ONE_SIZE} | level | {gains}"
-        show_table(f"{columns}{' | '.join(wrong)} | {head}", rows)
+        show_table(f"{columns} | {wrong} | {right}", rows)
     rows = []
     for case in cases:
-        counts = counted(VERDICTS, quick_words_of, case)
-        words = "looks better", "looks worse"
-        rows.append([*case[:4], *(upper(counts[word], VERDICTS) for word in words)])
-    show_table(f"{columns}--quick: looks better | looks worse", rows)
+        counts = quick_words_of(case)
+        rows.append([*case, upper(counts["looks better"] + counts["looks worse"], VERDICTS)])
+    show_table(f"{columns} | --quick: looks better or worse", rows)
+
+
+def shares_of(case: Case, n: int, share: float) -> list[str]:
+    """The cells of a row: how often the words are said, to nothing and to gains."""
+    found = verdicts(VERDICTS, case, n)
+
+    def times(gains: tuple, *words: str) -> int:
+        return sum(not said.isdisjoint(words) for said in of_gains[gains])
+
+    asked = [NOTHING, *ONE_SIZE, *((gain, gain) for gain in BOTH)]
+    of_gains = {gains: [words_of(x, gains, share) for x in found] for gains in asked}
+    hints = "a hint of better", "a hint of worse"
+    cells = [times(NOTHING, "better", "worse"), times(NOTHING, "better"), times(NOTHING, *hints)]
+    cells.append(max(times(gains, "better") for gains in ONE_SIZE))
+    texts = [upper(cell, VERDICTS) for cell in cells]
+    texts.append(f"{times(NOTHING, 'level') / VERDICTS:.0%}")
+    for gain in BOTH:
+        better = times((gain, gain), "better") / VERDICTS
+        either = times((gain, gain), "better", hints[0]) / VERDICTS
+        texts.append(f"{better:.0%} ({either:.0%})")
+    return texts

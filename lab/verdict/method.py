@@ -20,9 +20,9 @@ LEVEL = 0.02  # nats: intervals within this of 0 are level, and in equal time a 
 SITTINGS = 8  # of timed steps, between the runs
 LEAST_SPREAD = 0.03  # of the logarithm of the times' ratio between sittings, at least
 FAILED = 0.2  # nats above the others of its side: a seed that failed
-# The intervals that decide. Two differences get a word, in equal steps and in equal time: each of
-# them has half of the 5% of misses that are usual.
-DECIDES = 0.975
+# The intervals that decide. An idea that gains at one size only is called better where chance alone
+# decides at the other one: in 1% at equal steps, and in 1% in equal time.
+DECIDES = 0.98
 HINT = 0.99
 NEAR = 0.90
 AGAIN = 0.2  # share of these misses in a second look, with another number of seeds
@@ -134,7 +134,7 @@ def timing_error(worth: float, sittings: list[float]) -> tuple[float, float]:
 
 
 def pooled(intervals: list[Interval]) -> Interval:
-    """The mean over sizes, whose errors are independent."""
+    """The mean over sizes, whose errors are independent: each size has seeds of its own."""
     n = len(intervals)
     variances = [(x.error / n) ** 2 for x in intervals]
     df = sum(variances) ** 2 / sum(v**2 / x.df for v, x in zip(variances, intervals, strict=True))
@@ -169,9 +169,9 @@ def word(intervals: list[Interval], share: float = 1.0, least: float = 0.0) -> s
     return "not seen"
 
 
-def quick_word(difference: Interval) -> str:
+def quick_word(difference: Interval, share: float = 1.0) -> str:
     """What one difference is called in a first look: its interval excludes 0, or not."""
-    return ("look again", "looks worse", "looks better")[difference.side(DECIDES)]
+    return ("look again", "looks worse", "looks better")[difference.side(stricter(DECIDES, share))]
 
 
 def failed(losses: list[float]) -> int:
