@@ -357,6 +357,12 @@ def test_a_second_recipe_has_its_own_rates_and_three_seeds(faked):
     assert one.numbers["columns"]["second recipe"]["difference"].mean == pytest.approx(2.0)
 
 
+def test_a_second_recipe_at_the_edge_says_so(faked):
+    one, _ = faked(lambda arm, size, steps, k, seed: 2 - 0.1 * k, always(**SAME), second_text="")
+    one.columns()
+    assert "at the edge" in one.numbers["columns"]["second recipe"]["why"]
+
+
 @parametrize("ratio", [0.9, 1.02])
 def test_equal_flops_where_the_products_of_matrices_differ(ratio, faked, monkeypatch):
     """An estimate. What it costs on another machine is measured there."""
