@@ -267,7 +267,7 @@ def show() -> None:
     for n, share in ((COMPARED, 1.0), (2 * COMPARED, method.AGAIN)):
         rows = [[*case, *shares_of(case, n, share)] for case in cases]
         level = method.stricter(method.DECIDES, share)
-        print(f"\n{n} seeds, intervals of {level:.1%} decide")
+        print(f"\n{n} seeds, intervals of {100 * level:g}% decide")
         show_table(f"{columns} | {wrong} | {right}", rows)
     rows = []
     for case in cases:

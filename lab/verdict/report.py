@@ -35,7 +35,7 @@ def lines_of(n: dict) -> list[str]:
         f"{', '.join(code)}; commit {commit}, torch {machine['torch']}, {machine['processor']}",
         f"{n['recipe']} {n['both']}".rstrip(),
         f"{n['data']}, context {n['context']}, {n['steps']} steps; losses in nats a token, "
-        f"intervals of {n['level']:.1%}",
+        f"intervals of {100 * n['level']:g}%",
         f"checks     {' | '.join(n['checks'])}",
     ]
     if "layer" in n:
@@ -187,7 +187,7 @@ def draw_losses(n: dict, path: str) -> None:
             right.plot(range(1, len(changes) + 1), changes, "o", color="C0", label="a seed")
             x = Interval(*of["steps"])
             half = x.half(n["level"])
-            label = f"{n['level']:.1%} interval"
+            label = f"{100 * n['level']:g}% interval"
             right.axhspan(x.mean - half, x.mean + half, alpha=0.2, label=label)
             right.axhline(0, color="black", linewidth=0.8)
             right.set(
