@@ -184,14 +184,16 @@ def draw_losses(n: dict, path: str) -> None:
             left.set_title(f"{size}: circles are for choosing, dots are compared")
 
             changes = [y - x for x, y in zip(*of["losses"], strict=True)]
-            right.plot(range(1, len(changes) + 1), changes, "o", color="C0", label="a seed")
+            right.plot(range(1, len(changes) + 1), changes, "o", color="C0", label="a pair")
             x = Interval(*of["steps"])
             half = x.half(n["level"])
             label = f"{100 * n['level']:g}% interval"
             right.axhspan(x.mean - half, x.mean + half, alpha=0.2, label=label)
             right.axhline(0, color="black", linewidth=0.8)
             right.set(
-                xlabel="seed", ylabel=f"loss of {n['idea']} minus loss of {n['base']}", title=size
+                xlabel="pair of seeds",
+                ylabel=f"loss of {n['idea']} minus loss of {n['base']}",
+                title=size,
             )
 
 
