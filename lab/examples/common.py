@@ -1,6 +1,7 @@
 """What the examples share: flags, a GPTConfig, the training loop, padded batches, the result."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -11,8 +12,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import OneCycleLR
 
-from configurator import configure, pick_device, user_errors
-from errors import NotFinite, UserError
+from configurator import at_least_one, configure, pick_device, user_errors
+from errors import NotFinite, UserError, out_of_range, refuse
 from model import ATTENTION, GPTConfig
 from training.optimizers import OPTIMIZER
 
@@ -37,9 +38,25 @@ def run_example(script: dict, *dataclasses: type) -> None:
     dataclasses: classes whose fields are flags as well, beside those of Training.
     """
     config, given = configure(script, *dataclasses, Training)
+    check(config)
     config["device"], _, _ = pick_device(config["device"], "float32")
     script.update(config)
     script["main"](config, given)
+
+
+def check(config: dict) -> None:
+    """Raise UserError for wrong flags of the training, and for a picture that cannot be written."""
+    at_least_one(steps=config["steps"], batch_size=config["batch_size"])
+    ranges = [
+        ("weight_decay adam_eps", lambda x: x >= 0, "0 or more"),
+        ("beta1 beta2 warmup_share", lambda x: 0 <= x < 1, "in [0, 1)"),
+        ("learning_rate", lambda x: x > 0, "above 0"),
+        ("seed", lambda x: 0 <= x < 2**31, "in 0 to 2^31 - 1"),
+    ]
+    refuse(out_of_range(config, ranges))
+    folder = os.path.dirname(os.path.abspath(config.get("picture") or "x"))
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--picture: no file can be written in {folder}")
 
 
 def gpt_config(config: dict, given: dict, unused: Iterable[str] = (), **sizes: int) -> GPTConfig:
@@ -75,6 +92,8 @@ def fit(model: torch.nn.Module, batch: Callable, config: dict) -> None:
     """
     steps = config["steps"]
     device = config["device"]
+    if config["optimizer"] == "muon" and not hasattr(model, "transformer"):
+        raise UserError("--optimizer=muon is for a GPT, and this model is none: use another one")
     settings = SimpleNamespace(**config, muon_lr=0.02, muon_beta=0.95)
     optimizers = OPTIMIZER[config["optimizer"]](model.train(), settings)
     schedules = [warmup_and_cosine(optimizer, config) for optimizer in optimizers]

@@ -6,7 +6,10 @@ The name is a folder or owner/model. In Python, `import lab.hub.families` comes 
 `GPT.from_pretrained`.
 """
 
-from collections.abc import Callable
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +136,9 @@ def heads(config) -> str:
     """GPTConfig.heads: Qwen 3 says for each layer whether its heads are short, Mistral for all."""
     letters = {"sliding_attention": "S", "full_attention": "L"}
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    for layer in layers:
+        if layer not in letters:
+            raise UserError(f"it has a layer of unknown type: {layer}")
     if not getattr(config, "sliding_window", None):
         return "L"
     return "/".join(letters[layer] for layer in layers)
@@ -175,30 +181,37 @@ FAMILIES = {
 }
 
 
+@contextlib.contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Turn errors of transformers, and of libraries below it, into a sentence with this name."""
+    try:
+        yield
+    except Exception as error:  # of several libraries
+        raise UserError(f"cannot load {name} through transformers: {first_line(error)}") from None
+
+
 def hub(name: str) -> tuple[dict, Callable]:
     """(fields of GPTConfig, a function that reads the weights) of a folder or owner/model."""
     transformers = optional("transformers", USER)
-    try:
+    with loading(name):
         config = transformers.AutoConfig.from_pretrained(name)
         family = config.model_type
         if family not in FAMILIES:
             raise UserError(f"the family {family} is not one of {', '.join(FAMILIES)}")
-        fields = FAMILIES[family].fields(config)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load {name} through transformers: {first_line(error)}") from None
-    return fields, lambda: hub_state(name, config)
+        return FAMILIES[family].fields(config), lambda: hub_state(name, config)
 
 
 def hub_state(name: str, config) -> dict:
     """What checkpoint.model_of needs of a model that transformers loads: its name and weights."""
     from transformers import AutoModelForCausalLM
 
-    model, report = AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, output_loading_info=True
-    )
-    if missing := report["missing_keys"]:  # transformers fills them with random numbers
-        raise UserError(f"the file of {name} has no {min(missing)}")
-    weights = FAMILIES[config.model_type].weights(model.state_dict(), config)
+    with loading(name):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, output_loading_info=True
+        )
+        if missing := report["missing_keys"]:  # transformers fills them with random numbers
+            raise UserError(f"its file has no {min(missing)}")
+        weights = FAMILIES[config.model_type].weights(model.state_dict(), config)
     return {"path": name, "model": weights}
 
 
@@ -229,8 +242,21 @@ class HubTokenizer(Tokenizer):
 
 
 def hub_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer beside pretrained weights: a folder, or a name on the hub."""
-    return GPT2Tokenizer() if name in GPT2 else HubTokenizer(name)
+    """The tokenizer beside pretrained weights (a folder, or a name on the hub).
+
+    GPT-2's names get GPT-2's tokenizer, and so does a folder with weights only. Raises UserError
+    if such a folder's vocabulary does not have GPT-2's size.
+    """
+    if name in GPT2:
+        return GPT2Tokenizer()
+    if not os.path.isdir(name) or re.search("token|vocab", " ".join(os.listdir(name))):
+        return HubTokenizer(name)
+
+    fields, _ = hub(name)
+    n = fields["vocab_size"]
+    if n != GPT2_VOCAB_SIZE:
+        raise UserError(f"{name} has no tokenizer beside it, and its {n} tokens are not GPT-2's")
+    return GPT2Tokenizer()
 
 
 SOURCES["other"] = hub

@@ -15,6 +15,9 @@ MISTAKES = {
     "bert": {
         "--vocab_size=7": "--vocab_size has no effect in this example: leave it out",
         "--attention=a_layer": "attention='a_layer' is a whole layer of a GPT",
+        "--seed=2147483648": "seed=2147483648 must be in 0 to 2^31 - 1",
+        "--learning_rate=-1": "learning_rate=-1.0 must be above 0",
+        "--steps=0": "steps=0 must be at least 1",
     },
     "vit": {
         "--patch_size=3": "--patch_size=3 must be 1, 2, 4 or 8: images have 8 x 8 pixels",
@@ -22,6 +25,8 @@ MISTAKES = {
     "seq2seq": {
         "--words=café": "a word is 1 to 32 letters from a to z or apostrophes, not 'café'",
         "--heads=SL": "window=50 covers all 32 tokens: set --window",
+        "--picture=/nowhere/a.png": "--picture: no file can be written in /nowhere",
+        "--optimizer=muon": "--optimizer=muon is for a GPT",
     },
     "before_attention": {
         "--learning_rate=1e30": "the loss is nan; a smaller --learning_rate may help",

@@ -26,14 +26,14 @@ from typing import Literal
 
 import torch
 
-from configurator import run_script
+from configurator import at_least_one, run_script
 from errors import UserError
 from lab.experiments.identity import of_text, unchanged
 from lab.experiments.results import add, is_current, saved, short
 from lab.experiments.runs import flags_of, folder_of, imports_of, of_rows, settings_of
 from lab.experiments.times import apart, model_of
 from lab.verdict import chance, checks, costs, method, report
-from lab.verdict.judge import Arm, Judge, Setting, cores, shape_of
+from lab.verdict.judge import SET, Arm, Judge, Setting, cores, shape_of
 from model import GPT
 from text import dataset as data_sets
 from training.checkpoint import open_model
@@ -87,12 +87,21 @@ class Verdict:
     def __init__(self, base: Arm, idea: Arm):
         self.began = time.monotonic()
         common = shlex.split(both)
+        for name in SET & flags_of([*common, *base.words, *idea.words]).keys():
+            raise UserError(f"--{name}: a verdict sets it itself, for both sides")
         if dataset:
             common.append(f"--dataset={dataset}")
         self.sizes = [size.strip() for size in sizes.split(",")]
         for size in self.sizes:
             shape_of(size)
         self.judge = self.judge_of(config_file, common)
+        self.others = {}  # of the columns
+        if second_text and second_text != self.judge.settings["dataset"] and not quick:
+            prepare_python(second_text)
+            words = [*common, f"--dataset={second_text}"]
+            self.others["second text"] = second_text, self.judge_of(config_file, words)
+        if second_recipe and second_recipe != config_file and not quick:
+            self.others["second recipe"] = second_recipe, self.judge_of(second_recipe, common)
         settings = self.judge.settings
         own = flags_of([*common, *idea.words])
         self.given = idea
@@ -310,19 +319,13 @@ class Verdict:
     def columns(self) -> None:
         """The differences on a second text and in a second recipe, at the first size."""
         found = self.numbers["columns"] = {}
-        if second_text and second_text != self.judge.settings["dataset"]:
-            prepare_python(second_text)
-            judge = self.judge_of(config_file, [*self.judge.common, f"--dataset={second_text}"])
-            settings = [Setting(arm, self.sizes[0], steps) for arm in self.arms]
-            rates = {setting: self.tuned[setting].k for setting in settings}
-            found["second text"] = {"of": second_text}
-            found["second text"] |= costs.tried(self.column, judge, rates)
-        if second_recipe and second_recipe != config_file:
-            judge = self.judge_of(second_recipe, list(self.judge.common))
-            settings = [Setting(arm, self.sizes[0], steps) for arm in (self.base, self.given)]
-            rates = dict.fromkeys(settings)
-            found["second recipe"] = {"of": second_recipe}
-            found["second recipe"] |= costs.tried(self.column, judge, rates)
+        for title, (name, judge) in self.others.items():
+            is_recipe = title == "second recipe"
+            arms = (self.base, self.given) if is_recipe else self.arms
+            settings = [Setting(arm, self.sizes[0], steps) for arm in arms]
+            rates = {x: None if is_recipe else self.tuned[x].k for x in settings}
+            found[title] = {"of": name} | costs.tried(self.column, judge, rates)
+            self.judge.made += judge.made
 
     def column(self, judge: Judge, rates: dict[Setting, float | None]) -> dict:
         """The difference of two settings, with few seeds. rates: None where one is to be chosen."""
@@ -332,7 +335,6 @@ class Verdict:
                 return {"why": "a best learning rate is at the edge of what was tried"}
             rates[setting] = tuned.k
         base, idea = judge.losses(rates, range(1, COLUMN + 1)).values()
-        self.judge.made += judge.made
         changes = [y - x for x, y in zip(base, idea, strict=True)]
         lost = chance.tau(self.sizes[0], True) ** 2, math.inf
         return {"difference": method.interval(changes, lost)}
@@ -350,10 +352,10 @@ class Verdict:
             n[part] = self.kept(part, self.arms, apart, costs.alone, measure, *args)
         if quick:
             return
-        for row in n["sizes"].values():
-            ratio = n["flops"].get("ratio", 1.0)
-            if abs(ratio - 1) > SAME_TIME:
-                row["equal_flops"] = self.moved(row["steps"], row["worth"], math.log(ratio))
+        ratio = n["flops"].get("ratio", 1.0)
+        if abs(ratio - 1) > SAME_TIME:
+            row = n["sizes"][self.sizes[-1]]
+            row["equal_flops"] = self.moved(row["steps"], row["worth"], math.log(ratio))
         n["trained"] = costs.tried(apart, costs.alone, costs.of_trained, self.folders, self.modules)
         sides = []
         for arm, flags in zip(self.arms, self.rows(), strict=True):
@@ -432,8 +434,9 @@ def main() -> None:
         verdict = Verdict(base, base)
         chance.make_bank(verdict.judge, [Setting(base, size, steps) for size in verdict.sizes])
         return
-    if seeds < 2:
-        raise UserError(f"--seeds={seeds}: an interval needs two seeds or more")
+    if not 2 <= seeds <= 100:
+        raise UserError(f"--seeds={seeds}: an interval needs two seeds or more, 100 at most")
+    at_least_one(steps=steps)
     verdict = Verdict(*arms())
     verdict.check_new()
     verdict.look()

@@ -14,6 +14,7 @@ from lab.verdict import method
 from lab.verdict.method import Tuned
 
 RATES = "learning_rate", "muon_lr"  # flags of train.py, all multiplied by the same number
+SET = {"seed", "max_iters", "lr_decay_iters", "warmup_iters", "min_lr", *RATES}  # by `Judge.run`
 EVALUATED = 56_000  # tokens of an evaluation: half of Tiny Shakespeare's validation split
 
 

@@ -76,9 +76,9 @@ def table_of(n: dict) -> list[str]:
         "equal_flops": "equal FLOPs, estimate",
     }
     for part, title in parts.items():
-        found = [Interval(*of[part]) for of in sizes.values() if part in of]
-        if found:
-            lines.append(row(title, [x.text(n["level"]) for x in found]))
+        found = [Interval(*of[part]) if part in of else None for of in sizes.values()]
+        if any(found):
+            lines.append(row(title, [x.text(n["level"]) if x else "" for x in found]))
         if part == "steps":
             lines.append(row("  could have shown", [f"{x.shown(n['level']):.3f}" for x in found]))
         if part == "time":
@@ -201,7 +201,7 @@ def card() -> None:
     """Print a table of all verdicts, the lowest loss at equal steps first."""
     verdicts = {}
     for pattern in VERDICTS:
-        for path in glob.glob(pattern):
+        for path in sorted(glob.glob(pattern)):
             with open(path, encoding="utf-8") as f:
                 n = json.load(f)
             verdicts[title(n), n["base"]] = n
