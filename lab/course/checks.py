@@ -46,6 +46,7 @@ def equal(y: Tensor, exact: Tensor, what: str, mistakes: dict[str, Tensor] | Non
 
 def equal_masks(mask: Tensor, right: Tensor) -> None:
     """Both are (T, T), True where row i sees token j."""
+    assert mask.shape == right.shape, f"it has the shape {tuple(mask.shape)}"
     for i, j in (mask != right).nonzero().tolist():
         raise AssertionError(f"row {i} {'sees' if mask[i, j] else 'does not see'} token {j}")
 
@@ -204,8 +205,9 @@ def gradients(m):
     for a in (0.1, 0.5):
         softmax = 5 * a * (1 - a)
         laser = a * (1 - a) * (math.exp(5) - 1) / (a * math.exp(5) + 1 - a)
-        found = torch.tensor(m.gradients(a))
-        equal(found, torch.tensor([softmax, laser]), f"gradients({a}): softmax is row 0, LASER 1")
+        found = zip(("softmax", "LASER"), m.gradients(a), (softmax, laser), strict=True)
+        for name, x, right in found:
+            equal(torch.tensor([x]), torch.tensor([right]), f"{name}'s gradient at a weight of {a}")
 
 
 def equal_at(m):

@@ -18,7 +18,7 @@ import statistics
 from typing import Literal
 
 from configurator import names, run_script
-from lab.experiments.results import difference, drawing, mean, measured, show_table
+from lab.experiments.results import difference, drawing, mean, measured, show_table, stored
 from lab.experiments.runs import by_seed, constants, final, finals, of_rows, sooner
 from lab.experiments.tables import rows_of, steps_of
 from lab.experiments.times import step_times
@@ -109,12 +109,12 @@ def lengths(make: bool) -> dict:
     return results({key: flags(*key) for key in keys}, make)
 
 
-def times(n: int, heads: int) -> dict:
-    """{model: (milliseconds of a training step, their ratio to long heads')}."""
+def time_steps(n: int, heads: int) -> None:
+    """Add to --out {model: (milliseconds of a training step, their ratio to long heads')}."""
     rows = {model: flags(n, heads, model) for model in models(heads)}
     args = step_times, CPU, rows, 65, 15, dict.fromkeys(rows, "long")
     of = of_rows(__file__, *rows.values())
-    return measured(out, "times", f"{scale}, {heads} heads", n, *args, of=of)
+    measured(out, "times", f"{scale}, {heads} heads", n, *args, of=of)
 
 
 def border(make: bool, by_length: dict) -> dict:
@@ -179,15 +179,15 @@ def draw(by_length: dict) -> None:
 
 
 def show_lengths(by_length: dict) -> None:
-    """Print the table of the lengths; with times, of the pocket scale."""
-    is_timed = SCALES[scale]["file"] == CPU
+    """Print the table of the lengths."""
     rows = []
     for (n, heads, model), runs in by_length.items():
         long = by_length[n, heads, "long"]
         losses = finals(runs)
         against = "" if model == "long" else difference(losses, finals(long))
         cells = [n, heads, model, mean(losses), against, sooner(runs, long)]
-        time = f"{times(n, heads)[model][1]:.2f}x" if is_timed else ""
+        times = stored(out, "times", f"{scale}, {heads} heads", str(n))
+        time = f"{times[model][1]:.2f}x" if times else ""
         rows.append([*cells, f"{largest(runs):.1f}", time])
     columns = "n | heads |  | val loss | against long | share of the steps to long's last loss"
     show_table(f"{columns} | largest score | time of a step", rows)
@@ -220,6 +220,9 @@ def show_bfloat16(in_bfloat16: dict, by_rate: dict) -> None:
 def main() -> None:
     parts = names(what, ["lengths", "border", "bfloat16", "show"])
     by_length = lengths("lengths" in parts)
+    if "lengths" in parts and scale == "pocket":
+        for n, heads in itertools.product(SCALES[scale]["lengths"], (6, 2)):
+            time_steps(n, heads)
     by_rate = border("border" in parts, by_length)
     in_bfloat16 = bfloat16("bfloat16" in parts)
     if "show" in parts:

@@ -35,9 +35,13 @@ CURVES = {  # each curve's key in the log, and the words on its axis
 def read(folder: str) -> list[dict]:
     """The rows of a run's log, with "steps", "tokens" and "time" (hours) from the start until each.
 
-    Raises UserError for an empty log, and OSError for a folder without one.
+    Raises UserError for a folder without a log, or with an empty one.
     """
     path = pathlib.Path(folder, "log.jsonl")
+    if not path.exists():
+        raise UserError(
+            f"there is no {path}: --runs= are folders that train.py wrote, with commas between them"
+        )
     # train.py may be writing the last line.
     complete, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
     rows = [json.loads(line) for line in complete.splitlines()]
@@ -90,7 +94,9 @@ def _draw(ax, name, logs):
 
 
 def main() -> None:
-    logs = {folder.strip().rstrip("/"): read(folder.strip()) for folder in runs.split(",")}
+    logs = {
+        folder.strip().rstrip("/"): read(folder.strip()) for folder in runs.split(",") if folder
+    }
     keys = {key for rows in logs.values() for row in rows for key in row}
     if "val_loss" in keys:
         keys.add("loss")

@@ -43,7 +43,7 @@ def test_plot(run, train, tmp_path):
     assert wide == 4 * width and "no run has logged logit" in out  # four curves, and one
     assert draw("c")[0] == width
     for runs, y, says in (
-        ("none", "loss", "No such file"),
+        ("none", "loss", "there is no"),
         ("bad", "loss", "is empty"),
         ("out", "los", "is not one of loss, norm"),
         ("b", "logit", "none of these runs has logged logit"),
