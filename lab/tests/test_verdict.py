@@ -312,15 +312,17 @@ def test_seeds_that_fail_count_and_are_told(faked):
 
 
 def test_a_second_look_is_stricter(faked):
-    def loss(arm, size, steps, k, seed):
-        return 2 + 0.01 * k * k + noise(size, seed) - 0.1 * (arm == "idea")
+    """With another number of seeds 2.6 errors are a hint, which were a word."""
 
-    first, _ = faked(loss, always(**SAME), sizes="2 x 48", seeds=3)
-    assert first.share == 1 and not first.numbers["looks"]
-    again, _ = faked(loss, always(**SAME), sizes="2 x 48", seeds=3)
-    assert again.share == 1 and not again.numbers["looks"]
-    second, _ = faked(loss, always(**SAME), sizes="2 x 48", seeds=5)
-    assert second.share == 0.2
+    def loss(arm, size, steps, k, seed):
+        return 2 + 0.01 * k * k + noise(size, seed, 0.0002) - 0.0078 * (arm == "idea")
+
+    first, _ = faked(loss, always(**SAME), seeds=3)
+    again, _ = faked(loss, always(**SAME), seeds=3)
+    for one in (first, again):
+        assert one.numbers["verdict"].startswith("better at") and not one.numbers["looks"]
+    second, _ = faked(loss, always(**SAME), seeds=5)
+    assert second.numbers["verdict"].startswith("a hint of better at")
     assert second.numbers["looks"] == {"3": first.numbers["verdict"]}
 
 
@@ -550,6 +552,8 @@ def test_a_model_that_fails_a_gate(definition, says, monkeypatch):
     assert bool(says) != all(check.ok for check in found)
     assert next(gpt.parameters()).dtype.itemsize == 4  # the model itself stays as it is
     assert not checks.cached(GPT(GPTConfig(**SIZES)))
+    monkeypatch.setattr(GPT, "new_cache", lambda self: None)  # each piece alone
+    assert "with a cache its logits differ" in checks.cached(GPT(GPTConfig(**SIZES)))
 
 
 def test_a_measurement_that_fails_says_why():
