@@ -609,8 +609,9 @@ def test_from_an_idea_to_the_card(
     assert not re.search(r"^  \d+ s: ", again, re.MULTILINE)
     assert again.split("VERDICT")[1].splitlines()[0] == out.split("VERDICT")[1].splitlines()[0]
     assert len([*tmp_path.glob("verdict-*")]) == 1
-    row = f"| {name} `--attention={name}", "--steps=10 ", "| softmax |"
-    done(run("lab.verdict", "--what=card"), *row)
+    card = done(run("lab.verdict", "--what=card"), "20 verdicts with seeds of the bank | softmax |")
+    row = f"| {name} `--attention={name} --config_file={config} --steps=10 --seeds=2"
+    assert (row in card) != ("--quick" in flags)
     refused(run("lab.verdict", *args, "--sizes=1x8"), "a size is layers x width")
     refused(run("lab.verdict", *args, "--both=--max_iters=9"), "--max_iters: a verdict sets it")
 

@@ -19,7 +19,7 @@ from training.estimate import duration
 VERDICTS = ("lab/verdict/results/*.json", "verdict-*/runs.json")
 FOLDER = "verdict-"  # and the name of a verdict: the folder of its report
 WIDTH = 34  # of a column of the report
-SETTINGS = "--(both|config_file|dataset|quick|sizes|steps|seeds)"
+SETTINGS = "--(both|config_file|dataset|sizes|steps|seeds)"
 
 
 def lines_of(n: dict) -> list[str]:
@@ -198,13 +198,14 @@ def draw_losses(n: dict, path: str) -> None:
 
 
 def card() -> None:
-    """Print a table of all verdicts, the lowest loss at equal steps first."""
+    """Print a table of all verdicts but first looks, the lowest loss at equal steps first."""
     verdicts = {}
     for pattern in VERDICTS:
         for path in sorted(glob.glob(pattern)):
             with open(path, encoding="utf-8") as f:
                 n = json.load(f)
-            verdicts[title(n), n["base"]] = n
+            if "--quick" not in n["command"]:
+                verdicts[title(n), n["base"]] = n
     done = sorted((n for n in verdicts.values() if "layer" in n), key=lambda n: overall(n).mean)
     ps = sorted(overall(n).p for n in done)
     columns = (
