@@ -155,6 +155,7 @@ def write(numbers: dict) -> None:
     if "layer" in numbers:
         draw_losses(numbers, f"{folder}/losses.png")
         picture = "\n![losses](losses.png)\n"
+    numbers["origin"].pop("command", None)  # it has the path of a file of this machine
     for name, source in numbers["origin"].pop("sources").items():
         with open(f"{folder}/{name}.py.txt", "w", encoding="utf-8") as f:
             f.write(source)
