@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.lr_scheduler import OneCycleLR
 
 from configurator import at_least_one, configure, pick_device, user_errors
-from errors import NotFinite, UserError, out_of_range, refuse
+from errors import NotFinite, UserError, optional, out_of_range, refuse
 from model import ATTENTION, GPTConfig
 from training.optimizers import OPTIMIZER
 
@@ -45,7 +45,7 @@ def run_example(script: dict, *dataclasses: type) -> None:
 
 
 def check(config: dict) -> None:
-    """Raise UserError for wrong flags of the training, and for a picture that cannot be written."""
+    """Raise UserError for wrong flags of the training, or if the picture cannot be written."""
     at_least_one(steps=config["steps"], batch_size=config["batch_size"])
     ranges = [
         ("weight_decay adam_eps", lambda x: x >= 0, "0 or more"),
@@ -54,9 +54,11 @@ def check(config: dict) -> None:
         ("seed", lambda x: 0 <= x < 2**31, "in 0 to 2^31 - 1"),
     ]
     refuse(out_of_range(config, ranges))
-    folder = os.path.dirname(os.path.abspath(config.get("picture") or "x"))
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--picture: no file can be written in {folder}")
+    if config.get("picture"):
+        optional("matplotlib", "--picture")
+        folder = os.path.dirname(os.path.abspath(config["picture"]))
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"--picture: no file can be written in {folder}")
 
 
 def gpt_config(config: dict, given: dict, unused: Iterable[str] = (), **sizes: int) -> GPTConfig:

@@ -57,7 +57,7 @@ both = ""  # more flags of train.py for both sides, such as "--block_size=512 --
 quick = False  # one size, fewer runs: a first look
 sizes = "2 x 48, 3 x 96"  # layers x width of the models, with commas
 steps = 600  # steps of a run
-seeds = 8  # compared runs of each side and size, with the seeds 1, 2, ...
+seeds = 8  # compared runs of each side and size; each size has seeds of its own
 jobs = 0  # runs at the same time, one thread for each; 0: as many as this process has cores
 out_dir = "out-verdict"  # the folder of the runs
 

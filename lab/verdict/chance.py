@@ -279,12 +279,12 @@ def show() -> None:
 def shares_of(case: Case, n: int, share: float) -> list[str]:
     """The cells of a row: how often the words are said, to nothing and to gains."""
     found = verdicts(VERDICTS, case, n)
+    asked = [NOTHING, *ONE_SIZE, *((gain, gain) for gain in BOTH)]
+    of_gains = {gains: [words_of(x, gains, share) for x in found] for gains in asked}
 
     def times(gains: tuple, *words: str) -> int:
         return sum(not said.isdisjoint(words) for said in of_gains[gains])
 
-    asked = [NOTHING, *ONE_SIZE, *((gain, gain) for gain in BOTH)]
-    of_gains = {gains: [words_of(x, gains, share) for x in found] for gains in asked}
     hints = "a hint of better", "a hint of worse"
     cells = [times(NOTHING, "better", "worse"), times(NOTHING, "better"), times(NOTHING, *hints)]
     cells.append(max(times(gains, "better") for gains in ONE_SIZE))
