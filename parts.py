@@ -424,7 +424,7 @@ def rules_of_heads(c) -> Rules:
     """Rules of long and short heads."""
     layers = c.heads.split("/")
     yield (
-        not all(layers) or bool(set(c.heads) - set("SL/")),
+        not all(layers) or set(c.heads) - set("SL/"),
         f"heads={c.heads!r} must be made of S (short) and L (long) with / between layers: L, SSSL, "
         "S/S/L",
     )

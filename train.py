@@ -28,7 +28,7 @@ from attention.cache import run_definitions
 from configurator import DTYPE, configure, pick_device, user_errors
 from errors import NotFinite, UserError, note
 from model import GPT, GPTConfig
-from text.dataset import Tokens, folder_of, prepare_shakespeare, read_meta
+from text.dataset import Tokens, folder_of, prepare_small, read_meta
 from training import checkpoint, run
 from training.distributed import by_master, connect, count, data_parallel, rank, say, summed, world
 from training.estimate import mfu
@@ -121,7 +121,7 @@ with user_errors():
     launches = run.launches(start)
 
     # the data
-    by_master(lambda: prepare_shakespeare(dataset))
+    by_master(lambda: prepare_small(dataset))
     data_dir = folder_of(dataset)
     meta = read_meta(data_dir)
     checksums = {name: entry["sha256"] for name, entry in meta["files"].items()}

@@ -1,5 +1,6 @@
 """Which code an attention runs: its fast form, unless somebody has edited its definition."""
 
+import copy
 import functools
 import importlib
 import inspect
@@ -12,6 +13,7 @@ from harness import assert_equal, parametrize, refusal
 from reference import cached, fast, naive_attention, shaken
 from torch.autograd import grad
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from attention import forms, scores
 from attention.cache import heads_of, run_definitions
@@ -19,7 +21,7 @@ from attention.fast import general_form
 from attention.forms import FORM, code_of, unchanged
 from attention.scores import distances, learned, plain_form
 from model import ATTENTION, GPT, GPTConfig
-from parts import POSITION, Scheme
+from parts import POSITION, WHERE, Scheme
 from training.run import LEAK, change_by_later_tokens
 
 SIZES = {"block_size": 300, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 16}
@@ -120,6 +122,7 @@ ARGUMENTS = ["b=learned(0.0)", "f=of_token(0.0)"]
 CODE = """import functools
 import math
 from torch.nn import functional as F
+from torch.testing import assert_close
 from attention.scores import learned, of_token
 
 def helper(x):
@@ -337,6 +340,18 @@ def test_a_leak_is_found_at_the_models_own_block_size(definition, tokens, is_fou
     monkeypatch.setitem(ATTENTION, "mine", definition)
     gpt = shaken(GPTConfig(**SIZES | {"block_size": tokens}, attention="mine"))
     assert (change_by_later_tokens(gpt) > LEAK) == is_found
+
+
+@parametrize("where", WHERE)
+def test_a_leak_is_found_behind_the_zeros_of_zero_init(where, monkeypatch):
+    """The model itself keeps them."""
+    fields = SIZES | {"block_size": 64, "where": where, "zero_init": True}
+    for definition, is_found in ((leak(10), True), (sigmoid_attention, False)):
+        monkeypatch.setitem(ATTENTION, "mine", definition)
+        gpt = GPT(GPTConfig(**fields, attention="mine"))
+        weights = copy.deepcopy(gpt.state_dict())
+        assert (change_by_later_tokens(gpt) > LEAK) == is_found
+        assert_close(gpt.state_dict(), weights, rtol=0, atol=0)
 
 
 def test_an_output_of_another_shape_is_seen(monkeypatch):

@@ -158,7 +158,7 @@ def test_the_first_use_prepares_shakespeare(tmp_path, monkeypatch, capfd):
     (folder / "prepare.py").write_text(code)
     monkeypatch.setattr(dataset, "DATA", tmp_path)
     for printed in (True, False):
-        dataset.prepare_shakespeare("shakespeare")
+        dataset.prepare_small("shakespeare")
         assert ("is not prepared yet: running" in capfd.readouterr().out) == printed
 
 

@@ -35,13 +35,14 @@ def folder_of(dataset: str) -> str:
     )
 
 
-def prepare_shakespeare(dataset: str) -> None:
-    """Prepare one of the two Shakespeares if it is missing. Other data sets take too long for that.
+def prepare_small(dataset: str) -> None:
+    """Prepare a small data set if it is missing. Other data sets take too long for that.
 
     If that fails, its script says why, and folder_of finds no data set.
     """
     folder = DATA / dataset
-    if dataset not in ("shakespeare_char", "shakespeare") or (folder / "meta.json").exists():
+    small = ("shakespeare_char", "shakespeare", "python")
+    if dataset not in small or (folder / "meta.json").exists():
         return
     script = folder / "prepare.py"
     print(f"{dataset} is not prepared yet: running {script}", flush=True)

@@ -106,7 +106,7 @@ def run(
 
     # A tokenizer whose vocabulary is made from the text
     if tokenizer == "sentencepiece":
-        lines = list(_sample(splits["train"], longest, cleaning))
+        lines = _sample(splits["train"], longest, cleaning)
         tok = tokenizers.train_sentencepiece(lines, vocab_size)
     elif tokenizer == "char":
         vocab = set()

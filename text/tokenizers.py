@@ -105,9 +105,8 @@ class GPT2Tokenizer(Tokenizer):
     meta = {"kind": "gpt2"}
 
     def __init__(self):
-        tiktoken = optional("tiktoken", "the GPT-2 tokenizer")
         try:
-            self._bpe = tiktoken.get_encoding("gpt2")
+            self._bpe = optional("tiktoken", "the GPT-2 tokenizer").get_encoding("gpt2")
         except OSError as error:  # no network
             raise OSError(
                 f"tiktoken cannot download GPT-2's files ({first_line(error)}); "
@@ -130,8 +129,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, model: str):
         self.meta = {"kind": "sentencepiece", "model": model}
-        spm = optional("sentencepiece", "this tokenizer")
-        self._sp = spm.SentencePieceProcessor(model_proto=base64.b64decode(model))
+        self._sp = optional("sentencepiece", "this tokenizer").SentencePieceProcessor(
+            model_proto=base64.b64decode(model)
+        )
         self.n_vocab = self._sp.vocab_size()
         self.eot = self._sp.eos_id()
 
@@ -142,7 +142,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._sp.decode(ids)
 
 
-def train_sentencepiece(lines: list[str], vocab_size: int) -> SentencePieceTokenizer:
+def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
     """Train a unigram vocabulary as in the long-short paper (5.1).
 
     NMT_NFKC normalisation is SentencePiece's default. Unlike the paper's, characters that are too

@@ -5,6 +5,7 @@ meta: the content of the data set's meta.json.
 """
 
 import contextlib
+import copy
 import math
 import shlex
 import signal
@@ -141,8 +142,7 @@ def print_estimates(config: dict) -> None:
     with contextlib.suppress(UserError):
         vocab_size = read_meta(folder_of(config["dataset"]))["vocab_size"]
     sizes = {"vocab_size": config["vocab_size"] or vocab_size}
-    shape = GPTConfig(**model_args(config | sizes))
-    say(report(shape, config))
+    say(report(GPTConfig(**model_args(config | sizes)), config))
 
 
 # -----------------------------------------------------------------------------
@@ -165,8 +165,7 @@ def launches(start: int) -> list[str]:
 
 def describe(c: SimpleNamespace, model: GPT, train: Tokens, device: str, dtype: str) -> None:
     """Says what is trained on what, before the first step. c: the settings."""
-    fields = vars(model.config).items()
-    choices = [f"{name}={value}" for name, value in fields if value != DEFAULTS[name]]
+    choices = [f"{k}={x}" for k, x in vars(model.config).items() if x != DEFAULTS[k]]
     say(f"{num_params(model) / 1e6:.2f}M parameters: {', '.join(choices)}; for the rest GPT-2's")
 
     # each attention: in how many heads it is, and which code runs
@@ -198,25 +197,27 @@ LEAK = 1e-4  # see change_by_later_tokens
 def change_by_later_tokens(model: GPT) -> float:
     """How far a GPT's logits change with later tokens, as a share of their spread.
 
-    Random tokens are read as a whole, and without the last one, without the second half, the last
-    three quarters and so on: what is left must have the logits that it had. An attention that uses
-    the number of tokens is found too. Above LEAK the model sees later tokens; below it is rounding.
-    NaN counts as infinite.
+    Random tokens are read as a whole, and without the last one, half or seven eighths of them: what
+    is left must have the logits that it had. An attention that uses the number of tokens is found
+    too. Above LEAK the model sees later tokens; below it is rounding.
     """
     T = model.config.block_size
-    random = torch.Generator("cpu").manual_seed(0)
-    x = torch.randint(model.config.vocab_size, (1, T), generator=random)
-    x = x.to(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    random = torch.Generator(device).manual_seed(0)
+    x = torch.randint(model.config.vocab_size, (1, T), generator=random, device=device)
 
-    was_training = model.training
-    model.eval()
+    # in a copy without zeros, such as --zero_init's, which would hide what a layer does
+    model = copy.deepcopy(model).eval()
+    for p in model.parameters():
+        if not p.any():
+            p.normal_(std=0.02, generator=random)
+
     logits = model(x, x)[0]
     change = logits.new_zeros(())
-    for n in {T - 1, T // 2, T // 4, T // 8} - {0}:
+    for n in {T - 1, T // 2, T // 8} - {0}:
         first = x[:, :n]
         change = change.maximum((model(first, first)[0] - logits[:, :n]).abs().max())
-    model.train(was_training)
-    return (change / logits.std()).nan_to_num(math.inf).item()
+    return (change / logits.std()).item()
 
 
 def try_causality(model: GPT) -> None:
@@ -242,12 +243,12 @@ def best_loss(c: SimpleNamespace, saved: dict, checksums: dict) -> float:
     or this optimizer.
     """
     data = saved.get("data", {})
-    is_nanogpt = "tokenizer" not in saved
     refuse([
         (not data.items() <= checksums.items() and not c.allow_other_data,
          f"the files of {c.dataset} have changed since the run was saved: "
          "--allow_other_data goes on with the new data"),
-        ("optimizer" not in saved or (is_nanogpt and saved["model_args"].get("bias", True)),
+        ("optimizer" not in saved
+         or ("tokenizer" not in saved and saved["model_args"].get("bias", True)),
          "the checkpoint has no optimizer state, or nanoGPT's, where biases have another order: "
          f"--init_from={shlex.quote(c.out_dir)} with another --out_dir= starts a new one"),
     ])  # fmt: skip
@@ -306,6 +307,6 @@ def print_sample(c: SimpleNamespace, model: GPT, meta: dict, amp: object, device
     idx = torch.tensor([prompt], device=device)
     with amp:
         ids = model.eval().generate(idx, c.sample_tokens, 0.8, vocab_size=tok.n_vocab, seed=c.seed)
-    modules = [f"--import={module}" for module in imported()]
-    command = shlex.join(["python", "sample.py", f"--out_dir={c.out_dir}", *modules])
+    flags = [f"--out_dir={c.out_dir}", *(f"--import={module}" for module in imported())]
+    command = shlex.join(["python", "sample.py", *flags])
     say(f"\na sample (more of them: {command}):\n{tok.decode(ids[0].tolist())}")

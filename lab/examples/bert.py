@@ -16,7 +16,7 @@ from lab.examples.attention import Bidirectional, Encoder
 from lab.examples.common import fit, generator, gpt_config, result, run_example
 from model import GPTConfig
 from parts import NORM
-from text.dataset import Tokens, folder_of, prepare_shakespeare
+from text.dataset import Tokens, folder_of, prepare_small
 from text.tokenizers import tokenizer
 
 # What is it trained on, and how long?
@@ -101,7 +101,7 @@ def evaluate(bert: Bert, data: Tokens, mask: int) -> tuple[float, float]:
 
 
 def main(config: dict, given: dict) -> None:
-    prepare_shakespeare(dataset)
+    prepare_small(dataset)
     folder = folder_of(dataset)
     train = Tokens(folder, "train", block_size)
     val = Tokens(folder, "val", block_size)

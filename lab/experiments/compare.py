@@ -40,7 +40,7 @@ from lab.experiments.runs import (
 )
 from lab.experiments.tables import TABLES, Table, rows_of, steps_of
 from lab.experiments.times import step_times
-from text.dataset import folder_of, prepare_shakespeare, read_meta
+from text.dataset import folder_of, prepare_small, read_meta
 
 # What is measured?
 what = "train,time,equal,show"  # the parts to run, separated by commas: see above
@@ -151,7 +151,7 @@ def take_times(t: Table) -> None:
     flags = {row: t.flags | t.rows[row] for row in t.rows if row in bases}
     file = config_file or t.file
     data = settings_of(file, {})["dataset"]
-    prepare_shakespeare(data)
+    prepare_small(data)
     vocab_size = read_meta(folder_of(data))["vocab_size"]
     times = step_times(file, flags, vocab_size, repeats, bases)
     of = of_times(t)

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from configurator import ROOT
 from errors import UserError
-from text.dataset import folder_of, prepare_shakespeare, read_meta
+from text.dataset import folder_of, prepare_small, read_meta
 
 SEEN = {}  # {a file of code, or the folder of a data set: its checksum when this process began}
 PARSING = threading.RLock()  # Python 3.11's ast may fail where two threads parse at once
@@ -49,7 +49,7 @@ def of_code(modules: Iterable[str], files: Iterable[str] = ()) -> str:
 
 def of_data(dataset: str) -> str:
     """A checksum of a data set's files. Raises UserError as of_code, or if it is not prepared."""
-    prepare_shakespeare(dataset)
+    prepare_small(dataset)
     return _noted(folder_of(dataset))
 
 

@@ -18,7 +18,6 @@ needs no new runs of what it is compared with. docs/verdict.md says how it decid
 import math
 import os
 import shlex
-import subprocess
 import sys
 import time
 from statistics import fmean
@@ -97,7 +96,6 @@ class Verdict:
         self.judge = self.judge_of(config_file, common)
         self.others = {}  # of the columns
         if second_text and second_text != self.judge.settings["dataset"] and not quick:
-            prepare_python(second_text)
             words = [*common, f"--dataset={second_text}"]
             self.others["second text"] = second_text, self.judge_of(config_file, words)
         if second_recipe and second_recipe != config_file and not quick:
@@ -120,7 +118,7 @@ class Verdict:
         """The maker of runs with a config file and common flags."""
         settings = settings_of(file, flags_of(common))
         data = settings["dataset"]
-        data_sets.prepare_shakespeare(data)
+        data_sets.prepare_small(data)
         vocab_size = data_sets.read_meta(data_sets.folder_of(data))["vocab_size"]
         on_gpu = "cuda" in settings["device"]
         n = jobs or (1 if on_gpu else cores())
@@ -410,13 +408,6 @@ class Verdict:
             "origin": origin(self.models(self.sizes[-1])[1].config),
         }
         report.write(self.numbers)
-
-
-def prepare_python(dataset: str) -> None:
-    """Prepare data/python if it is missing; other data sets must be there."""
-    script = data_sets.DATA / dataset / "prepare.py"
-    if dataset == "python" and not (script.parent / "meta.json").exists():
-        subprocess.run([sys.executable, script], check=True)
 
 
 def main() -> None:
