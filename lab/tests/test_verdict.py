@@ -1,5 +1,6 @@
 """lab.verdict: each decision with faked losses and times; one verdict with runs, to the card."""
 
+import itertools
 import json
 import math
 import os
@@ -13,6 +14,8 @@ from harness import done, parametrize, refused, slow
 from scipy import stats
 
 import lab.verdict.__main__ as main
+from lab.experiments.results import save
+from lab.experiments.runs import identity
 from lab.experiments.times import apart
 from lab.ideas.gated_delta import GatedDelta
 from lab.verdict import chance, checks, costs, judge, method, report
@@ -387,6 +390,24 @@ def test_equal_flops_where_the_products_of_matrices_differ(ratio, faked, monkeyp
     assert one.stored("flops", one.arms)["ratio"] == ratio
     monkeypatch.setattr(chance, "machine", lambda: {"processor": "another"})
     assert one.stored("flops", one.arms) is None
+
+
+def test_the_first_line_counts_the_runs_that_are_kept(faked, tmp_path):
+    """At one size: 6 and 4 runs of each side, 9 of columns, 4 of the idea in equal time."""
+    one, _ = faked(lambda *key: 2 + key[3] ** 2, always(**SAME), seeds=4, sizes="2 x 48")
+    of_run = 6 + main.OVERHEAD
+    assert one.seconds() == pytest.approx(of_run * (2 * (6 + 4 + 9) + 4) + 300)
+    runs = {}
+    for arm in one.arms:
+        for k, seed in [*itertools.product((-2, 0, 2), (101, 102)), (0.5, 1), (0.5, 2), (0.5, 3)]:
+            name, words = one.judge.run(judge.Setting(arm, "2 x 48", 600), k, seed)
+            runs[name] = {"of": identity(words)}
+    save(one.judge.store, {"runs": runs})
+    assert one.seconds() == pytest.approx(of_run * (2 * (1 + 9) + 4) + 300)
+    for run in runs.values():
+        run["of"] = "edited"
+    save(one.judge.store, {"runs": runs})
+    assert one.seconds() == pytest.approx(of_run * (2 * (6 + 4 + 9) + 4) + 300)
 
 
 def test_a_sitting_leaves_out_the_first_steps(monkeypatch):

@@ -29,7 +29,7 @@ from configurator import at_least_one, run_script
 from errors import UserError
 from lab.experiments.identity import of_text, unchanged
 from lab.experiments.results import add, is_current, saved, short
-from lab.experiments.runs import flags_of, folder_of, imports_of, of_rows, settings_of
+from lab.experiments.runs import flags_of, folder_of, identity, imports_of, of_rows, settings_of
 from lab.experiments.times import apart, model_of
 from lab.verdict import chance, checks, costs, method, report
 from lab.verdict.judge import SET, Arm, Judge, Setting, cores, shape_of
@@ -225,11 +225,14 @@ class Verdict:
             _, _, base_ms, _, idea_ms = first
             for arm, ms in ((self.base, base_ms), (self.idea, idea_ms)):
                 of_run = steps * ms / 1e3 + OVERHEAD
+                left = len(method.FIRST) * (1 if quick else 2) + seeds
                 runs = [self.judge.run(Setting(arm, size, steps), k, 101) for k in method.FIRST]
-                if not all(name in known for name, _ in runs):
-                    total += of_run * (len(runs) * (1 if quick else 2) + seeds)
-                    if size == self.sizes[0] and not quick:
-                        total += of_run * (3 * COLUMN)
+                if all(is_current(known.get(name), identity(words)) for name, words in runs):
+                    about = runs[0][0].partition(", rate ")[0]
+                    left -= sum(name.partition(", rate ")[0] == about for name in known)
+                total += of_run * max(0, left)
+                if size == self.sizes[0] and left > 0 and not quick:
+                    total += of_run * (3 * COLUMN)
                 if arm is self.idea and not quick:
                     total += (steps * base_ms / 1e3 + OVERHEAD) * seeds
         return total + (20 if quick else 300)
