@@ -410,6 +410,15 @@ def test_the_first_line_counts_the_runs_that_are_kept(faked, tmp_path):
     assert one.seconds() == pytest.approx(of_run * (2 * (6 + 4 + 9) + 4) + 300)
 
 
+def test_flops_are_of_what_an_attention_needs():
+    """The same products as softmax, in whatever code; fewer with short heads."""
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32}
+    for row in ({"attention": "laser"}, {"attention": "softcap"}, {"heads": "S", "window": 8}):
+        file = "config/modern_shakespeare_char_cpu.py"
+        ratio = costs.of_flops(file, [sizes, sizes | row], 65)["ratio"]
+        assert (0.3 < ratio < 0.8) if "heads" in row else (ratio == 1), row
+
+
 def test_a_sitting_leaves_out_the_first_steps(monkeypatch):
     """They are slow. The ratio is the median of the rounds' ratios."""
     steps = [iter([100.0, *[ms] * costs.ROUNDS]) for ms in (10.0, 20.0, 30.0)]

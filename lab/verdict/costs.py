@@ -14,10 +14,11 @@ from concurrent.futures.process import BrokenProcessPool
 from statistics import fmean, median
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from attention.cache import heads_of, run_definitions
+from attention.cache import heads_of
 from attention.fast import general_form
+from attention.scores import plain_form
 from bench import peak_memory
 from errors import UserError, first_line
 from lab.experiments import recall
@@ -99,14 +100,31 @@ class Clock:
         return [*ratios, *ms]
 
 
+# what the counter does not know: PyTorch's own attention on a CPU; backward as if it kept weights
+FUSED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda dy, q, k, v, *_, **__: 2 * sdpa_flop_count(q, k, v)
+    ),
+}
+
+
 def of_flops(config_file: str, rows: list[dict], vocab_size: int) -> dict:
-    """{"ratio": the FLOPs of the idea's products of matrices to the opponent's}, in one step."""
+    """{"ratio": the FLOPs of the idea's products of matrices to the opponent's}, in one step.
+
+    Those of definitions count, hidden keys included; those of the code that runs only for short
+    heads, running sums, and PyTorch's own attention, which LASER takes too.
+    """
     counts = []
     for flags in rows:
         gpt, settings = model_of(config_file, flags, vocab_size)
-        run_definitions(gpt)  # the counter does not know PyTorch's own attention on a CPU
+        for heads in heads_of(gpt):
+            if heads.window is None and heads.sums is None and "fused" not in heads.words:
+                heads.run = plain_form(heads.definition)
         x = torch.randint(vocab_size, (1, settings["block_size"]))
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
             gpt(x, x)[1].backward()
         counts.append(counter.get_total_flops())
     return {"ratio": counts[1] / counts[0]}
