@@ -179,5 +179,13 @@ def drawing(path: str, rows: int, columns: int, width: float, height: float) -> 
         ax.title.set_fontsize(10)
         if ax.get_legend() is None and ax.get_legend_handles_labels()[0]:
             ax.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    write_picture(figure, path, dpi=110)
+
+
+def write_picture(figure: object, path: str, **settings: object) -> None:
+    """Write a figure of matplotlib. Raises UserError for an ending that it does not know."""
+    try:
+        figure.savefig(path, **settings)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
     print(f"wrote {path}")

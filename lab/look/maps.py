@@ -33,6 +33,7 @@ from torch import Tensor
 from attention.scores import plain_form, visible
 from configurator import run_script
 from errors import UserError, note
+from lab.experiments.results import write_picture
 from lab.look.probe import Probe
 from model import ATTENTION, GPT, GPTConfig, softmax_attention
 from parts import attentions
@@ -303,8 +304,7 @@ def main() -> None:
     figure = draw(rows, tokens)
     if len(runs) == 1:
         figure.suptitle(f"{runs[0].about}\n{names[0]}")
-    figure.savefig(out, dpi=120, bbox_inches="tight")
-    print(f"wrote {out}")
+    write_picture(figure, out, dpi=120, bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from harness import done, log_of
+from harness import done, log_of, refused
 
 from lab.look import plot
 from model import GPT, GPTConfig
@@ -50,6 +50,8 @@ def test_plot(run, train, tmp_path):
     ):
         width, err = draw(runs, f"--y={y}")
         assert width is None and says in err
+    wrong = run("lab.look.plot", f"--runs={tmp_path}/b", f"--out={tmp_path}/p.xyz")
+    refused(wrong, "p.xyz: Format 'xyz' is not supported")
 
 
 def test_the_axes_of_a_plot(tmp_path):
