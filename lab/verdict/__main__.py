@@ -64,6 +64,7 @@ out_dir = "out-verdict"  # the folder of the runs
 MEASURED = {"flops": costs.of_flops, "layer": costs.of_layer, "decoding": costs.of_decoding}
 QUICK = {"sizes": "2 x 48", "seeds": 4}
 SAME_TIME = 0.03  # numbers of steps that differ by less count as equal
+FAR = 0.35  # of ln(steps): from there on equal time says what longer training is worth
 COLUMN = 3  # seeds of a second text, a second recipe, a skill and longer texts
 OVERHEAD = 11.0  # seconds of a run besides its steps: its start, and evaluations
 
@@ -285,6 +286,7 @@ class Verdict:
                 fit = steps
             row["ratio"] = list(map(math.exp, means))
             row["fit"] = fit
+            row["sittings"] = self.sittings[size]
             if quick:
                 continue
 
@@ -295,7 +297,7 @@ class Verdict:
             if fit != steps:
                 (in_time,) = self.judge.losses({idea._replace(steps=fit): k}, everyone).values()
             other, shorter = fit, in_time
-            if abs(math.log(fit / steps)) < 0.1:
+            if abs(math.log(fit / steps)) < FAR:
                 other = steps // 2
                 two = everyone[:2]
                 (shorter,) = self.judge.losses({idea._replace(steps=other): k}, two).values()
@@ -307,9 +309,10 @@ class Verdict:
             changes = [y - x for x, y in zip(self.losses[base], in_time, strict=True)]
             row["time"] = method.interval(changes, lost, timing)
             row["worth"] = worth
-            row["other_time"] = self.moved(
-                row["time"], worth, means[1 - opponent] - means[opponent]
-            )
+            row["in_time"] = in_time
+            row["shorter"] = [other, shorter]
+            if not self.numbers["fast"]:
+                row["other_time"] = self.moved(row["time"], worth, means[0] - means[1])
 
     def moved(self, x: method.Interval, worth: float, by: float) -> method.Interval:
         """An interval for a training that is longer by a factor exp(-by), estimated."""
@@ -337,7 +340,7 @@ class Verdict:
         base, idea = judge.losses(rates, range(1, COLUMN + 1)).values()
         changes = [y - x for x, y in zip(base, idea, strict=True)]
         lost = chance.tau(self.sizes[0], True) ** 2, math.inf
-        return {"difference": method.interval(changes, lost)}
+        return {"difference": method.interval(changes, lost), "losses": [base, idea]}
 
     def check_trained(self) -> None:
         """Gates of the trained model."""
@@ -371,7 +374,8 @@ class Verdict:
         said = []
         parts = {"steps": ("at equal steps", 0.0)}
         if not quick:
-            parts["time"] = ("in equal time, on this machine", method.LEVEL)
+            written = "" if self.numbers["fast"] else f" with {self.base.name} as written"
+            parts["time"] = (f"in equal time{written}, on this machine", method.LEVEL)
         for part, (where, least) in parts.items():
             found = [row[part] for row in rows]
             if quick:
@@ -402,6 +406,8 @@ class Verdict:
             "seeds": seeds,
             "steps": steps,
             "level": method.stricter(method.DECIDES, self.share),
+            "hint": method.stricter(method.HINT, self.share),
+            "near": method.stricter(method.NEAR, self.share),
             "recipe": config_file,
             "both": both,
             "context": self.judge.settings["block_size"],
