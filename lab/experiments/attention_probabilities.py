@@ -22,7 +22,7 @@ from attention.fast import CHUNK, in_rows
 from attention.scores import scores, visible
 from configurator import pick_device, run_script
 from errors import UserError
-from lab.experiments.results import add, saved, short, show_table
+from lab.experiments.results import add, short, show_table, stored
 from lab.look.probe import Probe
 from model import GPT
 from parts import attentions
@@ -113,7 +113,7 @@ def main() -> None:
     total = summary(sum(sums)) | {"low": min(below), "high": max(below)}
     name = f"{attention}, {T} tokens"
     add(out, short(total), "models", name, str(run["seed"]))
-    show(saved(out, {})["models"])
+    show(stored(out, "models"))
 
 
 def show(models: dict[str, dict]) -> None:

@@ -39,8 +39,7 @@ from lab.experiments.runs import (
     sooner,
 )
 from lab.experiments.tables import TABLES, Table, rows_of, steps_of
-from lab.experiments.times import step_times
-from text.dataset import folder_of, prepare_small, read_meta
+from lab.experiments.times import step_times, vocab_size_of
 
 # What is measured?
 what = "train,time,equal,show"  # the parts to run, separated by commas: see above
@@ -150,9 +149,7 @@ def take_times(t: Table) -> None:
     bases |= {other: t.base(other) for other in bases.values()}  # --against may leave them out
     flags = {row: t.flags | t.rows[row] for row in t.rows if row in bases}
     file = config_file or t.file
-    data = settings_of(file, {})["dataset"]
-    prepare_small(data)
-    vocab_size = read_meta(folder_of(data))["vocab_size"]
+    vocab_size = vocab_size_of(settings_of(file, {})["dataset"])
     times = step_times(file, flags, vocab_size, repeats, bases)
     of = of_times(t)
     for row, numbers in times.items():

@@ -17,6 +17,7 @@ from bench import interleaved, medians, ratios, stopwatch
 from lab.experiments.runs import imports_of, settings_of
 from lab.experiments.variants import change
 from model import GPT, GPTConfig
+from text.dataset import folder_of, prepare_small, read_meta
 from training.optimizers import OPTIMIZER
 from training.run import DEFAULTS, model_args
 
@@ -57,6 +58,12 @@ def import_all(modules: list[str]) -> None:
     """Import the modules of --import=, which add to the model's tables."""
     for module in modules:
         importlib.import_module(module)
+
+
+def vocab_size_of(dataset: str) -> int:
+    """The number of different tokens of a data set. A small one that is missing is prepared."""
+    prepare_small(dataset)
+    return read_meta(folder_of(dataset))["vocab_size"]
 
 
 def model_of(config_file: str, flags: dict, vocab_size: int) -> tuple[GPT, dict]:

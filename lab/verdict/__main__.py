@@ -28,13 +28,12 @@ import torch
 from configurator import at_least_one, run_script
 from errors import UserError
 from lab.experiments.identity import of_text, unchanged
-from lab.experiments.results import add, is_current, saved, short
+from lab.experiments.results import add, is_current, short, stored
 from lab.experiments.runs import flags_of, folder_of, identity, imports_of, of_rows, settings_of
-from lab.experiments.times import apart, model_of
+from lab.experiments.times import apart, model_of, vocab_size_of
 from lab.verdict import chance, checks, costs, method, report
 from lab.verdict.judge import SET, Arm, Judge, Setting, cores, shape_of
 from model import GPT
-from text import dataset as data_sets
 from training.checkpoint import open_model
 from training.distributed import count
 from training.estimate import duration, num_params
@@ -63,6 +62,7 @@ out_dir = "out-verdict"  # the folder of the runs
 MEASURED = {"flops": costs.of_flops, "layer": costs.of_layer, "decoding": costs.of_decoding}
 QUICK = {"sizes": "2 x 48", "seeds": 4}
 SAME_TIME = 0.03  # numbers of steps that differ by less count as equal
+FAR = 0.35  # of ln(steps): from there on equal time says what longer training is worth
 COLUMN = 3  # seeds of a second text, a second recipe, a skill and longer texts
 OVERHEAD = 11.0  # seconds of a run besides its steps: its start, and evaluations
 
@@ -117,9 +117,7 @@ class Verdict:
     def judge_of(self, file: str, common: list[str]) -> Judge:
         """The maker of runs with a config file and common flags."""
         settings = settings_of(file, flags_of(common))
-        data = settings["dataset"]
-        data_sets.prepare_small(data)
-        vocab_size = data_sets.read_meta(data_sets.folder_of(data))["vocab_size"]
+        vocab_size = vocab_size_of(settings["dataset"])
         on_gpu = "cuda" in settings["device"]
         n = jobs or (1 if on_gpu else cores())
         return Judge(file, tuple(common), settings, vocab_size, out_dir, n)
@@ -144,7 +142,7 @@ class Verdict:
     def stored(self, part: str, arms: tuple[Arm, ...]) -> dict | None:
         """A measurement that is kept, of the code as it is now."""
         row, of = self.key(arms)
-        found = saved(self.judge.store, {}).get(part, {}).get(row, {}).get(config_file)
+        found = stored(self.judge.store, part, row).get(config_file)
         return found if is_current(found, of) else None
 
     def kept(self, part: str, arms: tuple[Arm, ...], measure, *args: object) -> dict:
@@ -182,7 +180,7 @@ class Verdict:
     def look(self) -> None:
         """Note the number of seeds before the first run. A second look with another is stricter."""
         key = of_text(f"{self.of} {sizes} {steps} {quick}")
-        looks = saved(self.judge.store, {}).get("looks", {}).get(key, {})
+        looks = stored(self.judge.store, "looks", key)
         self.numbers["looks"] = {n: said for n, said in looks.items() if n != str(seeds)}
         if self.numbers["looks"]:
             self.share = method.AGAIN
@@ -220,7 +218,7 @@ class Verdict:
     def seconds(self) -> float:
         """About how long everything takes on one core."""
         total = 0.0
-        known = saved(self.judge.store, {}).get("runs", {})
+        known = stored(self.judge.store, "runs")
         for size, (first, *_) in self.sittings.items():
             _, _, base_ms, _, idea_ms = first
             for arm, ms in ((self.base, base_ms), (self.idea, idea_ms)):
@@ -229,7 +227,7 @@ class Verdict:
                 runs = [self.judge.run(Setting(arm, size, steps), k, 101) for k in method.FIRST]
                 if all(is_current(known.get(name), identity(words)) for name, words in runs):
                     about = runs[0][0].partition(", rate ")[0]
-                    left -= sum(name.partition(", rate ")[0] == about for name in known)
+                    left -= sum(name.startswith(about) for name in known)
                 total += of_run * max(0, left)
                 if size == self.sizes[0] and left > 0 and not quick:
                     total += of_run * (3 * COLUMN)
@@ -257,13 +255,12 @@ class Verdict:
         for size, (base, idea) in at_size.items():
             row = self.numbers["sizes"][size]
             losses = [self.losses[base], self.losses[idea]]
-            changes = [y - x for x, y in zip(*losses, strict=True)]
             row["rates"] = [rates[base], rates[idea]]
             row["edge"] = self.tuned[base].at_edge or self.tuned[idea].at_edge
             row["losses"] = losses
             row["tried"] = [self.judge.tried[base], self.judge.tried[idea]]
             row["failed"] = list(map(method.failed, losses))
-            row["steps"] = method.interval(changes, (chance.tau(size, quick) ** 2, math.inf))
+            row["steps"] = difference(*losses, size, quick)
         largest = at_size[self.sizes[-1]]
         self.folders = [
             [
@@ -286,6 +283,7 @@ class Verdict:
                 fit = steps
             row["ratio"] = list(map(math.exp, means))
             row["fit"] = fit
+            row["sittings"] = self.sittings[size]
             if quick:
                 continue
 
@@ -296,7 +294,7 @@ class Verdict:
             if fit != steps:
                 (in_time,) = self.judge.losses({idea._replace(steps=fit): k}, everyone).values()
             other, shorter = fit, in_time
-            if abs(math.log(fit / steps)) < 0.1:
+            if abs(math.log(fit / steps)) < FAR:
                 other = steps // 2
                 two = everyone[:2]
                 (shorter,) = self.judge.losses({idea._replace(steps=other): k}, two).values()
@@ -304,18 +302,12 @@ class Verdict:
             worth = fmean(gains) / math.log(steps / other)
 
             timing = method.timing_error(worth, logs[opponent])
-            lost = chance.tau(size, quick) ** 2, math.inf
-            changes = [y - x for x, y in zip(self.losses[base], in_time, strict=True)]
-            row["time"] = method.interval(changes, lost, timing)
+            row["time"] = difference(self.losses[base], in_time, size, quick, timing)
             row["worth"] = worth
-            row["other_time"] = self.moved(
-                row["time"], worth, means[1 - opponent] - means[opponent]
-            )
-
-    def moved(self, x: method.Interval, worth: float, by: float) -> method.Interval:
-        """An interval for a training that is longer by a factor exp(-by), estimated."""
-        error = math.hypot(x.error, worth * by / 5)
-        return method.Interval(x.mean + worth * by, error, x.df)
+            row["in_time"] = in_time
+            row["shorter"] = [other, shorter]
+            if not self.numbers["fast"]:
+                row["other_time"] = moved(row["time"], worth, means[0] - means[1])
 
     def columns(self) -> None:
         """The differences on a second text and in a second recipe, at the first size."""
@@ -335,10 +327,8 @@ class Verdict:
             if tuned.at_edge:
                 return {"why": "a best learning rate is at the edge of what was tried"}
             rates[setting] = tuned.k
-        base, idea = judge.losses(rates, range(1, COLUMN + 1)).values()
-        changes = [y - x for x, y in zip(base, idea, strict=True)]
-        lost = chance.tau(self.sizes[0], True) ** 2, math.inf
-        return {"difference": method.interval(changes, lost)}
+        losses = list(judge.losses(rates, range(1, COLUMN + 1)).values())
+        return {"difference": difference(*losses, self.sizes[0], True), "losses": losses}
 
     def check_trained(self) -> None:
         """Gates of the trained model."""
@@ -356,7 +346,7 @@ class Verdict:
         ratio = n["flops"].get("ratio", 1.0)
         if abs(ratio - 1) > SAME_TIME:
             row = n["sizes"][self.sizes[-1]]
-            row["equal_flops"] = self.moved(row["steps"], row["worth"], math.log(ratio))
+            row["equal_flops"] = moved(row["steps"], row["worth"], math.log(ratio))
         n["trained"] = costs.tried(apart, costs.alone, costs.of_trained, self.folders, self.modules)
         sides = []
         for arm, flags in zip(self.arms, self.rows(), strict=True):
@@ -372,7 +362,8 @@ class Verdict:
         said = []
         parts = {"steps": ("at equal steps", 0.0)}
         if not quick:
-            parts["time"] = ("in equal time, on this machine", method.LEVEL)
+            written = "" if self.numbers["fast"] else f" with {self.base.name} as written"
+            parts["time"] = (f"in equal time{written}, on this machine", method.LEVEL)
         for part, (where, least) in parts.items():
             found = [row[part] for row in rows]
             if quick:
@@ -403,6 +394,8 @@ class Verdict:
             "seeds": seeds,
             "steps": steps,
             "level": method.stricter(method.DECIDES, self.share),
+            "hint": method.stricter(method.HINT, self.share),
+            "near": method.stricter(method.NEAR, self.share),
             "recipe": config_file,
             "both": both,
             "context": self.judge.settings["block_size"],
@@ -411,6 +404,22 @@ class Verdict:
             "origin": origin(self.models(self.sizes[-1])[1].config),
         }
         report.write(self.numbers)
+
+
+def difference(
+    base: list[float], idea: list[float], size: str, one_seed: bool, *more: tuple[float, float]
+) -> method.Interval:
+    """The idea's losses minus the base's, of the same seeds. one_seed: it chose the rates.
+
+    more: other errors; see method.interval.
+    """
+    changes = [y - x for x, y in zip(base, idea, strict=True)]
+    return method.interval(changes, (chance.tau(size, one_seed) ** 2, math.inf), *more)
+
+
+def moved(x: method.Interval, worth: float, by: float) -> method.Interval:
+    """An interval for a training that is longer by a factor exp(-by), estimated."""
+    return method.Interval(x.mean + worth * by, math.hypot(x.error, worth * by / 5), x.df)
 
 
 def main() -> None:

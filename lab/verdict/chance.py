@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from errors import UserError, optional
-from lab.experiments.results import save, saved, short, show_table
+from lab.experiments.results import save, saved, short, show_table, stored
 from lab.verdict import method
 from lab.verdict.judge import Judge, Setting
 
@@ -253,7 +253,7 @@ def show() -> None:
     """Print how often each word is said: to nothing, to a gain at one size, to gains at both."""
     if not sizes_of():
         raise UserError(f"there is no {BANK}: python -m lab.verdict --what=bank makes it")
-    about = saved(BANK, {"about": {}})["about"]
+    about = stored(BANK, "about")
     print(", ".join(f"{key}: {x}" for key, x in about.items()))
     for name, size in sizes_of().items():
         deviation = statistics.stdev(x[1] for x in size.added)

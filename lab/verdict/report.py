@@ -19,6 +19,7 @@ from training.estimate import duration
 VERDICTS = ("lab/verdict/results/*.json", "verdict-*/runs.json")
 FOLDER = "verdict-"  # and the name of a verdict: the folder of its report
 WIDTH = 34  # of a column of the report
+AFTER = {"pairs": "after {} key-value pairs", "products": "for {} permutations (chance 0.17)"}
 SETTINGS = "--(both|config_file|dataset|sizes|steps|seeds)"
 
 
@@ -31,7 +32,7 @@ def lines_of(n: dict) -> list[str]:
     commit = commit[:8] + (" (edited)" if commit.endswith("-dirty") else "")
     machine = n["machine"]
     lines = [
-        f"{n['idea']} against {n['base']}: {count(runs, 'run')} made, {duration(seconds)}",
+        f"{n['idea']} against {n['base']}: {count(runs, 'new run')}, {duration(seconds)}",
         f"{', '.join(code)}; commit {commit}, torch {machine['torch']}, {machine['processor']}",
         f"{n['recipe']} {n['both']}".rstrip(),
         f"{n['data']}, context {n['context']}, {n['steps']} steps; losses in nats a token, "
@@ -67,25 +68,27 @@ def table_of(n: dict) -> list[str]:
         cells["seeds that failed"].append(f"{idea} ({n['base']} {base})")
     lines = [row("", heads), *(row(head, of) for head, of in cells.items())]
 
-    opponent = n["base"] if n["fast"] else f"{n['base']} as written"
-    other = f"{n['base']} as written" if n["fast"] else f"fast {n['base']}"
-    parts = {
-        "steps": f"equal steps, {n['seeds']} seeds",
-        "time": f"equal time, {opponent}",
-        "other_time": f"  {other}, estimate",
-        "equal_flops": "equal FLOPs, estimate",
-    }
-    for part, title in parts.items():
+    def lines_about(part: str, title: str, level: float = n["level"]) -> None:
         found = [Interval(*of[part]) if part in of else None for of in sizes.values()]
         if any(found):
-            lines.append(row(title, [x.text(n["level"]) if x else "" for x in found]))
-        if part == "steps":
-            lines.append(row("  could have shown", [f"{x.shown(n['level']):.3f}" for x in found]))
-        if part == "time":
-            fits = [f"{of['fit']} of {n['steps']}" for of in sizes.values()]
-            lines.append(row("  steps in this time", fits))
+            lines.append(row(title, [x.text(level) if x else "" for x in found]))
+        if part in ("steps", "time") and all(found) and level == n["level"]:
+            lines.append(row("  could have shown", [f"{x.shown(level):.3f}" for x in found]))
+
+    of_time = f"equal time, {n['base']}{'' if n['fast'] else ' as written'}"
+    for part, title in (("steps", f"equal steps, {n['seeds']} seeds"), ("time", of_time)):
+        lines_about(part, title)
+        if "level" in n["verdict"]:
+            lines_about(part, f"  interval of {100 * n['near']:g}%", n["near"])
+    if "a hint" in n["verdict"]:
+        mean = overall(n).text(n["hint"])
+        lines.append(row("mean over the sizes, equal steps", [f"{mean}, of {100 * n['hint']:g}%"]))
+    fits = [f"{of['fit']} of {n['steps']}" for of in sizes.values() if "time" in of]
+    lines += [row("  steps in this time", fits)] if fits else []
+    lines_about("other_time", f"  fast {n['base']}, estimate")
+    lines_about("equal_flops", "equal FLOPs, estimate")
     for title, x in n.get("columns", {}).items():
-        lines.append(row(title, [column_of(x, n["level"]), x["of"]]))
+        lines.append(row(title, [f"{column_of(x, n['level'])} ({x['of']})"]))
     return lines
 
 
@@ -119,15 +122,16 @@ def costs_of(n: dict) -> list[str]:
         if "longer" in of:
             base, idea = (", ".join(f"{x:+.2f}" for x in side) for side in of["longer"])
             lines.append(
-                f"longer     loss at 4x the context: {idea or '-'} ({n['base']} {base or '-'})"
+                "longer     loss at 4x the context minus loss at 1x: "
+                f"{idea or '-'} ({n['base']} {base or '-'})"
             )
     if "skills" in n:
         for task, size in SKILLS.items():
             text = f"not measured: {n['skills'].get('why')}"
             if task in n["skills"]:
                 base, idea = (f"{seeds_of(x[size])}" for x in n["skills"][task])
-                text = f"{size}: {idea} ({n['base']} {base})"
-            lines.append(f"{task:<10} {text}")
+                text = f"{idea} ({n['base']} {base})"
+            lines.append(f"{task:<10} right answers {AFTER[task].format(size)}: {text}")
     return lines
 
 
@@ -174,21 +178,25 @@ def draw_losses(n: dict, path: str) -> None:
     with drawing(path, len(n["sizes"]), 2, 11, 4 * len(n["sizes"])) as axes:
         for i, (size, of) in enumerate(n["sizes"].items()):
             left, right = axes[2 * i : 2 * i + 2]
+            octaves = set()
             for side, name in enumerate((n["base"], n["idea"])):
                 color = ("black", "C0")[side]
                 tried = [(k / 2, loss) for k, loss in of["tried"][side]]
+                octaves |= {octave for octave, _ in tried}
                 left.plot(*zip(*tried, strict=True), "o", color=color, fillstyle="none")
                 losses = of["losses"][side]
                 chosen = [of["rates"][side] / 2] * len(losses)
                 left.plot(chosen, losses, ".", color=color, label=name)
-            left.set(xlabel="octaves above the recipe's learning rates", ylabel="validation loss")
+            left.set_xticks(list(octaves), [f"{2**octave:g}x" for octave in octaves])
+            left.set(xlabel="times the recipe's learning rates", ylabel="validation loss")
             left.set_title(f"{size}: circles are for choosing, dots are compared")
 
             changes = [y - x for x, y in zip(*of["losses"], strict=True)]
             right.plot(range(1, len(changes) + 1), changes, "o", color="C0", label="a pair")
             x = Interval(*of["steps"])
             half = x.half(n["level"])
-            label = f"{100 * n['level']:g}% interval"
+            label = f"the mean, and its {100 * n['level']:g}% interval"
+            right.axhline(x.mean, color="C0", linewidth=0.8)
             right.axhspan(x.mean - half, x.mean + half, alpha=0.2, label=label)
             right.axhline(0, color="black", linewidth=0.8)
             right.set(
@@ -218,9 +226,6 @@ def card() -> None:
     rows.append([*itself, *[""] * (columns.count(" | ") + 1 - len(itself))])
     show_table(columns, rows)
     print(f"\nSoftmax's own standard error, which all rows share: {chance.shared_error()} nats")
-    for n in verdicts.values():
-        if "layer" not in n:
-            print(f"\n{n['idea']}: {n['verdict']}")
 
 
 def overall(n: dict) -> Interval:
