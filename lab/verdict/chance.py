@@ -175,12 +175,18 @@ def verdicts(count: int, case: Case, n: int) -> list[list[list[method.Interval]]
     return [[simulated(*size, *args) for size in sizes] for _ in range(count)]
 
 
-def words_of(found: list[list[method.Interval]], gains: tuple, share: float) -> set[str]:
-    """The words of a report where the idea is better by `gains`. share: see method.word."""
+def words_of(
+    found: list[list[method.Interval]], gains: tuple, share: float, places: int = 2
+) -> set[str]:
+    """The words of a report where the idea is better by `gains`. share: see method.word.
+
+    places: 2; 1: at equal steps alone.
+    """
     if not all(found):
         return {"no word"}
     words = set()
-    for intervals, least in zip(zip(*found, strict=True), (0.0, method.LEVEL), strict=True):
+    of_places = [*zip(*found, strict=True)][:places]
+    for intervals, least in zip(of_places, (0.0, method.LEVEL), strict=False):
         better = [x._replace(mean=x.mean - gain) for x, gain in zip(intervals, gains, strict=True)]
         words.add(method.word(better, share, least))
     return words
@@ -262,8 +268,9 @@ def show() -> None:
     cases = [*itertools.starmap(Case, itertools.product((0, 1), (1, 3), (1, 1.5), (0, 0.05)))]
     cases += [case._replace(paired=True) for case in cases]
     columns = "half octaves apart | curvature | deviation | failing runs | paired"
-    wrong = "better or worse | better | a hint | better where one size gains 0.06 | level"
-    right = " | ".join(f"better (or a hint) where both gain {gain}" for gain in BOTH)
+    wrong = "better or worse | better | a hint | better where one size gains 0.06 | a hint there"
+    wrong += " | level at equal steps"
+    right = " | ".join(f"better (or a hint) at equal steps if both gain {gain}" for gain in BOTH)
     for n, share in ((COMPARED, 1.0), (2 * COMPARED, method.AGAIN)):
         rows = [[*case, *shares_of(case, n, share)] for case in cases]
         level = method.stricter(method.DECIDES, share)
@@ -279,19 +286,18 @@ def show() -> None:
 def shares_of(case: Case, n: int, share: float) -> list[str]:
     """The cells of a row: how often the words are said, to nothing and to gains."""
     found = verdicts(VERDICTS, case, n)
-    asked = [NOTHING, *ONE_SIZE, *((gain, gain) for gain in BOTH)]
-    of_gains = {gains: [words_of(x, gains, share) for x in found] for gains in asked}
 
-    def times(gains: tuple, *words: str) -> int:
-        return sum(not said.isdisjoint(words) for said in of_gains[gains])
+    def times(gains: tuple, *words: str, places: int = 2) -> int:
+        said = [words_of(x, gains, share, places) for x in found]
+        return sum(not one.isdisjoint(words) for one in said)
 
     hints = "a hint of better", "a hint of worse"
     cells = [times(NOTHING, "better", "worse"), times(NOTHING, "better"), times(NOTHING, *hints)]
-    cells.append(max(times(gains, "better") for gains in ONE_SIZE))
+    cells += [max(times(gains, word) for gains in ONE_SIZE) for word in ("better", hints[0])]
     texts = [upper(cell, VERDICTS) for cell in cells]
-    texts.append(f"{times(NOTHING, 'level') / VERDICTS:.0%}")
+    texts.append(f"{times(NOTHING, 'level', places=1) / VERDICTS:.0%}")
     for gain in BOTH:
-        better = times((gain, gain), "better") / VERDICTS
-        either = times((gain, gain), "better", hints[0]) / VERDICTS
+        better = times((gain, gain), "better", places=1) / VERDICTS
+        either = times((gain, gain), "better", hints[0], places=1) / VERDICTS
         texts.append(f"{better:.0%} ({either:.0%})")
     return texts
