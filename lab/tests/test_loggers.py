@@ -1,6 +1,5 @@
 """lab/loggers/logits.py: the largest scores of each layer, in the log of a run."""
 
-import sys
 from functools import partial
 
 import pytest
@@ -11,7 +10,6 @@ from reference import SIZES
 from attention.cache import heads_of
 from lab.look.probe import max_abs_scores
 from model import GPT, GPTConfig
-from training.log import Log
 
 T = 24
 
@@ -42,11 +40,8 @@ def test_the_largest_score_of_each_layer(core):
     assert [heads.run for heads in heads_of(gpt)] == codes
 
 
-def test_logits_in_the_log(train, tmp_path, monkeypatch):
+def test_logits_in_the_log(train, tmp_path):
     """They change no loss, with dropout."""
-    monkeypatch.setattr(Log, "step", Log.step)  # undone afterwards
-    monkeypatch.setattr(Log, "write", Log.write)
-    monkeypatch.delitem(sys.modules, "lab.loggers.logits", raising=False)
     losses = []
     for flag in ("", "--import=lab.loggers.logits"):
         out = done(train(flag, "--log_interval=2 --max_iters=4 --dropout=0.2"))
