@@ -5,7 +5,7 @@
 
 The bank has losses of softmax at both sizes: 40 seeds at three learning rates half an octave apart,
 10 at four outer ones. A simulated verdict draws seeds from it and takes them through method.py: the
-choice of rates, eight sittings, the words. The idea's runs in equal time have other seeds.
+choice of rates, eight sittings, the words. The idea's seeds in equal time are drawn anew.
 """
 
 import functools
