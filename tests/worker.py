@@ -5,6 +5,7 @@ answer is a line of JSON on stdout: exit code, stdout, stderr.
 """
 
 import contextlib
+import faulthandler
 import gc
 import io
 import json
@@ -24,6 +25,7 @@ import torch  # noqa: E402
 from training import distributed  # noqa: E402
 
 torch.set_num_threads(1)
+faulthandler.enable()  # an abort in C says where
 answers = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)  # what libraries print
 for line in sys.stdin:
