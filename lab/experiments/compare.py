@@ -16,8 +16,8 @@ equal   for tables of attention in linear time: runs of as many steps as fit int
         row they are compared with takes for the table's steps.
 show    prints the tables of losses, and of their differences by the rule of RESULTS.md.
 
-Finished runs are skipped: you can stop the script and start it again. The project's own results, in
-lab/experiments/compare.json, count too: a run that is there is not made again.
+Finished runs are skipped: you can stop the script and start it again. Where --out lacks a run or a
+time, show takes the project's own, in lab/experiments/compare.json.
 """
 
 import itertools
@@ -27,17 +27,8 @@ import statistics
 import torch
 
 from configurator import names, run_script
-from lab.experiments.results import add, difference, is_current, mean, short, show_table, stored
-from lab.experiments.runs import (
-    as_flags,
-    final,
-    finals,
-    identity,
-    of_rows,
-    record,
-    settings_of,
-    sooner,
-)
+from lab.experiments.results import add, difference, mean, short, show_table, stored
+from lab.experiments.runs import as_flags, final, finals, of_rows, record, settings_of, sooner
 from lab.experiments.tables import TABLES, Table, rows_of, steps_of
 from lab.experiments.times import step_times, vocab_size_of
 
@@ -118,18 +109,7 @@ def make(t: Table, steps: dict, keys: list[tuple]) -> None:
             flags["learning_rate"] = rate
         command = [file, *as_flags(flags), f"--seed={seed}", *extra.split()]
         runs[run_name(t, row, seed, steps[row], rate)] = command
-    use_shipped(runs)
     record(out, runs, out_dir, jobs, make=True, keep=t.keep)
-
-
-def use_shipped(runs: dict) -> None:
-    """Copy runs from the project's own file to --out, unless --out has them of the same code."""
-    own = stored(out, "runs")
-    shipped = stored(SHIPPED, "runs")
-    for name, command in runs.items():
-        of = identity(command)
-        if not is_current(own.get(name), of) and is_current(shipped.get(name), of):
-            add(out, shipped[name], "runs", name)
 
 
 def tuned(t: Table, row: str) -> float | None:

@@ -23,8 +23,11 @@ from text.dataset import folder_of, prepare_small, read_meta
 
 SEEN = {}  # {a file of code, or the folder of a data set: its checksum when this process began}
 PARSING = threading.RLock()  # Python 3.11's ast may fail where two threads parse at once
+IMPORT = "import_module", "__import__"
+NEIGHBOURS = ".*"  # all files of the folder, where the name of an import is computed
 HAVE_DOCSTRINGS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-INSTALLED = os.path.dirname(os.__file__), "-packages"  # parts of the paths of code that stays
+# parts of the paths of code that stays
+INSTALLED = os.path.dirname(os.__file__), *(f"{x}-packages{os.sep}" for x in ("site", "dist"))
 
 
 def of_text(text: str) -> str:
@@ -40,7 +43,7 @@ def of_code(modules: Iterable[str], files: Iterable[str] = ()) -> str:
     found = {}
     left = [*files, *(path for module in modules for path in _paths(module, ""))]
     while left:
-        path = os.path.realpath(left.pop())
+        path = os.path.abspath(left.pop())
         if path not in found:
             found[path] = _noted(path)
             left += [other for module in _code_of(path)[1] for other in _paths(module, path)]
@@ -74,7 +77,7 @@ def _noted(path):
 def parsed(path: str) -> ast.Module:
     """The syntax tree of a file. Raises UserError if it is not Python."""
     try:
-        return ast.parse(pathlib.Path(path).read_text(encoding="utf-8"))
+        return ast.parse(pathlib.Path(path).read_bytes())
     except SyntaxError as error:
         raise UserError(f"{path} is not Python: {error}") from None
 
@@ -98,14 +101,20 @@ def _read(path, mtime, size):
         elif isinstance(node, ast.ImportFrom):
             package = "." * node.level + (f"{node.module}." if node.module else "")
             imports += [package + alias.name for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            imports += [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(IMPORT):
+            for arg in [*node.args, *(keyword.value for keyword in node.keywords)]:
+                if isinstance(arg, ast.Constant):
+                    imports.append(arg.value)
+                elif not isinstance(arg, ast.Name):  # such as f"{__name__}.{name}"
+                    imports.append(NEIGHBOURS)
     return of_text(ast.unparse(tree)), imports
 
 
 @functools.cache
 def _paths(module, importer):
     """The files that the import of a module executes, but for those of Python and of packages."""
+    if module == NEIGHBOURS:
+        return list(map(str, pathlib.Path(importer).parent.glob("*.py")))
     name = module.lstrip(".")
     folders = [folder or os.getcwd() for folder in sys.path]
     if name != module:  # one dot is the importer's own folder

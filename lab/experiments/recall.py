@@ -38,9 +38,8 @@ from configurator import names, run_script
 from errors import UserError
 from lab.experiments.identity import unchanged
 from lab.experiments.results import drawing, is_current, save, saved, show_table
-from lab.experiments.runs import imports_of, of_rows
+from lab.experiments.runs import import_all, imports_of, of_rows
 from lab.experiments.tables import rows_of
-from lab.experiments.times import import_all
 from model import GPT, GPTConfig
 from training.optimizers import OPTIMIZER
 

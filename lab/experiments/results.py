@@ -14,6 +14,8 @@ from filelock import FileLock
 from errors import UserError, optional
 from lab.experiments.identity import unchanged
 
+CONFIDENCE = 0.95  # of the intervals in tables
+
 
 def saved(path: str, defaults: dict) -> dict:
     """The results in a JSON file, and the `defaults` that it lacks.
@@ -25,7 +27,7 @@ def saved(path: str, defaults: dict) -> dict:
     try:
         with open(path, encoding="utf-8") as f:
             return defaults | json.load(f)
-    except ValueError:
+    except (ValueError, TypeError):
         raise UserError(f"{path} is damaged; delete it, or name another file") from None
 
 
@@ -104,34 +106,64 @@ def measured(
     return numbers
 
 
-class Difference(NamedTuple):
-    """The mean of paired differences, its 95% interval, and what the pairs could have shown."""
+class Interval(NamedTuple):
+    """A mean difference, its standard error, and the degrees of freedom of this error."""
 
     mean: float
-    low: float
-    high: float
-    shown: float  # the true difference that such pairs show with a power of 80%
-    p: float  # of Student's t test
+    error: float
+    df: float
+
+    def half(self, level: float) -> float:
+        """Half the width of the interval that has this level, such as 0.95."""
+        return quantile((1 + level) / 2, round(self.df, 1)) * self.error
+
+    def side(self, level: float) -> int:
+        """-1: the interval is below 0, 1: above 0; 0: it contains 0."""
+        return (self.mean > self.half(level)) - (self.mean < -self.half(level))
+
+    def shown(self, level: float) -> float:
+        """The true difference that an interval of this level shows with a power of 80%."""
+        return self.half(level) + quantile(0.8, round(self.df, 1)) * self.error
+
+    @property
+    def p(self) -> float:
+        """Of Student's t test."""
+        t = optional("scipy.stats", "an interval").t
+        return 2 * t.sf(abs(self.mean) / self.error, self.df)
+
+    def text(self, level: float) -> str:
+        """The mean, and the interval of this level."""
+        half = self.half(level)
+        return f"{self.mean:+.3f} ({self.mean - half:+.3f} to {self.mean + half:+.3f})"
 
     def __str__(self) -> str:
-        if not math.isfinite(self.mean):
-            return "diverged"
-        return f"{self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+        return self.text(CONFIDENCE)
 
 
-def difference(x: list[float], y: list[float]) -> Difference | str:
-    """Of x - y, numbers of the same seeds, by Student's t. A text where there are no two pairs."""
+@functools.cache
+def quantile(p: float, df: float) -> float:
+    """Of Student's t distribution."""
+    return float(optional("scipy.stats", "an interval").t.ppf(p, df))
+
+
+def interval(changes: list[float], *more: tuple[float, float]) -> Interval:
+    """The mean of paired differences. more: (variance, its degrees of freedom) of other errors.
+
+    The degrees of freedom are Satterthwaite's.
+    """
+    n = len(changes)
+    parts = [(statistics.variance(changes) / n, n - 1), *more]
+    variance = sum(part for part, _ in parts) or 1e-24
+    df = variance**2 / (sum(part**2 / d for part, d in parts) or 1e-48)
+    return Interval(statistics.fmean(changes), math.sqrt(variance), df)
+
+
+def difference(x: list[float], y: list[float]) -> Interval | str:
+    """Of x - y, numbers of the same seeds. A text where there are no two pairs, or no numbers."""
     changes = [a - b for a, b in zip(x, y, strict=False)]
     if len(changes) < 2:
         return f"{changes[0]:+.3f}, one seed" if changes else ""
-    mean = statistics.mean(changes)
-    if not math.isfinite(mean):
-        return Difference(*[math.inf] * 5)
-    t = optional("scipy.stats", "an interval").t(len(changes) - 1)
-    error = statistics.stdev(changes) / math.sqrt(len(changes)) or 1e-12
-    half = t.ppf(0.975) * error
-    p = 2 * t.sf(abs(mean) / error)
-    return Difference(mean, mean - half, mean + half, half + t.ppf(0.8) * error, p)
+    return interval(changes) if math.isfinite(sum(changes)) else "diverged"
 
 
 def mean(x: list[float]) -> str:
@@ -142,12 +174,12 @@ def mean(x: list[float]) -> str:
 def show_table(columns: str, rows: Iterable[list]) -> None:
     """Print a table in Markdown, without empty columns. columns: its head, "size | loss".
 
-    A Difference is in bold type if it is not 0 by Holm's correction for all in the table.
+    An Interval is in bold type if it is not 0 by Holm's correction for all in the table.
     """
     rows = [columns.split(" | "), *rows]
     full = [cells for cells in zip(*rows, strict=True) if {*cells[1:]} != {""}]
     head, *rows = zip(*full, strict=True)
-    found = [x for row in rows for x in row if isinstance(x, Difference)]
+    found = [x for row in rows for x in row if isinstance(x, Interval)]
     found.sort(key=lambda x: x.p)
     bold = set()
     for n, x in enumerate(found):
@@ -157,7 +189,7 @@ def show_table(columns: str, rows: Iterable[list]) -> None:
     print(f"\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
     for row in rows:
         print(f"| {' | '.join(f'**{x}**' if x in bold else str(x) for x in row)} |")
-    shown = [x.shown for x in found]
+    shown = [x.shown(CONFIDENCE) for x in found]
     if shown:
         print(f"\n80% power: {min(shown):.3f} to {max(shown):.3f}")
 

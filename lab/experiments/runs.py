@@ -8,6 +8,7 @@ makes a run as train.py or, with --variant, variants.py does, and notes its iden
 import ast
 import concurrent.futures
 import contextlib
+import importlib
 import itertools
 import json
 import math
@@ -87,6 +88,7 @@ def make(command: list[str], folder: str, threads: int | None, may_diverge: bool
 def main() -> None:
     """In a process of its own: make the run, with its identity as this process reads its code."""
     folder, *command = sys.argv[1:]
+    import_all(imports_of(flags_of(command[1:])))  # one of them may change sys.path
     pathlib.Path(folder, MADE).write_text(identity(command))
     sys.argv = ["train.py", *command, f"--out_dir={folder}", "--sample_tokens=0"]
     if any(arg.startswith("--variant=") for arg in command):
@@ -153,8 +155,9 @@ def identity(command: list[str]) -> str:
             files.append("train.py")
         if "variant" in flags:
             modules.append("lab.experiments.variants")
-        data = settings_of(file, flags).get("dataset")
-        return of_text(f"{command} {of_code(modules, files)} {data and of_data(data)}")
+        settings = settings_of(file, flags)
+        data = settings.get("dataset")
+        return of_text(f"{command} {settings} {of_code(modules, files)} {data and of_data(data)}")
 
 
 def of_rows(script: str, *rows: dict) -> str:
@@ -173,11 +176,17 @@ def imports_of(flags: dict) -> list[str]:
     return [module for module in flags.get("import", "").split(",") if module]
 
 
+def import_all(modules: list[str]) -> None:
+    """Import the modules of --import=, which add to the model's tables."""
+    for module in modules:
+        importlib.import_module(module)
+
+
 def flags_of(words: list[str]) -> dict:
     """["--window=16", "--tied", "--no-bias"] as {"window": 16, "tied": True, "bias": False}."""
     flags = {}
     for word in words:
-        name, equals, text = word.removeprefix("--").partition("=")
+        name, equals, text = word.lstrip("-").partition("=")
         value = True
         if equals:
             value = text
@@ -240,8 +249,7 @@ def record(
         for name, args in runs.items():
             if not is_current(known.get(name), identity(args)):
                 new[name] = args
-        make_runs(path, new, out_dir, jobs, keep, progress)
-        known = stored(path, "runs")
+        known |= make_runs(path, new, out_dir, jobs, keep, progress)
     for name in runs:
         if name not in known:
             raise UserError(f"{path} has no results of {name!r}: train it first")
@@ -262,23 +270,26 @@ def by_seed(rows: dict, seeds: Iterable[int], path: str, *args: object) -> dict:
 
 def make_runs(
     path: str, runs: dict, out_dir: str, jobs: int, keep: tuple, progress: Callable | None = None
-) -> None:
-    """Make the runs, and add the results of each to a JSON file as soon as it ends."""
+) -> dict:
+    """Make the runs: {name: what is stored of it}, added to a JSON file as soon as a run ends."""
     threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
     names = {}
+    results = {}
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         for name, command in runs.items():
             folder = folder_of(name, command, out_dir)
             names[pool.submit(make_run, name, command, folder, threads, keep)] = name
         try:
             for future in concurrent.futures.as_completed(names):
-                result, seconds = future.result()
-                add(path, result, "runs", names[future])
+                name = names[future]
+                results[name], seconds = future.result()
+                add(path, results[name], "runs", name)
                 if progress is not None:
-                    progress(names[future], seconds)
+                    progress(name, seconds)
         except BaseException:  # a run failed, or Ctrl-C, on which the runs save and end as well
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    return results
 
 
 def make_run(

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import functools
-import importlib
 import multiprocessing
 import resource
 import sys
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench import interleaved, medians, ratios, stopwatch
-from lab.experiments.runs import imports_of, settings_of
+from lab.experiments.runs import import_all, imports_of, settings_of
 from lab.experiments.variants import change
 from model import GPT, GPTConfig
 from text.dataset import folder_of, prepare_small, read_meta
@@ -52,12 +51,6 @@ def max_rss() -> int:
     """The most bytes of memory that this process has had."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-def import_all(modules: list[str]) -> None:
-    """Import the modules of --import=, which add to the model's tables."""
-    for module in modules:
-        importlib.import_module(module)
 
 
 def vocab_size_of(dataset: str) -> int:

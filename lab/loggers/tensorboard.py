@@ -7,8 +7,6 @@ Both need `pip install tensorboard`.
 """
 
 import os
-import shutil
-from os.path import exists, join
 
 from errors import optional
 from training.log import Log
@@ -40,14 +38,9 @@ class Board:
 
 
 def open_with_board(self) -> None:
-    """Log.open, and a Board. An older run's folder moves to previous/."""
+    """Log.open, and a Board. From the run's first step on it hides what an older run wrote."""
     open_log(self)
-    folder = join(self.c.out_dir, "tensorboard")
-    if self.c.init_from != "resume" and exists(folder):
-        previous = join(self.c.out_dir, "previous")
-        os.makedirs(previous, exist_ok=True)
-        shutil.rmtree(join(previous, "tensorboard"), ignore_errors=True)
-        os.replace(folder, join(previous, "tensorboard"))
+    folder = os.path.join(self.c.out_dir, "tensorboard")
     self.wandb = Board(folder, self.start, self.wandb)
     settings = "".join(f"    {name} = {x!r}\n" for name, x in vars(self.c).items())
     self.wandb.writer.add_text("settings", settings)

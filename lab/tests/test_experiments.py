@@ -114,21 +114,10 @@ def test_a_table_of_rows(experiment, small, tmp_path):
     assert results["times"]["rows, mine, --mlp=relu"][2] == "plain"
 
 
-def test_the_projects_results_are_used_and_never_written(monkeypatch, tmp_path):
-    made = {}
-    shipped, own = (tmp_path / name for name in ("shipped.json", "own.json"))
-    monkeypatch.setattr(compare, "SHIPPED", str(shipped))
+def test_times_of_a_table(monkeypatch, tmp_path):
+    own = tmp_path / "own.json"
+    monkeypatch.setattr(compare, "SHIPPED", str(tmp_path / "shipped.json"))
     monkeypatch.setattr(compare, "out", str(own))
-    monkeypatch.setattr(compare, "record", lambda out, runs, *_, **__: made.update(runs))
-    args = TABLES["64"], {"LS": 9}, [("LS", None, 1)]
-    compare.make(*args)
-    ((name, command),) = made.items()
-    for of in ("other code", runs.identity(command)):
-        text = json.dumps({"runs": {name: {"of": of, "val": 1.0}}})
-        shipped.write_text(text)
-        compare.make(*args)
-        assert own.exists() == (of != "other code")
-    assert (json.loads(own.read_text()), shipped.read_text()) == (json.loads(text), text)
     times = {"64, LS": [9.0, 2.0, "beta"], "64, beta": [8.0, 3.0]}
     own.write_text(json.dumps({"times": times}))
     assert compare.times_of(TABLES["64"]) == {"beta": (8.0, 3.0)}  # of its own base

@@ -16,7 +16,11 @@ from lab.experiments.tables import TABLES
 
 CODE = {
     "mine.py": "import helper\n\ndef f(x):\n    return helper.times * x\n",
-    "helper.py": "from package.part import times\n",
+    "helper.py": "from package.part import times\nimport pool\nlater = __import__('later')\n",
+    "later.py": "x = 1\n",
+    "pool/__init__.py": "import importlib\nfor name in ('one',):\n"
+    "    importlib.import_module(f'{__name__}.{name}')\n",
+    "pool/one.py": "x = 1\n",
     "package/__init__.py": "",
     "package/part.py": "from . import other\nfrom .other import number\ntimes = 2 * number\n",
     "package/other.py": "def late():\n    import importlib\n    importlib.import_module('lazy')\n"
@@ -69,6 +73,25 @@ def test_the_core_and_the_flags_are_in_an_identity():
     variants = "lab/experiments/variants.py"
     runs.identity([laser.CPU, "--variant=rezero"])
     assert variants not in files and f"{ROOT}/{variants}" in identity.SEEN
+
+
+def test_a_folder_and_an_encoding_of_ones_own(tmp_path, monkeypatch):
+    folder = tmp_path / "my-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    (folder / "ours.py").write_bytes(b"\xef\xbb\xbfimport theirs\n")
+    (folder / "theirs.py").write_bytes(b"# coding: latin-1\nx = '\xe9'\n")
+    identity.of_code(["ours"])
+    assert {str(folder / name) for name in ("ours.py", "theirs.py")} <= {*identity.SEEN}
+
+
+def test_what_a_config_file_computes_is_in_an_identity(code, tmp_path, monkeypatch):
+    code("config.py", CODE["config.py"] + "import os\nn_layer = int(os.environ['LAYERS'])\n")
+    found = []
+    for n in "12":
+        monkeypatch.setenv("LAYERS", n)
+        found.append(identity_of(tmp_path))
+    assert found[0] != found[1]
 
 
 def test_what_a_script_measures_is_of_its_code_and_its_rows(code, tmp_path):
@@ -167,6 +190,17 @@ def test_a_run_whose_process_read_other_code_is_not_kept(code, tmp_path, monkeyp
     with refusal("were edited while", UserError):
         runs.finished("a", command, folder)
     assert not (folder / runs.DONE).exists()
+
+
+def test_a_run_of_another_process_with_the_same_name_is_not_taken(code, tmp_path, monkeypatch):
+    path = str(tmp_path / "x.json")
+    monkeypatch.setattr(runs, "make_run", lambda *_: ({"of": "mine", "val": 1.0}, 0.0))
+
+    def add_theirs(name, seconds):
+        results.add(path, {"of": "theirs", "val": 2.0}, "runs", name)
+
+    args = {"a": [str(tmp_path / "config.py")]}, str(tmp_path), 1, True, (), add_theirs
+    assert runs.record(path, *args)["a"]["val"] == 1.0
 
 
 def test_two_processes_add_to_a_file_of_results(tmp_path):

@@ -235,9 +235,10 @@ def test_a_difference_is_that_of_a_paired_t_test():
     test = stats.ttest_rel(x, y)
     found = results.difference(x, y)
     low, high = test.confidence_interval()
-    assert found[:3] == pytest.approx((-0.12, low, high))
+    assert str(found) == f"-0.120 ({low:+.3f} to {high:+.3f})"
     assert found.p == pytest.approx(test.pvalue)
-    assert found.shown == pytest.approx((4.303 + 1.061) * test._standard_error, rel=1e-3)
+    shown = (4.303 + 1.061) * test._standard_error
+    assert found.shown(0.95) == pytest.approx(shown, rel=1e-3)
     assert results.difference([2.0], [1.5]) == "+0.500, one seed"
     assert str(results.difference([math.inf, 1.0], [2.0, 2.0])) == "diverged"
 
@@ -245,7 +246,7 @@ def test_a_difference_is_that_of_a_paired_t_test():
 @parametrize("ps, bold", [([0.04, 0.01, 0.02], 3), ([0.02, 0.02, 0.02], 0), ([0.03, 0.01, 0.9], 1)])
 def test_what_is_bold_in_a_table(ps, bold, capsys):
     """By Holm (1979): the lowest p is compared with 0.05 / 3, the next with 0.05 / 2."""
-    results.show_table("x", [[results.Difference(1, 0, 2, 3, p)] for p in ps])
+    results.show_table("x", [[results.Interval(stats.norm.isf(p / 2), 1, 1e9)] for p in ps])
     assert capsys.readouterr().out.count("**") == 2 * bold
 
 

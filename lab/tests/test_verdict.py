@@ -14,12 +14,11 @@ from harness import done, parametrize, refused, slow
 from scipy import stats
 
 import lab.verdict.__main__ as main
-from lab.experiments.results import save
+from lab.experiments.results import Interval, interval, save
 from lab.experiments.runs import identity
 from lab.experiments.times import apart
 from lab.ideas.gated_delta import GatedDelta
 from lab.verdict import chance, checks, costs, judge, method, report
-from lab.verdict.method import Interval
 from model import ATTENTION, GPT, GPTConfig
 
 SIZES = {"block_size": 32, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd": 8}
@@ -75,21 +74,21 @@ def test_a_vertex_lies_within_half_an_octave_of_the_best_rate(losses, found):
 
 def test_an_interval_has_all_errors_and_satterthwaites_degrees_of_freedom():
     changes = [0.1, -0.2, 0.3, 0.0]
-    plain = method.interval(changes)
+    plain = interval(changes)
     low, high = stats.ttest_1samp(changes, 0).confidence_interval()
     assert [plain.mean - plain.half(0.95), plain.mean + plain.half(0.95)] == pytest.approx(
         [low, high], rel=1e-4
     )
     assert plain.p == pytest.approx(stats.ttest_1samp(changes, 0).pvalue)
     own = statistics.variance(changes) / 4
-    more = method.interval(changes, (0.01, math.inf), (0.02, 7))
+    more = interval(changes, (0.01, math.inf), (0.02, 7))
     assert more.error**2 == pytest.approx(own + 0.03)
     assert more.df == pytest.approx((own + 0.03) ** 2 / (own**2 / 3 + 0.02**2 / 7))
     both = method.pooled([plain, more])
     assert both.error**2 == pytest.approx((plain.error**2 + more.error**2) / 4)
     assert both.mean == pytest.approx(0.05)
     assert Interval(0.0, 1.0, 1e9).shown(0.95) == pytest.approx(1.96 + 0.84, abs=0.01)
-    assert method.interval([0.1, 0.1, 0.1]).side(0.99) == 1  # without spread
+    assert interval([0.1, 0.1, 0.1]).side(0.99) == 1  # without spread
 
 
 def of(*means, error=0.01):
@@ -313,6 +312,9 @@ def test_seeds_that_fail_count_and_are_told(faked):
     one, _ = faked(loss, always(**SAME))
     assert "2 seeds of laser failed, and count" in one.numbers["verdict"]
     assert one.numbers["sizes"]["2 x 48"]["steps"].mean == pytest.approx(1 / 8, abs=0.01)
+    assert one.folders == [[], []]  # a run that diverged has no model
+    one.check_trained()
+    assert "no trained model" in costs.tried(costs.of_trained, one.folders, [])["why"]
 
 
 def test_a_second_look_is_stricter(faked):
@@ -389,8 +391,10 @@ def test_equal_flops_where_the_products_of_matrices_differ(ratio, faked, monkeyp
     if ratio == 0.9:
         assert row["equal_flops"].mean == pytest.approx(row["steps"].mean + 0.1 * math.log(0.9))
     assert one.stored("flops", one.arms)["ratio"] == ratio
-    monkeypatch.setattr(chance, "machine", lambda: {"processor": "another"})
-    assert one.stored("flops", one.arms) is None
+    for module, name in ((chance, "machine"), (main, "identity")):  # another data set, say
+        with monkeypatch.context() as changed:
+            changed.setattr(module, name, lambda *_: "another")
+            assert one.stored("flops", one.arms) is None
 
 
 def test_the_first_line_counts_the_runs_that_are_kept(faked, tmp_path):
@@ -673,10 +677,12 @@ def test_each_verdict_has_a_folder_of_its_own(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(report, "lines_of", lambda n: [])
     numbers = {
         "idea": "x", "base": "softmax", "flags": "--attention=x", "recipe": "c", "both": "",
-        "data": "d", "steps": 1, "sizes": {}, "command": "", "origin": {"sources": {}},
+        "data": "d", "steps": 1, "seeds": 8, "quick": False, "sizes": {}, "command": "",
+        "origin": {"sources": {"a/b": "", "a" * 300: "", "внимание" * 40: ""}},
     }  # fmt: skip
     others = [{}, {"base": "b"}, {"both": "--position=rope"}, {"recipe": "e"}, {"data": "f"}]
     others += [{"flags": "--attention=y"}, {"steps": 2}, {"sizes": {"1 x 2": {}}}]
+    others += [{"seeds": 16}, {"quick": True}]
     others += [{"idea": name} for name in ("внимание", "注意力", "a/b", "a" * 300)]
     for other in others:
         report.write(json.loads(json.dumps(numbers | other)))

@@ -26,10 +26,17 @@ from typing import Literal
 import torch
 
 from configurator import at_least_one, run_script
-from errors import UserError
-from lab.experiments.identity import of_text, unchanged
-from lab.experiments.results import add, is_current, short, stored
-from lab.experiments.runs import flags_of, folder_of, identity, imports_of, of_rows, settings_of
+from errors import UserError, optional
+from lab.experiments.identity import of_code, of_text, unchanged
+from lab.experiments.results import Interval, add, interval, is_current, short, stored
+from lab.experiments.runs import (
+    flags_of,
+    folder_of,
+    identity,
+    import_all,
+    imports_of,
+    settings_of,
+)
 from lab.experiments.times import apart, model_of, vocab_size_of
 from lab.verdict import chance, checks, costs, method, report
 from lab.verdict.judge import SET, Arm, Judge, Setting, cores, shape_of
@@ -102,13 +109,13 @@ class Verdict:
             self.others["second recipe"] = second_recipe, self.judge_of(second_recipe, common)
         settings = self.judge.settings
         own = flags_of([*common, *idea.words])
+        self.modules = imports_of(own)
+        import_all(self.modules)
         self.given = idea
         more = costs.fitting(own, settings | flags_of(shape_of(self.sizes[0])))
         self.base = base
         self.idea = idea._replace(words=(*idea.words, *(f"--{k}={x}" for k, x in more.items())))
         self.arms = self.base, self.idea
-        self.modules = imports_of(own)
-        self.of = of_rows(costs.__file__, settings, *self.rows())
         self.share = 1.0  # of misses; see method.word
         self.sittings = {size: [] for size in self.sizes}
         self.clocks = {}
@@ -122,9 +129,9 @@ class Verdict:
         n = jobs or (1 if on_gpu else cores())
         return Judge(file, tuple(common), settings, vocab_size, out_dir, n)
 
-    def rows(self, size: str = "") -> list[dict]:
+    def rows(self, size: str) -> list[dict]:
         """The flags of train.py with which the models of both arms are made."""
-        words = [*(shape_of(size) if size else ()), *self.judge.common]
+        words = [*shape_of(size), *self.judge.common]
         return [flags_of([*words, *arm.words]) for arm in self.arms]
 
     def models(self, size: str) -> list[GPT]:
@@ -132,12 +139,16 @@ class Verdict:
         vocab_size = self.judge.vocab_size
         return [model_of(config_file, row, vocab_size)[0] for row in self.rows(size)]
 
+    def of(self, arms: tuple[Arm, ...]) -> str:
+        """A checksum of what decides the runs of arms."""
+        settings = [Setting(arm, size, steps) for arm in arms for size in self.sizes]
+        return of_text(str([identity(self.judge.run(setting, 0, 0)[1]) for setting in settings]))
+
     def key(self, arms: tuple[Arm, ...]) -> tuple[str, str]:
         """(the row, the checksum) under which a measurement of arms is kept."""
         row = " against ".join(" ".join([arm.name, *arm.words]) for arm in arms[::-1])
-        settings = [self.judge.settings, chance.machine()]
-        of = of_rows(costs.__file__, *settings, *(flags_of(list(arm.words)) for arm in arms))
-        return f"{row}; {sizes}, {steps} steps, {' '.join(self.judge.common)}", of
+        of = f"{self.of(arms)} {of_code([], [costs.__file__])} {chance.machine()}"
+        return f"{row}; {sizes}, {steps} steps, {' '.join(self.judge.common)}", of_text(of)
 
     def stored(self, part: str, arms: tuple[Arm, ...]) -> dict | None:
         """A measurement that is kept, of the code as it is now."""
@@ -179,7 +190,7 @@ class Verdict:
 
     def look(self) -> None:
         """Note the number of seeds before the first run. A second look with another is stricter."""
-        key = of_text(f"{self.of} {sizes} {steps} {quick}")
+        key = of_text(f"{self.of(self.arms)} {sizes} {steps} {quick}")
         looks = stored(self.judge.store, "looks", key)
         self.numbers["looks"] = {n: said for n, said in looks.items() if n != str(seeds)}
         if self.numbers["looks"]:
@@ -224,9 +235,9 @@ class Verdict:
             for arm, ms in ((self.base, base_ms), (self.idea, idea_ms)):
                 of_run = steps * ms / 1e3 + OVERHEAD
                 left = len(method.FIRST) * (1 if quick else 2) + seeds
-                runs = [self.judge.run(Setting(arm, size, steps), k, 101) for k in method.FIRST]
-                if all(is_current(known.get(name), identity(words)) for name, words in runs):
-                    about = runs[0][0].partition(", rate ")[0]
+                name, words = self.judge.run(Setting(arm, size, steps), 0, 101)
+                if is_current(known.get(name), identity(words)):
+                    about = name.partition(", rate ")[0]
                     left -= sum(name.startswith(about) for name in known)
                 total += of_run * max(0, left)
                 if size == self.sizes[0] and left > 0 and not quick:
@@ -261,14 +272,13 @@ class Verdict:
             row["tried"] = [self.judge.tried[base], self.judge.tried[idea]]
             row["failed"] = list(map(method.failed, losses))
             row["steps"] = difference(*losses, size, quick)
-        largest = at_size[self.sizes[-1]]
-        self.folders = [
-            [
-                folder_of(*self.judge.run(setting, rates[setting], seed), out_dir)
-                for seed in self.compared(self.sizes[-1])[:COLUMN]
-            ]
-            for setting in largest
-        ]
+        size = self.sizes[-1]
+        self.folders = [[], []]  # of runs that ended with a model
+        for folders, setting in zip(self.folders, at_size[size], strict=True):
+            for seed in self.compared(size)[:COLUMN]:
+                folder = folder_of(*self.judge.run(setting, rates[setting], seed), out_dir)
+                if os.path.exists(f"{folder}/ckpt.pt"):
+                    folders.append(folder)
 
     def equal_time(self) -> None:
         """The idea's runs in as many steps as fit into the other side's time."""
@@ -332,12 +342,14 @@ class Verdict:
 
     def check_trained(self) -> None:
         """Gates of the trained model."""
-        model = open_model("resume", self.folders[1][0], "latest")[0]
-        self.check(checks.later_tokens(model), checks.gradients(model))
+        for folder in self.folders[1][:1]:
+            model = open_model("resume", folder, "latest")[0]
+            self.check(checks.later_tokens(model), checks.gradients(model))
 
     def measure(self) -> None:
         """Speed, memory, skills and longer texts, each in a process of its own."""
-        args = config_file, self.rows(self.sizes[-1]), self.judge.vocab_size
+        rows = self.rows(self.sizes[-1])
+        args = config_file, rows, self.judge.vocab_size
         n = self.numbers
         for part, measure in MEASURED.items():
             n[part] = self.kept(part, self.arms, apart, costs.alone, measure, *args)
@@ -349,7 +361,7 @@ class Verdict:
             row["equal_flops"] = moved(row["steps"], row["worth"], math.log(ratio))
         n["trained"] = costs.tried(apart, costs.alone, costs.of_trained, self.folders, self.modules)
         sides = []
-        for arm, flags in zip(self.arms, self.rows(), strict=True):
+        for arm, flags in zip(self.arms, rows, strict=True):
             settings = self.judge.settings | flags
             args = settings, flags_of(list(arm.words)), self.modules, self.judge.jobs
             sides.append(self.kept("skills", (arm,), costs.skills, *args))
@@ -389,9 +401,10 @@ class Verdict:
             "base": self.base.name,
             "flags": " ".join(self.idea.words),
             "command": shlex.join(["python", "-m", "lab.verdict", *sys.argv[1:]]),
-            "of": self.of,
+            "of": self.of(self.arms),
             "made": [len(self.judge.made), time.monotonic() - self.began],
             "seeds": seeds,
+            "quick": quick,
             "steps": steps,
             "level": method.stricter(method.DECIDES, self.share),
             "hint": method.stricter(method.HINT, self.share),
@@ -408,18 +421,18 @@ class Verdict:
 
 def difference(
     base: list[float], idea: list[float], size: str, one_seed: bool, *more: tuple[float, float]
-) -> method.Interval:
+) -> Interval:
     """The idea's losses minus the base's, of the same seeds. one_seed: it chose the rates.
 
-    more: other errors; see method.interval.
+    more: other errors; see `interval`.
     """
     changes = [y - x for x, y in zip(base, idea, strict=True)]
-    return method.interval(changes, (chance.tau(size, one_seed) ** 2, math.inf), *more)
+    return interval(changes, (chance.tau(size, one_seed) ** 2, math.inf), *more)
 
 
-def moved(x: method.Interval, worth: float, by: float) -> method.Interval:
+def moved(x: Interval, worth: float, by: float) -> Interval:
     """An interval for a training that is longer by a factor exp(-by), estimated."""
-    return method.Interval(x.mean + worth * by, math.hypot(x.error, worth * by / 5), x.df)
+    return Interval(x.mean + worth * by, math.hypot(x.error, worth * by / 5), x.df)
 
 
 def main() -> None:
@@ -439,7 +452,9 @@ def main() -> None:
         return
     if not 2 <= seeds <= 100:
         raise UserError(f"--seeds={seeds}: an interval needs two seeds or more, 100 at most")
-    at_least_one(steps=steps)
+    at_least_one(steps=steps, jobs=jobs or 1)
+    for package in ("scipy", "matplotlib"):
+        optional(package, "a verdict")
     verdict = Verdict(*arms())
     verdict.check_new()
     verdict.look()

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from errors import UserError, optional
-from lab.experiments.results import save, saved, short, show_table, stored
+from lab.experiments.results import Interval, interval, save, saved, short, show_table, stored
 from lab.verdict import method
 from lab.verdict.judge import Judge, Setting
 
@@ -134,7 +134,7 @@ def chosen(at: Size, case: Case, seeds: list[int], side: int) -> method.Tuned:
             return end.value
 
 
-def simulated(at: Size, tau: float, case: Case, n: int, tried: int) -> list[method.Interval]:
+def simulated(at: Size, tau: float, case: Case, n: int, tried: int) -> list[Interval]:
     """[the difference at equal steps, in equal time] at one size, of a simulated verdict.
 
     n: compared seeds; tried: seeds with which rates are tried. Empty if a chosen rate is at the
@@ -162,12 +162,12 @@ def simulated(at: Size, tau: float, case: Case, n: int, tried: int) -> list[meth
     timing = method.timing_error(WORTH, sittings)
     base, idea = losses
     return [
-        method.interval([y - x for x, y in zip(base, idea, strict=True)], lost),
-        method.interval([y - x for x, y in zip(base, in_time, strict=True)], lost, timing),
+        interval([y - x for x, y in zip(base, idea, strict=True)], lost),
+        interval([y - x for x, y in zip(base, in_time, strict=True)], lost, timing),
     ]
 
 
-def verdicts(count: int, case: Case, n: int) -> list[list[list[method.Interval]]]:
+def verdicts(count: int, case: Case, n: int) -> list[list[list[Interval]]]:
     """Simulated verdicts with n compared seeds: what `simulated` gives at each size."""
     random.seed(0)
     args = case, n, len(method.TRIED)
@@ -175,9 +175,7 @@ def verdicts(count: int, case: Case, n: int) -> list[list[list[method.Interval]]
     return [[simulated(*size, *args) for size in sizes] for _ in range(count)]
 
 
-def words_of(
-    found: list[list[method.Interval]], gains: tuple, share: float, places: int = 2
-) -> set[str]:
+def words_of(found: list[list[Interval]], gains: tuple, share: float, places: int = 2) -> set[str]:
     """The words of a report where the idea is better by `gains`. share: see method.word.
 
     places: 2; 1: at equal steps alone.

@@ -23,7 +23,8 @@ from bench import peak_memory
 from errors import UserError, first_line
 from lab.experiments import recall
 from lab.experiments.identity import unchanged
-from lab.experiments.times import import_all, milliseconds, model_of, step_of, write
+from lab.experiments.runs import import_all
+from lab.experiments.times import milliseconds, model_of, step_of, write
 from lab.verdict import checks
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of
@@ -174,12 +175,16 @@ def of_trained(folders: list[list[str]], modules: list[str]) -> dict:
     """Of trained models, folders of each side's seeds: bfloat16's error, and longer texts.
 
     {"bfloat16": the ratio of the idea's error to the opponent's, "longer": for each side, for each
-    seed, how much higher the loss is on texts LONGER times the context}.
+    seed, how much higher the loss is on texts LONGER times the context}. Raises UserError where no
+    seed of a side has a trained model.
     """
+    if not all(folders):
+        raise UserError("no trained model")
     import_all(modules)
-    errors = []
+    bfloat16 = []
     longer = []
     for side in folders:
+        errors = []
         rises = []
         for folder in side:
             gpt, _, settings, _ = open_model("resume", folder, "latest")
@@ -191,9 +196,9 @@ def of_trained(folders: list[list[str]], modules: list[str]) -> dict:
             with contextlib.suppress(UserError):  # learned positions end with the context
                 gpt.crop_block_size(LONGER * T)
                 rises.append(loss_of(gpt, data, LONGER * T) - loss_of(gpt, data, T))
+        bfloat16.append(fmean(errors))
         longer.append(rises)
-    half = len(errors) // 2
-    return {"bfloat16": fmean(errors[half:]) / fmean(errors[:half]), "longer": longer}
+    return {"bfloat16": bfloat16[1] / bfloat16[0], "longer": longer}
 
 
 @torch.no_grad()

@@ -5,13 +5,12 @@ Nothing here makes a run. judge.py asks it with losses of runs, chance.py with s
 Rates are numbers k: half octaves above the config file's rates, which are multiplied by 2^(k/2).
 """
 
-import functools
 import math
 import statistics
 from collections.abc import Generator
 from typing import NamedTuple
 
-from errors import optional
+from lab.experiments.results import Interval
 
 FIRST = (-2, 0, 2)  # the rates that are tried first
 WIDER = 2  # how often another rate is tried where the best one is at the edge
@@ -70,59 +69,6 @@ def vertex(k: float, below: float, lowest: float, above: float) -> float:
     return round(k + (below - above) / bend, 1) if bend else k
 
 
-class Interval(NamedTuple):
-    """A mean difference, its standard error, and the degrees of freedom of this error."""
-
-    mean: float
-    error: float
-    df: float
-
-    def half(self, level: float) -> float:
-        """Half the width of the interval that has this level, such as 0.95."""
-        return quantile((1 + level) / 2, round(self.df, 1)) * self.error
-
-    def side(self, level: float) -> int:
-        """-1: the interval is below 0, 1: above 0; 0: it contains 0."""
-        return (self.mean > self.half(level)) - (self.mean < -self.half(level))
-
-    def is_level(self, level: float) -> bool:
-        """Whether the interval lies within LEVEL of 0."""
-        return abs(self.mean) + self.half(level) < LEVEL
-
-    def shown(self, level: float) -> float:
-        """The true difference that an interval of this level shows with a power of 80%."""
-        return self.half(level) + quantile(0.8, round(self.df, 1)) * self.error
-
-    @property
-    def p(self) -> float:
-        """Of Student's t test."""
-        t = optional("scipy.stats", "an interval").t
-        return 2 * t.sf(abs(self.mean) / self.error, self.df)
-
-    def text(self, level: float) -> str:
-        """The mean, and the interval of this level."""
-        half = self.half(level)
-        return f"{self.mean:+.3f} ({self.mean - half:+.3f} to {self.mean + half:+.3f})"
-
-
-@functools.cache
-def quantile(p: float, df: float) -> float:
-    """Of Student's t distribution."""
-    return float(optional("scipy.stats", "an interval").t.ppf(p, df))
-
-
-def interval(changes: list[float], *more: tuple[float, float]) -> Interval:
-    """The mean of paired differences. more: (variance, its degrees of freedom) of other errors.
-
-    The degrees of freedom are Satterthwaite's.
-    """
-    n = len(changes)
-    parts = [(statistics.variance(changes) / n, n - 1), *more]
-    variance = sum(part for part, _ in parts) or 1e-24
-    df = variance**2 / (sum(part**2 / d for part, d in parts) or 1e-48)
-    return Interval(statistics.fmean(changes), math.sqrt(variance), df)
-
-
 def timing_error(worth: float, sittings: list[float]) -> tuple[float, float]:
     """(variance, degrees of freedom) of a loss, since the time of a step is not known exactly.
 
@@ -164,7 +110,8 @@ def word(intervals: list[Interval], share: float = 1.0, least: float = 0.0) -> s
         side = pooled(intervals).side(stricter(HINT, share))
         if side:
             return f"a hint of {'worse' if side > 0 else 'better'}"
-    if all(x.is_level(stricter(NEAR, share)) for x in intervals):
+    near = stricter(NEAR, share)
+    if all(abs(x.mean) + x.half(near) < LEVEL for x in intervals):
         return "level"
     return "not seen"
 

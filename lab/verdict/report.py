@@ -8,10 +8,10 @@ import shlex
 from statistics import fmean
 
 from lab.experiments.identity import of_text
-from lab.experiments.results import drawing, short, show_table
+from lab.experiments.results import Interval, drawing, short, show_table
 from lab.verdict import chance
 from lab.verdict.costs import SKILLS
-from lab.verdict.method import Interval, pooled
+from lab.verdict.method import pooled
 from training.distributed import count
 from training.estimate import duration
 
@@ -20,7 +20,9 @@ VERDICTS = ("lab/verdict/results/*.json", "verdict-*/runs.json")
 FOLDER = "verdict-"  # and the name of a verdict: the folder of its report
 WIDTH = 34  # of a column of the report
 AFTER = {"pairs": "after {} key-value pairs", "products": "for {} permutations (chance 0.17)"}
-SETTINGS = "--(both|config_file|dataset|sizes|steps|seeds)"
+# a verdict with others has a folder of its own
+SETTINGS = "base", "flags", "recipe", "both", "data", "steps", "seeds", "quick"
+TOLD = "--(both|config_file|dataset|sizes|steps|seeds)"
 
 
 def lines_of(n: dict) -> list[str]:
@@ -31,13 +33,14 @@ def lines_of(n: dict) -> list[str]:
     commit = made_by["commit"]
     commit = commit[:8] + (" (edited)" if commit.endswith("-dirty") else "")
     machine = n["machine"]
+    checks = " | ".join(n["checks"]) or "of the new model alone: none is trained"
     lines = [
         f"{n['idea']} against {n['base']}: {count(runs, 'new run')}, {duration(seconds)}",
         f"{', '.join(code)}; commit {commit}, torch {machine['torch']}, {machine['processor']}",
         f"{n['recipe']} {n['both']}".rstrip(),
         f"{n['data']}, context {n['context']}, {n['steps']} steps; losses in nats a token, "
         f"intervals of {100 * n['level']:g}%",
-        f"checks     {' | '.join(n['checks'])}",
+        f"checks     {checks}",
     ]
     if "layer" in n:
         lines += [*table_of(n), *costs_of(n)]
@@ -146,11 +149,15 @@ def seeds_of(x: list[float]) -> str:
     return " ".join(f"{one:.2f}" for one in x)
 
 
+def name_of_file(text: str) -> str:
+    """A name for a file, of a text of any letters."""
+    return re.sub(r"[^\w.]+", "-", text).strip("-")[:40]
+
+
 def write(numbers: dict) -> None:
     """Print the report, and write it, its picture, the numbers and the code into its folder."""
-    settings = [numbers[x] for x in ("base", "flags", "recipe", "both", "data", "steps")]
-    name = re.sub(r"[^\w.]+", "-", numbers["idea"]).strip("-")
-    folder = f"{FOLDER}{name[:40]}-{of_text(str([*settings, list(numbers['sizes'])]))[:6]}"
+    settings = str([numbers[x] for x in SETTINGS] + [*numbers["sizes"]])
+    folder = f"{FOLDER}{name_of_file(numbers['idea'])}-{of_text(settings)[:6]}"
     os.makedirs(folder, exist_ok=True)
     numbers = json.loads(json.dumps(short(numbers)))
     text = "\n".join(lines_of(numbers))
@@ -161,7 +168,7 @@ def write(numbers: dict) -> None:
         picture = "\n![losses](losses.png)\n"
     numbers["origin"].pop("command", None)  # it has the path of a file of this machine
     for name, source in numbers["origin"].pop("sources").items():
-        with open(f"{folder}/{name}.py.txt", "w", encoding="utf-8") as f:
+        with open(f"{folder}/{name_of_file(name)}.py.txt", "w", encoding="utf-8") as f:
             f.write(source)
     with open(f"{folder}/runs.json", "w", encoding="utf-8") as f:
         json.dump(numbers, f)
@@ -175,11 +182,12 @@ def write(numbers: dict) -> None:
 
 def draw_losses(n: dict, path: str) -> None:
     """For each size the losses at the rates that were tried, and the differences of the seeds."""
+    names = [n[side].replace("$", r"\$") for side in ("base", "idea")]  # else it begins a formula
     with drawing(path, len(n["sizes"]), 2, 11, 4 * len(n["sizes"])) as axes:
         for i, (size, of) in enumerate(n["sizes"].items()):
             left, right = axes[2 * i : 2 * i + 2]
             octaves = set()
-            for side, name in enumerate((n["base"], n["idea"])):
+            for side, name in enumerate(names):
                 color = ("black", "C0")[side]
                 tried = [(k / 2, loss) for k, loss in of["tried"][side]]
                 octaves |= {octave for octave, _ in tried}
@@ -201,7 +209,7 @@ def draw_losses(n: dict, path: str) -> None:
             right.axhline(0, color="black", linewidth=0.8)
             right.set(
                 xlabel="pair of seeds",
-                ylabel=f"loss of {n['idea']} minus loss of {n['base']}",
+                ylabel=f"loss of {names[1]} minus loss of {names[0]}",
                 title=size,
             )
 
@@ -235,7 +243,7 @@ def overall(n: dict) -> Interval:
 
 def title(n: dict) -> str:
     """The name of a verdict, with its flags and what differs from other verdicts' settings."""
-    settings = [word for word in shlex.split(n["command"]) if re.match(SETTINGS, word)]
+    settings = [word for word in shlex.split(n["command"]) if re.match(TOLD, word)]
     return f"{n['idea']} `{' '.join([n['flags'], *settings])}`"
 
 
