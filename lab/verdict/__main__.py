@@ -179,6 +179,7 @@ class Verdict:
 
     def check_new(self) -> None:
         """Gates of the new models."""
+        self.numbers["origin"] = origin(self.models(self.sizes[-1])[1].config)
         for size in self.sizes:
             gpts = self.models(size)
             n = [num_params(gpt, non_embedding=False) for gpt in gpts]
@@ -414,7 +415,6 @@ class Verdict:
             "context": self.judge.settings["block_size"],
             "data": self.judge.settings["dataset"],
             "machine": chance.machine(),
-            "origin": origin(self.models(self.sizes[-1])[1].config),
         }
         report.write(self.numbers)
 
