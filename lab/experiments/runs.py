@@ -157,6 +157,7 @@ def identity(command: list[str]) -> str:
             modules.append("lab.experiments.variants")
         settings = settings_of(file, flags)
         data = settings.get("dataset")
+        settings.pop("wandb_run_name", None)  # nanoGPT's config files put the time into it
         return of_text(f"{command} {settings} {of_code(modules, files)} {data and of_data(data)}")
 
 

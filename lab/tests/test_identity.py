@@ -86,12 +86,16 @@ def test_a_folder_and_an_encoding_of_ones_own(tmp_path, monkeypatch):
 
 
 def test_what_a_config_file_computes_is_in_an_identity(code, tmp_path, monkeypatch):
-    code("config.py", CODE["config.py"] + "import os\nn_layer = int(os.environ['LAYERS'])\n")
+    code(
+        "config.py",
+        CODE["config.py"] + "import os, time\nwandb_run_name = f'{time.time()}'\n"
+        "n_layer = int(os.environ['LAYERS'])\n",
+    )
     found = []
     for n in "12":
         monkeypatch.setenv("LAYERS", n)
         found.append(identity_of(tmp_path))
-    assert found[0] != found[1]
+    assert found[0] != found[1] == identity_of(tmp_path)
 
 
 def test_what_a_script_measures_is_of_its_code_and_its_rows(code, tmp_path):
