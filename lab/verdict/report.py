@@ -39,7 +39,7 @@ def lines_of(n: dict) -> list[str]:
         f"{', '.join(code)}; commit {commit}, torch {machine['torch']}, {machine['processor']}",
         f"{n['recipe']} {n['both']}".rstrip(),
         f"{n['data']}, context {n['context']}, {n['steps']} steps; losses in nats a token, "
-        f"intervals of {100 * n['level']:g}%",
+        f"differences are {n['idea']} minus {n['base']}, with intervals of {100 * n['level']:g}%",
         f"checks     {checks}",
     ]
     if "layer" in n:
@@ -85,13 +85,14 @@ def table_of(n: dict) -> list[str]:
             lines_about(part, f"  interval of {100 * n['near']:g}%", n["near"])
     if "a hint" in n["verdict"]:
         mean = overall(n).text(n["hint"])
-        lines.append(row("mean over the sizes, equal steps", [f"{mean}, of {100 * n['hint']:g}%"]))
+        level = f"an interval of {100 * n['hint']:g}%"
+        lines.append(row("mean over the sizes, equal steps", [f"{mean}, {level}"]))
     fits = [f"{of['fit']} of {n['steps']}" for of in sizes.values() if "time" in of]
     lines += [row("  steps in this time", fits)] if fits else []
     lines_about("other_time", f"  fast {n['base']}, estimate")
     lines_about("equal_flops", "equal FLOPs, estimate")
     for title, x in n.get("columns", {}).items():
-        lines.append(row(title, [f"{column_of(x, n['level'])} ({x['of']})"]))
+        lines.append(row(title, [f"{column_of(x, n['level'])}, few seeds ({x['of']})"]))
     return lines
 
 
