@@ -289,7 +289,10 @@ class Workers:
         return list(codes), outs[0], "".join(errs)
 
     def ask(self, jobs):
-        """The line with which each process answers its job; empty if one died, as all do then."""
+        """The line with which each process answers its job. It is empty if a process died.
+
+        Then all the other processes are stopped.
+        """
         while len(self.processes) < len(jobs):
             self.start()
         processes = self.processes[: len(jobs)]

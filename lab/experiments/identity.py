@@ -24,9 +24,9 @@ from text.dataset import folder_of, prepare_small, read_meta
 SEEN = {}  # {a file of code, or the folder of a data set: its checksum when this process began}
 PARSING = threading.RLock()  # Python 3.11's ast may fail where two threads parse at once
 IMPORT = "import_module", "__import__"
-NEIGHBOURS = ".*"  # all files of the folder, where the name of an import is computed
+NEIGHBOURS = ".*"  # stands for all files of the folder, where the name of an import is computed
 HAVE_DOCSTRINGS = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-# parts of the paths of code that stays
+# the path of installed code, which does not count, has one of these parts
 INSTALLED = os.path.dirname(os.__file__), *(f"{x}-packages{os.sep}" for x in ("site", "dist"))
 
 

@@ -20,8 +20,9 @@ VERDICTS = ("lab/verdict/results/*.json", "verdict-*/runs.json")
 FOLDER = "verdict-"  # and the name of a verdict: the folder of its report
 WIDTH = 34  # of a column of the report
 AFTER = {"pairs": "after {} key-value pairs", "products": "for {} permutations (chance 0.17)"}
-# a verdict with others has a folder of its own
+# where one of these numbers differs, a verdict has a folder of its own
 SETTINGS = "base", "flags", "recipe", "both", "data", "steps", "seeds", "quick"
+# the flags of a verdict that its row on the card names
 TOLD = "--(both|config_file|dataset|sizes|steps|seeds)"
 
 
@@ -33,7 +34,7 @@ def lines_of(n: dict) -> list[str]:
     commit = made_by["commit"]
     commit = commit[:8] + (" (edited)" if commit.endswith("-dirty") else "")
     machine = n["machine"]
-    checks = " | ".join(n["checks"]) or "of the new model alone: none is trained"
+    checks = " | ".join(n["checks"]) or "of the new model alone: no run ended with a model"
     lines = [
         f"{n['idea']} against {n['base']}: {count(runs, 'new run')}, {duration(seconds)}",
         f"{', '.join(code)}; commit {commit}, torch {machine['torch']}, {machine['processor']}",
@@ -183,7 +184,8 @@ def write(numbers: dict) -> None:
 
 def draw_losses(n: dict, path: str) -> None:
     """For each size the losses at the rates that were tried, and the differences of the seeds."""
-    names = [n[side].replace("$", r"\$") for side in ("base", "idea")]  # else it begins a formula
+    # matplotlib takes what follows a $ for a formula
+    names = [n[side].replace("$", r"\$") for side in ("base", "idea")]
     with drawing(path, len(n["sizes"]), 2, 11, 4 * len(n["sizes"])) as axes:
         for i, (size, of) in enumerate(n["sizes"].items()):
             left, right = axes[2 * i : 2 * i + 2]
