@@ -1,4 +1,4 @@
-"""Attention that is not causal: every token sees the whole text, or another text.
+"""Attention that is not causal: every token sees the whole text.
 
 A layer hands its queries, keys and values to its context (attention/cache.py). A Bidirectional is
 such a context: it calls the attention's definition with another mask. This costs T^2, also for
@@ -20,7 +20,7 @@ from attention.fast import LASER_RANGE, center
 from attention.forms import Heads, unchanged
 from attention.scores import caller, distances, scores
 from errors import UserError
-from model import GPT, CausalSelfAttention, GPTConfig, laser_attention, softmax_attention
+from model import GPT, GPTConfig, laser_attention, softmax_attention
 from parts import DECAY, POSITION, ALiBi, RoPE, Scheme
 
 # -----------------------------------------------------------------------------
@@ -71,15 +71,13 @@ class Bidirectional(Context):
 
     seen (B, N): which of the first N keys are no padding; later keys are not seen. None: all keys
     are seen. A short head sees the keys with |i - j| <= window (LS-attention, equation 4).
-    other (B, N, C): the text that a CrossAttention looks at.
     weights: a list, to which the heads of each layer append their weights. None: these are not
     computed.
     """
 
-    def __init__(self, seen=None, other=None, weights=None):
+    def __init__(self, seen=None, weights=None):
         super().__init__()
         self.seen = seen
-        self.other = other
         self.weights = weights
 
     def attend(self, heads: Heads, q, k, v, *, window=None, **settings) -> Tensor:
@@ -101,17 +99,6 @@ class Bidirectional(Context):
         no_padding = F.pad(self.seen, (0, T - self.seen.shape[1]))  # (B, T)
         seen = near & no_padding[:, None, None, :]
         return torch.where(seen.any(-1, keepdim=True), seen, near)
-
-
-class CrossAttention(CausalSelfAttention):
-    """Attention with queries from x, keys and values from another text, context.other (B, N, C).
-
-    It is self-attention of both texts in a row, in which every token sees the other text alone.
-    """
-
-    def forward(self, x, context: Bidirectional):
-        both = torch.cat((context.other, x), dim=1)
-        return super().forward(both, context)[:, -x.shape[1] :]
 
 
 class BothALiBi(ALiBi):

