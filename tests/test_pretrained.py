@@ -1,6 +1,6 @@
 """training/pretrained.py: GPT-2 against transformers' own; what can change in it; what is refused.
 
-The model is small, with random weights. lab/tests/test_families.py has other families.
+The model is small, with random weights. lab/tests/test_gpt2.py has other models.
 """
 
 import sys

@@ -122,7 +122,7 @@ def test_eval_says_what_does_not_fit(train, run, tmp_path, text):
 def test_eval_of_gpt2s_weights(run, tmp_path, bpe, monkeypatch):
     """Out of a local folder, on data in GPT-2's tokens."""
     monkeypatch.setitem(SOURCES, "other", None)  # so that the import's entry leaves the table
-    monkeypatch.delitem(sys.modules, "lab.hub.families", raising=False)  # it is imported anew
+    monkeypatch.delitem(sys.modules, "lab.hub.gpt2", raising=False)  # it is imported anew
     transformers = pytest.importorskip("transformers")
     bpe(*(b"<%d>" % i for i in range(50000)))
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=16)
@@ -130,7 +130,7 @@ def test_eval_of_gpt2s_weights(run, tmp_path, bpe, monkeypatch):
     text = "a rose is a rose is a rose. " * 20
     write(tmp_path / "rose", tokenizers.GPT2Tokenizer(), {"train": text, "val": text}, {})
     flags = (f"--init_from={tmp_path / 'gpt2'}", "--device=cpu", "--stride=16")
-    flags += ("--import=lab.hub.families",)
+    flags += ("--import=lab.hub.gpt2",)
     out = done(run("eval.py", *flags, f"--dataset={tmp_path / 'rose'}"))
     assert measures(out)["loss"] == pytest.approx(math.log(50257), rel=0.02)
     refused(run("eval.py", *flags), "names no data set")

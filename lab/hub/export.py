@@ -3,9 +3,9 @@
     python -m lab.hub.export --out_dir=out-shakespeare-char --to=exported
     python -m lab.hub.export --out_dir=out-laser --to=exported-laser --custom
 
-Without --custom the model becomes a GPT-2, Llama, Mistral or Qwen 3. If none of them has one of its
-choices, such as another attention, the script names the choice and writes nothing. With --custom
-every model can be exported. The folder then also has the code of the model. transformers loads it
+Without --custom the model becomes a GPT-2. If GPT-2 lacks one of its choices, such as another
+attention, the script names the choice and writes nothing. With --custom every model can be
+exported. The folder then also has the code of the model. transformers loads it
 with trust_remote_code=True, without this repository.
 """
 
@@ -15,7 +15,7 @@ from typing import Literal
 
 from configurator import ROOT, run_script
 from errors import UserError, note, optional
-from lab.hub.families import USER
+from lab.hub.gpt2 import USER, exported
 from training import checkpoint, origin
 
 # What is exported, and where does it go?
@@ -80,7 +80,6 @@ def main() -> None:
     optional("transformers", USER)
 
     # the model
-    from lab.hub.formats import export
     from lab.hub.modeling_nanoattn import NanoattnForCausalLM
     from lab.hub.tokenizer_json import fast
 
@@ -88,7 +87,7 @@ def main() -> None:
     state = checkpoint.load(path)
     model = checkpoint.model_of(state)
     try:
-        exported = NanoattnForCausalLM.of(model) if custom else export(model)
+        theirs = NanoattnForCausalLM.of(model) if custom else exported(model)
     except UserError as error:
         raise UserError(f"{error}. With --custom every model can be exported") from None
 
@@ -96,20 +95,20 @@ def main() -> None:
     try:
         tok = checkpoint.tokenizer_of(state)
         padding = [*range(tok.n_vocab, model.config.vocab_size)]  # ids that stand for no text
-        exported.generation_config.suppress_tokens = padding or None
+        theirs.generation_config.suppress_tokens = padding or None
         exported_tok = fast(tok, model.config.block_size)
     except (UserError, OSError) as error:
         note(f"no tokenizer is exported: {error}")
     else:
-        for c in (exported.config, exported.generation_config):
+        for c in (theirs.config, theirs.generation_config):
             c.bos_token_id = c.eos_token_id = c.pad_token_id = tok.eot
         exported_tok.save_pretrained(to)
 
-    exported.save_pretrained(to)
+    theirs.save_pretrained(to)
     if custom:
         for name, code in code_files().items():
             (folder / name).write_text(code, "utf-8")
-    print(f"{path} is {to}: {type(exported).__name__}, {exported.num_parameters():,} parameters")
+    print(f"{path} is {to}: {type(theirs).__name__}, {theirs.num_parameters():,} parameters")
 
 
 if __name__ == "__main__":

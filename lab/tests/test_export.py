@@ -21,7 +21,7 @@ from training import checkpoint
 pytest.importorskip("transformers")
 import transformers
 
-from lab.hub.families import hub_tokenizer
+from lab.hub.gpt2 import hub_tokenizer
 from lab.hub.modeling_nanoattn import NanoattnForCausalLM
 from lab.hub.tokenizer_json import fast
 
