@@ -4,9 +4,9 @@
 
 `positions` trains with a context of 64 characters, and evaluates on windows of up to 16 times that:
 ALiBi should go on well, sinusoids should not. `decay` trains on 2% of the text, which the model
-sees 77 times, with several weight decays and two schedules: weight decay should not change the gap
-between the losses of training and validation, but lower the training loss where the learning rate
-falls. (Depth against width is `compare --table=aspect`.) Runs in --out are not repeated.
+sees 77 times, with several weight decays and two schedules: weight decay should not change the
+ratio of the training loss to that of validation, but lower the training loss where the learning
+rate falls. (Depth against width is `compare --table=aspect`.) Runs in --out are not repeated.
 """
 
 import itertools
@@ -104,15 +104,15 @@ def show_decay() -> None:
         losses = measures(row)
         changes = map(difference, losses, measures(f"{schedule} 0")) if x != "0" else [""] * 3
         rows.append([schedule, x, *map(mean, losses), *changes])
-    columns = "schedule | weight decay | train | gap | best val"
-    show_table(f"{columns} | train, against 0 | gap, against 0 | best val, against 0", rows)
+    columns = "schedule | weight decay | train | train / val | best val"
+    show_table(f"{columns} | train, against 0 | ratio, against 0 | best val, against 0", rows)
 
 
 def measures(row: str) -> list[list[float]]:
-    """The training losses, how far validation's are above them, and validation's best, of seeds."""
+    """The training losses, their ratios to those of validation, and validation's best, of seeds."""
     results = seeds_of("decay", row)
     train, val, best = ([result[key] for result in results] for key in ("train", "val", "best"))
-    return [train, [a - b for a, b in zip(val, train, strict=True)], best]
+    return [train, [a / b for a, b in zip(train, val, strict=True)], best]
 
 
 def main() -> None:
