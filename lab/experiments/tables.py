@@ -220,13 +220,6 @@ mean: --attention=mean
 bahdanau: --attention=bahdanau
 lecture: --attention=lecture
 """)
-QKV = rows_of("""
-muon: --optimizer=muon
-muon, q k v apart: --optimizer=muon --variant=qkv_apart
-lamb: --import=lab.ideas.lamb --optimizer=lamb --learning_rate=0.01
-lamb, q k v apart: --import=lab.ideas.lamb --optimizer=lamb --learning_rate=0.01 \
---variant=qkv_apart
-""")
 
 LINEAR = rows_of("""
 softmax:
@@ -444,7 +437,6 @@ TABLES = {
     "warmup": Table(WARMUP, flags=steps_of(1000)),
     "narang": Table(NARANG, flags=steps_of(1000)),
     "maps": Table(MAPS, flags={"attention": "beta", "position": "rope"} | steps_of(1000)),
-    "qkv": Table(QKV, flags=steps_of(1000), against={row: row.split(",")[0] for row in QKV}),
     # the LASER paper's models
     "bert": Table(TWO, "lab/examples/bert.py", {"steps": 1000}, tune=(1e-3, 2e-3, 4e-3), seeds=8),
     "vit": Table(TWO | {"beta": {"attention": "beta"}}, "lab/examples/vit.py"),

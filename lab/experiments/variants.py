@@ -6,7 +6,7 @@
 This script runs train.py with a changed GPT. It takes all flags of train.py and --variant: names in
 VARIANT, separated by commas; without --variant it trains the model as it is. A variant is a
 function that changes a new GPT. The tables of compare.py that use it are narang ("Do Transformer
-Modifications Transfer Across Implementations and Applications?"), maps, qkv and ideas. A variant's
+Modifications Transfer Across Implementations and Applications?"), maps and ideas. A variant's
 matrices begin as GPT-2's, normal with standard deviation 0.02, unless its docstring says otherwise.
 """
 
@@ -138,7 +138,7 @@ def shared(gpt: GPT) -> None:
 class Apart(nn.Module):
     """c_attn as three Linears for q, k and v, with its weights; an unwanted part is 0."""
 
-    def __init__(self, attn: nn.Module, wanted: str = "qkv"):
+    def __init__(self, attn: nn.Module, wanted: str):
         super().__init__()
         H, G, D = attn.sizes
         self.sizes = {"q": H * D, "k": G * D, "v": G * D}
@@ -161,12 +161,6 @@ class Apart(nn.Module):
             else:
                 outputs.append(x.new_zeros(*x.shape[:-1], n))
         return torch.cat(outputs, dim=-1)
-
-
-def qkv_apart(gpt: GPT) -> None:
-    """Three matrices in the place of c_attn: Muon and LAMB treat each by itself."""
-    for block in gpt.transformer.h:
-        block.attn.c_attn = Apart(block.attn)
 
 
 class Synthesizer(Scheme):
@@ -269,7 +263,6 @@ VARIANT = {  # several variants are made in this order
     "rezero_norm": partial(rezero, norms=True),
     "fixup": fixup,
     "factorised": factorised,
-    "qkv_apart": qkv_apart,
     "synthesizer_dense": partial(synthesizer, dense=True),
     "synthesizer_dense_plus": partial(synthesizer, dense=True, plus=True),
     "synthesizer_random": partial(synthesizer, dense=False),

@@ -54,7 +54,7 @@ def _kept_results_are_printed(monkeypatch):
 
 TABLES = (
     "laser choices 64 256 speedrun speedrun_more warmup laser_settled laser_fresh "
-    "differential differential_3e-3 bert narang qkv maps aspect long_short novels_1024 vit "
+    "differential differential_3e-3 bert narang maps aspect long_short novels_1024 vit "
     "conformer before_attention hybrids ideas ideas_conv ideas_256 equal_256 equal_novels "
     "nanogpt in_nanogpts_time"
 )

@@ -42,7 +42,7 @@ def x():
     return torch.randint(29, (2, 24))
 
 
-SEVERAL = "rezero_norm,factorised,qkv_apart,synthesizer_random_plus,shared"
+SEVERAL = "rezero_norm,factorised,synthesizer_random_plus,shared"
 
 
 @parametrize("variants", [*(x for x in VARIANT if x != "bfloat16"), SEVERAL])
@@ -100,15 +100,6 @@ def test_the_numbers_of_weights():
         assert size(gpt_of(name)) - size(gpt_of("")) == weights, name
 
 
-def test_qkv_apart_is_the_same_model_with_three_matrices(x):
-    for fields in ({"n_kv_head": 2, "bias": True}, {}):
-        apart = gpt_of("qkv_apart", **fields)
-        plain = gpt_of("", **fields)
-        assert torch.equal(plain(x, x)[0], apart(x, x)[0])
-    squares = [p for p in matrices(apart) if p.shape == (32, 32)]
-    assert len(squares) == 3 * 4  # q, k, v and c_proj of 3 layers
-
-
 @parametrize("name", ["dense", "dense_plus", "random", "random_plus"])
 def test_a_synthesizer_has_its_scores(name):
     attn = randomised(gpt_of(f"synthesizer_{name}")).transformer.h[0].attn
@@ -148,7 +139,7 @@ def test_the_total_derivative_of_beta_attention():
     assert (post - true).norm() > 0.1 * true.norm()
 
 
-@parametrize("table", ["narang", "maps", "qkv"])
+@parametrize("table", ["narang", "maps"])
 def test_every_row_is_a_model(table):
     t = TABLES[table]
     for flags in t.rows.values():

@@ -98,9 +98,8 @@ class Verdict:
         if dataset:
             common.append(f"--dataset={dataset}")
         self.sizes = [size.strip() for size in sizes.split(",")]
-        for size in self.sizes:
-            shape_of(size)
         self.judge = self.judge_of(config_file, common)
+        self.heads = self.judge.settings["n_head"]
         self.others = {}  # of the columns
         if second_text and second_text != self.judge.settings["dataset"] and not quick:
             words = [*common, f"--dataset={second_text}"]
@@ -112,7 +111,7 @@ class Verdict:
         self.modules = imports_of(own)
         import_all(self.modules)
         self.given = idea
-        more = costs.fitting(own, settings | flags_of(shape_of(self.sizes[0])))
+        more = costs.fitting(own, settings | flags_of(shape_of(self.sizes[0], self.heads)))
         self.base = base
         self.idea = idea._replace(words=(*idea.words, *(f"--{k}={x}" for k, x in more.items())))
         self.arms = self.base, self.idea
@@ -131,7 +130,7 @@ class Verdict:
 
     def rows(self, size: str) -> list[dict]:
         """The flags of train.py with which the models of both arms are made."""
-        words = [*shape_of(size), *self.judge.common]
+        words = [*shape_of(size, self.heads), *self.judge.common]
         return [flags_of([*words, *arm.words]) for arm in self.arms]
 
     def models(self, size: str) -> list[GPT]:

@@ -33,6 +33,7 @@ from lab.experiments.runs import flags_of, settings_of
 from lab.experiments.times import model_of, step_of, vocab_size_of
 from lab.verdict.chance import machine
 from lab.verdict.judge import Arm, Judge, Setting, cores, shape_of
+from lab.verdict.method import slope
 from training.estimate import duration, num_params
 
 # What is done?
@@ -50,6 +51,7 @@ IDEAS = (
     *("softmax_beta_squared", "gated_delta", "softcap", "laser", "sink", "top_k", "entmax15"),
     *("ssmax", "differential", "beta_squared", "beta"),
 )
+MODELS = "softmax", *IDEAS
 SIZES = "3 x 96", "4 x 144"
 STEPS = 2344  # of 2048 tokens
 COMMON = "--batch_size=8", "--eval_iters=100"
@@ -96,26 +98,23 @@ def plan(judge: Judge) -> None:
     """Time a step of each model, in turns, and print what all runs take, finished ones as well."""
     torch.set_num_threads(1)
     seconds = 0.0
-    rows = []
     for size in SIZES:
         steps = {}
-        for name in ("softmax", *IDEAS):
+        for name in MODELS:
             flags = flags_of([*shape_of(size), *judge.common, *words_of(name)])
             gpt, settings = model_of(config_file, flags, judge.vocab_size)
             steps[name] = step_of(gpt, settings, judge.vocab_size)
         rounds = [{name: step()["ms"] for name, step in steps.items()} for _ in range(4)]
-        ms = {name: statistics.median(x[name] for x in rounds[1:]) for name in steps}
-        seconds += sum(STEPS * ms[name] / 1e3 + OVERHEAD for name, _, _ in runs_of(size))
-        rows += [[size, name, f"{x:.0f}", f"{rate_of(name, size):g}"] for name, x in ms.items()]
-    show_table("size | attention | ms a step | rate", rows)
+        for name, _, _ in runs_of(size):
+            ms = statistics.median(x[name] for x in rounds[1:])
+            seconds += STEPS * ms / 1e3 + OVERHEAD
     n = sum(len(runs_of(size)) for size in SIZES)
-    print(f"\n{n} runs: {duration(seconds)} of one core")
+    print(f"{n} runs: {duration(seconds)} of one core")
 
 
 def train(judge: Judge) -> None:
     """Make the missing runs, and write the losses of each size into PATH."""
-    about = {"recipe": config_file, "steps": STEPS, "dataset": dataset} | machine()
-    add(PATH, about, "about")
+    add(PATH, {"recipe": config_file, "steps": STEPS} | machine(), "about")
     for size in SIZES:
         gpt, _ = model_of(config_file, flags_of(shape_of(size)), judge.vocab_size)
         add(PATH, num_params(gpt, non_embedding=False), "parameters", size)
@@ -125,16 +124,22 @@ def train(judge: Judge) -> None:
             add(PATH, loss, size, name, f"{aside:+d}", str(seed))
 
 
-def differences(rows: dict) -> tuple[np.ndarray, float, int]:
-    """(losses minus softmax's, whose own 0 is first; their standard error; its degrees of freedom).
+def read() -> tuple[list[int], list[np.ndarray], list[tuple[float, int]]]:
+    """(parameters, losses minus softmax's, (their standard error, its degrees of freedom)) by size.
 
-    rows: {an attention: {rate: {seed: loss}}}. The error is of all attentions' seeds, pooled.
+    Softmax's own 0 comes first. The error is of all attentions' seeds, pooled.
     """
-    losses = [[*rows[name]["+0"].values()] for name in ("softmax", *IDEAS)]
-    df = sum(len(x) - 1 for x in losses)
-    variance = sum(statistics.variance(x) * (len(x) - 1) for x in losses) / df
-    means = np.array([statistics.fmean(x) for x in losses])
-    return means - means[0], math.sqrt(variance * (1 / len(SEEDS) + 1 / len(MORE_SEEDS))), df
+    found = saved(PATH, {})
+    means = []
+    errors = []
+    for size in SIZES:
+        losses = [[*found[size][name]["+0"].values()] for name in MODELS]
+        df = sum(len(x) - 1 for x in losses)
+        variance = sum(statistics.variance(x) * (len(x) - 1) for x in losses) / df
+        errors.append((math.sqrt(variance * (1 / len(SEEDS) + 1 / len(MORE_SEEDS))), df))
+        of_size = np.array([statistics.fmean(x) for x in losses])
+        means.append(of_size - of_size[0])
+    return [found["parameters"][size] for size in SIZES], means, errors
 
 
 def on_card() -> np.ndarray:
@@ -143,19 +148,18 @@ def on_card() -> np.ndarray:
     return np.array([0.0, *(statistics.fmean(of["steps"][0] for of in row) for row in rows)])
 
 
-def pairs(small: np.ndarray, large: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(how far apart each pair is at the small size, whether it keeps its order at the large)."""
+def pairs(small: np.ndarray, large: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Of the pairs that lie so far apart at the small size: whether they keep their order."""
     i, j = np.triu_indices(len(small), 1)
     apart, after = small[i] - small[j], large[i] - large[j]
-    other = apart != 0  # one that is drawn twice makes no pair with itself
-    return abs(apart[other]), (apart * after > 0)[other]
+    # one that is drawn twice makes no pair with itself
+    return (apart * after > 0)[(apart != 0) & (abs(apart) >= low) & (abs(apart) < high)]
 
 
-def kept(small: np.ndarray, large: np.ndarray, low: float, high: float) -> float:
-    """The share of the pairs so far apart that keep their order; nan where there is none."""
-    apart, same = pairs(small, large)
-    chosen = same[(apart >= low) & (apart < high)]
-    return chosen.mean() if len(chosen) else math.nan
+def share(*args: object) -> float:
+    """The share of these pairs; nan where there is none."""
+    same = pairs(*args)
+    return same.mean() if len(same) else math.nan
 
 
 def signs(small: np.ndarray, large: np.ndarray) -> float:
@@ -168,46 +172,48 @@ def correlation(small: np.ndarray, large: np.ndarray) -> float:
     return optional("scipy.stats", "a rank").spearmanr(small, large).statistic
 
 
-def resampled(f: Callable, small: np.ndarray, large: np.ndarray, *args: float) -> list[float]:
-    """f(small, large, *args), and its interval where attentions are drawn with replacement."""
-    draw = np.random.default_rng(0)
-    drawn = draw.integers(len(small), size=(DRAWS, len(small)))
-    ends = np.nanquantile(
-        [f(small[i], large[i], *args) for i in drawn], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
-    )
-    return [f(small, large, *args), *ends]
+def resampled(f: Callable, small: np.ndarray, large: np.ndarray, *args: float) -> str:
+    """The interval of f(small, large, *args) where attentions are drawn with replacement."""
+    n = len(small)
+    drawn = np.random.default_rng(0).integers(n, size=(DRAWS, n))
+    found = [f(small[i], large[i], *args) for i in drawn]
+    low, high = np.nanquantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    if low == high:  # nothing else to draw: as of so many trials of which all end so
+        other = ((1 - CONFIDENCE) / 2) ** (1 / n)
+        low, high = (other, 1.0) if low else (0.0, 1 - other)
+    return f"({low:.2f} to {high:.2f})"
 
 
-def told(*args: object) -> str:
-    """What `resampled` gives, as text."""
-    return "{:.2f} ({:.2f} to {:.2f})".format(*resampled(*args))
+def counted(*args: object) -> str:
+    """How many of the pairs keep their order, with the interval of their share."""
+    same = pairs(*args)
+    return f"{same.sum()} of {len(same)} {resampled(share, *args)}" if len(same) else ""
+
+
+def in_millions(parameters: list[int]) -> list[str]:
+    return [f"{n / 1e6:.2f}M" for n in parameters]
 
 
 def show() -> None:
-    """Print the differences, the shares of pairs, of signs, and the correlation of ranks."""
-    found = saved(PATH, {})
-    (small, error, df), (large, other_error, other_df) = (differences(found[x]) for x in SIZES)
-    n = [found["parameters"][size] for size in SIZES]
-    doublings = math.log2(n[1] / n[0])
+    """Print the differences, how many pairs and signs are kept, and the correlation of ranks."""
+    parameters, (small, large), errors = read()
+    n = in_millions(parameters)
+    card = on_card()
     rows = []
-    for name, x, y, of_card in zip(IDEAS, small[1:], large[1:], on_card()[1:], strict=True):
-        slope = (y - x) / doublings, math.hypot(error, other_error) / doublings, min(df, other_df)
-        changes = Interval(x, error, df), Interval(y, other_error, other_df), Interval(*slope)
-        rows.append([name, f"{of_card:+.3f}", *map(str, changes)])
-    sizes = " | ".join(f"{x / 1e6:.2f}M" for x in n)
-    show_table(f"attention | card | {sizes} | for each doubling of the compute", rows)
+    for name, *means in zip(IDEAS, small[1:], large[1:], strict=True):
+        found = [Interval(mean, *error) for mean, error in zip(means, errors, strict=True)]
+        rates = ", ".join(f"{2 ** (rate_of(name, size) / 2):.2f}x" for size in SIZES)
+        of_card = f"{card[1 + IDEAS.index(name)]:+.3f}"
+        rows.append([name, rates, of_card, *map(str, found), str(slope(parameters, found))])
+    columns = f"attention | rates | card | {' | '.join(n)} | for each doubling of the compute"
+    show_table(columns, rows)
 
     rows = []
-    for source, of in ((f"{n[0] / 1e6:.2f}M, the same text", small), ("the card", on_card())):
-        near = of < BAD
-        for title, chosen in (("all", near | True), (f"without ideas worse by {BAD}", near)):
-            x, y = of[chosen], large[chosen]
-            cells = []
-            for low, high in (*itertools.pairwise(EDGES), (0.0, math.inf)):
-                apart, _ = pairs(x, y)
-                many = ((apart >= low) & (apart < high)).sum()
-                cells.append(f"{told(kept, x, y, low, high)} of {many}" if many else "")
-            rest = [told(f, x, y) for f in (signs, correlation)]
+    for source, of in ((f"{n[0]}, the same text", small), ("the card", card)):
+        for title, least in (("all", math.inf), (f"without ideas worse by {BAD}", BAD)):
+            x, y = of[of < least], large[of < least]
+            cells = [counted(x, y, *bin) for bin in (*itertools.pairwise(EDGES), (0.0, math.inf))]
+            rest = [f"{f(x, y):.2f} {resampled(f, x, y)}" for f in (signs, correlation)]
             rows.append([source, title, *cells, *rest])
     bins = "0 to 0.03 apart | 0.03 to 0.08 | further | all pairs"
     show_table(f"small | attentions | {bins} | same side of softmax | correlation of ranks", rows)
@@ -215,38 +221,34 @@ def show() -> None:
 
 def draw() -> None:
     """Draw the differences at the large size over those at the small one, all and the near ones."""
-    found = saved(PATH, {})
-    (small, error, df), (large, other_error, _) = (differences(found[size]) for size in SIZES)
-    half = Interval(0, 1, df).half(CONFIDENCE)
-    n = [f"{found['parameters'][size] / 1e6:.2f}M" for size in SIZES]
+    parameters, (small, large), errors = read()
+    n = in_millions(parameters)
+    half = [Interval(0.0, *error).half(CONFIDENCE) for error in errors]
     with drawing(picture, 1, 2, 13, 6) as axes:
-        for ax, near in zip(axes, (large < math.inf, small < BAD), strict=True):
+        for ax, least in zip(axes, (math.inf, BAD), strict=True):
+            near = small < least
             x, y = small[near], large[near]
-            ax.errorbar(x, y, other_error * half, error * half, "o", ms=4, lw=0.6, color="C0")
+            ax.errorbar(x, y, half[1], half[0], "o", ms=4, lw=0.6, color="C0")
             ends = x.min(), x.max()
             ax.plot(ends, ends, color="black", lw=0.8, label="the same difference at both sizes")
-            for name, *at in zip(np.array(["softmax", *IDEAS])[near], x, y, strict=True):
-                ax.annotate(name, at, (4, 3), textcoords="offset points", fontsize=7)
-            ax.set(
-                xlabel=f"loss minus softmax's at {n[0]}",
-                ylabel=f"loss minus softmax's at {n[1]}",
-                title="all" if near.all() else f"without those that are worse by {BAD}",
-            )
+            for name, *at in zip(np.array(MODELS)[near], x, y, strict=True):
+                if least == BAD or at[0] > BAD:
+                    ax.annotate(name, at, (4, 3), textcoords="offset points", fontsize=7)
+            ax.set(xlabel=f"loss minus softmax's at {n[0]}", ylabel=f"the same at {n[1]}")
+            ax.set_title("all" if least > BAD else f"without those that are worse by {BAD}")
 
 
-def line(change: float) -> str:
+def lines(change: float) -> list[str]:
     """What a report says of larger models, where its difference is `change`."""
-    found = saved(PATH, {})
-    small, large = (differences(found[size])[0] for size in SIZES)
-    low, high = next(x for x in itertools.pairwise(EDGES) if x[0] <= abs(change) < x[1])
-    apart, same = pairs(small, large)
-    chosen = same[(apart >= low) & (apart < high)]
-    _, *ends = resampled(kept, small, large, low, high)
-    n = [f"{found['parameters'][size] / 1e6:.2f}M" for size in SIZES]
-    return (
-        f"{chosen.sum()} of {len(chosen)} pairs ({ends[0]:.0%} to {ends[1]:.0%}) as near as yours "
-        f"at {n[0]} parameters kept their order at {n[1]} (docs/verdict.md)"
-    )
+    if SIZES[-1] not in saved(PATH, {}):
+        return []
+    parameters, means, _ = read()
+    bin = next(x for x in itertools.pairwise(EDGES) if x[0] <= abs(change) < x[1])
+    n = in_millions(parameters)
+    return [
+        f"larger     {counted(*means, *bin)} pairs as near as yours kept their order from {n[0]} "
+        f"to {n[1]} parameters"
+    ]
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ class Judge:
         n = setting.steps
         c = self.settings
         words = [
-            *shape_of(setting.size),
+            *shape_of(setting.size, c["n_head"]),
             f"--max_iters={n}",
             f"--lr_decay_iters={n}",
             f"--warmup_iters={n // 5}",  # with a shorter rise some seeds fail at high rates
@@ -114,12 +114,17 @@ class Judge:
         return {setting: losses[i * n : (i + 1) * n] for i, setting in enumerate(rates)}
 
 
-def shape_of(size: str) -> list[str]:
-    """The flags of a size such as "3 x 96": layers and width. Raises UserError for another text."""
+def shape_of(size: str, n_head: int = 1) -> list[str]:
+    """The flags of a size such as "3 x 96": layers and width. Raises UserError for another text.
+
+    n_head: of both sides. Where the width is no multiple of it, heads are a little narrower.
+    """
     match = re.fullmatch(r"([1-9]\d*) x ([1-9]\d*)", size)
     if not match:
         raise UserError(f'--sizes={size}: a size is layers x width, such as "3 x 96"')
-    return [f"--n_layer={match[1]}", f"--n_embd={match[2]}"]
+    width = int(match[2])
+    narrower = [f"--head_dim={width // n_head // 2 * 2}"] if width % n_head else []
+    return [f"--n_layer={match[1]}", f"--n_embd={width}", *narrower]
 
 
 def cores() -> int:

@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Generator
 from typing import NamedTuple
 
+import numpy as np
+
 from lab.experiments.results import Interval
 
 FIRST = (-2, 0, 2)  # the rates that are tried first
@@ -85,6 +87,16 @@ def pooled(intervals: list[Interval]) -> Interval:
     variances = [(x.error / n) ** 2 for x in intervals]
     df = sum(variances) ** 2 / sum(v**2 / x.df for v, x in zip(variances, intervals, strict=True))
     return Interval(statistics.fmean(x.mean for x in intervals), math.sqrt(sum(variances)), df)
+
+
+def slope(parameters: list[int], found: list[Interval]) -> Interval:
+    """How a difference changes with each doubling of the parameters: a line, weighted by errors."""
+    x = np.log2(parameters)
+    weights = np.array([1 / of.error**2 for of in found])
+    apart = x - np.average(x, weights=weights)
+    spread = (weights * apart**2).sum()
+    steepness = (weights * apart * [of.mean for of in found]).sum() / spread
+    return Interval(steepness, spread**-0.5, min(of.df for of in found))
 
 
 def stricter(level: float, share: float) -> float:

@@ -9,9 +9,9 @@ from statistics import fmean
 
 from lab.experiments.identity import of_text
 from lab.experiments.results import Interval, drawing, short, show_table
-from lab.verdict import chance
+from lab.verdict import calibration, chance
 from lab.verdict.costs import SKILLS
-from lab.verdict.method import pooled
+from lab.verdict.method import pooled, slope
 from training.distributed import count
 from training.estimate import duration
 
@@ -44,7 +44,7 @@ def lines_of(n: dict) -> list[str]:
         f"checks     {checks}",
     ]
     if "layer" in n:
-        lines += [*table_of(n), *costs_of(n)]
+        lines += [*table_of(n), *costs_of(n), *calibration.lines(overall(n).mean)]
     lines += [f"an earlier look, with {look} seeds: {said}" for look, said in n["looks"].items()]
     lines.append(f"VERDICT    {n['verdict']}")
     return lines
@@ -88,6 +88,10 @@ def table_of(n: dict) -> list[str]:
         mean = overall(n).text(n["hint"])
         level = f"an interval of {100 * n['hint']:g}%"
         lines.append(row("mean over the sizes, equal steps", [f"{mean}, {level}"]))
+    if len(sizes) > 2:
+        parameters = [of["parameters"][0] for of in sizes.values()]
+        change = slope(parameters, [Interval(*of["steps"]) for of in sizes.values()])
+        lines.append(row("  for each doubling of parameters", [change.text(n["level"])]))
     fits = [f"{of['fit']} of {n['steps']}" for of in sizes.values() if "time" in of]
     lines += [row("  steps in this time", fits)] if fits else []
     lines_about("other_time", f"  fast {n['base']}, estimate")

@@ -1,0 +1,87 @@
+"""lab.verdict.calibration: from made-up losses to what it prints."""
+
+import numpy as np
+import pytest
+from harness import parametrize
+
+from lab.experiments.results import Interval, save
+from lab.verdict import calibration, judge, method
+
+SMALL = np.array([0.0, 0.01, 0.05, -0.2])
+LARGE = np.array([0.0, -0.01, 0.02, -0.3])
+
+
+@parametrize(
+    "low, high, same", [(0.0, 0.03, [False]), (0.03, 0.08, [True, True]), (0.08, 9.0, [True] * 3)]
+)
+def test_pairs_by_how_far_they_are_apart(low, high, same):
+    assert calibration.pairs(SMALL, LARGE, low, high).tolist() == same
+
+
+def test_intervals_draw_attentions():
+    """Where all agree, or none does, it is that of as many trials as there are attentions."""
+    assert calibration.signs(SMALL, LARGE) == 2 / 3
+    everything = np.arange(17) / 10
+    assert calibration.resampled(calibration.share, everything, everything, 0.0, 9.0) == (
+        f"({0.025 ** (1 / 17):.2f} to 1.00)"
+    )
+    assert calibration.resampled(lambda x, _: x.mean(), np.arange(2.0), SMALL[:2]) == (
+        "(0.00 to 1.00)"
+    )
+
+
+def test_a_rate_is_on_the_line_through_the_cards(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "CARD", f"{tmp_path}/{{}}.json")
+    row = {"2 x 48": {"rates": [0.7, 1.4]}, "3 x 96": {"rates": [1.0, 0.4]}}
+    save(str(tmp_path / "mine.json"), {"sizes": row})
+    assert calibration.rate_of("mine", "3 x 96") == pytest.approx(0.4 + calibration.SHIFT)
+    assert calibration.rate_of("mine", "12 x 192") == pytest.approx(-0.6 + calibration.SHIFT)
+
+
+@pytest.fixture
+def losses(tmp_path, monkeypatch):
+    """Both sizes' losses, as train writes them. Only sink differs from softmax."""
+    monkeypatch.setattr(calibration, "PATH", str(tmp_path / "calibration.json"))
+    monkeypatch.setattr(calibration, "picture", str(tmp_path / "calibration.png"))
+
+    class Made(judge.Judge):
+        def make(self, runs):
+            found = []
+            for name, words in runs:
+                loss = 3.0 + 0.001 * int(name[-1])
+                if "--attention=sink" in name:
+                    loss += 0.05 if "--n_embd=144" in words else -0.05
+                found.append(loss)
+            return found
+
+    made = Made("config/modern_shakespeare_char_cpu.py", (), {}, 65, "", 1)
+    made.settings = {"batch_size": 3, "block_size": 32, "n_head": 6}
+    made.settings |= {"learning_rate": 0.02, "muon_lr": 0.01}
+    calibration.train(made)
+    return tmp_path
+
+
+def test_what_is_printed(losses, capsys):
+    calibration.show()
+    calibration.draw()
+    out = capsys.readouterr().out
+    assert "| sink | 0.76x, 0.66x | +0.001 | -0.051 (-0.052 to -0.050) | +0.049 (" in out
+    never = "0 of 16 (0.00 to 0.20)"
+    assert f", the same text | all | 15 of 15 (0.80 to 1.00) | {never} |  | 15 of 31 (" in out
+    assert (losses / "calibration.png").stat().st_size > 1000
+    (line,) = calibration.lines(-0.05)
+    assert line.startswith(f"larger     {never} pairs as near as yours kept")
+
+
+def test_a_slope_for_each_doubling():
+    two = [Interval(0.3, 0.03, 9), Interval(0.1, 0.04, 5)]
+    assert method.slope([1, 4], two) == pytest.approx((-0.1, 0.025, 5))
+    y, errors = [0.3, 0.1, 0.2], [0.03, 0.04, 0.01]
+    found = method.slope([2, 4, 16], list(map(Interval, y, errors, [9, 9, 9])))
+    (expected, _), covariance = np.polyfit([1, 2, 4], y, 1, w=1 / np.array(errors), cov="unscaled")
+    assert found == pytest.approx((expected, covariance[0, 0] ** 0.5, 9))
+
+
+@parametrize("size, narrower", [("4 x 144", []), ("4 x 160", ["--head_dim=26"])])
+def test_a_width_that_heads_do_not_divide(size, narrower):
+    assert judge.shape_of(size, 6)[2:] == narrower
