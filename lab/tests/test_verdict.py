@@ -14,7 +14,7 @@ from harness import done, parametrize, refused, slow
 from scipy import stats
 
 import lab.verdict.__main__ as main
-from lab.experiments.results import Interval, interval, save
+from lab.experiments.results import Interval, interval, save, saved
 from lab.experiments.runs import identity
 from lab.experiments.times import apart
 from lab.ideas.gated_delta import GatedDelta
@@ -457,6 +457,15 @@ def test_a_row_of_the_card_has_holms_correction():
     for others, times in {(0.5, 0.9): 3, (p / 1.2, 0.9): 2.5, (p / 4, 0.9): 2}.items():
         cell = report.cells_of(numbers, sorted([p, *others]))[5]
         assert cell.endswith(f"p {times * p:.2g}")
+
+
+def test_three_sizes_have_a_slope():
+    numbers = saved("lab/verdict/results/forgetting.json", {})
+    assert not any("doubling" in line for line in report.lines_of(numbers))
+    third = {"parameters": [700_000, 700_000], "steps": [-0.03, 0.006, 14.0]}
+    numbers["sizes"]["4 x 144"] = numbers["sizes"]["3 x 96"] | third
+    (line,) = [line for line in report.lines_of(numbers) if "doubling" in line]
+    assert line.split(None, 5)[5].startswith("+0.012 (")
 
 
 def test_other_runs_have_other_names(faked):
