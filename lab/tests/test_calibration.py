@@ -40,7 +40,7 @@ def test_a_rate_is_on_the_line_through_the_cards(tmp_path, monkeypatch):
 
 @pytest.fixture
 def losses(tmp_path, monkeypatch):
-    """Both sizes' losses, as train writes them. Only sink differs from softmax."""
+    """Both sizes' losses, as train writes them. Only sink differs, and top_k in its seeds."""
     monkeypatch.setattr(calibration, "PATH", str(tmp_path / "calibration.json"))
     monkeypatch.setattr(calibration, "picture", str(tmp_path / "calibration.png"))
 
@@ -48,9 +48,12 @@ def losses(tmp_path, monkeypatch):
         def make(self, runs):
             found = []
             for name, words in runs:
-                loss = 3.0 + 0.001 * int(name[-1])
+                seed = int(name[-1])
+                loss = 3 + seed / 1024
                 if "--attention=sink" in name:
-                    loss += 0.05 if "--n_embd=144" in words else -0.05
+                    loss += 1 / 16 if "--n_embd=144" in words else -1 / 16
+                if "--attention=top_k" in name:
+                    loss += (seed - 1.5) / 256
                 found.append(loss)
             return found
 
@@ -65,9 +68,10 @@ def test_what_is_printed(losses, capsys):
     calibration.show()
     calibration.draw()
     out = capsys.readouterr().out
-    assert "| sink | 0.76x, 0.66x | +0.001 | -0.051 (-0.052 to -0.050) | +0.049 (" in out
+    # the rest of top_k is 1 / 512 times 16 / 17, that of each other one 1 / 17; t is 2.12
+    assert "| sink | 0.76x, 0.66x | +0.001 | -0.062 (-0.064 to -0.061) | +0.062 (" in out
     never = "0 of 16 (0.00 to 0.20)"
-    assert f", the same text | all | 15 of 15 (0.80 to 1.00) | {never} |  | 15 of 31 (" in out
+    assert f", the same text | all |  | {never} |  | {never} | 0.00 (0.00 to 0.20) | " in out
     assert (losses / "calibration.png").stat().st_size > 1000
     (line,) = calibration.lines(-0.05)
     assert line.startswith(f"larger     {never} pairs as near as yours kept")
