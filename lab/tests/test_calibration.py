@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from harness import parametrize
+from harness import parametrize, refusal
 
 from lab.experiments.results import Interval, save
 from lab.verdict import calibration, judge, method
@@ -89,3 +89,10 @@ def test_a_slope_for_each_doubling():
 @parametrize("size, narrower", [("4 x 144", []), ("4 x 160", ["--head_dim=26"])])
 def test_a_width_that_heads_do_not_divide(size, narrower):
     assert judge.shape_of(size, 6)[2:] == narrower
+
+
+def test_without_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration, "PATH", str(tmp_path / "none.json"))
+    assert calibration.lines(0.1) == []
+    with refusal("lacks losses: --what=train makes the runs"):
+        calibration.show()

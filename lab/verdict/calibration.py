@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from configurator import names, run_script
-from errors import optional
+from errors import UserError, optional
 from lab.experiments.results import CONFIDENCE, Interval, add, drawing, saved, show_table
 from lab.experiments.runs import flags_of, settings_of
 from lab.experiments.times import model_of, step_of, vocab_size_of
@@ -129,6 +129,8 @@ def read() -> tuple[list[int], list[np.ndarray], list[tuple[float, int]]]:
     taken out, and what is left of all attentions is pooled.
     """
     found = saved(PATH, {})
+    if SIZES[-1] not in found:
+        raise UserError(f"{PATH} lacks losses: --what=train makes the runs")
     means = []
     errors = []
     for size in SIZES:
