@@ -1,10 +1,12 @@
 """lab.verdict.calibration: from made-up losses to what it prints."""
 
+import re
+
 import numpy as np
 import pytest
 from harness import parametrize, refusal
 
-from lab.experiments.results import Interval, save
+from lab.experiments.results import Interval
 from lab.verdict import calibration, judge, method
 
 SMALL = np.array([0.0, 0.01, 0.05, -0.2])
@@ -30,12 +32,28 @@ def test_intervals_draw_attentions():
     )
 
 
-def test_a_rate_is_on_the_line_through_the_cards(tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration, "CARD", f"{tmp_path}/{{}}.json")
-    row = {"2 x 48": {"rates": [0.7, 1.4]}, "3 x 96": {"rates": [1.0, 0.4]}}
-    save(str(tmp_path / "mine.json"), {"sizes": row})
-    assert calibration.rate_of("mine", "3 x 96") == pytest.approx(0.4 + calibration.SHIFT)
-    assert calibration.rate_of("mine", "12 x 192") == pytest.approx(-0.6 + calibration.SHIFT)
+def test_rates_are_moved_as_softmaxs():
+    """With half the steps: softmax's best is 1, that of sink 0.4, and of all others 0."""
+
+    class Made(judge.Judge):
+        def make(self, runs):
+            assert all("1172 steps" in name and name.endswith("seed 101") for name, _ in runs)
+            found = []
+            for name, _ in runs:
+                best = 0.4 if "sink" in name else 0.0 if "=" in name.split("; ")[0] else 1.0
+                found.append(3 + (float(re.search("rate ([-0-9]+)", name)[1]) - best) ** 2)
+            return found
+
+    rates = calibration.rates_of(made(Made))
+    expected = dict.fromkeys(calibration.IDEAS, calibration.SOFTMAX - 1)
+    expected |= {"softmax": calibration.SOFTMAX, "sink": calibration.SOFTMAX - 0.6}
+    assert rates == pytest.approx(expected)
+
+
+def made(kind):
+    settings = {"batch_size": 3, "block_size": 32, "n_head": 6}
+    settings |= {"learning_rate": 0.02, "muon_lr": 0.01}
+    return kind("config/modern_shakespeare_char_cpu.py", (), settings, 65, "", 1)
 
 
 @pytest.fixture
@@ -57,10 +75,8 @@ def losses(tmp_path, monkeypatch):
                 found.append(loss)
             return found
 
-    made = Made("config/modern_shakespeare_char_cpu.py", (), {}, 65, "", 1)
-    made.settings = {"batch_size": 3, "block_size": 32, "n_head": 6}
-    made.settings |= {"learning_rate": 0.02, "muon_lr": 0.01}
-    calibration.train(made)
+    monkeypatch.setattr(calibration, "rates_of", lambda _: dict.fromkeys(calibration.MODELS, -1.0))
+    calibration.train(made(Made))
     return tmp_path
 
 
@@ -69,7 +85,7 @@ def test_what_is_printed(losses, capsys):
     calibration.draw()
     out = capsys.readouterr().out
     # the rest of top_k is 1 / 512 times 16 / 17, that of each other one 1 / 17; t is 2.12
-    assert "| sink | 0.76x, 0.66x | +0.001 | -0.062 (-0.064 to -0.061) | +0.062 (" in out
+    assert "| sink | 0.71x | +0.001 | -0.062 (-0.064 to -0.061) | +0.062 (" in out
     never = "0 of 16 (0.00 to 0.20)"
     assert f", the same text | all |  | {never} |  | {never} | 0.00 (0.00 to 0.20) | " in out
     assert (losses / "calibration.png").stat().st_size > 1000
