@@ -1,8 +1,7 @@
 """Spelling to sound: the words of the CMU Pronouncing Dictionary, batches, error rates, a picture.
 
-before_attention.py learns to pronounce: "attention" -> AH T EH N SH AH N. Stress
-marks are left out. No word of the test is in a training batch. A pronunciation begins and ends with
-the token END.
+before_attention.py learns to pronounce: "attention" -> AH T EH N SH AH N. Stress marks are left
+out. No word of the test is in a training batch. A pronunciation begins and ends with the token END.
 """
 
 import functools

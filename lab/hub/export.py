@@ -5,8 +5,8 @@
 
 Without --custom the model becomes a GPT-2. If GPT-2 lacks one of its choices, such as another
 attention, the script names the choice and writes nothing. With --custom every model can be
-exported. The folder then also has the code of the model. transformers loads it
-with trust_remote_code=True, without this repository.
+exported. The folder then also has the code of the model. transformers loads it with
+trust_remote_code=True, without this repository.
 """
 
 import re

@@ -79,7 +79,7 @@ def settings_at(size: str, steps: int) -> dict[str, Setting]:
 def rates_of(judge: Judge) -> dict[str, float]:
     """The rate of each model: chosen at the small size, in half the steps, with another seed.
 
-    With more steps the best rates are lower: all are moved by what softmax's own is.
+    With more steps the best rates are lower. All rates are moved by as much as softmax's own.
     """
     settings = settings_at(SIZES[0], STEPS // 2)
     tuned = judge.tuned([*settings.values()], TRIED[:1])
@@ -104,8 +104,10 @@ def plan(judge: Judge) -> None:
             gpt, settings = model_of(config_file, flags, judge.vocab_size)
             steps[name] = step_of(gpt, settings, judge.vocab_size)
         rounds = [{name: step()["ms"] for name, step in steps.items()} for _ in range(4)]
-        half = [(name, 0, 0) for name in MODELS if size == SIZES[0]]  # as long as three half runs
-        for name, _, _ in [*keys(), *half, *half]:
+        made = [name for name, _, _ in keys()]
+        if size == SIZES[0]:
+            made += MODELS * 2  # rates are chosen by three or four runs of half the steps
+        for name in made:
             ms = statistics.median(x[name] for x in rounds[1:])
             seconds += STEPS * ms / 1e3 + OVERHEAD
     print(f"all runs: {duration(seconds)} of one core")
