@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Yang et al., arXiv 2412.06464): a layer in the place of CausalSelfAttention.
+"""Gated DeltaNet (Yang et al., arXiv 2412.06464), and Kimi Delta Attention: layers of linear time.
 
     python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas.gated_delta \
         --attention=gated_delta --position=none --conv=4
@@ -15,8 +15,11 @@ dt of Mamba-2; the output is W_o (RMSNorm(y) * SiLU(x W_g)), with one norm for a
 What differs: values are as wide as keys, not twice as wide; --conv adds to x, and is off by
 default; alpha is at least e^-40.
 
+--attention=kda is Kimi Delta Attention, whose alpha has a number for each channel of a key.
+
 Read one_token first, then chunked, the same for many tokens, then GatedDelta.
-Shapes: B batch, H heads, T time, D head width; q, k, v (B, H, T, D); beta, log_alpha (B, H, T, 1).
+Shapes: B batch, H heads, T time, D head width; q, k, v (B, H, T, D); beta (B, H, T, 1); log_alpha
+(B, H, T, 1), or (B, H, T, D) in KDA.
 """
 
 import math
@@ -40,7 +43,7 @@ def one_token(q, k, v, beta, log_alpha, S: Tensor) -> tuple[Tensor, Tensor]:
 
     u = beta (v - k alpha S) is what the token adds to the state, at its key.
     """
-    S = log_alpha.exp() * S
+    S = log_alpha.exp().mT * S
     u = beta * (v - k @ S)
     S = S + k.mT * u
     return q @ S, S
@@ -55,26 +58,34 @@ def chunked(q, k, v, beta, log_alpha, S: Tensor) -> tuple[Tensor, Tensor]:
         u_i + sum_j<i e^(g_i - g_j) beta_i (k_i . k_j) u_j = beta_i (v_i - e^g_i k_i S)
         y_i = e^g_i q_i S + sum_j<=i e^(g_i - g_j) (q_i . k_j) u_j
 
-    No exponent is above 0.
+    No exponent is above 0. In KDA 16 tokens at once.
     """
     outputs = []
-    chunks = [x.split(CHUNK, dim=2) for x in (q, k, v, beta, log_alpha)]
+    size = CHUNK if log_alpha.shape[-1] == 1 else CHUNK // 4
+    chunks = [x.split(size, dim=2) for x in (q, k, v, beta, log_alpha)]
     for q, k, v, beta, log_alpha in zip(*chunks, strict=True):
         g = log_alpha.cumsum(2)  # (B, H, c, 1)
-        fade = (g - g.mT).clamp(max=0).exp().tril()  # (B, H, c, c)
         from_start = g.exp()
         to_end = (g[:, :, -1:] - g).exp()
 
         # unitriangular: only what is below the diagonal of the system is read
         erased = beta * k
-        system = erased @ k.mT * fade
+        system = faded_product(erased, k, g)
         u = beta * v - from_start * erased @ S
         u = torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
 
-        y = from_start * q @ S + q @ k.mT * fade @ u
+        y = from_start * q @ S + faded_product(q, k, g) @ u
         outputs.append(y)
-        S = from_start[:, :, -1:] * S + (to_end * k).mT @ u
+        S = from_start[:, :, -1:].mT * S + (to_end * k).mT @ u
     return torch.cat(outputs, dim=2), S
+
+
+def faded_product(x, k, g) -> Tensor:
+    """sum over channels n of x_in k_jn e^(g_in - g_jn) for j <= i, else 0: (B, H, c, c)."""
+    if g.shape[-1] == 1:
+        return (x @ k.mT * (g - g.mT).clamp(max=0).exp()).tril()
+    fade = (g[..., :, None, :] - g[..., None, :, :]).clamp(max=0).exp()  # (B, H, c, c, D)
+    return torch.einsum("bhin,bhjn,bhijn->bhij", x, k, fade).tril()
 
 
 class GatedDelta(nn.Module):
@@ -85,6 +96,7 @@ class GatedDelta(nn.Module):
 
     uses = ("head_dim", "conv")  # the fields of GPTConfig that it reads, beside sizes
     endless = True  # a text can go on at constant cost
+    gate = staticmethod(F.silu)
 
     def __init__(self, c, layer: int):
         super().__init__()
@@ -102,6 +114,11 @@ class GatedDelta(nn.Module):
         self.c_proj = nn.Linear(H * D, c.n_embd, bias=c.bias)
         self.resid_dropout = nn.Dropout(c.dropout)
 
+    def rates(self, x):
+        """x w_b, (B, T, H), and log alpha, (B, T, H, 1)."""
+        b, a = at_least_float32(self.c_rates(x)).chunk(2, dim=-1)
+        return b, (-self.log_A.exp() * F.softplus(a + self.dt))[..., None]
+
     def forward(self, x, context=None):
         """x (B, T, C) -> (B, T, C). context: an attention.cache.Context."""
         H, D = self.sizes
@@ -110,7 +127,7 @@ class GatedDelta(nn.Module):
         qkv, gate = self.c_attn(x).split((3 * H * D, H * D), dim=-1)
         if self.conv is not None:
             qkv = self.conv(qkv, context)
-        rates = self.c_rates(x)
+        b, log_alpha = self.rates(x)
 
         with torch.autocast(x.device.type, enabled=False):
             # queries and keys of length 1, and values
@@ -119,20 +136,43 @@ class GatedDelta(nn.Module):
             q, k = F.normalize(qkv[:2], dim=-1)
 
             # how much is written, and what stays; nothing does where a document begins
-            b, a = at_least_float32(rates).chunk(2, dim=-1)  # (B, T, H) each
             beta = b.sigmoid().mT[..., None]
-            log_alpha = -self.log_A.exp() * F.softplus(a + self.dt)
             if isinstance(context, Documents):
-                log_alpha = log_alpha.masked_fill(context.pos[..., None] == 0, -math.inf)
-            log_alpha = log_alpha.clamp(min=LEAST_LOG_ALPHA).mT[..., None]
+                begins = context.pos[..., None, None] == 0
+                log_alpha = log_alpha.masked_fill(begins, -math.inf)
+            log_alpha = log_alpha.clamp(min=LEAST_LOG_ALPHA).transpose(1, 2)  # (B, H, T, 1 or D)
 
             before = context.state.get(self, q.new_zeros(len(x), H, D, D))
             form = one_token if x.shape[1] == 1 else chunked
             y, context.state[self] = form(q, k, qkv[2], beta, log_alpha, before)
 
         y = self.ln_head(y).transpose(1, 2).flatten(2)  # (B, T, H D)
-        y = y.to(x.dtype) * F.silu(gate)
+        y = y.to(x.dtype) * self.gate(gate)
         return self.resid_dropout(self.c_proj(y))
 
 
+class KDA(GatedDelta):
+    """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692, equations 1 and 10).
+
+    alpha = exp(-e^A softplus(W_2 W_1 x + dt)) has a number for each channel of a key; the output's
+    gate is a sigmoid. Chosen: its matrix is whole, not of low rank.
+    """
+
+    gate = staticmethod(torch.sigmoid)
+
+    def __init__(self, c, layer):
+        super().__init__(c, layer)
+        H, D = self.sizes
+        self.c_rates = nn.Linear(c.n_embd, H, bias=False)
+        low = nn.Linear(c.n_embd, D, bias=False)
+        self.c_alpha = nn.Sequential(low, nn.Linear(D, H * D, bias=False))
+        self.dt = nn.Parameter(torch.empty(H, D).uniform_(-6.9, -2.26))
+
+    def rates(self, x):
+        b, a = map(at_least_float32, (self.c_rates(x), self.c_alpha(x)))
+        a = a.unflatten(-1, self.sizes)  # (B, T, H, D)
+        return b, -self.log_A.exp()[:, None] * F.softplus(a + self.dt)
+
+
 ATTENTION["gated_delta"] = GatedDelta
+ATTENTION["kda"] = KDA

@@ -1,0 +1,170 @@
+"""How queries, keys and values are made: papers of 2024 to 2026, for --qkv=.
+
+    python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas.qkv --qkv=tpa \
+        --position=rope
+    python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas.qkv --qkv=mla \
+        --position=half_rope
+
+mla               queries, keys and values from short vectors
+gta               half of each key is half of its value
+tpa               products of a vector for the heads and a vector for their dimensions
+tied              the values are the keys
+value_residual    half of the first layer's values in every layer
+cla               every second layer takes the keys and values of the layer before
+
+Importing this file adds them to parts.QKV, and --position=half_rope, which mla and gta need: it
+turns the first half of each head's dimensions. A cache keeps the keys and values of all heads.
+Shapes: B batch, T time, C n_embd, H heads, G heads of keys, D head width. W: a matrix.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from parts import POSITION, QKV, RMSNorm, RoPE
+
+
+class HalfRoPE(RoPE):
+    """RoPE on the first half of each head's dimensions."""
+
+    def __init__(self, c):
+        super().__init__(c, width=c.head_dim // 2)
+
+    def forward(self, q, k, heads, past):
+        (q1, q2), (k1, k2) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
+        q1, k1, _ = super().forward(q1, k1, heads, past)
+        return torch.cat((q1, q2), dim=-1), torch.cat((k1, k2), dim=-1), {}
+
+
+class MLA(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, equations 9 to 17).
+
+    q = W_UQ c_Q and (k_C, v) = W_UKV c_KV of short vectors c_Q = W_DQ x and c_KV = W_DKV x, with
+    RMSNorms (section 3.1.2); a key is (k_R, k_C), and k_R = W_KR x is the same for all heads. Its
+    cache holds c_KV and k_R. Chosen: c_Q and c_KV have 2/3 and 1/3 of C numbers (as the TPA paper
+    has), k_R half of a head's D (theirs comes on top, and is a third of it).
+    """
+
+    def __init__(self, c, width, layer):
+        super().__init__()
+        G, D = self.sizes = c.n_kv_head, c.head_dim
+        self.parts = 2 * c.n_embd // 3, c.n_embd // 3, D // 2
+        self.down = nn.Linear(c.n_embd, sum(self.parts), bias=False)
+        self.norm_q, self.norm_kv = map(RMSNorm, self.parts[:2])
+        self.up_q = nn.Linear(self.parts[0], c.n_head * D, bias=False)
+        self.up_kv = nn.Linear(self.parts[1], G * (2 * D - D // 2), bias=False)
+
+    def forward(self, x, context):
+        G, D = self.sizes
+        c_q, c_kv, k_r = self.down(x).split(self.parts, dim=-1)
+        kv = self.up_kv(self.norm_kv(c_kv)).unflatten(-1, (G, -1))  # (B, T, G, 3 D / 2)
+        kv = torch.cat((k_r[:, :, None].expand(-1, -1, G, -1), kv), dim=-1)  # (B, T, G, 2 D)
+        k, v = kv.split(D, dim=-1)
+        return torch.cat((self.up_q(self.norm_q(c_q)), k.flatten(2), v.flatten(2)), dim=-1)
+
+
+class GTA(nn.Module):
+    """Grouped-tied attention (arXiv 2505.21487, section 3.3.1): k = (k_R, second half of v).
+
+    k_R = W_KR x is the same for all heads. Its cache holds v and k_R. Take --n_kv_head below n_head.
+    """
+
+    def __init__(self, c, width, layer):
+        super().__init__()
+        G, D = self.sizes = c.n_kv_head, c.head_dim
+        self.parts = c.n_head * D, G * D, D // 2
+        self.qv = nn.Linear(c.n_embd, sum(self.parts), bias=c.bias)
+
+    def forward(self, x, context):
+        q, v, k_r = self.qv(x).split(self.parts, dim=-1)
+        tied = v.unflatten(-1, self.sizes)[..., self.sizes[1] // 2 :]  # (B, T, G, D / 2)
+        k = torch.cat((k_r[:, :, None].expand_as(tied), tied), dim=-1)
+        return torch.cat((q, k.flatten(2), v), dim=-1)
+
+
+class TPA(nn.Module):
+    """Tensor product attention (arXiv 2501.06425, equation 3.1): q, k and v are products.
+
+    Ranks are the paper's: 6 for q, 2 for k and v. Its cache holds the factors of k and v.
+    """
+
+    def __init__(self, c, width, layer):
+        super().__init__()
+        self.q = Product(c.n_embd, c.n_head, c.head_dim, 6)
+        self.k = Product(c.n_embd, c.n_kv_head, c.head_dim, 2)
+        self.v = Product(c.n_embd, c.n_kv_head, c.head_dim, 2)
+
+    def forward(self, x, context):
+        return torch.cat((self.q(x), self.k(x), self.v(x)), dim=-1)
+
+
+class Product(nn.Module):
+    """1/R sum_r a_r b_r^T, a_r = A_r x with a number for each of n heads, b_r = B_r x (D)."""
+
+    def __init__(self, C, n, D, R):
+        super().__init__()
+        self.sizes = (n, R), (R, D)
+        self.a, self.b = (nn.Parameter(torch.empty(i * j, C)) for i, j in self.sizes)
+        for p in (self.a, self.b):
+            nn.init.xavier_uniform_(p)  # appendix G
+
+    def forward(self, x):
+        a = F.linear(x, self.a).unflatten(-1, self.sizes[0])  # (B, T, n, R)
+        b = F.linear(x, self.b).unflatten(-1, self.sizes[1])  # (B, T, R, D)
+        return (a @ b).flatten(2) / b.shape[-2]
+
+
+class Tied(nn.Module):
+    """v = k, before norms and positions (Kayyam, Madan Gopal and Lewis, arXiv 2606.04032)."""
+
+    def __init__(self, c, width, layer):
+        super().__init__()
+        self.n = c.n_kv_head * c.head_dim
+        self.qk = nn.Linear(c.n_embd, width - self.n, bias=c.bias)
+
+    def forward(self, x, context):
+        qk = self.qk(x)
+        return torch.cat((qk, qk[..., -self.n :]), dim=-1)
+
+
+class ValueResidual(nn.Module):
+    """v = (v_1 + W_V x) / 2, v_1 the first layer's values (ResFormer, arXiv 2410.17897)."""
+
+    def __init__(self, c, width, layer):
+        super().__init__()
+        self.layer = layer
+        self.n = c.n_kv_head * c.head_dim
+        self.qkv = nn.Linear(c.n_embd, width, bias=c.bias)
+
+    def forward(self, x, context):
+        qk, v = self.qkv(x).tensor_split([-self.n], dim=-1)
+        if self.layer == 0:
+            context.kept["first v"] = v
+        return torch.cat((qk, (context.kept["first v"] + v) / 2), dim=-1)
+
+
+class CLA(nn.Module):
+    """Cross-layer attention (arXiv 2405.12981), CLA2: layers 1, 3, ... use k and v of 0, 2, ..."""
+
+    def __init__(self, c, width, layer):
+        super().__init__()
+        self.pair, self.reuses = divmod(layer, 2)
+        self.n = c.n_head * c.head_dim
+        self.qkv = nn.Linear(c.n_embd, self.n if self.reuses else width, bias=c.bias)
+
+    def forward(self, x, context):
+        q, kv = self.qkv(x).tensor_split([self.n], dim=-1)
+        if not self.reuses:
+            context.kept["pair", self.pair] = kv
+        return torch.cat((q, context.kept["pair", self.pair]), dim=-1)
+
+
+POSITION["half_rope"] = (None, HalfRoPE)
+QKV |= {
+    "mla": MLA,
+    "gta": GTA,
+    "tpa": TPA,
+    "tied": Tied,
+    "value_residual": ValueResidual,
+    "cla": CLA,
+}

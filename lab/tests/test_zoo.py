@@ -1,0 +1,326 @@
+"""Attentions since 2024, each against its paper: one token after the other, in float64."""
+
+import cmath
+import math
+
+import pytest
+import torch
+from harness import assert_equal, parametrize, refusal
+from reference import cached, shaken
+from torch.nn import functional as F
+
+import lab.ideas.fading
+import lab.ideas.gated_delta
+import lab.ideas.mixing
+import lab.ideas.qkv
+import lab.ideas.sparse  # noqa: F401
+from attention.cache import Context
+from errors import UserError
+from lab.ideas.documents import Documents
+from model import GPT, GPTConfig
+
+T = 70  # more than four blocks of keys
+SIZES = {"block_size": T, "vocab_size": 11, "n_layer": 2, "n_head": 4, "n_embd": 24, "head_dim": 8}
+D = 8
+
+
+def layer(number=0, **fields):
+    """(a layer, its input (1, T, C))."""
+    gpt = shaken(GPTConfig(**SIZES | {"position": "none"} | fields), dtype=torch.float64)
+    return gpt.transformer.h[number].attn, torch.randn(1, T, 24, dtype=torch.float64)
+
+
+def qkv_of(attn, x, H=4, G=4):
+    """q (T, H, D), k and v (T, G, D) of a layer."""
+    q, k, v = attn.c_attn(x, Context())[0].split((H * D, G * D, G * D), dim=-1)
+    return q.view(T, H, D), k.view(T, G, D), v.view(T, G, D)
+
+
+def softmax_sum(s, v):
+    """sum of softmax(s) v for lists of scores and values."""
+    return torch.stack(s).softmax(0) @ torch.stack(v)
+
+
+# -----------------------------------------------------------------------------
+# queries, keys and values: of token t, from its input x (C)
+
+
+def rms(x):
+    return x / x.square().mean().sqrt()
+
+
+def turned(x, t):
+    """RoPE of a vector at position t, by complex numbers."""
+    pairs = [
+        complex(a, b) * cmath.exp(1j * t / 10000 ** (2 * d / len(x)))
+        for d, (a, b) in enumerate(x.view(-1, 2).tolist())
+    ]
+    return torch.tensor([y for z in pairs for y in (z.real, z.imag)], dtype=x.dtype)
+
+
+def test_mla():
+    """Equations 9 to 18: scores of k_C and of k_R, which alone are turned."""
+    attn, x = layer(qkv="mla", position="half_rope")
+    m = attn.c_attn
+    norm_q, norm_kv = m.up_q.weight, m.up_kv.weight.view(4, 12, 8)
+    latent = [(m.down.weight @ x_t).split((16, 8, 4)) for x_t in x[0]]
+    y = torch.zeros(T, 4, D, dtype=x.dtype)
+    for t, h in [(0, 0), (5, 1), (69, 3)]:
+        q = (norm_q @ (m.norm_q.weight * rms(latent[t][0]))).view(4, D)[h]
+        s, v = [], []
+        for j in range(t + 1):
+            k_c, v_c = (norm_kv[h] @ (m.norm_kv.weight * rms(latent[j][1]))).split((4, 8))
+            of_rope = turned(q[:4], t) @ turned(latent[j][2], j)
+            s.append((q[4:] @ k_c + of_rope) / D**0.5)
+            v.append(v_c)
+        y[t, h] = softmax_sum(s, v)
+        ours = attn.attend(*heads_of(attn, x), x, Context())[0, h, t]
+        assert_equal(ours, y[t, h], 1e-6)  # RoPE's table is in float32
+
+
+def heads_of(attn, x, H=4, G=4):
+    return [part.transpose(0, 1)[None] for part in qkv_of(attn, x, H, G)]
+
+
+def gta(m, x, first):
+    q, v, k_r = (m.qv.weight @ x + m.qv.bias).split((32, 16, 4))
+    k = [torch.cat((k_r, head[4:])) for head in v.view(2, 8)]
+    return q, torch.cat(k), v
+
+
+def tpa(m, x, first):
+    parts = []
+    for part, n, R in ((m.q, 4, 6), (m.k, 2, 2), (m.v, 2, 2)):
+        a, b = (part.a @ x).view(n, R), (part.b @ x).view(R, D)
+        parts.append(sum(torch.outer(a[:, r], b[r]) for r in range(R)).flatten() / R)
+    return parts
+
+
+def tied(m, x, first):
+    q, k = (m.qk.weight @ x + m.qk.bias).split((32, 16))
+    return q, k, k
+
+
+def value_residual(m, x, first):
+    q, k, v = (m.qkv.weight @ x + m.qkv.bias).split((32, 16, 16))
+    return q, k, v if first is None else (first[2] + v) / 2
+
+
+def cla(m, x, first):
+    qkv = m.qkv.weight @ x + m.qkv.bias
+    return qkv.split((32, 16, 16)) if first is None else (qkv, *first[1:])
+
+
+@parametrize("formula", [gta, tpa, tied, value_residual, cla])
+def test_queries_keys_and_values(formula):
+    """Of both layers, with two heads of keys."""
+    context = Context()
+    first = [None] * T
+    for number in (0, 1):
+        attn, x = layer(number, qkv=formula.__name__, n_kv_head=2)
+        ours = attn.c_attn(x, context)[0]
+        first = [formula(attn.c_attn, *of) for of in zip(x[0], first, strict=True)]
+        assert_equal(ours, torch.stack([torch.cat(parts) for parts in first]), 1e-10)
+
+
+# -----------------------------------------------------------------------------
+# scores of one query i of head h: s (i + 1) over its keys, v (i + 1, D) their values
+
+
+def mta(attn, s, v, x, h):
+    kernel = [attn.numbers[name][h] for name in "abcde"]
+    padded = [0, 0, *s, 0, 0]
+    mixed = [sum(w * padded[j + n] for n, w in enumerate(kernel)) for j in range(len(s))]
+    return torch.stack(mixed).softmax(0) @ v
+
+
+def moba(attn, s, v, x, h):
+    own = (len(s) - 1) // 16
+    means = [s[16 * b : 16 * b + 16].mean() for b in range(own)]
+    best = sorted(range(own), key=lambda b: -means[b])[:2]
+    keys = [j for j in range(len(s)) if j // 16 in (*best, own)]
+    return s[keys].softmax(0) @ v[keys]
+
+
+def nsa(attn, s, v, x, h):
+    n = len(s)
+    blocks = [slice(16 * b, 16 * b + 16) for b in range(n // 16)]
+    weights = []
+    compressed = torch.zeros(D, dtype=s.dtype)
+    if blocks:
+        weights = torch.stack([s[b].mean() for b in blocks]).softmax(0)
+        compressed = weights @ torch.stack([v[b].mean(0) for b in blocks])
+    own = (n - 1) // 16
+    always = {0, own - 1, own}
+    others = sorted(set(range(len(blocks))) - always, key=lambda b: -weights[b])
+    chosen = {*always, *others[: 4 - len(always & {*range(own + 1)})]}
+    keys = [j for j in range(n) if j // 16 in chosen]
+    numbers = attn.token_numbers[0]
+    gates = (numbers.weight @ x + numbers.bias).view(4, 3)[h].sigmoid()
+    selected = s[keys].softmax(0) @ v[keys]
+    return gates[0] * compressed + gates[1] * selected + gates[2] * (s[-32:].softmax(0) @ v[-32:])
+
+
+def log_linear(attn, s, v, x, h):
+    """Stretches as the paper cuts them: of i, its lowest bit, then the next, back to 0."""
+    i = len(s) - 1
+    numbers = attn.token_numbers[0]
+    lambdas = 2 * (numbers.weight @ x + numbers.bias).view(4, 16)[h].sigmoid()
+    y = lambdas[0] * s[i] * v[i]
+    end = i
+    while end > 0:
+        bit = end & -end
+        stretch = slice(end - bit, end)
+        y = y + lambdas[bit.bit_length()] * s[stretch] @ v[stretch]
+        end -= bit
+    return attn.ln_head.weight * y / (y.square().mean() + 1e-5).sqrt()
+
+
+def queries(attn, x, H=4):
+    """(i, h, s, v, q, k) of some queries."""
+    q, k, v = qkv_of(attn, x)
+    for i, h in [(0, 1), (15, 0), (16, 2), (40, 3), (69, 1)]:
+        yield i, h, k[: i + 1, h] @ q[i, h] / D**0.5, v[: i + 1, h]
+
+
+@parametrize("formula", [mta, moba, nsa, log_linear])
+def test_a_query(formula):
+    attn, x = layer(attention=formula.__name__)
+    y = attn.attend(*heads_of(attn, x), x, Context())[0]
+    for i, h, s, v in queries(attn, x):
+        assert_equal(y[h, i], formula(attn, s, v, x[0, i], h), 1e-10)
+
+
+def test_talking_heads():
+    attn, x = layer(attention="talking_heads")
+    q, k, v = qkv_of(attn, x)
+    y = attn.attend(*heads_of(attn, x), x, Context())[0]
+    m = attn.decay
+    for i in (0, 40):
+        s = torch.stack([k[: i + 1, h] @ q[i, h] / D**0.5 for h in range(4)])
+        mixed = [sum(m.before[g, h] * s[g] for g in range(4)).softmax(0) for h in range(4)]
+        for h in range(4):
+            weights = sum(m.after[g, h] * mixed[g] for g in range(4))
+            assert_equal(y[h, i], weights @ v[: i + 1, h], 1e-10)
+
+
+def test_selective():
+    """What an earlier query gives a key, by the first head's scores, is taken from later scores."""
+    attn, x = layer(attention="selective")
+    q, k, v = qkv_of(attn, x)
+    y = attn.attend(*heads_of(attn, x), x, Context())[0]
+    less = [0.0] * T
+    for i in range(T):
+        for h in range(4):
+            s = torch.stack([k[j, h] @ q[i, h] / D**0.5 - less[j] for j in range(i + 1)])
+            assert_equal(y[h, i], s.softmax(0) @ v[: i + 1, h], 1e-10)
+        for j in range(1, i):
+            less[j] = less[j] + (k[j, 0] @ q[i, 0] / D**0.5).relu()
+
+
+def test_interleaved_heads():
+    """Algorithm 1: two tokens of each, one after the other, all of them causal."""
+    attn, x = layer(attention="iha")
+    m = attn.c_attn
+    parts = (x[0] @ m.qkv.weight.T + m.qkv.bias).view(T, 3, 4, D).unbind(1)  # (T, H, D)
+    q, k, v = (
+        torch.stack(
+            [sum(a[g, 2 * h + p] * z[:, g] for g in range(4)) for h in range(4) for p in (0, 1)]
+        )
+        .view(4, 2, T, D)
+        .transpose(1, 2)
+        .reshape(4, 2 * T, D)
+        for a, z in zip(m.alphas, parts, strict=True)
+    )
+    s = (q @ k.mT / D**0.5).masked_fill(torch.ones(2 * T, 2 * T).triu(1) > 0, -math.inf)
+    of_each = (s.softmax(-1) @ v).view(4, T, 2, D)
+    y = torch.einsum("htpd,hpg->tgd", of_each, attn.R.view(4, 2, 4))
+    assert_equal(attn(x)[0], attn.c_proj(y.flatten(1)), 1e-10)
+
+
+def test_wall():
+    """A gate for each channel: what is left of it is a product over the tokens between."""
+    attn, x = layer(attention="wall")
+    q, k, v = qkv_of(attn, x)
+    gates = (x[0] @ attn.c_gate.weight.T + attn.c_gate.bias + 8).sigmoid().view(T, 4, D)
+    y = attn.attend(*heads_of(attn, x), x, Context())[0]
+    for i, h in [(0, 0), (9, 1), (69, 3)]:
+        s = []
+        left = torch.ones(D, dtype=x.dtype)
+        for j in range(i, -1, -1):
+            s.insert(0, (q[i, h] * left) @ k[j, h] / D**0.5)
+            left = left * gates[j, h]
+        assert_equal(y[h, i], torch.stack(s).softmax(0) @ v[: i + 1, h], 1e-10)
+
+
+def test_kda():
+    """Equations 1 and 10, with a cache of 3 tokens, then one, then all others."""
+    attn, x = layer(attention="kda")
+    q, k, v, gate = (x[0] @ attn.c_attn.weight.T + attn.c_attn.bias).view(T, 4, 4, D).unbind(1)
+    q, k = (F.normalize(F.silu(z), dim=-1) for z in (q, k))
+    rates = (x[0] @ attn.c_rates.weight.T).sigmoid()
+    steps = F.softplus(attn.c_alpha(x[0]).view(T, 4, D) + attn.dt)
+    alpha = (-attn.log_A.exp()[:, None] * steps).exp()
+    y = torch.zeros(T, 4, D, dtype=x.dtype)
+    for h in range(4):
+        S = torch.zeros(D, D, dtype=x.dtype)
+        for t in range(T):
+            erase = torch.eye(D) - rates[t, h] * torch.outer(k[t, h], k[t, h])
+            S = erase @ torch.diag(alpha[t, h]) @ S
+            S = S + rates[t, h] * torch.outer(k[t, h], F.silu(v[t, h]))
+            y[t, h] = q[t, h] @ S
+    y = F.rms_norm(y, (D,), attn.ln_head.weight, 1e-5) * gate.sigmoid()
+    assert_equal(attn(x)[0], attn.c_proj(y.flatten(1)), 1e-10)
+
+
+# -----------------------------------------------------------------------------
+# models
+
+ROPE = {"position": "rope"}
+SHORT = {"heads": "SSLL", "window": 9}
+ALL = [
+    *({"qkv": name, "position": "half_rope"} | SHORT for name in ("mla", "gta")),
+    *({"qkv": name} | ROPE | SHORT for name in ("tpa", "tied", "value_residual", "cla")),
+    *({"attention": name} | ROPE | SHORT for name in ("mta", "iha")),
+    *({"attention": name} | ROPE for name in ("moba", "nsa", "talking_heads", "log_linear")),
+    {"attention": "selective"} | ROPE,
+    {"attention": "wall"} | SHORT,
+    {"attention": "kda", "conv": 3},
+]
+
+
+@parametrize("fields", ALL, ids=str)
+def test_cached_packed_causal_checkpointed_and_in_bfloat16(fields):
+    groups = (
+        {} if fields["attention" if "attention" in fields else "qkv"] == "kda" else {"n_kv_head": 2}
+    )
+    c = GPTConfig(**SIZES | {"block_size": 280, "n_layer": 3, "position": "none"} | groups | fields)
+    gpt = shaken(c, dtype=torch.float64)
+    x = torch.randint(11, (2, 280))
+    logits, loss = gpt(x, x)
+    if fields.get("attention") == "selective":
+        with refusal("it has no cache", UserError):
+            gpt(x, cache=gpt.new_cache())
+    else:
+        assert_equal(cached(gpt, x, [7, 1, 1, 262, 1, 8]), logits, 1e-6)
+    other = x.clone()
+    other[:, 150:] = (x[:, 150:] + 1) % 11
+    assert_equal(gpt(other, x)[0][:, :150], logits[:, :150], 1e-9)
+    packed = gpt.predict(gpt.hidden(x, Documents(torch.arange(280).expand(2, -1) % 150)), x)[0]
+    alone = [gpt(part, part)[0] for part in x.split(150, dim=1)]
+    assert_equal(packed, torch.cat(alone, dim=1), 1e-5)
+
+    gradients = torch.autograd.grad(loss, gpt.parameters())
+    assert all(g.isfinite().all() and g.any() for g in gradients)
+    c.activation_checkpointing = True
+    again = torch.autograd.grad(gpt.train()(x, x)[1], gpt.parameters())
+    assert_equal(
+        torch.cat([g.flatten() for g in again]), torch.cat([g.flatten() for g in gradients]), 1e-9
+    )
+
+
+@parametrize("name", ["moba", "nsa", "log_linear", "selective", "talking_heads"])
+def test_no_short_heads(name):
+    c = GPTConfig(**SIZES | SHORT | {"attention": name})
+    with refusal("", UserError):
+        GPT(c)(torch.zeros(1, T, dtype=torch.long))
