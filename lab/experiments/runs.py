@@ -119,57 +119,27 @@ def run_python(args: list[str], threads: int | None) -> subprocess.CompletedProc
     return subprocess.run([sys.executable, *args], capture_output=True, text=True, env=env)
 
 
-def example(name: str, command: list[str], threads: int | None = None) -> dict:
-    """Run an example; return the numbers of its last "result:" line, by their names.
-
-    command: the example's file, then flags. "val": the first number, an error rate.
-    {"diverged": True}: its loss was not finite. Raises UserError for a run that fails otherwise.
-    """
-    print(name, flush=True)
-    module = command[0].removesuffix(".py").replace("/", ".")
-    run = run_python(["-m", module, *command[1:]], threads)
-    if run.returncode:
-        if ": the loss is " in run.stderr:
-            return {"diverged": True}
-        raise UserError(f"python {shlex.join(run.args[1:])}: {run.stderr.strip()}")
-    lines = re.findall(r"^result: .*?seed=\d+ (.*)$", run.stdout, re.MULTILINE)
-    numbers = {}
-    for part in lines[-1].split(", "):
-        label, number = part.rsplit(" ", 1)
-        numbers.setdefault("val", float(number))
-        numbers[label] = float(number)
-    return numbers
-
-
 def identity(command: list[str]) -> str:
     """A checksum of what decides a run: its arguments, its code and its data. See identity.py.
 
-    command: a config file, or an example, then flags. Results are stored under it.
+    command: a config file, then flags. Results are stored under it.
     """
     with PARSING:
         file, *words = command
         flags = flags_of(words)
         modules = imports_of(flags)
-        files = [file]
-        if not is_example(file):
-            files.append("train.py")
         if "variant" in flags:
             modules.append("lab.experiments.variants")
         settings = settings_of(file, flags)
-        data = settings.get("dataset")
         settings.pop("wandb_run_name", None)  # nanoGPT's config files put the time into it
-        return of_text(f"{command} {settings} {of_code(modules, files)} {data and of_data(data)}")
+        code = of_code(modules, [file, "train.py"])
+        return of_text(f"{command} {settings} {code} {of_data(settings['dataset'])}")
 
 
 def of_rows(script: str, *rows: dict) -> str:
     """A checksum of what a script measures of models with these rows of flags of train.py."""
     modules = sum(map(imports_of, rows), [])
     return of_text(f"{rows} {of_code(modules, [script])}")
-
-
-def is_example(file: str) -> bool:
-    """Whether the first argument of a run is a script of lab/examples, and no config file."""
-    return file.startswith("lab/examples/")
 
 
 def imports_of(flags: dict) -> list[str]:
@@ -213,9 +183,7 @@ def constants(path: str) -> dict:
 
 
 def settings_of(file: str, flags: dict) -> dict:
-    """All settings of a run: of the script, of its config file (or an example), then its flags."""
-    if is_example(file):
-        return constants(file) | flags
+    """All settings of a run: of train.py, of its config file, then its flags."""
     parsed(file)  # raises UserError for a file that is not Python
     values = {k: x for k, x in runpy.run_path(file).items() if isinstance(x, PLAIN) and k[0] != "_"}
     return constants("train.py") | values | flags
@@ -238,11 +206,11 @@ def record(
 ) -> dict:
     """Return the results {name: {...}} of runs, from a JSON file.
 
-    runs: {name: arguments of train.py}; an example's file in the place of a config file runs the
-    example. make: first make the runs whose results are missing, or whose arguments or config
-    file or code have changed. jobs: how many run at the same time, sharing the CPU's cores. keep:
-    see `result_of`. progress(name, seconds) is called after each run. Raises UserError for a
-    missing run, and for a run that fails for another reason than a loss that is not finite.
+    runs: {name: arguments of train.py}. make: first make the runs whose results are missing, or
+    whose arguments, config file or code have changed. jobs: how many run at the same time, sharing
+    the CPU's cores. keep: see `result_of`. progress(name, seconds) is called after each run. Raises
+    UserError for a missing run, and for a run that fails for another reason than a loss that is not
+    finite.
     """
     known = stored(path, "runs")
     if make:
@@ -296,14 +264,11 @@ def make_runs(
 def make_run(
     name: str, command: list[str], folder: str, threads: int | None, keep: tuple
 ) -> tuple[dict, float]:
-    """Make a run of train.py, variants.py or an example: (what is stored of it, its seconds)."""
+    """Make a run of train.py or variants.py: (what is stored of it, its seconds)."""
     began = time.monotonic()
     of = identity(command)
-    if is_example(command[0]):
-        result = example(name, command, threads)
-    else:
-        log = finished(name, command, folder, threads, may_diverge=True)
-        result = result_of(log, keep, "--seed=1" in command)
+    log = finished(name, command, folder, threads, may_diverge=True)
+    result = result_of(log, keep, "--seed=1" in command)
     identity(command)  # raises an error if code or data have changed
     return {"of": of} | result, time.monotonic() - began
 

@@ -14,7 +14,7 @@ NOVELS = "config/train_pg19_ls.py"
 @dataclass
 class Table:
     rows: dict  # {name: flags of train.py}
-    file: str = CPU  # the config file of every run; or an example's file: the example runs
+    file: str = CPU  # the config file of every run
     flags: dict = field(default_factory=dict)  # flags of every run
     # {row: the row that it is compared with}; rows that are not here: the first one
     against: dict = field(default_factory=dict)
@@ -214,11 +214,6 @@ beta_unit: --variant=beta_unit
 beta_root: --variant=beta_root
 beta_l1: --variant=beta_l1
 beta_max: --variant=beta_max
-""")
-BEFORE = rows_of("""
-mean: --attention=mean
-bahdanau: --attention=bahdanau
-lecture: --attention=lecture
 """)
 
 LINEAR = rows_of("""
@@ -437,15 +432,6 @@ TABLES = {
     "warmup": Table(WARMUP, flags=steps_of(1000)),
     "narang": Table(NARANG, flags=steps_of(1000)),
     "maps": Table(MAPS, flags={"attention": "beta", "position": "rope"} | steps_of(1000)),
-    # the LASER paper's models
-    "bert": Table(TWO, "lab/examples/bert.py", {"steps": 1000}, tune=(1e-3, 2e-3, 4e-3), seeds=8),
-    "vit": Table(TWO | {"beta": {"attention": "beta"}}, "lab/examples/vit.py"),
-    "conformer": Table(TWO, "lab/examples/conformer.py"),
-    "before_attention": Table(
-        BEFORE,
-        "lab/examples/before_attention.py",
-        {"picture": ""},
-    ),
     # attention in linear time, contexts of 64 and of 256
     "64": Table(LINEAR, flags={"position": "rope"}, steps=1500),
     "256": Table(

@@ -39,7 +39,8 @@ def attention_of(name: str):
 
 def mask(*args, **settings):
     """transformers' mask, which is always made."""
-    return sdpa_mask(*args, **settings | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    settings |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(*args, **settings)
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""LAMB and NAdamW, for train.py and the examples: --import=lab.ideas.lamb --optimizer=lamb.
+"""LAMB and NAdamW, for train.py: --import=lab.ideas.lamb --optimizer=lamb.
 
 --beta1, --beta2 and --adam_eps are their flags too; without --adam_eps LAMB's eps is 1e-6.
 """

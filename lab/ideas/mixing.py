@@ -129,10 +129,9 @@ class IHA(CausalSelfAttention):
         super().__init__(wide, layer)
         if self.position is not None:
             self.position = RoPEOfEach(wide)
-        H, G, D = c.n_head, c.n_kv_head, c.head_dim
         self.c_attn = Pseudo(c)
-        self.c_proj = nn.Linear(H * D, c.n_embd, bias=c.bias)
-        self.R = nn.Parameter(torch.eye(H).repeat_interleave(PSEUDO, 0) / PSEUDO)  # (H P, H)
+        self.c_proj = nn.Linear(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
+        self.R = nn.Parameter(torch.eye(c.n_head).repeat_interleave(PSEUDO, 0) / PSEUDO)  # (H P, H)
 
     def attend(self, q, k, v, x, context):
         y = super().attend(q, k, v, x, context)  # (B, H, T, P D)

@@ -66,7 +66,7 @@ class MLA(nn.Module):
 class GTA(nn.Module):
     """Grouped-tied attention (arXiv 2505.21487, section 3.3.1): k = (k_R, second half of v).
 
-    k_R = W_KR x is the same for all heads. Its cache holds v and k_R. Take --n_kv_head below n_head.
+    k_R = W_KR x is the same for all heads. Its cache holds v and k_R. The paper groups keys.
     """
 
     def __init__(self, c, width, layer):

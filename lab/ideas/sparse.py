@@ -51,7 +51,7 @@ def best(worth: Tensor, n: int) -> Tensor:
 
 
 def moba_attention(s, seen, v, drop):
-    """y = softmax(s) v over the query's own block and two more (MoBA, 2502.13189, equations 2 to 6).
+    """y = softmax(s) v over the query's own block and two more (MoBA, 2502.13189, equations 2, 6).
 
     Of the blocks before its own those with the largest q k, k the mean of their keys: that is the
     mean of their scores.

@@ -1,21 +1,36 @@
-"""The attentions of lab/ideas, taken out of the tables of the core.
+"""What lab/ideas adds, taken out of the tables of the core.
 
-An import of any file of lab/ideas adds them, and other tests, which may run in the same process, do
-not know them. The fixture `ideas` of conftest.py puts them back for a test.
+An import of any file of lab/ideas adds it, and other tests, which may run in the same process, do
+not know it. The fixture `ideas` of conftest.py puts it back for a test.
 """
 
 import lab.ideas.after
 import lab.ideas.differential
 import lab.ideas.entmax
-import lab.ideas.recent  # noqa: F401
+import lab.ideas.fading
+import lab.ideas.gated_delta
+import lab.ideas.mixing
+import lab.ideas.qkv
+import lab.ideas.recent
+import lab.ideas.sparse  # noqa: F401
 from attention.forms import FORM
 from model import ATTENTION
+from parts import POSITION, QKV
 
+ADDED = {name: f for name, f in ATTENTION.items() if f.__module__.startswith("lab.ideas.")}
 FILES = [f"lab.ideas.{name}" for name in "scores entmax recent after differential".split()]
-ADDED = {name: f for name, f in ATTENTION.items() if f.__module__ in FILES}
-NEW = {name: f for name, f in ADDED.items() if not isinstance(f, type)}  # functions of scores
+# functions of scores, for long and short heads
+NEW = {
+    name: f for name, f in ADDED.items() if f.__module__ in FILES and not isinstance(f, type)
+} | {"mta": ATTENTION["mta"]}
 FORMS = {name: form for name, form in FORM.items() if name in NEW}
-TABLES = [(ATTENTION, ADDED), (FORM, FORMS)]
+MADE = {name: f for name, f in QKV.items() if name != "linear"}
+TABLES = [
+    (ATTENTION, ADDED),
+    (FORM, FORMS),
+    (QKV, MADE),
+    (POSITION, {"half_rope": POSITION["half_rope"]}),
+]
 for table, added in TABLES:
     for name in added:
         del table[name]

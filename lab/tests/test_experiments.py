@@ -141,28 +141,6 @@ def test_compare_in_equal_time(experiment, data, tmp_path):
     assert tables(again) == tables(out)
 
 
-@slow
-def test_examples(experiment, data, monkeypatch):
-    """A row's rate is the best of the tuning seeds, and a run that diverges is the worst."""
-    extra = f"--dataset={data} --steps=3 --n_layer=1 --n_embd=16 --eval_batches=1 --device=cpu"
-    flags = [f"--extra={extra}", "--seeds=2", "--table=bert"]
-    bert = TABLES["bert"]
-    monkeypatch.setattr(bert, "tune", (1e-3, 1e-2, 1e30))
-    out, stored = experiment("compare", *flags)
-    results = stored["runs"]
-    assert len(results) == 2 * 2 * 3 + 2 * 2
-    for row, cells in zip(bert.rows, tables(out)[0], strict=True):
-        name = f"bert, {row}, rate {{:g}}, {extra}, seed {{}}"
-        assert all("diverged" in results[name.format(1e30, seed)] for seed in (101, 102))
-        errors = {}
-        for rate in (1e-3, 1e-2):
-            tried = [results[name.format(rate, seed)] for seed in (101, 102)]
-            errors[rate] = sum(result["error of hidden tokens"] for result in tried)
-        best = min(errors, key=errors.get)
-        assert cells[3] == f"{best:g}"
-        assert name.format(best, 2) in results
-
-
 @pytest.mark.filterwarnings("ignore:a channel of the values")
 def test_lasers_precision(experiment):
     """By expm1 it is as exact as softmax, for any values, and by exp it is not."""

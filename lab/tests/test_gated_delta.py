@@ -7,10 +7,8 @@ from reference import randomised
 
 from lab.ideas.documents import Documents
 from lab.ideas.gated_delta import GatedDelta, chunked
-from model import ATTENTION, GPT, GPTConfig
+from model import GPT, GPTConfig
 
-# The core's tests, which may run in the same process, do not know this attention.
-ATTENTION.pop("gated_delta")
 DOCUMENTS = Documents(torch.arange(140).expand(2, -1) % 90)  # two in each row
 
 

@@ -24,7 +24,7 @@ FILES = sorted(glob.glob("lab/[ehl]*/*.py", root_dir=ROOT))
 SCRIPTS = [
     path.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
     for path in FILES
-    if re.search(r"= configure\(globals|run_(script|example)\(globals", read(path))
+    if re.search(r"= configure\(globals|run_script\(globals", read(path))
 ]
 
 
@@ -54,9 +54,8 @@ def _kept_results_are_printed(monkeypatch):
 
 TABLES = (
     "laser choices 64 256 speedrun speedrun_more warmup laser_settled laser_fresh "
-    "differential differential_3e-3 bert narang maps aspect long_short novels_1024 vit "
-    "conformer before_attention hybrids ideas ideas_conv ideas_256 equal_256 equal_novels "
-    "nanogpt in_nanogpts_time"
+    "differential differential_3e-3 narang maps aspect long_short novels_1024 hybrids ideas "
+    "ideas_conv ideas_256 equal_256 equal_novels nanogpt in_nanogpts_time"
 )
 SHOWN = [
     *[f"compare --table={name} --what=show" for name in TABLES.split()],

@@ -6,19 +6,15 @@ import math
 import pytest
 import torch
 from harness import assert_equal, parametrize, refusal
-from reference import cached, shaken
+from reference import assert_bfloat16_is_near, cached, shaken
 from torch.nn import functional as F
 
-import lab.ideas.fading
-import lab.ideas.gated_delta
-import lab.ideas.mixing
-import lab.ideas.qkv
-import lab.ideas.sparse  # noqa: F401
 from attention.cache import Context
 from errors import UserError
 from lab.ideas.documents import Documents
 from model import GPT, GPTConfig
 
+pytestmark = pytest.mark.usefixtures("ideas")
 T = 70  # more than four blocks of keys
 SIZES = {"block_size": T, "vocab_size": 11, "n_layer": 2, "n_head": 4, "n_embd": 24, "head_dim": 8}
 D = 8
@@ -223,15 +219,8 @@ def test_interleaved_heads():
     attn, x = layer(attention="iha")
     m = attn.c_attn
     parts = (x[0] @ m.qkv.weight.T + m.qkv.bias).view(T, 3, 4, D).unbind(1)  # (T, H, D)
-    q, k, v = (
-        torch.stack(
-            [sum(a[g, 2 * h + p] * z[:, g] for g in range(4)) for h in range(4) for p in (0, 1)]
-        )
-        .view(4, 2, T, D)
-        .transpose(1, 2)
-        .reshape(4, 2 * T, D)
-        for a, z in zip(m.alphas, parts, strict=True)
-    )
+    q, k, v = (torch.einsum("tgd,gn->ntd", z, a) for z, a in zip(parts, m.alphas, strict=True))
+    q, k, v = (z.view(4, 2, T, D).transpose(1, 2).reshape(4, 2 * T, D) for z in (q, k, v))
     s = (q @ k.mT / D**0.5).masked_fill(torch.ones(2 * T, 2 * T).triu(1) > 0, -math.inf)
     of_each = (s.softmax(-1) @ v).view(4, T, 2, D)
     y = torch.einsum("htpd,hpg->tgd", of_each, attn.R.view(4, 2, 4))
@@ -291,14 +280,13 @@ ALL = [
 
 @parametrize("fields", ALL, ids=str)
 def test_cached_packed_causal_checkpointed_and_in_bfloat16(fields):
-    groups = (
-        {} if fields["attention" if "attention" in fields else "qkv"] == "kda" else {"n_kv_head": 2}
-    )
+    name = fields.get("attention")
+    groups = {} if name == "kda" else {"n_kv_head": 2}
     c = GPTConfig(**SIZES | {"block_size": 280, "n_layer": 3, "position": "none"} | groups | fields)
     gpt = shaken(c, dtype=torch.float64)
     x = torch.randint(11, (2, 280))
     logits, loss = gpt(x, x)
-    if fields.get("attention") == "selective":
+    if name == "selective":
         with refusal("it has no cache", UserError):
             gpt(x, cache=gpt.new_cache())
     else:
@@ -314,13 +302,26 @@ def test_cached_packed_causal_checkpointed_and_in_bfloat16(fields):
     assert all(g.isfinite().all() and g.any() for g in gradients)
     c.activation_checkpointing = True
     again = torch.autograd.grad(gpt.train()(x, x)[1], gpt.parameters())
-    assert_equal(
-        torch.cat([g.flatten() for g in again]), torch.cat([g.flatten() for g in gradients]), 1e-9
-    )
+    for g, a in zip(gradients, again, strict=True):
+        assert_equal(a, g, 1e-9)
+    most = 12 if name in ("kda", "log_linear") else 4  # a norm follows, of sums that may be small
+    assert_bfloat16_is_near(shaken(c, by=0.02), x[:, :160], most=most)
 
 
-@parametrize("name", ["moba", "nsa", "log_linear", "selective", "talking_heads"])
-def test_no_short_heads(name):
-    c = GPTConfig(**SIZES | SHORT | {"attention": name})
-    with refusal("", UserError):
-        GPT(c)(torch.zeros(1, T, dtype=torch.long))
+COUNTS = "its heads must be long"
+REFUSED = {
+    "moba": COUNTS,
+    "nsa": COUNTS,
+    "log_linear": COUNTS,
+    "selective": "no short heads",
+    "talking_heads": "no short ones",
+    "wall": "add --position=none",
+    "iha": "takes no position='alibi'",
+}
+
+
+@parametrize("name, says", REFUSED.items())
+def test_what_does_not_fit(name, says):
+    short = SHORT | {"position": "alibi" if name == "iha" else "rope"}
+    with refusal(says, UserError):
+        GPT(GPTConfig(**SIZES | short | {"attention": name}))(torch.zeros(1, T, dtype=torch.long))
