@@ -19,9 +19,11 @@ V, T, C, H, L = 65, 24, 32, 4, 4
 SIZES = {"block_size": T, "vocab_size": V, "n_layer": L, "n_head": H, "n_embd": C}
 
 
-def shaken(config):
+def shaken(config, **choices):
     """transformers' model, far from its first values: every different choice changes the result."""
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, **choices
+    ).eval()
     for p in model.parameters():
         p.data += 0.2 * torch.randn_like(p)
     return model

@@ -9,8 +9,14 @@ entmax.py          entmax15: --import=lab.ideas.entmax
 differential.py    differential attention, a layer: --import=lab.ideas.differential
 after.py           NAME_gate, NAME_xsa, NAME_differential_v2 and others, layers of any attention
                    NAME: --import=lab.ideas.after
-gated_delta.py     Gated DeltaNet, a layer: --import=lab.ideas.gated_delta
+gated_delta.py     Gated DeltaNet and Kimi Delta Attention, layers: --import=lab.ideas.gated_delta
+sparse.py          moba, nsa, selective: --import=lab.ideas.sparse
+mixing.py          mta, talking_heads, iha: --import=lab.ideas.mixing
+fading.py          wall, log_linear: --import=lab.ideas.fading
 stick_breaking.py  the fast code of stick-breaking, which scores.py imports
+
+How queries, keys and values are made
+qkv.py             --qkv=mla, gta, tpa, tied, value_residual or cla: --import=lab.ideas.qkv
 
 Other choices
 positions.py       --position=relative, t5 or sinusoidal, and --decay=learned:

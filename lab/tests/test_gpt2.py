@@ -11,13 +11,21 @@ from reference import shaken as shaken_gpt
 from test_pretrained import SIZES, C, H, L, T, V, assert_same_model, shaken
 
 from lab.hub.gpt2 import exported
-from model import GPT, GPTConfig
+from model import ATTENTION, GPT, GPTConfig
 from training import pretrained
 from training.estimate import num_params
 from training.pretrained import gpt2_weights
 
 pytest.importorskip("transformers")
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3Config,
+)
+
+from lab.hub import attentions
 
 safetensors = pytest.importorskip("safetensors.torch")
 GPT2_SIZES = {
@@ -245,3 +253,35 @@ def test_equals_gemma_2():
     ours = GPT(GPTConfig(**SIZES | LLAMA | choices, norm_eps=config.rms_norm_eps))
     ours.load_state_dict(weights(state, C**0.5))
     assert_same_model(ours, theirs, weights)
+
+
+# -----------------------------------------------------------------------------
+# an attention of ours in models of transformers
+
+
+@parametrize("family", [LlamaConfig, GPT2Config])
+@parametrize("name", ["laser", "beta", "mine"])
+def test_an_attention_in_their_model(family, name, monkeypatch):
+    """It equals a GPT with this attention; with grouped keys, a cache, and padding on the left."""
+    monkeypatch.setitem(ATTENTION, "mine", lambda s, seen, v: s.sigmoid().where(seen, 0.0) @ v)
+    attentions.register()
+    theirs = shaken(config_of(family), attn_implementation=f"nanoattn:{name}")
+    if family is GPT2Config:
+        choices, weights = {}, gpt2_weights
+    else:
+        choices, weights = LLAMA | {"mlp": "swiglu", "norm_eps": 1e-6, "tied": False}, weights_of
+    ours = GPT(GPTConfig(**SIZES | choices | {"attention": name}))
+    ours.load_state_dict(weights(theirs.state_dict()))
+    assert_same_model(ours, theirs, weights)
+
+    x = torch.randint(V, (2, T - 5))
+    logits = theirs(x).logits
+    first = theirs(x[:, :9], use_cache=True)
+    assert_equal(
+        theirs(x[:, 9:], past_key_values=first.past_key_values).logits, logits[:, 9:], 1e-5
+    )
+    padded = torch.cat((x[:, :5], x), dim=1)
+    is_text = torch.arange(T).expand(2, -1) >= 5
+    positions = (torch.arange(T) - 5).clamp(min=0).expand(2, -1)
+    again = theirs(padded, attention_mask=is_text.long(), position_ids=positions).logits
+    assert_equal(again[:, 5:], logits, 1e-5)

@@ -3,7 +3,7 @@
     python -m lab.verdict --import=my --attention=entmax15
     python -m lab.verdict --flags="--attention=beta --conv=4" --against="--conv=4"
     python -m lab.verdict --import=my --attention=entmax15 --quick     # one size, fewer runs
-    python -m lab.verdict --what=card                                  # all verdicts in one table
+    python -m lab.verdict --what=card --only=laser,sink                # verdicts in one table
     python -m lab.verdict --what=chance                                # how often it is wrong
 
 It checks the new model (does it see later tokens, are gradients finite), tunes the learning rates
@@ -48,6 +48,7 @@ from training.origin import imported, origin
 
 # What is judged?
 what: Literal["judge", "card", "bank", "chance"] = "judge"  # bank, chance: see chance.py
+only = ""  # the rows of the card, with commas; then first looks as well
 attention = ""  # the idea: a name in ATTENTION
 flags = ""  # the idea: more flags of train.py, with spaces between them
 against = ""  # what it is compared with: flags of train.py; empty: softmax
@@ -436,7 +437,7 @@ def moved(x: Interval, worth: float, by: float) -> Interval:
 
 def main() -> None:
     if what == "card":
-        report.card()
+        report.card(only)
         return
     if what == "chance":
         chance.show()

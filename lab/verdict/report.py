@@ -7,6 +7,7 @@ import re
 import shlex
 from statistics import fmean
 
+from configurator import names
 from lab.experiments.identity import of_text
 from lab.experiments.results import Interval, drawing, short, show_table
 from lab.verdict import calibration, chance
@@ -221,16 +222,24 @@ def draw_losses(n: dict, path: str) -> None:
             )
 
 
-def card() -> None:
-    """Print a table of all verdicts but first looks, the lowest loss at equal steps first."""
+def card(only: str = "") -> None:
+    """Print a table of all verdicts but first looks, the lowest loss at equal steps first.
+
+    only: names of ideas, separated by commas; then first looks as well.
+    """
     verdicts = {}
     for pattern in VERDICTS:
         for path in sorted(glob.glob(pattern)):
             with open(path, encoding="utf-8") as f:
                 n = json.load(f)
-            if "--quick" not in n["command"]:
-                verdicts[title(n), n["base"]] = n
-    done = sorted((n for n in verdicts.values() if "layer" in n), key=lambda n: overall(n).mean)
+            verdicts[title(n), n["base"]] = n
+    chosen = names(only, [n["idea"] for n in verdicts.values()])
+    done = []
+    for n in verdicts.values():
+        is_chosen = n["idea"] in chosen if only else "--quick" not in n["command"]
+        if is_chosen and "layer" in n:
+            done.append(n)
+    done.sort(key=lambda n: overall(n).mean)
     ps = sorted(overall(n).p for n in done)
     columns = (
         "attention | against | verdict | equal steps | equal time | mean at equal steps, p by Holm "
@@ -238,7 +247,8 @@ def card() -> None:
     )
     rows = [cells_of(n, ps) for n in done]
     itself = chance.itself()
-    rows.append([*itself, *[""] * (columns.count(" | ") + 1 - len(itself))])
+    if not only:
+        rows.append([*itself, *[""] * (columns.count(" | ") + 1 - len(itself))])
     show_table(columns, rows)
     print(f"\nSoftmax's own standard error, which all rows share: {chance.shared_error()} nats")
 
