@@ -86,7 +86,7 @@ def nsa_attention(s, seen, v, drop, g=of_token(0.0, width=3)):
     return sum(gate * x for gate, x in zip(gates.split(1, dim=-1), y, strict=True))
 
 
-def less_what_is_read(s, seen, v, drop):
+def selective_scores(s, seen, v, drop):
     """y = softmax(s - F) v, F_ij the sum of relu(S_kj) over queries k, j < k < i.
 
     S are the first head's scores; the first key is never masked.
@@ -103,13 +103,14 @@ class Selective(CausalSelfAttention):
     It runs on all tokens at once, and has no cache.
     """
 
+    attention = "selective_scores"
+
     def __init__(self, c, layer):
-        super().__init__(c, layer)
-        (heads, *others) = self.heads
-        if others or heads.window is not None:
+        if "S" in c.heads:
             raise UserError("selective attention sums over all earlier queries: no short heads")
-        heads.definition = less_what_is_read
-        heads.run = plain_form(less_what_is_read)
+        super().__init__(c, layer)
+        for heads in self.heads:
+            heads.run = plain_form(heads.definition)
 
     def attend(self, q, k, v, x, context):
         if isinstance(context, Cache):
@@ -117,4 +118,9 @@ class Selective(CausalSelfAttention):
         return super().attend(q, k, v, x, context)
 
 
-ATTENTION |= {"moba": moba_attention, "nsa": nsa_attention, "selective": Selective}
+ATTENTION |= {
+    "moba": moba_attention,
+    "nsa": nsa_attention,
+    "selective_scores": selective_scores,
+    "selective": Selective,
+}
