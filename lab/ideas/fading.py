@@ -6,7 +6,8 @@
 wall          softmax with a forget gate for each channel of a key (Wall attention)
 log_linear    linear attention with a weight for each of log n stretches of the past
 
-Importing this file adds them to model.ATTENTION.
+Importing this file adds them to model.ATTENTION. (NAME_scores is what the heads of a layer NAME
+compute, and no attention by itself.)
 """
 
 import math
@@ -57,7 +58,7 @@ class Wall(CausalSelfAttention):
         return super().attend(q, k, at_least_float32(v), x, context)  # sums are not rounded
 
 
-def log_linear_sum(s, seen, v, drop, r=of_token(0.0, width=16)):
+def log_linear_scores(s, seen, v, drop, r=of_token(0.0, width=16)):
     """y_i = sum of lambda_i^(l) s_ij v_j, l = bit length of (i XOR j) (2506.04761, equation 4).
 
     Stretches of 1, 1, 2, 4, ... tokens have a weight each, lambda = 2 sigmoid(r) of the query.
@@ -73,7 +74,7 @@ def log_linear_sum(s, seen, v, drop, r=of_token(0.0, width=16)):
 class LogLinear(CausalSelfAttention):
     """Log-linear attention (2506.04761), then a norm of each head, as its layers have."""
 
-    attention = "log_linear_sum"
+    attention = "log_linear_scores"
 
     def __init__(self, c, layer):
         super().__init__(c, layer)
@@ -86,6 +87,6 @@ class LogLinear(CausalSelfAttention):
 ATTENTION |= {
     "wall_scores": wall_scores,
     "wall": Wall,
-    "log_linear_sum": log_linear_sum,
+    "log_linear_scores": log_linear_scores,
     "log_linear": LogLinear,
 }

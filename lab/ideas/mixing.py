@@ -7,7 +7,8 @@ mta              scores of a key mixed with those of its neighbours (multi-token
 talking_heads    scores and weights of each head mixed with those of the others
 iha              queries, keys and values of each head from those of all (interleaved heads)
 
-Importing this file adds them to model.ATTENTION.
+Importing this file adds them to model.ATTENTION. (NAME_scores is what the heads of a layer NAME
+compute, and no attention by itself.)
 """
 
 import copy
@@ -46,7 +47,7 @@ def mta_attention(
     return drop(s.where(seen, -math.inf).softmax(-1)) @ v
 
 
-def talking_heads(s, seen, v, drop, before=None, after=None):
+def talking_heads_scores(s, seen, v, drop, before=None, after=None):
     """y = after softmax(before s) v: both (H, H) matrices mix heads; None: no mixing."""
     if before is not None:
         s = (s.movedim(1, -1) @ before).movedim(-1, 1)
@@ -69,9 +70,9 @@ class Matrices(Scheme):
 
 
 class TalkingHeads(CausalSelfAttention):
-    """Talking-heads attention (Shazeer et al. 2020, arXiv 2003.02436): see talking_heads."""
+    """Talking-heads attention (Shazeer et al. 2020, arXiv 2003.02436): see talking_heads_scores."""
 
-    attention = "talking"
+    attention = "talking_heads_scores"
 
     def __init__(self, c, layer):
         if "S" in c.heads or c.decay != "none":
@@ -88,7 +89,7 @@ def pseudo(x):
     return x.unflatten(-1, (PSEUDO, -1))
 
 
-def interleaved(s, seen, v, drop, q, k):
+def iha_scores(s, seen, v, drop, q, k):
     """Softmax over T P tokens, P of each token; a vector does not see the token's later ones."""
     q, k, v = (pseudo(x).flatten(-3, -2) for x in (q, k, v))  # (B, H, T P, D)
     own = seen & (sums_from_here(seen) == 1)  # the token itself
@@ -119,7 +120,7 @@ class IHA(CausalSelfAttention):
     Chosen: P = 2; the P vectors of a token have one position, rope or none.
     """
 
-    attention = "interleaved"
+    attention = "iha_scores"
 
     def __init__(self, c, layer):
         if c.position not in ("rope", "none", "learned"):
@@ -157,8 +158,8 @@ class Pseudo(nn.Module):
 
 ATTENTION |= {
     "mta": mta_attention,
-    "talking": talking_heads,
+    "talking_heads_scores": talking_heads_scores,
     "talking_heads": TalkingHeads,
-    "interleaved": interleaved,
+    "iha_scores": iha_scores,
     "iha": IHA,
 }

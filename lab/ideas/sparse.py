@@ -7,7 +7,8 @@ moba         the blocks whose mean key is nearest (MoBA)
 nsa          means of blocks, the best blocks and the last keys, gated (NSA)
 selective    keys that later tokens do not need get lower scores
 
-Importing this file adds them to model.ATTENTION. The first two count keys from the first one, so
+Importing this file adds them to model.ATTENTION. (NAME_scores is what the heads of a layer NAME
+compute, and no attention by itself.) The first two count keys from the first one, so
 their heads are long; the third sums over earlier queries, so it has no cache either.
 """
 
