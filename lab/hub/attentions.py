@@ -20,13 +20,14 @@ def attention_of(name: str):
     """f(module, q, k, v, mask, ...) -> (y, None), as transformers asks of an attention.
 
     q (B, H, Tq, D), k and v (B, G, T, D), mask (B or 1, 1, Tq, T), True where a query sees a key;
-    y (B, Tq, H, D). A query that sees no key, as padding does, is taken to see all.
+    y (B, Tq, H, D). A query that sees no key, as padding does, is taken to see all. Without a mask,
+    as in a vision transformer, all see all.
     """
     run = caller(ATTENTION[name])
 
     def attend(module, q, k, v, mask, scaling=None, dropout=0.0, **others):
-        if mask is None or mask.dtype != torch.bool:
-            raise ValueError(f"nanoattn:{name} needs the mask that is registered for it")
+        if mask is None:
+            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
         each = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(each, dim=1) for x in (k, v))
         seen = mask[..., : k.shape[-2]]

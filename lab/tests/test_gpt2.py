@@ -16,7 +16,7 @@ from training import pretrained
 from training.estimate import num_params
 from training.pretrained import gpt2_weights
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -285,3 +285,20 @@ def test_an_attention_in_their_model(family, name, monkeypatch):
     positions = (torch.arange(T) - 5).clamp(min=0).expand(2, -1)
     again = theirs(padded, attention_mask=is_text.long(), position_ids=positions).logits
     assert_equal(again[:, 5:], logits, 1e-5)
+
+
+@parametrize("family", ["bert", "vit"])
+def test_an_attention_in_their_encoder(family):
+    """All tokens see each other, but for padding."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(family, **sizes, intermediate_size=44, image_size=32)
+    given = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    if family == "bert":
+        is_text = torch.arange(9) < torch.tensor([[9], [6]])
+        given = {"input_ids": torch.randint(99, (2, 9)), "attention_mask": is_text.long()}
+    outputs = []
+    for name in ("sdpa", "nanoattn:softmax"):
+        torch.manual_seed(0)
+        model = transformers.AutoModel.from_config(config, attn_implementation=name).eval()
+        outputs.append(model(**given).last_hidden_state[:, :6])
+    assert_equal(*outputs, 1e-5)
