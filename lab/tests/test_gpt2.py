@@ -16,7 +16,8 @@ from training import pretrained
 from training.estimate import num_params
 from training.pretrained import gpt2_weights
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
