@@ -13,7 +13,7 @@ import sys
 import pytest
 import test_configurator
 from harness import ROOT, done, parametrize
-from test_docs import check_commands, check_links, commands, read
+from test_docs import PYTHON_BLOCK, check_commands, check_links, commands, read
 
 from lab.experiments import attention_probabilities, results, tables
 from lab.experiments.results import saved
@@ -31,6 +31,13 @@ SCRIPTS = [
 @parametrize("path", PAGES)
 def test_links(path):
     check_links(path)
+
+
+def test_the_zoo_has_the_code_as_it_stands():
+    code = "".join(read(path) for path in glob.glob("lab/ideas/*.py"))
+    for block in PYTHON_BLOCK.findall(read("docs/zoo.md")):
+        for part in block.split("\n\n\n"):
+            assert part.strip() in code
 
 
 def test_commands(run):
