@@ -181,7 +181,7 @@ class CausalSelfAttention(nn.Module):
     (LS-attention: Hajra 2025, arXiv 2505.15548). Its long heads see all tokens before.
     """
 
-    attention = "softmax"  # what the heads of a subclass compute, which ATTENTION has as a layer
+    attention = "softmax"  # what the heads of a subclass compute: a name in ATTENTION, or f(s, ...)
     endless = True  # a text may go on past block_size, if its heads keep no more and more
 
     def __init__(self, c: GPTConfig, layer: int):
@@ -214,11 +214,11 @@ class CausalSelfAttention(nn.Module):
         kinds = (("S", c.short_attention, c.window, 0), ("L", c.attention, None, n_short))
         for letter, name, window, start in kinds:
             if letter in letters:
-                # a layer class says itself what its heads compute
+                # a layer class says itself what its heads compute: a name, or a function
                 name = getattr(ATTENTION[name], "attention", name)
                 numbers = [h for h in range(H) if letters[h] == letter]
                 position = None if c.nope_long and letter == "L" else self.position
-                heads = Heads(c, name, ATTENTION[name], window, numbers, start, position)
+                heads = Heads(c, name, ATTENTION.get(name, name), window, numbers, start, position)
                 self.heads.append(heads)
 
         # trained numbers that their definitions ask for

@@ -346,9 +346,10 @@ def attentions(c) -> list[str]:
 def definition_of(own: Callable, ATTENTION: dict) -> Callable | None:
     """The function of scores that an entry of ATTENTION computes in its heads.
 
-    A layer class names it in `attention`. A class without it computes none.
+    A layer class names it in `attention`, or has it there. A class without it computes none.
     """
-    return ATTENTION.get(getattr(own, "attention", "")) if isinstance(own, type) else own
+    name = getattr(own, "attention", None) if isinstance(own, type) else own
+    return ATTENTION.get(name, name)
 
 
 def uses(own: Callable, field: str, ATTENTION: dict) -> bool:

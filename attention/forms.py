@@ -107,11 +107,6 @@ def _tree(function):
         return None
 
 
-def unchanged(name: str, definition: Callable) -> bool:
-    """Whether FORM[name] was written for this definition, and for scores.py as it is."""
-    return FORM[name].written_for == code_of(definition)
-
-
 note_once = functools.cache(note)
 
 # -----------------------------------------------------------------------------
@@ -121,7 +116,8 @@ note_once = functools.cache(note)
 class Heads:
     """The short heads of a layer or its long ones: which they are, and the code that they run.
 
-    c: a model.GPTConfig with its defaults filled in. definition: their attention, of this name.
+    c: a model.GPTConfig with its defaults filled in. definition: their attention, of this
+    name, which may be the function itself.
     numbers: their numbers among the letters of the layer, by which a position may tell them apart.
     start: the place of the first of them in the layer, where short heads come first. position: the
     parts.Scheme that tells them the order of the tokens, or None.
@@ -133,7 +129,7 @@ class Heads:
     """
 
     def __init__(self, c, name, definition, window, numbers, start, position=None):
-        self.name = name
+        self.name = getattr(name, "__name__", name)
         self.has_position = position is not None
         wrap = getattr(position, "wrap", None)
         self.definition = definition if wrap is None else wrap(definition)
@@ -153,7 +149,7 @@ class Heads:
 
         # the fast code, unless somebody has edited the definition
         form = FORM.get(name)
-        if form is not None and not unchanged(name, definition):
+        if form is not None and form.written_for != code_of(definition):
             note_once(
                 f"attention={name!r}: its definition was edited, or attention/scores.py, so the "
                 "definition runs, not its fast code: more slowly"

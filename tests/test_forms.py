@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from attention import forms, scores
 from attention.cache import heads_of, run_definitions
 from attention.fast import general_form
-from attention.forms import FORM, code_of, unchanged
+from attention.forms import FORM, code_of
 from attention.scores import distances, learned, plain_form
 from model import ATTENTION, GPT, GPTConfig
 from parts import POSITION, WHERE, Scheme
@@ -156,6 +156,10 @@ def edited(tmp_path, monkeypatch):
         return getattr(importlib.import_module(name), definition.__name__)
 
     return edited
+
+
+def unchanged(name, definition):
+    return FORM[name].written_for == code_of(definition)
 
 
 @forms_of

@@ -6,8 +6,7 @@
 wall          softmax with a forget gate for each channel of a key (Wall attention)
 log_linear    linear attention with a weight for each of log n stretches of the past
 
-Importing this file adds them to model.ATTENTION. (NAME_scores is what the heads of a layer NAME
-compute, and no attention by itself.)
+Importing this file adds them to model.ATTENTION.
 """
 
 import math
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 
 from attention.scores import at_least_float32, of_token
 from errors import UserError
-from lab.ideas.sparse import places
+from lab.ideas.scores import Long
 from model import ATTENTION, CausalSelfAttention
 from parts import RMSNorm
 
@@ -37,16 +36,19 @@ def wall_scores(s, seen, v, drop, q, k):
 class Wall(CausalSelfAttention):
     """Wall attention (Tilde Research 2026): forgetting attention with a gate for each channel.
 
-    Its gates are sigmoid(W x + 8). It knows no positions. Slow: T^2 D numbers.
+    Its gates are sigmoid(W x + 8); it knows no positions. Chosen: query heads that share a key
+    share its gates. Slow, for short texts: T^2 D numbers for each head.
     """
 
-    attention = "wall_scores"
+    attention = wall_scores
+    has_scores = False  # q k is not all
 
     def __init__(self, c, layer):
         if c.scheme is not None or c.decay != "none":
             raise UserError("wall needs no positions: add --position=none, and no decay")
         super().__init__(c, layer)
         self.c_gate = nn.Linear(c.n_embd, c.n_kv_head * c.head_dim)
+        self.temperature = c.temperature
 
     def attend(self, q, k, v, x, context):
         log_gate = F.logsigmoid(at_least_float32(self.c_gate(x)) + 8.0)
@@ -54,29 +56,35 @@ class Wall(CausalSelfAttention):
         sums = sums + context.state.get(self, 0.0)
         context.state[self] = sums[:, :, -1:].clone()
         of_q = sums.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        q, k = torch.cat((q, of_q), dim=-1), torch.cat((k, sums), dim=-1)
-        return super().attend(q, k, at_least_float32(v), x, context)  # sums are not rounded
+        q, k = torch.cat((q / self.temperature, of_q), dim=-1), torch.cat((k, sums), dim=-1)
+        y = super().attend(q, k, at_least_float32(v), x, context)  # sums are not rounded
+        return y.to(v.dtype)
 
 
-def log_linear_scores(s, seen, v, drop, r=of_token(0.0, width=16)):
-    """y_i = sum of lambda_i^(l) s_ij v_j, l = bit length of (i XOR j) (2506.04761, equation 4).
+def log_linear_scores(s, seen, v, drop, fade, r=of_token(0.0, width=16)):
+    """y_i = sum of lambda_i^(l) s_ij v_j, l = bit length of (i XOR j).
 
     Stretches of 1, 1, 2, 4, ... tokens have a weight each, lambda = 2 sigmoid(r) of the query.
     """
-    i = places(seen)
+    i = seen.sum(-1, keepdim=True) - 1
     j = torch.arange(s.shape[-1], device=s.device)
     length = torch.frexp((i ^ j).to(s.dtype)).exponent  # 0 for 0, 1 for 1, 2 for 2 and 3
     weights = 2 * r[..., -s.shape[-2] :, :].sigmoid()
     weights = weights.gather(-1, length.long().expand(s.shape))
-    return drop((weights * s).where(seen, 0.0)) @ v
+    return drop(fade(weights * s).where(seen, 0.0)) @ v
 
 
-class LogLinear(CausalSelfAttention):
-    """Log-linear attention (2506.04761), then a norm of each head, as its layers have."""
+class LogLinear(Long):
+    """Log-linear attention (arXiv 2506.04761, equation 4), then a norm of each head.
 
-    attention = "log_linear_scores"
+    See log_linear_scores. Chosen: lambda, which begins as 1, and no decay gates.
+    """
+
+    attention = log_linear_scores
 
     def __init__(self, c, layer):
+        if c.block_size > 2**15:
+            raise UserError(f"log_linear has 16 stretches: block_size={c.block_size} is above 2^15")
         super().__init__(c, layer)
         self.ln_head = RMSNorm(c.head_dim, eps=1e-5)
 
@@ -84,9 +92,4 @@ class LogLinear(CausalSelfAttention):
         return self.ln_head(super().attend(q, k, v, x, context))
 
 
-ATTENTION |= {
-    "wall_scores": wall_scores,
-    "wall": Wall,
-    "log_linear_scores": log_linear_scores,
-    "log_linear": LogLinear,
-}
+ATTENTION |= {"wall": Wall, "log_linear": LogLinear}

@@ -50,7 +50,9 @@ def one_token(q, k, v, beta, log_alpha, S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chunked(q, k, v, beta, log_alpha, S: Tensor) -> tuple[Tensor, Tensor]:
-    """(y (B, H, T, D), the last state) of T tokens and the state S before them, 64 at once.
+    """(y (B, H, T, D), the last state) of T tokens and the state S before them.
+
+    64 tokens at once; in KDA, whose alpha costs more, 16.
 
     Section 3.3 of the paper. Let g_i be the sum of log alpha from the first token of a chunk to
     token i, and S the state before the chunk. All u of the chunk solve a triangular system:
@@ -58,13 +60,13 @@ def chunked(q, k, v, beta, log_alpha, S: Tensor) -> tuple[Tensor, Tensor]:
         u_i + sum_j<i e^(g_i - g_j) beta_i (k_i . k_j) u_j = beta_i (v_i - e^g_i k_i S)
         y_i = e^g_i q_i S + sum_j<=i e^(g_i - g_j) (q_i . k_j) u_j
 
-    No exponent is above 0. In KDA 16 tokens at once.
+    No exponent is above 0.
     """
     outputs = []
     size = CHUNK if log_alpha.shape[-1] == 1 else CHUNK // 4
     chunks = [x.split(size, dim=2) for x in (q, k, v, beta, log_alpha)]
     for q, k, v, beta, log_alpha in zip(*chunks, strict=True):
-        g = log_alpha.cumsum(2)  # (B, H, c, 1)
+        g = log_alpha.cumsum(2)  # (B, H, c, 1 or D)
         from_start = g.exp()
         to_end = (g[:, :, -1:] - g).exp()
 
@@ -166,12 +168,13 @@ class KDA(GatedDelta):
         self.c_rates = nn.Linear(c.n_embd, H, bias=False)
         low = nn.Linear(c.n_embd, D, bias=False)
         self.c_alpha = nn.Sequential(low, nn.Linear(D, H * D, bias=False))
-        self.dt = nn.Parameter(torch.empty(H, D).uniform_(-6.9, -2.26))
+        # of one dimension, so that no optimizer decays it
+        self.dt = nn.Parameter(torch.empty(H * D).uniform_(-6.9, -2.26))
 
     def rates(self, x):
         b, a = map(at_least_float32, (self.c_rates(x), self.c_alpha(x)))
-        a = a.unflatten(-1, self.sizes)  # (B, T, H, D)
-        return b, -self.log_A.exp()[:, None] * F.softplus(a + self.dt)
+        steps = F.softplus(a + self.dt).unflatten(-1, self.sizes)  # (B, T, H, D)
+        return b, -self.log_A.exp()[:, None] * steps
 
 
 ATTENTION["gated_delta"] = GatedDelta

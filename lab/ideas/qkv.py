@@ -13,21 +13,28 @@ value_residual    half of the first layer's values in every layer
 cla               every second layer takes the keys and values of the layer before
 
 Importing this file adds them to parts.QKV, and --position=half_rope, which mla and gta need: it
-turns the first half of each head's dimensions. A cache keeps the keys and values of all heads.
+turns the first half of each head's dimensions. Norms of q and k and a convolution come after. Our
+cache keeps the keys and values of all heads; a docstring says what the paper's keeps.
+
 Shapes: B batch, T time, C n_embd, H heads, G heads of keys, D head width. W: a matrix.
 """
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from parts import POSITION, QKV, RMSNorm, RoPE
+from errors import UserError
+from model import ATTENTION
+from parts import POSITION, QKV, RMSNorm, RoPE, attentions, definition_of
 
 
 class HalfRoPE(RoPE):
     """RoPE on the first half of each head's dimensions."""
 
     def __init__(self, c):
+        if c.head_dim % 4:
+            raise UserError(
+                f"half_rope turns pairs of half a head: head_dim={c.head_dim} % 4 is not 0"
+            )
         super().__init__(c, width=c.head_dim // 2)
 
     def forward(self, q, k, heads, past):
@@ -36,41 +43,49 @@ class HalfRoPE(RoPE):
         return torch.cat((q1, q2), dim=-1), torch.cat((k1, k2), dim=-1), {}
 
 
+def half_rope_for(name: str, c) -> None:
+    """Raise UserError for another position."""
+    if c.position != "half_rope":
+        raise UserError(
+            f"{name} has one key for all heads, which alone is turned: --position=half_rope"
+        )
+
+
 class MLA(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, equations 9 to 17).
 
     q = W_UQ c_Q and (k_C, v) = W_UKV c_KV of short vectors c_Q = W_DQ x and c_KV = W_DKV x, with
-    RMSNorms (section 3.1.2); a key is (k_R, k_C), and k_R = W_KR x is the same for all heads. Its
-    cache holds c_KV and k_R. Chosen: c_Q and c_KV have 2/3 and 1/3 of C numbers (as the TPA paper
-    has), k_R half of a head's D (theirs comes on top, and is a third of it).
+    RMSNorms (section 3.1.2); a key is (k_R, k_C), and k_R = W_KR x is the same for all heads. The
+    paper's cache holds c_KV and k_R. Chosen: c_Q and c_KV have 2/3 and 1/3 of C numbers, k_R half
+    of a head's D (in the paper it comes on top, and is half of D as well).
     """
 
     def __init__(self, c, width, layer):
         super().__init__()
+        half_rope_for("mla", c)
         G, D = self.sizes = c.n_kv_head, c.head_dim
-        self.parts = 2 * c.n_embd // 3, c.n_embd // 3, D // 2
+        n, m, _ = self.parts = 2 * c.n_embd // 3, c.n_embd // 3, D // 2
         self.down = nn.Linear(c.n_embd, sum(self.parts), bias=False)
-        self.norm_q, self.norm_kv = map(RMSNorm, self.parts[:2])
-        self.up_q = nn.Linear(self.parts[0], c.n_head * D, bias=False)
-        self.up_kv = nn.Linear(self.parts[1], G * (2 * D - D // 2), bias=False)
+        self.up_q = nn.Sequential(RMSNorm(n), nn.Linear(n, c.n_head * D, bias=False))
+        self.up_kv = nn.Sequential(RMSNorm(m), nn.Linear(m, G * (2 * D - D // 2), bias=False))
 
     def forward(self, x, context):
-        G, D = self.sizes
         c_q, c_kv, k_r = self.down(x).split(self.parts, dim=-1)
-        kv = self.up_kv(self.norm_kv(c_kv)).unflatten(-1, (G, -1))  # (B, T, G, 3 D / 2)
-        kv = torch.cat((k_r[:, :, None].expand(-1, -1, G, -1), kv), dim=-1)  # (B, T, G, 2 D)
-        k, v = kv.split(D, dim=-1)
-        return torch.cat((self.up_q(self.norm_q(c_q)), k.flatten(2), v.flatten(2)), dim=-1)
+        kv = self.up_kv(c_kv).unflatten(-1, (self.sizes[0], -1))  # (B, T, G, 3 D / 2)
+        k_r = k_r[:, :, None].expand(*kv.shape[:3], -1)
+        k, v = torch.cat((k_r, kv), dim=-1).split(self.sizes[1], dim=-1)  # (B, T, G, D) each
+        return torch.cat((self.up_q(c_q), k.flatten(2), v.flatten(2)), dim=-1)
 
 
 class GTA(nn.Module):
     """Grouped-tied attention (arXiv 2505.21487, section 3.3.1): k = (k_R, second half of v).
 
-    k_R = W_KR x is the same for all heads. Its cache holds v and k_R. The paper groups keys.
+    k_R = W_KR x is the same for all heads. The paper's cache holds v and k_R, and it groups keys.
     """
 
     def __init__(self, c, width, layer):
         super().__init__()
+        half_rope_for("gta", c)
         G, D = self.sizes = c.n_kv_head, c.head_dim
         self.parts = c.n_head * D, G * D, D // 2
         self.qv = nn.Linear(c.n_embd, sum(self.parts), bias=c.bias)
@@ -85,7 +100,7 @@ class GTA(nn.Module):
 class TPA(nn.Module):
     """Tensor product attention (arXiv 2501.06425, equation 3.1): q, k and v are products.
 
-    Ranks are the paper's: 6 for q, 2 for k and v. Its cache holds the factors of k and v.
+    Ranks are the paper's: 6 for q, 2 for k and v. The paper's cache holds the factors of k and v.
     """
 
     def __init__(self, c, width, layer):
@@ -99,19 +114,20 @@ class TPA(nn.Module):
 
 
 class Product(nn.Module):
-    """1/R sum_r a_r b_r^T, a_r = A_r x with a number for each of n heads, b_r = B_r x (D)."""
+    """1/R sum_r a_r b_r^T, with a_r = A_r x, a number for each of n heads, and b_r = B_r x (D)."""
 
     def __init__(self, C, n, D, R):
         super().__init__()
         self.sizes = (n, R), (R, D)
-        self.a, self.b = (nn.Parameter(torch.empty(i * j, C)) for i, j in self.sizes)
-        for p in (self.a, self.b):
-            nn.init.xavier_uniform_(p)  # appendix G
+        self.a = nn.Linear(C, n * R, bias=False)
+        self.b = nn.Linear(C, R * D, bias=False)
+        # a GPT begins Linears with 0.02, the paper with Xavier's deviation (appendix G)
+        self.factor = 2 / 0.02**2 * ((C + n * R) * (C + R * D)) ** -0.5 / R
 
     def forward(self, x):
-        a = F.linear(x, self.a).unflatten(-1, self.sizes[0])  # (B, T, n, R)
-        b = F.linear(x, self.b).unflatten(-1, self.sizes[1])  # (B, T, R, D)
-        return (a @ b).flatten(2) / b.shape[-2]
+        a = self.a(x).unflatten(-1, self.sizes[0])  # (B, T, n, R)
+        b = self.b(x).unflatten(-1, self.sizes[1])  # (B, T, R, D)
+        return self.factor * (a @ b).flatten(2)
 
 
 class Tied(nn.Module):
@@ -132,15 +148,13 @@ class ValueResidual(nn.Module):
 
     def __init__(self, c, width, layer):
         super().__init__()
-        self.layer = layer
         self.n = c.n_kv_head * c.head_dim
         self.qkv = nn.Linear(c.n_embd, width, bias=c.bias)
 
     def forward(self, x, context):
         qk, v = self.qkv(x).tensor_split([-self.n], dim=-1)
-        if self.layer == 0:
-            context.kept["first v"] = v
-        return torch.cat((qk, (context.kept["first v"] + v) / 2), dim=-1)
+        first = context.kept.setdefault("first v", v)
+        return torch.cat((qk, (first + v) / 2), dim=-1)
 
 
 class CLA(nn.Module):
@@ -148,6 +162,11 @@ class CLA(nn.Module):
 
     def __init__(self, c, width, layer):
         super().__init__()
+        own = [definition_of(ATTENTION[name], ATTENTION) is None for name in attentions(c)]
+        if any(own):
+            raise UserError(
+                "cla shares keys with the layer before, which must be an attention, too"
+            )
         self.pair, self.reuses = divmod(layer, 2)
         self.n = c.n_head * c.head_dim
         self.qkv = nn.Linear(c.n_embd, self.n if self.reuses else width, bias=c.bias)

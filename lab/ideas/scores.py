@@ -5,10 +5,7 @@
 Importing this file adds them to model.ATTENTION; a file of your own does the same. model.py
 explains the arguments of a definition. lab/experiments/results/ideas.md has their losses.
 
-Not here, since they are no functions of scores: value residuals (arXiv 2410.17897;
-docs/attention.md) and nGPT (2410.01131) change the residual stream, MLA (2405.04434) the
-projections; NSA (2502.11089) chooses keys by blocks; Kimi's delta attention (2510.26692) has a
-decay for each channel. The package flash-linear-attention has kernels for some.
+docs/zoo.md has these and others, which are no functions of scores.
 """
 
 import math
@@ -22,8 +19,9 @@ from torch.nn import functional as F
 from attention.fast import general_form, laser_by_exp, sdpa, windowed
 from attention.forms import FORM, Form
 from attention.scores import learned, of_token
+from errors import UserError
 from lab.ideas.stick_breaking import stick_breaking
-from model import ATTENTION, laser_attention
+from model import ATTENTION, CausalSelfAttention, laser_attention
 
 
 def sink_attention(s, seen, v, drop, b=learned(0.0)):
@@ -178,6 +176,17 @@ def gated_delta_rule_attention(s, seen, v, k, b=of_token(0.0), f=of_token(4.0)):
     system = (b.sigmoid() * (unit @ unit.mT) * fade).tril(-1) + identity
     weights = s / length.mT * fade[..., -s.shape[-2] :, :]
     return with_updates(weights, seen, system, b.sigmoid() * v)
+
+
+class Long(CausalSelfAttention):
+    """A layer whose heads count keys from the first one, and so cannot be short."""
+
+    def __init__(self, c, layer):
+        if "S" in c.layer_heads(layer):
+            raise UserError(
+                f"{type(self).__name__} needs all keys: the heads of its layers are long"
+            )
+        super().__init__(c, layer)
 
 
 ATTENTION |= {

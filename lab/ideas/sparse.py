@@ -1,15 +1,15 @@
-"""Attentions that choose keys: blocks of them, or what earlier tokens have left.
+"""Attentions that choose keys: blocks of them, or those that earlier tokens have left.
 
     python train.py config/train_shakespeare_char_cpu.py --import=lab.ideas.sparse \
         --attention=moba --position=rope
 
 moba         the blocks whose mean key is nearest (MoBA)
 nsa          means of blocks, the best blocks and the last keys, gated (NSA)
-selective    keys that later tokens do not need get lower scores
+selective    keys that later tokens do not need get lower scores; it has no cache
 
-Importing this file adds them to model.ATTENTION. (NAME_scores is what the heads of a layer NAME
-compute, and no attention by itself.) The first two count keys from the first one, so
-their heads are long; the third sums over earlier queries, so it has no cache either.
+Importing this file adds them to model.ATTENTION. Their heads are long: moba and nsa count keys from
+the first one, selective sums over all earlier queries. They are written to be read: they take all
+scores, and save no time.
 """
 
 import math
@@ -21,17 +21,11 @@ from torch.nn import functional as F
 from attention.cache import Cache
 from attention.scores import of_token, plain_form
 from errors import UserError
-from model import ATTENTION, CausalSelfAttention
+from lab.ideas.scores import Long
+from model import ATTENTION
 
 BLOCK = 16  # keys
 BEST = 3  # blocks of keys that a query reads
-
-
-def places(seen: Tensor) -> Tensor:
-    """The place of each query among the keys, (Tq, 1). Raises UserError for short heads."""
-    if not seen[..., 0].all():
-        raise UserError("this attention counts keys from the first one: its heads must be long")
-    return seen.sum(-1, keepdim=True) - 1
 
 
 def means(x: Tensor) -> Tensor:
@@ -51,31 +45,36 @@ def best(worth: Tensor, n: int) -> Tensor:
     return chosen & (worth > -math.inf)
 
 
-def moba_attention(s, seen, v, drop):
-    """y = softmax(s) v over the query's own block and two more (MoBA, 2502.13189, equations 2, 6).
+def moba_scores(s, seen, v, drop):
+    """y = softmax(s) v over the query's own block and two more.
 
     Of the blocks before its own those with the largest q k, k the mean of their keys: that is the
     mean of their scores.
     """
-    own = places(seen) // BLOCK
+    own = (seen.sum(-1, keepdim=True) - 1) // BLOCK
     block = torch.arange(-(-s.shape[-1] // BLOCK), device=s.device)
     worth = means(s).where(block < own, -math.inf).masked_fill(block == own, math.inf)
     read = of_keys(best(worth, BEST), s.shape[-1])
     return drop(s.where(seen & read, -math.inf).softmax(-1)) @ v
 
 
-def nsa_attention(s, seen, v, drop, g=of_token(0.0, width=3)):
-    """y = sum of sigmoid(g_c) y_c of three branches (NSA, 2502.11089, equations 5 to 12).
+class MoBA(Long):
+    """Mixture of block attention (arXiv 2502.13189, equations 2 to 6): see moba_scores."""
+
+    attention = moba_scores
+
+
+def nsa_scores(s, seen, v, drop, g=of_token(0.0, width=3)):
+    """y = sum of sigmoid(g_c) y_c of three branches.
 
     y_1 reads the means of whole blocks, y_2 the first block, the last two and the best by the
-    weights of y_1, y_3 the last 2 BLOCK keys. The paper's: phi is an MLP (equation 7), blocks
-    overlap, branches have keys of their own, and the heads of a group choose together.
+    weights of y_1, y_3 the last 2 BLOCK keys.
     """
-    place = places(seen)
+    place = seen.sum(-1, keepdim=True) - 1
     block = torch.arange(-(-s.shape[-1] // BLOCK), device=s.device)
     whole = block < (place + 1) // BLOCK
     weights = means(s).where(whole, -1e30).softmax(-1) * whole  # 0 where no block is whole
-    y = [weights @ means(v.mT).mT]
+    y = [drop(weights) @ means(v.mT).mT]
 
     own = place // BLOCK
     always = (block == 0) | (own - block == 1) | (own == block)
@@ -87,6 +86,17 @@ def nsa_attention(s, seen, v, drop, g=of_token(0.0, width=3)):
     return sum(gate * x for gate, x in zip(gates.split(1, dim=-1), y, strict=True))
 
 
+class NSA(Long):
+    """Native sparse attention (arXiv 2502.11089, equations 5 to 12): see nsa_scores.
+
+    Chosen: phi (equation 7) is the mean, blocks do not overlap, the branches share keys and values,
+    each head chooses its blocks, and heads of a group have the same gates. The paper's phi is an
+    MLP, its branches have keys of their own, and the heads of a group choose together.
+    """
+
+    attention = nsa_scores
+
+
 def selective_scores(s, seen, v, drop):
     """y = softmax(s - F) v, F_ij the sum of relu(S_kj) over queries k, j < k < i.
 
@@ -94,34 +104,26 @@ def selective_scores(s, seen, v, drop):
     """
     S = s[:, :1].where(seen.tril(-1), 0.0).relu()
     S = torch.cat((torch.zeros_like(S[..., :1]), S[..., 1:]), dim=-1)
-    F_ = S.cumsum(-2) - S
-    return drop((s - F_).where(seen, -math.inf).softmax(-1)) @ v
+    return drop((s - S.cumsum(-2) + S).where(seen, -math.inf).softmax(-1)) @ v
 
 
-class Selective(CausalSelfAttention):
-    """Selective attention (2410.02703): a token that was read needs no more to be read.
+class Selective(Long):
+    """Selective attention (arXiv 2410.02703): a token that was read need not be read again.
 
-    It runs on all tokens at once, and has no cache.
+    See selective_scores, which runs on all tokens at once.
     """
 
-    attention = "selective_scores"
+    attention = selective_scores
 
     def __init__(self, c, layer):
-        if "S" in c.heads:
-            raise UserError("selective attention sums over all earlier queries: no short heads")
         super().__init__(c, layer)
         for heads in self.heads:
             heads.run = plain_form(heads.definition)
 
     def attend(self, q, k, v, x, context):
         if isinstance(context, Cache):
-            raise UserError("selective attention sums over all queries: it has no cache")
+            raise UserError("selective attention has no cache: add --no-use_cache")
         return super().attend(q, k, v, x, context)
 
 
-ATTENTION |= {
-    "moba": moba_attention,
-    "nsa": nsa_attention,
-    "selective_scores": selective_scores,
-    "selective": Selective,
-}
+ATTENTION |= {"moba": MoBA, "nsa": NSA, "selective": Selective}

@@ -85,10 +85,12 @@ def weights_of(model: GPT, idx: Tensor) -> list[list[Map]]:
     # which layer each of the heads are in, and the code that gives their weights
     known = {}
     for layer, block in enumerate(model.transformer.h):
-        if not hasattr(block.attn, "heads"):
+        has_maps = getattr(block.attn, "has_maps", hasattr(block.attn, "heads"))
+        if not has_maps:
             note(f"layer {layer} is a {type(block.attn).__name__}, without weights to draw")
-        for heads in getattr(block.attn, "heads", ()):
-            definition = linear_part(heads.name, ATTENTION[heads.name])
+        for heads in block.attn.heads if has_maps else ():
+            definition = ATTENTION.get(heads.name, heads.definition)
+            definition = linear_part(heads.name, definition)
             wrap = getattr(block.attn.position, "wrap", None)
             known[heads] = layer, weights_form(definition, wrap)
     if not known:
@@ -98,6 +100,8 @@ def weights_of(model: GPT, idx: Tensor) -> list[list[Map]]:
     rows = defaultdict(list)
 
     def keep(heads, q, k, v, **settings):
+        if heads not in known:
+            return
         layer, form = known[heads]
         span = "" if heads.window is None else f": S, window {heads.window}"
         for w in form(q, k, v, **settings)[0].cpu():

@@ -32,7 +32,8 @@ class Probe(Context):
 def max_abs_scores(model: nn.Module, idx: Tensor) -> list[float]:
     """The largest absolute attention score of each layer of a GPT, on idx (B, T).
 
-    A layer that is a class of its own has no scores, and no number here. The largest score explodes
+    A layer that is a class of its own has no scores, or says that they are no products q k, and has
+    no number here. The largest score explodes
     if training is unstable (long-short paper, figure 1b). This costs a forward pass, in which q k^T
     is computed once more, in float32, a few queries at a time.
     """
@@ -44,8 +45,9 @@ def max_abs_scores(model: nn.Module, idx: Tensor) -> list[float]:
         of_heads[heads] = max(s.item(), of_heads.get(heads, 0.0))
 
     model.hidden(idx, Probe(look))
-    layers = [getattr(block.attn, "heads", ()) for block in model.transformer.h]
-    return [max(of_heads[part] for part in heads) for heads in layers if heads]
+    layers = [block.attn for block in model.transformer.h]
+    layers = [x.heads for x in layers if hasattr(x, "heads") and getattr(x, "has_scores", True)]
+    return [max(of_heads[part] for part in heads) for heads in layers]
 
 
 def max_abs_score(s, seen, v):

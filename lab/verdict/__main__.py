@@ -439,6 +439,8 @@ def main() -> None:
     if what == "card":
         report.card(only)
         return
+    if only:
+        raise UserError(f"--only={only} is for --what=card")
     if what == "chance":
         chance.show()
         return

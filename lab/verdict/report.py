@@ -232,15 +232,14 @@ def card(only: str = "") -> None:
         for path in sorted(glob.glob(pattern)):
             with open(path, encoding="utf-8") as f:
                 n = json.load(f)
-            verdicts[title(n), n["base"]] = n
-    chosen = names(only, [n["idea"] for n in verdicts.values()])
-    done = []
-    for n in verdicts.values():
-        is_chosen = n["idea"] in chosen if only else "--quick" not in n["command"]
-        if is_chosen and "layer" in n:
-            done.append(n)
-    done.sort(key=lambda n: overall(n).mean)
-    ps = sorted(overall(n).p for n in done)
+            verdicts["--quick" in n["command"], title(n), n["base"]] = n
+    verdicts = {key: n for key, n in verdicts.items() if "layer" in n}
+    shown = whole = {key: n for key, n in verdicts.items() if not key[0]}
+    if only:
+        chosen = names(only, [n["idea"] for n in verdicts.values()])
+        shown = {key: n for key, n in verdicts.items() if n["idea"] in chosen}
+    ps = sorted(overall(n).p for n in (whole | shown).values())
+    done = sorted(shown.values(), key=lambda n: overall(n).mean)
     columns = (
         "attention | against | verdict | equal steps | equal time | mean at equal steps, p by Holm "
         "| text; recipe | step | layer at 2048 | pairs; products | 4x the context | cache"
