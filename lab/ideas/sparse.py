@@ -5,7 +5,7 @@
 
 moba         the blocks whose mean key is nearest (MoBA)
 nsa          means of blocks, the best blocks and the last keys, gated (NSA)
-selective    keys that later tokens do not need get lower scores; it has no cache
+selective    keys that later tokens do not need get lower scores
 
 Importing this file adds them to model.ATTENTION. Their heads are long: moba and nsa count keys from
 the first one, selective sums over all earlier queries. They are written to be read: they take all
@@ -110,20 +110,27 @@ def selective_scores(s, seen, v, drop):
 class Selective(Long):
     """Selective attention (arXiv 2410.02703): a token that was read need not be read again.
 
-    See selective_scores, which runs on all tokens at once.
+    See selective_scores, which runs on all tokens at once. So a cache keeps the inputs of the
+    layer, and each new token computes all before it again.
     """
 
     attention = selective_scores
 
     def __init__(self, c, layer):
+        if c.qkv in ("value_residual", "cla"):
+            raise UserError(
+                f"selective attention computes a layer again: it takes no qkv={c.qkv!r}"
+            )
         super().__init__(c, layer)
         for heads in self.heads:
             heads.run = plain_form(heads.definition)
 
-    def attend(self, q, k, v, x, context):
+    def forward(self, x, context=None):
         if isinstance(context, Cache):
-            raise UserError("selective attention has no cache: add --no-use_cache")
-        return super().attend(q, k, v, x, context)
+            before = context.state.get(self, x[:, :0])
+            context.state[self] = torch.cat((before, x), dim=1)
+            return super().forward(context.state[self])[:, -x.shape[1] :]
+        return super().forward(x, context)
 
 
 ATTENTION |= {"moba": MoBA, "nsa": NSA, "selective": Selective}

@@ -291,11 +291,7 @@ def test_cached_packed_causal_checkpointed_and_in_bfloat16(fields):
     gpt = shaken(c, by, dtype=torch.float64)
     x = torch.randint(11, (2, 280))
     logits, loss = gpt(x, x)
-    if name == "selective":
-        with refusal("has no cache: add --no-use_cache", UserError):
-            gpt(x, cache=gpt.new_cache())
-    else:
-        assert_equal(cached(gpt, x, [7, 1, 1, 262, 1, 8]), logits, 1e-6)
+    assert_equal(cached(gpt, x, [7, 1, 1, 262, 1, 8]), logits, 1e-6)
     other = x.clone()
     other[:, 150:] = (x[:, 150:] + 1) % 11
     assert_equal(gpt(other, x)[0][:, :150], logits[:, :150], 1e-9)
@@ -317,6 +313,7 @@ REFUSED = [
     *(({"attention": name} | SHORT, "the heads of its layers are long") for name in LONG),
     ({"attention": "talking_heads", "decay": "alibi"}, "talking_heads takes no decay"),
     ({"attention": "wall"} | ROPE, "add --position=none"),
+    ({"attention": "selective", "qkv": "cla"}, "it takes no qkv='cla'"),
     ({"attention": "iha", "position": "alibi"}, "iha takes no position='alibi'"),
     ({"attention": "iha", "temperature": 2.0}, "iha takes no temperature=2.0"),
     ({"attention": "log_linear", "block_size": 2**16}, "is above 2^15"),
