@@ -116,11 +116,11 @@ note_once = functools.cache(note)
 class Heads:
     """The short heads of a layer or its long ones: which they are, and the code that they run.
 
-    c: a model.GPTConfig with its defaults filled in. definition: their attention, of this
-    name, which may be the function itself.
-    numbers: their numbers among the letters of the layer, by which a position may tell them apart.
-    start: the place of the first of them in the layer, where short heads come first. position: the
-    parts.Scheme that tells them the order of the tokens, or None.
+    c: a model.GPTConfig with its defaults filled in. name: their attention's name, or the function
+    itself. definition: the function. numbers: their numbers among the letters of the layer, by
+    which a position may tell them apart. start: the place of the first of them in the layer, where
+    short heads come first. position: the parts.Scheme that tells them the order of the tokens, or
+    None.
 
     run: the code, as attend(q, k, v, ...). words: which code it is. sums: the running sums that a
     cache keeps of them; None: it keeps keys and values. takes_decay: whether the definition is

@@ -36,10 +36,10 @@ def attention_of(name: str):
                 raise UserError(f"nanoattn:{name} knows no {option}, which this model has")
         if dropout and not drops:
             raise UserError(f"nanoattn:{name} drops no weights: set the dropout of attention to 0")
-        if mask is None and q.shape[-2] > 1 and getattr(module, "is_causal", False):
-            raise UserError(f"nanoattn:{name} needs a mask: call the whole model")
 
         if mask is None:
+            if q.shape[-2] > 1 and getattr(module, "is_causal", False):
+                raise UserError(f"nanoattn:{name} needs a mask: call the whole model")
             mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
         if mask.dtype != torch.bool:
             raise UserError(f"nanoattn:{name} takes masks of True and False, not {mask.dtype}")

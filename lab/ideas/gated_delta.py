@@ -67,26 +67,26 @@ def chunked(q, k, v, beta, log_alpha, S: Tensor) -> tuple[Tensor, Tensor]:
     chunks = [x.split(size, dim=2) for x in (q, k, v, beta, log_alpha)]
     for q, k, v, beta, log_alpha in zip(*chunks, strict=True):
         g = log_alpha.cumsum(2)  # (B, H, c, 1 or D)
+        fade = (g[..., :, None, :] - g[..., None, :, :]).clamp(max=0).exp()  # (B, H, c, c, 1 or D)
         from_start = g.exp()
         to_end = (g[:, :, -1:] - g).exp()
 
         # unitriangular: only what is below the diagonal of the system is read
         erased = beta * k
-        system = faded_product(erased, k, g)
+        system = faded_product(erased, k, fade)
         u = beta * v - from_start * erased @ S
         u = torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
 
-        y = from_start * q @ S + faded_product(q, k, g) @ u
+        y = from_start * q @ S + faded_product(q, k, fade) @ u
         outputs.append(y)
         S = from_start[:, :, -1:].mT * S + (to_end * k).mT @ u
     return torch.cat(outputs, dim=2), S
 
 
-def faded_product(x, k, g) -> Tensor:
-    """sum over channels n of x_in k_jn e^(g_in - g_jn) for j <= i, else 0: (B, H, c, c)."""
-    if g.shape[-1] == 1:
-        return (x @ k.mT * (g - g.mT).clamp(max=0).exp()).tril()
-    fade = (g[..., :, None, :] - g[..., None, :, :]).clamp(max=0).exp()  # (B, H, c, c, D)
+def faded_product(x, k, fade) -> Tensor:
+    """sum over channels n of x_in k_jn fade_ijn for j <= i, else 0: (B, H, c, c)."""
+    if fade.shape[-1] == 1:
+        return (x @ k.mT * fade[..., 0]).tril()
     return torch.einsum("bhin,bhjn,bhijn->bhij", x, k, fade).tril()
 
 

@@ -7,8 +7,8 @@ mta              scores of a key mixed with those of its neighbours (multi-token
 talking_heads    scores and weights of each head mixed with those of the others
 iha              queries, keys and values of each head from those of all (interleaved heads)
 
-Importing this file adds them to model.ATTENTION. What is mixed begins as if it were not: the
-matrices are the identity and a trained change of it, which weight decay makes smaller.
+Importing this file adds them to model.ATTENTION. At first no head is mixed with another one: each
+matrix is the identity plus a trained change, which begins as 0 and which weight decay keeps small.
 """
 
 import copy

@@ -33,7 +33,7 @@ class HalfRoPE(RoPE):
     def __init__(self, c):
         if c.head_dim % 4:
             raise UserError(
-                f"half_rope turns pairs of half a head: head_dim={c.head_dim} % 4 is not 0"
+                f"half_rope turns half a head in pairs: head_dim={c.head_dim} is no multiple of 4"
             )
         super().__init__(c, width=c.head_dim // 2)
 
@@ -44,10 +44,10 @@ class HalfRoPE(RoPE):
 
 
 def half_rope_for(name: str, c) -> None:
-    """Raise UserError for another position."""
+    """Raise UserError for a position that turns more than the key which all heads share."""
     if c.position != "half_rope":
         raise UserError(
-            f"{name} has one key for all heads, which alone is turned: --position=half_rope"
+            f"{name} turns only the half of each key that all heads share: add --position=half_rope"
         )
 
 
@@ -162,11 +162,8 @@ class CLA(nn.Module):
 
     def __init__(self, c, width, layer):
         super().__init__()
-        own = [definition_of(ATTENTION[name], ATTENTION) is None for name in attentions(c)]
-        if any(own):
-            raise UserError(
-                "cla shares keys with the layer before, which must be an attention, too"
-            )
+        if any(definition_of(ATTENTION[name], ATTENTION) is None for name in attentions(c)):
+            raise UserError("cla takes keys from the layer before, so every layer must have keys")
         self.pair, self.reuses = divmod(layer, 2)
         self.n = c.n_head * c.head_dim
         self.qkv = nn.Linear(c.n_embd, self.n if self.reuses else width, bias=c.bias)

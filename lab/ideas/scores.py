@@ -179,7 +179,7 @@ def gated_delta_rule_attention(s, seen, v, k, b=of_token(0.0), f=of_token(4.0)):
 
 
 class Long(CausalSelfAttention):
-    """A layer whose heads count keys from the first one, and so cannot be short."""
+    """A layer whose heads must be long: they need all keys, or the scores of all heads at once."""
 
     def __init__(self, c, layer):
         if "S" in c.layer_heads(layer):

@@ -32,10 +32,10 @@ class Probe(Context):
 def max_abs_scores(model: nn.Module, idx: Tensor) -> list[float]:
     """The largest absolute attention score of each layer of a GPT, on idx (B, T).
 
-    A layer that is a class of its own has no scores, or says that they are no products q k, and has
-    no number here. The largest score explodes
-    if training is unstable (long-short paper, figure 1b). This costs a forward pass, in which q k^T
-    is computed once more, in float32, a few queries at a time.
+    A layer that is a class of its own has no scores, and no number here; neither has a layer whose
+    scores are not q k (has_scores = False). The largest score explodes if training is unstable
+    (long-short paper, figure 1b). This costs a forward pass, in which q k^T is computed once more,
+    in float32, a few queries at a time.
     """
     of_heads = {}
 
