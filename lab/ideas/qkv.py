@@ -43,58 +43,61 @@ class HalfRoPE(RoPE):
         return torch.cat((q1, q2), dim=-1), torch.cat((k1, k2), dim=-1), {}
 
 
-def half_rope_for(name: str, c) -> None:
-    """Raise UserError for a position that turns more than the key which all heads share."""
-    if c.position != "half_rope":
-        raise UserError(
-            f"{name} turns only the half of each key that all heads share: add --position=half_rope"
-        )
+class SharedKey(nn.Module):
+    """Half of each key, k_R, is the same for all heads, and positions turn only that half."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.sizes = c.n_kv_head, c.head_dim
+        if c.position != "half_rope":
+            raise UserError(
+                f"position={c.position!r} turns more than the half of a key that all \
+heads share: add --position=half_rope"
+            )
+
+    def with_shared(self, k_r, rest):
+        """(k_R, rest): k_r (B, T, D / 2), rest (B, T, G, n) -> (B, T, G, D / 2 + n)."""
+        return torch.cat((k_r[:, :, None].expand(*rest.shape[:3], -1), rest), dim=-1)
 
 
-class MLA(nn.Module):
+class MLA(SharedKey):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, equations 9 to 17).
 
     q = W_UQ c_Q and (k_C, v) = W_UKV c_KV of short vectors c_Q = W_DQ x and c_KV = W_DKV x, with
-    RMSNorms (section 3.1.2); a key is (k_R, k_C), and k_R = W_KR x is the same for all heads. The
-    paper's cache holds c_KV and k_R. Chosen: c_Q and c_KV have 2/3 and 1/3 of C numbers, k_R half
-    of a head's D (in the paper it comes on top, and is half of D as well).
+    RMSNorms (section 3.1.2); a key is (k_R, k_C), k_R = W_KR x. The paper's cache holds c_KV and
+    k_R. Chosen: c_Q and c_KV have 2/3 and 1/3 of C numbers, k_R half of a head's D (in the paper it
+    comes on top, and is half of D as well).
     """
 
     def __init__(self, c, width, layer):
-        super().__init__()
-        half_rope_for("mla", c)
-        G, D = self.sizes = c.n_kv_head, c.head_dim
-        n, m, _ = self.parts = 2 * c.n_embd // 3, c.n_embd // 3, D // 2
-        self.down = nn.Linear(c.n_embd, sum(self.parts), bias=False)
-        self.up_q = nn.Sequential(RMSNorm(n), nn.Linear(n, c.n_head * D, bias=False))
-        self.up_kv = nn.Sequential(RMSNorm(m), nn.Linear(m, G * (2 * D - D // 2), bias=False))
+        super().__init__(c)
+        self.parts = n, m, r = 2 * c.n_embd // 3, c.n_embd // 3, c.head_dim // 2
+        self.down = nn.Linear(c.n_embd, n + m + r, bias=False)
+        self.up_q = nn.Sequential(RMSNorm(n), nn.Linear(n, c.n_head * c.head_dim, bias=False))
+        self.up_kv = nn.Sequential(RMSNorm(m), nn.Linear(m, c.n_kv_head * 3 * r, bias=False))
 
     def forward(self, x, context):
         c_q, c_kv, k_r = self.down(x).split(self.parts, dim=-1)
         kv = self.up_kv(c_kv).unflatten(-1, (self.sizes[0], -1))  # (B, T, G, 3 D / 2)
-        k_r = k_r[:, :, None].expand(*kv.shape[:3], -1)
-        k, v = torch.cat((k_r, kv), dim=-1).split(self.sizes[1], dim=-1)  # (B, T, G, D) each
+        k, v = self.with_shared(k_r, kv).chunk(2, dim=-1)  # (B, T, G, D) each
         return torch.cat((self.up_q(c_q), k.flatten(2), v.flatten(2)), dim=-1)
 
 
-class GTA(nn.Module):
+class GTA(SharedKey):
     """Grouped-tied attention (arXiv 2505.21487, section 3.3.1): k = (k_R, second half of v).
 
-    k_R = W_KR x is the same for all heads. The paper's cache holds v and k_R, and it groups keys.
+    k_R = W_KR x. The paper's cache holds v and k_R, and it groups keys.
     """
 
     def __init__(self, c, width, layer):
-        super().__init__()
-        half_rope_for("gta", c)
-        G, D = self.sizes = c.n_kv_head, c.head_dim
-        self.parts = c.n_head * D, G * D, D // 2
+        super().__init__(c)
+        self.parts = c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.head_dim // 2
         self.qv = nn.Linear(c.n_embd, sum(self.parts), bias=c.bias)
 
     def forward(self, x, context):
         q, v, k_r = self.qv(x).split(self.parts, dim=-1)
-        tied = v.unflatten(-1, self.sizes)[..., self.sizes[1] // 2 :]  # (B, T, G, D / 2)
-        k = torch.cat((k_r[:, :, None].expand_as(tied), tied), dim=-1)
-        return torch.cat((q, k.flatten(2), v), dim=-1)
+        tied = v.unflatten(-1, self.sizes).chunk(2, dim=-1)[1]  # (B, T, G, D / 2)
+        return torch.cat((q, self.with_shared(k_r, tied).flatten(2), v), dim=-1)
 
 
 class TPA(nn.Module):
@@ -157,13 +160,18 @@ class ValueResidual(nn.Module):
         return torch.cat((qk, (first + v) / 2), dim=-1)
 
 
+def all_have_keys(c) -> None:
+    """Raise UserError for a layer of its own, which makes no keys."""
+    if any(definition_of(ATTENTION[name], ATTENTION) is None for name in attentions(c)):
+        raise UserError("cla takes keys from the layer before, so every layer must have keys")
+
+
 class CLA(nn.Module):
     """Cross-layer attention (arXiv 2405.12981), CLA2: layers 1, 3, ... use k and v of 0, 2, ..."""
 
     def __init__(self, c, width, layer):
         super().__init__()
-        if any(definition_of(ATTENTION[name], ATTENTION) is None for name in attentions(c)):
-            raise UserError("cla takes keys from the layer before, so every layer must have keys")
+        all_have_keys(c)
         self.pair, self.reuses = divmod(layer, 2)
         self.n = c.n_head * c.head_dim
         self.qkv = nn.Linear(c.n_embd, self.n if self.reuses else width, bias=c.bias)
