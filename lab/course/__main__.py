@@ -7,6 +7,7 @@ python -m lab.course --solutions  # of the solutions
 import importlib
 
 from configurator import run_script
+from errors import UserError
 from lab.course.checks import CHECKS
 
 solutions = False  # look at the solutions, not at the exercises
@@ -22,12 +23,14 @@ def state(name: str) -> str:
             return f"to do: {check.__name__}"
         except AssertionError as error:
             return f"{check.__name__}: {error}"
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return f"{check.__name__}: {type(error).__name__}: {error}"
     return "done"
 
 
 def main() -> None:
+    if not __debug__:
+        raise UserError("python -O leaves the checks out: start it without -O")
     for name in CHECKS:
         print(f"{name:16}{state(name)}")
 

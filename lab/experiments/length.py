@@ -17,6 +17,7 @@ endless.py is about long texts in decoding.
 
 import functools
 import resource
+import sys
 from collections.abc import Callable
 
 import torch
@@ -26,7 +27,7 @@ from configurator import names, positive, run_script
 from lab.experiments.results import measured, show_table, stored
 from lab.experiments.runs import of_rows
 from lab.experiments.tables import rows_of
-from lab.experiments.times import apart, max_rss, timed_step
+from lab.experiments.times import apart, timed_step
 from model import GPT, GPTConfig
 
 what = "steps,double,show"  # the parts: see above
@@ -47,7 +48,15 @@ softmax short, beta long, conv: --heads=SSSL --window=16 --short_attention=softm
 --attention=beta
 softmax short, beta_squared long, conv: --heads=SSSL --window=16 --short_attention=softmax \
 --conv=4 --attention=beta_squared
+beta, recomputed: --attention=beta --activation_checkpointing
+softmax short, recomputed: --heads=S --window=16 --activation_checkpointing
 """)
+
+
+def max_rss() -> int:
+    """The most bytes of memory that this process has had."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def trainer(flags: dict, block_size: int) -> tuple[GPT, list]:

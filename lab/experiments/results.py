@@ -210,7 +210,8 @@ def drawing(path: str, rows: int, columns: int, width: float, height: float) -> 
         ax.grid(alpha=0.3)
         ax.title.set_fontsize(10)
         if ax.get_legend() is None and ax.get_legend_handles_labels()[0]:
-            ax.legend(fontsize=8)
+            for text in ax.legend(fontsize=8).get_texts():
+                text.set_parse_math(False)  # a $ in a name is a $
     write_picture(figure, path, dpi=110)
 
 

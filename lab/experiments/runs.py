@@ -20,12 +20,13 @@ import shlex
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 
 from filelock import FileLock
 
-from configurator import PLAIN, user_errors
+from configurator import PLAIN, at_least_one, user_errors
 from errors import UserError
 from lab.experiments.identity import PARSING, of_code, of_data, of_text, parsed
 from lab.experiments.results import add, is_current, short, stored
@@ -88,6 +89,7 @@ def make(command: list[str], folder: str, threads: int | None, may_diverge: bool
 def main() -> None:
     """In a process of its own: make the run, with its identity as this process reads its code."""
     folder, *command = sys.argv[1:]
+    end_with_parent()
     import_all(imports_of(flags_of(command[1:])))  # one of them may change sys.path
     pathlib.Path(folder, MADE).write_text(identity(command))
     sys.argv = ["train.py", *command, f"--out_dir={folder}", "--sample_tokens=0"]
@@ -95,6 +97,18 @@ def main() -> None:
         runpy.run_module("lab.experiments.variants", run_name="__main__")
     else:
         runpy.run_path("train.py", run_name="__main__")
+
+
+def end_with_parent() -> None:
+    """End this process when the one that has started it does, however that was killed."""
+    parent = os.getppid()
+
+    def wait() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def text_of(path: pathlib.Path) -> str:
@@ -241,6 +255,7 @@ def make_runs(
     path: str, runs: dict, out_dir: str, jobs: int, keep: tuple, progress: Callable | None = None
 ) -> dict:
     """Make the runs: {name: what is stored of it}, added to a JSON file as soon as a run ends."""
+    at_least_one(jobs=jobs)
     threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
     names = {}
     results = {}

@@ -3,8 +3,6 @@
 import concurrent.futures
 import functools
 import multiprocessing
-import resource
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench import interleaved, medians, ratios, stopwatch
-from lab.experiments.runs import import_all, imports_of, settings_of
+from lab.experiments.runs import end_with_parent, import_all, imports_of, settings_of
 from lab.experiments.variants import change
 from model import GPT, GPTConfig
 from text.dataset import folder_of, prepare_small, read_meta
@@ -40,17 +38,16 @@ def write(gpt: GPT, n: int, dev: str, amp: AbstractContextManager) -> int:
     return cache.nbytes
 
 
+def fresh_processes(n: int) -> concurrent.futures.ProcessPoolExecutor:
+    """A pool of n processes, each of which ends when this one does, however that is killed."""
+    fresh = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(n, fresh, initializer=end_with_parent)
+
+
 def apart(f: Callable, *args: object) -> object:
     """f(*args) in a fresh process, whose memory is f's alone."""
-    fresh = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=fresh) as pool:
+    with fresh_processes(1) as pool:
         return pool.submit(f, *args).result()
-
-
-def max_rss() -> int:
-    """The most bytes of memory that this process has had."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
 
 
 def vocab_size_of(dataset: str) -> int:

@@ -196,7 +196,7 @@ def draw(rows: list[list[Map]], tokens: list[str]) -> object:
     for r, row in enumerate(rows):
         for column, m in enumerate(row, 1):
             ax = figure.add_subplot(len(rows), columns, r * columns + column)
-            ax.set_title(m.title, fontsize=font)
+            ax.set_title(m.title, fontsize=font, parse_math=False)
             seen = visible(m.weights, m.weights, m.window) | (m.weights != 0)  # shows a leak too
             weights = m.weights.where(seen, math.nan).numpy()
             image = ax.imshow(weights, cmap="RdBu" if signed else "YlGnBu", norm=norm)
@@ -307,7 +307,7 @@ def main() -> None:
         rows = [sum(layers, []) for layers in zip_longest(*of_runs, fillvalue=[])]
     figure = draw(rows, tokens)
     if len(runs) == 1:
-        figure.suptitle(f"{runs[0].about}\n{names[0]}")
+        figure.suptitle(f"{runs[0].about}\n{names[0]}", parse_math=False)
     write_picture(figure, out, dpi=120, bbox_inches="tight")
 
 

@@ -80,6 +80,8 @@ def _draw(ax, name, logs):
     key, words = CURVES[name]
     width = max(rows[-1]["steps"] for rows in logs.values()) / 50
     for i, (run, rows) in enumerate(logs.items()):
+        if run.startswith("_"):  # matplotlib would leave it out of the legend
+            run = f" {run}"
         places = _column(rows, x, key)
         values = _column(rows, key, key)
         if name in ("loss", "norm", "speed"):

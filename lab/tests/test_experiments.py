@@ -1,9 +1,14 @@
 """Experiments at a tiny scale, by their own commands."""
 
+import contextlib
 import functools
 import json
 import math
+import os
 import re
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -103,6 +108,33 @@ def test_mistakes(run, small, tmp_path):
         script, *wrong = case.split()
         start = [f"--out_dir={tmp_path}", *flags[script]]
         refused(run(f"lab.experiments.{script}", *start, *wrong), message)
+
+
+STARTS_A_WORKER = """
+import os, time
+from lab.experiments.times import fresh_processes
+if __name__ == "__main__":
+    with fresh_processes(1) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        pool.submit(time.sleep, 60)
+"""
+
+
+def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
+    """Also where that one is killed."""
+    script = tmp_path / "starts.py"
+    script.write_text(STARTS_A_WORKER)
+    env = os.environ | {"PYTHONPATH": ROOT}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=env) as process:
+        worker = int(process.stdout.readline())
+        process.kill()
+    for _ in range(100):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, 0)
+            time.sleep(0.1)
+            continue
+        return
+    pytest.fail("the worker still runs, ten seconds later")
 
 
 @slow

@@ -70,6 +70,18 @@ def test_the_axes_of_a_plot(tmp_path):
     assert halves == pytest.approx([4, (0.5 * 4 + 2) / 1.5])
 
 
+def test_names_that_matplotlib_reads_in_another_way(run, tmp_path, monkeypatch):
+    """A label with _ in front is left out of a legend, and $x_$ is a broken equation."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    for name in ("_a", "$x_$"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.jsonl").write_text('{"iter": 0, "val_loss": 3.0}\n')
+    done(run("lab.look.plot", "--runs=_a,$x_$", "--out=p.svg"), "$x_$: 0 steps")
+    picture = (tmp_path / "p.svg").read_text()
+    assert "<!--  _a, validation -->" in picture and "<!-- $x_$, validation -->" in picture
+
+
 def test_tensorboard(train, tmp_path):
     """Its curves are log.jsonl's, also after a resume. A new run replaces the older one's."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

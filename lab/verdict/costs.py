@@ -4,11 +4,9 @@ Each function builds its models itself, so that it can run in a process of its o
 rows are flags of train.py: of what the idea is compared with, then of the idea.
 """
 
-import concurrent.futures
 import contextlib
 import functools
 import math
-import multiprocessing
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from statistics import fmean, median
@@ -24,7 +22,7 @@ from errors import UserError, first_line
 from lab.experiments import recall
 from lab.experiments.identity import unchanged
 from lab.experiments.runs import import_all
-from lab.experiments.times import milliseconds, model_of, step_of, write
+from lab.experiments.times import fresh_processes, milliseconds, model_of, step_of, write
 from lab.verdict import checks
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of
@@ -225,9 +223,8 @@ def skill(task: str, fields: dict, recipe: dict, modules: list[str]) -> dict:
 
 def skills(settings: dict, own: dict, modules: list[str], jobs: int) -> dict:
     """{a task: what `skill` gives}. settings: of train.py. own: the side's own flags."""
-    fresh = multiprocessing.get_context("spawn")
     args = skill_fields(settings, own), settings, modules
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=fresh) as pool:
+    with fresh_processes(jobs) as pool:
         calls = {task: pool.submit(alone, skill, task, *args) for task in SKILLS}
         return {task: call.result() for task, call in calls.items()}
 
