@@ -1,12 +1,18 @@
 """The course: solutions pass, exercises as given fail, and typical mistakes are named."""
 
+import inspect
 import re
+import subprocess
+import sys
 import types
 
 import pytest
-from harness import parametrize
+from harness import ROOT, done, log_of, parametrize
 from test_docs import read
 
+import model
+from lab.course import micro
+from lab.course.__main__ import state
 from lab.course.checks import CHECKS
 
 # {exercise: (what is exchanged in the solution, by what, the message that it gives)}
@@ -101,3 +107,54 @@ def test_mistakes_are_named(name):
         with pytest.raises(AssertionError, match=re.escape(message)):
             for check in CHECKS[name]:
                 check(module)
+
+
+def test_an_exercise_that_ends_python_is_named(monkeypatch):
+    def ends(exercise):
+        raise SystemExit(3)
+
+    monkeypatch.setitem(CHECKS, "ex1_lookup", [ends])
+    assert state("ex1_lookup") == "ends: SystemExit: 3"
+
+
+def test_python_without_asserts_checks_nothing():
+    command = [sys.executable, "-O", "-m", "lab.course"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and "start it without -O" in result.stderr
+
+
+# -----------------------------------------------------------------------------
+# lesson 0, micro.py
+
+
+@parametrize("name", micro.ATTENTION)
+def test_lesson_0_has_the_losses_of_train_py(name, run, train, tmp_path):
+    data = tmp_path / "shakespeare"
+    done(run("data/shakespeare_char/prepare.py", f"--out_dir={data}"))
+    flags = (
+        f"--dataset={data} --attention={name} --n_layer={micro.LAYERS} --n_head={micro.H} "
+        f"--n_embd={micro.C} --block_size={micro.T} --batch_size={micro.BATCH} --seed={micro.SEED} "
+        f"--learning_rate={micro.LEARNING_RATE} --warmup_iters={micro.WARM_UP} "
+        "--schedule=constant --beta2=0.99 --plain --max_iters=20 --log_interval=1"
+    )
+    done(train(flags, "--gradient_accumulation_steps=1 --weight_decay=0.1 --grad_clip=1.0"))
+    theirs = [row["loss"] for row in log_of(tmp_path) if "loss" in row]
+    state = micro.new(name)
+    ours = [micro.train_step(*state, step) for step in range(20)]
+    assert len(theirs) == 20
+    assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+def test_lesson_0_has_the_definitions_of_model_py():
+    for name, definition in micro.ATTENTION.items():
+        assert inspect.getsource(definition) == inspect.getsource(model.ATTENTION[name])
+
+
+def test_lesson_0_trains_and_writes(monkeypatch, capsys):
+    monkeypatch.setattr(micro, "STEPS", 50)
+    micro.main(["softmax", "beta"])
+    out = capsys.readouterr().out
+    assert re.search(r"\n +50 +3\.\d+ +3\.\d+\n", out)
+    assert "--- softmax\n" in out and "--- beta\n" in out
+    with pytest.raises(SystemExit, match="there is no attention 'bta' here, but softmax, laser"):
+        micro.main(["bta"])
