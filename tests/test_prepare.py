@@ -273,6 +273,17 @@ def test_what_is_without_text_is_an_empty_document(tmp_path):
         assert written(tmp_path / "out", source, val_share=0.5) == (b"a\xff\xff", val)
 
 
+@parametrize("name, sep", [("a.csv", ","), ("a.tsv", "\t")])
+def test_a_text_is_a_text(name, sep, tmp_path):
+    """Also one that looks like a number, or like none."""
+    texts = "00001 1.50 null NA None nan True word".split()
+    rows = "".join(f"{i}{sep}{text}\n" for i, text in enumerate(texts))
+    (tmp_path / name).write_text(f"id{sep}text\n{rows}")
+    train, val = written(tmp_path / "out", str(tmp_path / name), val_share=0.5)
+    assert train == b"".join(text.encode() + b"\xff" for text in texts[::2])
+    assert val == b"".join(text.encode() + b"\xff" for text in texts[1::2])
+
+
 def test_gutenberg(tmp_path):
     """Licences are cut, also out of a single document before its last tenth becomes val."""
     mark = "*** {} OF THIS PROJECT GUTENBERG EBOOK EMMA ***\n"
@@ -359,10 +370,18 @@ def test_what_breaks_off_is_no_data_set(where, name, n, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
         patch.setattr(where, name, failing)
         prepared(tmp_path / "out", source)
-    assert not [*tmp_path.glob("out/meta.json"), *tmp_path.glob("out/*.tmp")]
+    assert not [*tmp_path.glob("out/meta.json"), *tmp_path.glob("out/*.unfinished")]
     if where is Path:  # all tokens are in the cache
         monkeypatch.setattr(tokenizers.ByteTokenizer, "ids", None)
     assert prepared(tmp_path / "out", source) == whole
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path):
+    left = tmp_path / "out" / "tmpabc.unfinished"
+    left.mkdir(parents=True)
+    (left / "train.bin").write_bytes(b"half")
+    prepared(tmp_path / "out", write_files(tmp_path / "books", TEXTS))
+    assert not left.exists()
 
 
 def test_another_column_and_a_changed_file(tmp_path):
@@ -393,6 +412,10 @@ MISTAKES = [
     ("", "--source= is no file, no folder, and no owner/name"),
     ("--source=nowhere", "no file, no folder, and no owner/name"),
     ("--source=a.parquet --column=words", "no column 'words', but id, text: give one"),
+    (
+        "--source=a.parquet --column=id",
+        "a.parquet has no texts in 'id', but {'text': Value('int",
+    ),
     ("--source=in/no.txt/no.txt", "train.bin would be empty: there is too little text"),
     ("--source=in/latin.txt", "in/latin.txt/latin.txt is not UTF-8 text. If"),
     ("--source=in/broken.parquet", "cannot read"),

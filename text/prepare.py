@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -138,8 +139,8 @@ def _read(source, column):
         options = {"data_files": {split: list(map(glob.escape, files[split])) for split in files}}
         if builder == "text":
             options["sample_by"] = "document"
-        if kind.startswith(".tsv"):
-            options["sep"] = "\t"
+        if builder == "csv":  # a text is a text: "null" and "00001" too
+            options |= {"converters": {column: str}, "sep": "\t" if ".tsv" in kind else ","}
     elif not kind and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source):
         builder, _, config = source.partition(":")
         options = {"name": config or None}
@@ -152,11 +153,12 @@ def _read(source, column):
     try:
         found = datasets.load_dataset(builder, **options)
     except Exception as error:  # of the classes of several libraries
+        if getattr(error, "filename", None):  # an OSError, perhaps of the cache's folder
+            raise
         if kind in (".txt", ".csv", ".tsv"):
             for path in itertools.chain(*files.values()):
                 read_text(path)  # raises a sentence that names the file
-        if type(error).__name__ == "DatasetGenerationError":
-            error = error.__cause__
+        error = error.__cause__ or error  # of a DatasetGenerationError
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"cannot read {source} ({why})") from None
 
@@ -168,8 +170,10 @@ def _read(source, column):
             raise UserError(
                 f"{source} has no column {column!r}, but {known}: give one as --column="
             )
-        split = SPLIT.sub(lambda word: word.lastgroup, name)
-        splits[split] = rows.select_columns(column).rename_columns({column: "text"})
+        rows = rows.select_columns(column).rename_columns({column: "text"})
+        if "string" not in str(rows.features):
+            raise UserError(f"{source} has no texts in {column!r}, but {rows.features}")
+        splits[SPLIT.sub(lambda word: word.lastgroup, name)] = rows
     return splits
 
 
@@ -338,7 +342,9 @@ def write(folder: str, tok: Tokenizer, rows: dict[str, Iterable[dict]], source: 
     """
     os.makedirs(folder, exist_ok=True)
     files = {}
-    with tempfile.TemporaryDirectory(dir=folder, suffix=".tmp") as temporary:
+    for left in Path(folder).glob("*.unfinished"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder, suffix=".unfinished") as temporary:
         for split, rows_of_split in rows.items():
             path = Path(temporary, f"{split}.bin")
             counts = collections.Counter()
