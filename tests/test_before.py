@@ -62,14 +62,16 @@ def test_a_model_that_left(kind):
 @parametrize(
     "field, value, says",
     [
-        ("gone", 0, None),
-        ("gone", 5, "has gone=5, .*: train again with --import=lab.gone. 14831a9 is the last"),
+        ("after", "none", None),
+        ("after", "gate", "has after='gate', .*: train again with --import=lab.ideas.after. 14831"),
+        ("gone", False, None),
+        ("gone", 5, "has gone=5, which GPTConfig does not have: other code has made it"),
     ],
 )
-def test_fields_that_left(tmp_path, monkeypatch, field, value, says):
-    monkeypatch.setitem(checkpoint.LEFT, "gone", (0, "lab.gone"))
+def test_fields_that_left(tmp_path, field, value, says):
     path = str(tmp_path / "ckpt.pt")
-    checkpoint.save(path, {"tokenizer": {}, "model_args": {"n_head": 2, field: value}})
+    fields = {"n_head": 2, field: value}
+    checkpoint.save(path, {"tokenizer": {}, "model": {}, "model_args": fields})
     if says is None:
         assert checkpoint.load(path)["model_args"] == {"n_head": 2}
     else:

@@ -420,8 +420,8 @@ def test_nanogpts_checkpoint(train, run, tmp_path, data):
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     gpt(x, x)[1].backward()
     optimizer.step()
-    weights = {f"_orig_mod.{key}": value for key, value in gpt.state_dict().items()}
-    weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
+    weights = {f"_orig_mod.module.{key}": value for key, value in gpt.state_dict().items()}
+    weights["_orig_mod.module.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
     theirs = {
         "model": weights,
         "optimizer": optimizer.state_dict(),

@@ -30,15 +30,15 @@ from training import distributed, origin
 
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"  # files in a run's folder
 NAME = re.compile(r"(ckpt|best)(-\d{8})?\.pt")  # of all checkpoints; other files are the user's
+AROUND = r"^(_orig_mod\.|module\.)+"  # how names of weights begin in a wrapped model
 VERSION = 3  # of the format: short heads come first since 3; nanoGPT's files have none
 LAST = "14831a9 is the last commit that reads it"
-NEW = "attn.conv.weight"  # weights that a changed field may add to a model
-# {a field that left GPTConfig: (its default, the module that has it now)}
+# {a field that left GPTConfig: the module that has it now}
 LEFT = {
-    "differential": (False, "lab.ideas.differential"),
-    "per_dim_temperature": (False, "lab.ideas.temperature"),
-    "after": ("none", "lab.ideas.after"),
-    "max_distance": (None, "lab.ideas.positions"),
+    "differential": "lab.ideas.differential",
+    "per_dim_temperature": "lab.ideas.temperature",
+    "after": "lab.ideas.after",
+    "max_distance": "lab.ideas.positions",
 }
 
 # -----------------------------------------------------------------------------
@@ -89,14 +89,9 @@ def load(path: str, verify: bool = True) -> dict:
             raise ValueError(f"its record {record} does not match its checksum")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
-        # nanoGPT's: made of a compiled model, with buffers for masks
-        if "tokenizer" not in state:
+        if "tokenizer" not in state:  # nanoGPT's, with buffers for masks
             weights = state["model"].items()
-            state["model"] = {
-                name.removeprefix("_orig_mod."): x
-                for name, x in weights
-                if not name.endswith(".attn.bias")
-            }
+            state["model"] = {name: x for name, x in weights if not name.endswith(".attn.bias")}
             state["model_args"] = {"mlp": "gelu_exact"} | state["model_args"]
     except Exception as error:  # unpickling a damaged file can raise any error
         raise UserError(
@@ -104,17 +99,18 @@ def load(path: str, verify: bool = True) -> dict:
             "it, --init_from=resume goes on from an older checkpoint in its folder"
         ) from None
 
-    # a version and fields that this code knows
+    # a version and fields that this code knows; others are dropped where they are off
     version = state.get("version", VERSION)
     if version not in (2, VERSION):
         raise UserError(f"{path} has version {version} of checkpoints; this code reads {VERSION}")
-    for field, (default, module) in LEFT.items():
-        value = state["model_args"].pop(field, default)
-        if value != default:
-            raise UserError(
-                f"{path} has {field}={value!r}, which GPTConfig does not have: "
-                f"train again with --import={module}. {LAST}"
-            )
+    fields = state["model_args"]
+    for field in [name for name in fields if not hasattr(GPTConfig, name)]:
+        value = fields.pop(field)
+        if value not in (None, False, "none"):
+            why = "other code has made it"
+            if field in LEFT:
+                why = f"train again with --import={LEFT[field]}. {LAST}"
+            raise UserError(f"{path} has {field}={value!r}, which GPTConfig does not have: {why}")
     return state | {"path": path}
 
 
@@ -141,8 +137,8 @@ def open_model(
 def model_of(state: dict, **changes) -> GPT:
     """The model of a checkpoint that load has read. changes: fields of GPTConfig to change.
 
-    With a smaller block_size it has the first of the learned positions. Weights of NEW that the
-    checkpoint lacks are as in a new model. Raises UserError if the changes or the weights do not
+    With a smaller block_size it has the first of the learned positions. Without a convolution in
+    the checkpoint that of a new model stays. Raises UserError if the changes or the weights do not
     fit: it names the weights that are missing, unknown or of another shape.
     """
     path = state["path"]
@@ -158,8 +154,9 @@ def model_of(state: dict, **changes) -> GPT:
     origin.note_changes(made_by, config, path)
 
     model = GPT(config)
-    new = {name: x for name, x in model.state_dict().items() if name.endswith(NEW)}
-    weights = new | state["model"]
+    new = model.state_dict()
+    weights = {name: x for name, x in new.items() if name.endswith("attn.conv.weight")}
+    weights |= {re.sub(AROUND, "", name): x for name, x in state["model"].items()}
     if config.position == "learned":
         table = "transformer.wpe.weight"
         weights[table] = weights[table][: config.block_size]
