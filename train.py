@@ -290,7 +290,7 @@ with user_errors():
     log = Log(c, start, made_by, mfu(raw_model, device, dtype))
 saver = checkpoint.Saver(out_dir, keep_checkpoints, start, best_val_loss == math.inf)
 if not eval_only:
-    signals = run.catch_signals()
+    signals, handlers = run.catch_signals()
 saved = weights = state = None  # frees their memory, and the file that holds them
 
 param_groups = [group for o in optimizers for group in o.param_groups]
@@ -369,6 +369,8 @@ while True:
 
 # the end
 log.close()
+if not eval_only:
+    run.put_back(handlers)
 if sample_tokens and not (eval_only or stop or unsaved):
     with user_errors():
         run.print_sample(c, raw_model, meta, amp, device)

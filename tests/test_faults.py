@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from harness import (
     state_of,
     weights_of,
     write,
+    written,
 )
 
 from model import GPT
@@ -444,3 +446,39 @@ def test_under_torchrun(train, tmp_path, data):
     assert out.count("started again by torchrun: going on from") == 1 and "step 5\n" in out, out
     assert f"stopped by signal after {steps} steps" in out and steps >= 10, err
     assert [it for it, key, _ in losses_of(tmp_path) if key == "loss"] == list(range(steps))
+
+
+# -----------------------------------------------------------------------------
+# two trainings in one folder
+
+HOLDS = """
+import sys
+from filelock import FileLock
+lock = FileLock(sys.argv[1])
+lock.acquire()
+print("holds it", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_in_use_is_refused(train, tmp_path):
+    """By whom it is used and since when; a process that was killed uses nothing."""
+    done(train("--max_iters=3"))
+    command = [sys.executable, "-c", HOLDS, str(tmp_path / "out" / "lock")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as other:
+        other.stdout.readline()
+        before = written(tmp_path)
+        says = f"is in use since .*, by process {os.getpid()} on .*: python .*train.py"
+        assert re.search(says, refused(train("--init_from=resume --max_iters=5")))
+        assert written(tmp_path) == before
+        other.kill()
+    assert (tmp_path / "out" / "lock").exists()
+    done(train("--init_from=resume --max_iters=5"))
+
+
+def test_handlers_are_put_back(train):
+    """A notebook, or python -i, goes on after a training."""
+    before = signal.getsignal(signal.SIGTERM)
+    done(train("--max_iters=3"))
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -4,14 +4,17 @@ import contextlib
 import json
 import math
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from os.path import join
-from time import perf_counter
+from time import ctime, perf_counter
 from types import SimpleNamespace
 from typing import NoReturn
 
-from errors import note, optional
+from filelock import FileLock, Timeout
+
+from errors import UserError, note, optional
 from training import checkpoint, distributed
 from training.distributed import by_master, say
 from training.estimate import duration
@@ -40,7 +43,6 @@ class Log:
     wandb = None
 
     def __post_init__(self):
-        self.path = join(self.c.out_dir, checkpoint.LOG)
         if not self.c.eval_only:
             by_master(self.open)
         self.restart(self.start)
@@ -53,6 +55,8 @@ class Log:
     def open(self) -> None:
         """Opens the logs. A resumed run makes the steps after its checkpoint again."""
         c = self.c
+        os.makedirs(c.out_dir, exist_ok=True)
+        self.lock(join(c.out_dir, "lock"))
         if c.wandb_log:
             self.wandb = optional("wandb", "--wandb_log").init(
                 project=c.wandb_project,
@@ -63,12 +67,11 @@ class Log:
             )
             c.wandb_id = self.wandb.id  # the checkpoints keep it
 
-        os.makedirs(c.out_dir, exist_ok=True)
         if c.init_from != "resume":
             checkpoint.move_to_previous(c.out_dir)
 
         # what this run writes again is cut off, and a line that a kill has cut
-        self.file = open(self.path, "a+", buffering=1)
+        self.file = open(join(c.out_dir, checkpoint.LOG), "a+", buffering=1)
         self.file.seek(0)
         end = 0
         for line in iter(self.file.readline, ""):
@@ -76,7 +79,26 @@ class Log:
                 break
             end = self.file.tell()
         self.file.truncate(end)
-        self.file.write(json.dumps({"iter": self.start} | self.origin) + "\n")
+        began = {"began": ctime(), "process": f"{os.getpid()} on {socket.gethostname()}"}
+        self.file.write(json.dumps({"iter": self.start} | began | self.origin) + "\n")
+
+    def lock(self, path: str) -> None:
+        """Takes the folder until this process ends, or is killed: the system frees it then.
+
+        Raises UserError if a training of another process has it.
+        """
+        self.taken = FileLock(path, is_singleton=True)
+        try:
+            self.taken.acquire(blocking=False)
+        except Timeout:
+            rows = open(join(self.c.out_dir, checkpoint.LOG))
+            made = [json.loads(row) for row in rows if '"command"' in row][-1]
+            raise UserError(
+                f"{self.c.out_dir} is in use since {made['began']}, by process {made['process']}: "
+                f"{made['command']}. Take another --out_dir="
+            ) from None
+        except (OSError, NotImplementedError):  # a file system without locks
+            pass
 
     def write(self, row: dict, line: str) -> None:
         """Writes a row to the logs, and its line to the terminal."""
@@ -126,6 +148,10 @@ class Log:
         self.restart(step + 1)
 
     def close(self) -> None:
-        """Waits until wandb has everything."""
+        """Waits until wandb has everything, and frees the folder."""
         if self.wandb:
             self.wandb.finish()
+        if self.file:
+            self.taken.release()
+            with contextlib.suppress(OSError):
+                os.remove(self.taken.lock_file)

@@ -268,14 +268,21 @@ def best_loss(c: SimpleNamespace, saved: dict, checksums: dict) -> float:
 STOPS = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
 
 
-def catch_signals() -> list[int]:
-    """A list to which the signals of STOPS are added from now on."""
+def catch_signals() -> tuple[list[int], dict]:
+    """(a list to which the signals of STOPS are added from now on, their handlers until now)."""
     caught = []
+    handlers = {}
     for number in signal.Signals:
         # after nohup SIGHUP is ignored, and stays so
         if number.name in STOPS and signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: caught.append(number))
-    return caught
+            handlers[number] = signal.signal(number, lambda number, frame: caught.append(number))
+    return caught, handlers
+
+
+def put_back(handlers: dict) -> None:
+    """Ends what catch_signals has begun: an interpreter may go on after a training."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def stopped_by(caught: list[int]) -> int:
