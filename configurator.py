@@ -29,7 +29,6 @@ import re
 import runpy
 import sys
 import textwrap
-import tokenize
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -37,10 +36,13 @@ from collections.abc import Iterable, Iterator
 from errors import UserError, first_line, note, refuse
 
 ROOT = os.path.dirname(__file__)
-PLAIN = types.NoneType | bool | int | float | str  # the types of a flag's value
+PLAIN = bool | int | float | str | None  # the types of a flag's value
 # How "flag=text" begins if the text is a path, or a list of paths
 PATHS = r"(\w+_dir|\w+_file|dataset|init_from|json|out|picture|runs|source|to|tokenizer)=|\w+=FILE:"
 DTYPE = typing.Literal["auto", "float32", "bfloat16", "float16"]
+# A line of a script: the question above some flags; a flag, and the comment that ends it
+GROUP = r"# (.*\?)$"
+FLAG = r"([a-z_0-9]+)(?:: .+?)? = .*?(?:  # (.*))?$"
 # The ~ of a path
 HOME = r"(?<![^,:])~(?=[/\\])"
 
@@ -90,11 +92,13 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
             stream.reconfigure(errors="backslashreplace")
 
     # imported modules may add to the tables from which flags choose
-    files = {}
+    sources = {}
     options = {}
     for arg in sys.argv[1:]:
         arg = re.sub("^--no[-_]([^=]*)$", r"--\1=False", arg)
         name, equals, text = arg.partition("=")
+        if name == "--import" and text in ("attention", "text", "training"):
+            raise UserError(f"--import={text} is a folder of this project: rename your {text}.py")
         if name == "--import" and text:
             importlib.import_module(text)
         elif arg.startswith("-"):
@@ -103,7 +107,7 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
             file = arg if os.path.isfile(arg) else f"{ROOT}/{arg}"
             if not os.path.isfile(file) or not arg.endswith(".py"):  # a text is meant for --source=
                 raise UserError(f"there is no config file {arg} (a flag is written --key=value)")
-            files[arg] = runpy.run_path(file)
+            sources[arg] = runpy.run_path(file)
 
     flags = _flags(script, dataclasses)
     if options.keys() & {"h", "help"}:
@@ -111,9 +115,10 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
         sys.exit()
 
     # the command line comes last: it wins over config files
+    sources["command line"] = options
     config = {name: flag[0] for name, flag in flags.items()}
     given = {}
-    for source, values in (*files.items(), ("command line", options)):
+    for source, values in sources.items():
         for name, value in values.items():
             if name in flags:
                 config[name] = _checked(source, name, value, flags[name][1])
@@ -147,21 +152,13 @@ def _flags(script, dataclasses):
     flags = {}
     for owner in (*dataclasses, module):
         hints = typing.get_type_hints(owner)
-        lines = iter(inspect.getsourcelines(owner)[0])
         indent = 4 * isinstance(owner, type)
         group = "Flags"
-        name = ""
-        for kind, text, (_, column), *_ in tokenize.generate_tokens(lines.__next__):
-            # the name that begins a line, and the comment that ends it
-            if kind == tokenize.NAME and column == indent:
-                name = text
-                comment = ""
-            elif kind == tokenize.COMMENT:
-                comment = text.lstrip("# ")
-                if column == indent and comment.endswith("?"):
-                    group = comment
-
-            elif kind == tokenize.NEWLINE and name.islower():
+        for line in inspect.getsourcelines(owner)[0]:
+            if found := re.match(GROUP, line[indent:]):
+                group = found[1]
+            elif found := re.match(FLAG, line[indent:]):
+                name, comment = found.groups("")
                 default = getattr(owner, name, ())
                 if isinstance(default, PLAIN):
                     hint = hints.get(name, type(default))

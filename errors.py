@@ -6,7 +6,7 @@ A user's mistake is a sentence. Any other error is a bug and keeps its traceback
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -22,17 +22,6 @@ def refuse(rules: Iterable[tuple]) -> None:
     for wrong, sentence in rules:
         if wrong:
             raise UserError(sentence)
-
-
-def out_of_range(values: dict, ranges: Iterable[tuple]) -> Iterator[tuple[bool, str]]:
-    """Yield rules for `refuse`: each of these values is legal, or None.
-
-    ranges: (names with spaces between them, whether a value is legal, what it must be).
-    """
-    for names, is_legal, needed in ranges:
-        for name in names.split():
-            value = values[name]
-            yield value is not None and not is_legal(value), f"{name}={value} must be {needed}"
 
 
 def note(message: str) -> None:

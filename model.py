@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from attention.cache import Cache, Context, why_it_ends
+from attention.fast import recompute
 from attention.forms import Heads
 from errors import UserError, refuse
 from parts import (
@@ -168,11 +168,6 @@ class GPTConfig:
         pattern = layers[layer % len(layers)]
         return (pattern * self.n_head)[: self.n_head]
 
-    def layer_attentions(self, layer: int) -> list[str]:
-        """The attention of each head of one layer: a name in ATTENTION."""
-        names = {"S": self.short_attention or self.attention, "L": self.attention}
-        return [names[letter] for letter in self.layer_heads(layer)]
-
 
 class CausalSelfAttention(nn.Module):
     """Every token mixes the values of the tokens that it sees, in many heads at once.
@@ -318,7 +313,8 @@ class Block(nn.Module):
         self.ln_2 = norm((before or self.added) and not self.parallel)
         self.ln_1_after = norm(after)
         self.ln_2_after = norm(after)
-        own = ATTENTION[c.layer_attentions(layer)[0]]
+        is_short = c.layer_heads(layer)[0] == "S"
+        own = ATTENTION[c.short_attention if is_short else c.attention]
         self.attn = (own if isinstance(own, type) else CausalSelfAttention)(c, layer)
         self.mlp = MLP(c)
 
@@ -383,25 +379,26 @@ class GPT(nn.Module):
         """
         T = idx.shape[1]
         most = self.config.block_size
-        if cache is not None:
-            with cache.adding(*idx.shape):
-                return self.predict(self.hidden(idx, cache), targets)
-        if T > most:
+        if T > most and cache is None:
             raise ValueError(f"{T} tokens do not fit: this model takes 1 to block_size={most}")
-        return self.predict(self.hidden(idx, Context()), targets)
+        context = cache or Context()
+        with context.adding(*idx.shape):
+            return self.predict(self.hidden(idx, context), targets)
 
     def hidden(self, idx: Tensor, context: Context) -> Tensor:
         """The input of the output head, (B, T, C). context: what is known besides idx (B, T)."""
+        context.kept = {}
+
         # tokens and, if they are added to these, their positions
         x = self.transformer.wte(idx)  # (B, T, C)
         if "wpe" in self.transformer:
             x = self.transformer.wpe(x, context.positions(x))
         x = self.transformer.drop(x)
 
-        recompute = self.config.activation_checkpointing and self.training
+        checkpointing = self.config.activation_checkpointing and self.training
         for block in self.transformer.h:
-            if recompute:
-                x = checkpoint(block, x, context, use_reentrant=False)
+            if checkpointing:
+                x = recompute(block, x, context)
             else:
                 x = block(x, context)
         return self.transformer.ln_f(x)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.scores import at_least_float32, has_argument
-from errors import out_of_range
 
 # -----------------------------------------------------------------------------
 # norms
@@ -30,26 +29,31 @@ class RMSNorm(nn.RMSNorm):
 
 
 # f(c, width) -> the module
-NORM: dict[str, Callable] = {
+NORM = {
     # Ba et al. 2016
     "layernorm": lambda c, width: nn.LayerNorm(width, eps=c.norm_eps, bias=c.bias),
     "rmsnorm": lambda c, width: RMSNorm(width, eps=c.norm_eps),
 }
 
 # where a block has norms: (before a sublayer, after it, after its output is added to x)
-WHERE: dict[str, tuple[bool, bool, bool]] = {
+WHERE = {
     "pre": (True, False, False),  # x + f(norm(x)): GPT-2, Llama
     "post": (False, False, True),  # norm(x + f(x)): Vaswani et al. 2017, GPT-1
     "sandwich": (True, True, False),  # x + norm(f(norm(x))): Gemma 2
     "olmo2": (False, True, False),  # x + norm(f(x)): OLMo 2
 }
 
+
+def two_of(norm: Callable) -> Callable:
+    """f(c, D) -> (a norm of a layer's queries, another one of its keys)."""
+    return lambda c, D: (norm(c, D), norm(c, D))
+
+
 # f(c, D) -> (the module for a layer's queries, the module for its keys)
-QK_NORM: dict[str, Callable] = {
+QK_NORM = {
     "none": lambda c, D: (nn.Identity(), nn.Identity()),
-    # LASER, section 4
-    "layernorm": lambda c, D: (NORM["layernorm"](c, D), NORM["layernorm"](c, D)),
-    "rmsnorm": lambda c, D: (NORM["rmsnorm"](c, D), NORM["rmsnorm"](c, D)),
+    "layernorm": two_of(NORM["layernorm"]),  # LASER, section 4
+    "rmsnorm": two_of(NORM["rmsnorm"]),
 }
 
 # -----------------------------------------------------------------------------
@@ -57,7 +61,7 @@ QK_NORM: dict[str, Callable] = {
 
 gelu_tanh = partial(F.gelu, approximate="tanh")
 # (f, gated): the MLP is W2 f(W1 x) or, gated, W2 (f(W1 x) * (W3 x)) (Shazeer 2020)
-ACTIVATION: dict[str, tuple[Callable, bool]] = {
+ACTIVATION = {
     "gelu": (gelu_tanh, False),  # GPT-2's own
     "gelu_exact": (F.gelu, False),  # nanoGPT's
     "relu": (F.relu, False),  # Vaswani et al. 2017
@@ -79,7 +83,7 @@ class Linear(nn.Linear):
 
 # f(c, width, layer) -> a module with forward(x, context) -> (B, T, width): q, k and v of all heads,
 # side by side. context: see attention.cache.Context; context.kept is for later layers.
-QKV: dict[str, Callable] = {
+QKV = {
     "linear": lambda c, width, layer: Linear(c.n_embd, width, bias=c.bias),
 }
 
@@ -249,8 +253,9 @@ def alibi_slopes(n: int) -> list[float]:
     return [2 ** (-4 * h / m) for h in halves]
 
 
-# (f(c) -> a module f(x, pos) -> x with positions, for the embedding x (B, T, C); a Scheme)
-POSITION: dict[str, tuple[Callable | None, type[Scheme] | None]] = {
+# (f(c) -> a module f(x, pos) -> x with positions, for the embedding x (B, T, C), or None; a Scheme,
+# a position inside attention, or None)
+POSITION = {
     "learned": (Learned, None),
     "rope": (None, RoPE),
     "alibi": (None, ALiBi),
@@ -258,7 +263,7 @@ POSITION: dict[str, tuple[Callable | None, type[Scheme] | None]] = {
 }
 
 # f(c) -> a Scheme that makes far keys weigh less, beside any position
-DECAY: dict[str, Callable] = {
+DECAY = {
     "none": lambda c: None,
     "alibi": ALiBi,
 }
@@ -273,9 +278,8 @@ def learned_scalars(layer_heads: list) -> nn.ParameterDict:
     numbers = nn.ParameterDict()
     for heads in layer_heads:
         for name, start in heads.scalars.items():
-            if name not in numbers:
-                numbers[name] = torch.zeros(H)
-            numbers[name].data[heads.queries] = start
+            number = numbers.setdefault(name, torch.zeros(H))
+            number.data[heads.queries] = start
     return numbers
 
 
@@ -321,7 +325,8 @@ TABLES = {
     "block": ("serial", "parallel"),
     "mlp": ACTIVATION,
 }
-RANGES = [  # see errors.out_of_range
+# (fields with spaces between them, whether a value is legal, what it must be)
+RANGES = [
     (
         "block_size vocab_size n_layer n_head n_embd n_kv_head head_dim n_hidden",
         lambda x: x >= 1,
@@ -389,7 +394,11 @@ def with_defaults(c, ATTENTION: dict):
 
 def rules(c, ATTENTION: dict) -> Rules:
     """Yields (whether a rule is broken, its message). A rule may assume that all before it hold."""
-    yield from out_of_range(vars(c), RANGES)
+    # numbers
+    for fields, is_legal, needed in RANGES:
+        for field in fields.split():
+            value = getattr(c, field)
+            yield value is not None and not is_legal(value), f"{field}={value} must be {needed}"
 
     # names in tables
     tables = {"attention": ATTENTION, "short_attention": (None, *ATTENTION)} | TABLES
@@ -458,11 +467,11 @@ def rules_of_heads(c) -> Rules:
 def rules_of_attention(c, ATTENTION: dict) -> Rules:
     """Rules of what each attention can take, and of positions inside attention."""
     names = attentions(c)
+    is_mixed = any(len({*c.layer_heads(layer)}) > 1 for layer in range(c.n_layer))
     for name in names:
         own = ATTENTION[name]
         yield (
-            isinstance(own, type)
-            and any({name} < set(c.layer_attentions(layer)) for layer in range(c.n_layer)),
+            isinstance(own, type) and is_mixed and len(names) > 1,
             f"attention={name!r} is a whole layer, so all heads of a layer need the same letter, "
             f"not heads={c.heads!r}: use for example --heads=S/S/L",
         )

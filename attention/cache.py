@@ -38,6 +38,10 @@ class Context:
         """
         return {}
 
+    def adding(self, B: int, T: int) -> contextlib.AbstractContextManager:
+        """A context in which a forward pass reads T tokens of B rows."""
+        return contextlib.nullcontext()
+
     def positions(self, x: Tensor) -> Tensor:
         """The positions of the tokens x (B, T, C): (T), or (B, T)."""
         return torch.arange(self.length, self.length + x.shape[1], device=x.device)
@@ -48,7 +52,7 @@ class Context:
         before = self.state.get(module, x.new_zeros(B, n, C))
         padded = torch.cat((before, x), dim=1)  # (B, n + T, C)
         self.state[module] = padded[:, T:].clone()  # a view would keep all of x
-        return [padded[:, n - offset : n - offset + T] for offset in range(1, n + 1)]
+        return [padded[:, n - offset : -offset] for offset in range(1, n + 1)]
 
     def attend(self, heads: Heads, q, k, v, **settings) -> Tensor:
         """y (B, H, T, D) of some heads: q (B, H, T, D), k and v (B, G, T, D)."""
@@ -66,7 +70,6 @@ class Cache(Context):
 
     def __init__(self, capacity: int):
         self.capacity = capacity
-        self.length = 0
         self.state = {}
         self.parts = collections.defaultdict(dict)
 
@@ -76,7 +79,7 @@ class Cache(Context):
         if heads.sums is None or heads.sums.tokens(q.shape[-1]) > self.capacity:
             k = self.extended(kept, "k", k, heads.window).to(k.dtype)
             v = self.extended(kept, "v", v, heads.window).to(v.dtype)
-            return heads.run(q, heads.expand(k), heads.expand(v), **settings)
+            return super().attend(heads, q, k, v, **settings)
 
         settings.pop("dropout", None)  # running sums drop no weights
         y, kept["sums"] = linear_attention(
@@ -107,13 +110,13 @@ class Cache(Context):
 
         Raises ValueError if they do not fit. After another error the cache is of no use.
         """
-        self.rows = B if self.length == 0 else self.rows
+        if self.length == 0:
+            self.rows = B
         if self.length + T > self.capacity or B != self.rows:
             raise ValueError(
                 f"{self.length} + {T} tokens do not fit into a cache of {self.capacity}, "
                 f"or {B} rows into one of {self.rows}"
             )
-        self.kept = {}
         with torch.no_grad():
             yield
         self.length += T

@@ -7,10 +7,10 @@ All are functions attend(q, k, v, window, scale, dropout, ...) -> y, as scores.p
 them, or make such functions. Each has only the arguments that it can take.
 """
 
-import functools
 import math
 import warnings
 from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ AT_ONCE = 2**23  # numbers held at once where they are computed again: 32 MiB; o
 BFLOAT16_FROM = 512  # tokens; for fewer, a CPU's fused attention is slower in bfloat16
 LASER_RANGE = 80.0  # largest range of a channel: float32 and bfloat16 end at exp(88)
 HAS_FLASH = torch.backends.cuda.is_flash_attention_available()  # whether PyTorch was built with it
+
+# recompute(f, x, ...): f(x, ...), of which nothing is kept: the backward pass computes it again
+recompute: Callable = partial(checkpoint, use_reentrant=False)
 
 # -----------------------------------------------------------------------------
 # any attention, a few queries at a time
@@ -47,10 +50,10 @@ def by_rows(definition: Callable) -> Callable:
         scores = k[..., 0].numel()  # of one query, of all heads
         held = scores * (per_score + per_channel * v.shape[-1])
         room = 1 if q.device.type == "cpu" else 8
-        run = functools.partial(attend, **settings)
+        run = partial(attend, **settings)
 
         if held * Tq > KEPT * room:
-            run = functools.partial(checkpoint, run, use_reentrant=False)
+            run = partial(recompute, run)
             return in_rows(run, q, k, v, 1 + int(AT_ONCE * room / held))
         if unrolls(q) or k.shape[-2] < ROWS_FROM:
             return run(q, k, v)
@@ -70,7 +73,7 @@ def in_rows(run: Callable, q, k, v, n: int) -> Tensor:
     return torch.cat(outputs, dim=-2)
 
 
-@functools.cache
+@cache
 def numbers_held(definition: Callable) -> tuple[float, float]:
     """(a, b): the definition keeps a + b Dv numbers for each score, for its backward pass.
 
@@ -98,11 +101,6 @@ def numbers_held(definition: Callable) -> tuple[float, float]:
 # any attention, short heads in blocks
 
 
-def _block_length(window):
-    """The queries in a block of a short head: whole chunks, at least half as many as the window."""
-    return CHUNK * max(1, math.ceil(window / (2 * CHUNK)))
-
-
 def in_blocks(attend: Callable) -> Callable:
     """The same attention with short heads that cost O(T window) time and memory.
 
@@ -119,7 +117,8 @@ def in_blocks(attend: Callable) -> Callable:
         if window is None or window >= T - 1:  # the window hides nothing
             return attend(q, k, v, **settings)
 
-        c = _block_length(window)
+        # whole chunks, at least half as many queries as the window
+        c = CHUNK * max(1, math.ceil(window / (2 * CHUNK)))
         first = c * max(1, math.ceil(window / c)) + T % c
         if q.shape[-2] < T or T <= first + c:  # blocks would not save more than they cost
             return attend(q, k, v, window=window, **settings)
@@ -198,8 +197,10 @@ def sdpa(q, k, v, window=None, scale=None, dropout=0.0):
 
     # a single query sees all keys of a cache
     mask = None
-    if window is not None or 1 < Tq < T:
+    if window is not None:
         mask = visible(q, k, window)
+    elif 1 < Tq < T:
+        mask = torch.ones(Tq, T, dtype=torch.bool, device=q.device).tril(T - Tq)
     causal = mask is None and Tq > 1
     y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale)
     return y[..., :Dv]

@@ -6,14 +6,13 @@ compares each form with its definition, and prints the checksums anew.
 """
 
 import ast
-import functools
 import hashlib
 import inspect
 import textwrap
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from attention.sums import BETA, BETA_SQUARED, Sums, by_sums
 from errors import note
 
 
-@dataclass(frozen=True)
+@dataclass
 class Form:
     """The fast code of an attention.
 
@@ -98,7 +97,7 @@ def code_of(definition: Callable) -> str:
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 
 
-@functools.cache
+@cache
 def _tree(function):
     """The syntax tree of a function; None for no function, or one typed into an interpreter."""
     try:
@@ -107,7 +106,7 @@ def _tree(function):
         return None
 
 
-note_once = functools.cache(note)
+note_once = cache(note)
 
 # -----------------------------------------------------------------------------
 # the heads of a layer

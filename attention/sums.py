@@ -7,14 +7,14 @@ their sums, the state. Read beta first, then linear_attention, which calls it, t
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from attention.fast import general_form
-from attention.scores import at_least_float32, unrolls
+from attention.fast import general_form, recompute
+from attention.scores import at_least_float32, faded, unrolls
 
 TOKENS_KEPT = 65_536  # of a longer text the backward pass computes each such part again
 
@@ -98,12 +98,7 @@ def _faded_cumsum(x, gamma):
 
 def _within_chunk(weights, decay):
     """Weights (B, H, n, c, c) without those of later keys, faded by a decay."""
-    weights = weights.tril()
-    if decay is None:
-        return weights
-    place = torch.arange(weights.shape[-1], device=weights.device)
-    distance = (place[:, None] - place).clamp(min=0)
-    return weights * (-decay[:, None] * distance).exp()
+    return faded(weights.tril(), None if decay is None else decay[:, None])
 
 
 # -----------------------------------------------------------------------------
@@ -135,16 +130,15 @@ def linear_attention(
         if T > whole:
             sizes.append(T - whole)
 
+        run = sums.run
+        if T > TOKENS_KEPT:
+            run = partial(recompute, run)
         outputs = []
         for part in zip(*(x.split(sizes, dim=2) for x in (q, k, values)), strict=True):
             chunks = [x.unflatten(2, (-1, min(c, x.shape[2]))) for x in part]
-            if T > TOKENS_KEPT:
-                y, state = checkpoint(sums.run, *chunks, decay, state, use_reentrant=False)
-            else:
-                y, state = sums.run(*chunks, decay, state)
+            y, state = run(*chunks, decay, state)
             outputs.append(y.flatten(2, 3))
-        y = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
-    return y.to(v.dtype), state
+    return torch.cat(outputs, dim=2).to(v.dtype), state
 
 
 def by_sums(sums: "Sums", definition: Callable) -> Callable:
@@ -200,7 +194,6 @@ class Products(torch.autograd.Function):
         return torch.cat([x[..., a : a + 1] * x[..., a:] for a in range(x.shape[-1])], dim=-1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         D = x.shape[-1]
@@ -214,7 +207,7 @@ class Products(torch.autograd.Function):
 # -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sums:
     """An attention by running sums, for heads that are D wide."""
 

@@ -266,3 +266,8 @@ def check_help(run, script):
 @parametrize("script", SCRIPTS)
 def test_help_explains_every_flag(run, script):
     check_help(run, script)
+
+
+def test_a_module_with_the_name_of_a_folder_of_the_project(script):
+    """It would be the folder, without a word."""
+    assert_sentence(script("--import=text"), "--import=text is a folder of this project")

@@ -3,7 +3,6 @@
 import contextlib
 import os
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -81,8 +80,8 @@ def data_parallel(model: nn.Module, parallel: str, device: str, dtype: torch.dty
 
     device: the type of the processes' devices, such as cuda.
 
-    ddp: each process has the whole model (Li et al. 2020). fsdp: each has its shard of every
-    parameter, and gathers all of a block while it computes that block (Zhao et al. 2023, as
+    ddp: each process has the whole model (Li et al. 2020). fsdp: each has its shard of
+    every parameter, and gathers all of a block while it computes that block (Zhao et al. 2023, as
     fully_shard, in place). The gathered parameters are in dtype; gradients are summed in float32
     after each micro-batch, so no process holds all.
     """
@@ -91,11 +90,8 @@ def data_parallel(model: nn.Module, parallel: str, device: str, dtype: torch.dty
 
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    shard = partial(
-        fully_shard,
-        mesh=dist.init_device_mesh(device, (world,)),
-        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-    )
-    for block in model.transformer.h:
-        shard(block)
-    return shard(model)
+    mesh = dist.init_device_mesh(device, (world,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for part in (*model.transformer.h, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    return model

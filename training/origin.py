@@ -11,7 +11,6 @@ import inspect
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
 
 import torch
 
@@ -27,13 +26,13 @@ def imported() -> list[str]:
     return [arg.removeprefix("--import=") for arg in sys.argv if arg.startswith("--import=")]
 
 
-def fingerprints(names: Iterable[str], modules: Iterable[str]) -> dict[str, str]:
+def fingerprints(config: GPTConfig) -> dict[str, str]:
     """{an attention or a module: a checksum of its code} of attentions and of imported modules.
 
     An attention's covers attention/scores.py as well. It is empty for a class.
     """
-    code = {name: code_of(ATTENTION[name]) for name in names}
-    for module in modules:
+    code = {name: code_of(ATTENTION[name]) for name in attentions(config)}
+    for module in imported():
         text = ast.unparse(ast.parse(inspect.getsource(sys.modules[module])))
         code[module] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return code
@@ -52,16 +51,16 @@ def origin(config: GPTConfig) -> dict:
         "command": shlex.join(["python", *sys.argv]),
         "commit": subprocess.getoutput(command),
         "versions": {"torch": str(torch.__version__)},
-        "fingerprints": fingerprints(attentions(config), imported()),
+        "fingerprints": fingerprints(config),
         "sources": sources,
     }
 
 
 def note_changes(saved: dict, config: GPTConfig, path: str) -> None:
     """Says which code of a checkpoint's model is another now. saved: its origin, or {}."""
-    now = fingerprints(attentions(config), imported())
     trained = saved.get("fingerprints", {})
-    changed = [name for name, code in now.items() if trained.get(name, code) != code]
+    now = fingerprints(config).items()
+    changed = [name for name, code in now if trained.get(name, code) != code]
     if changed:
         note(
             f"{path}: the code of {', '.join(changed)} (or of attention/scores.py) is not what "
