@@ -139,8 +139,9 @@ def _read(source, column):
         options = {"data_files": {split: list(map(glob.escape, files[split])) for split in files}}
         if builder == "text":
             options["sample_by"] = "document"
-        if builder == "csv":  # a text is a text: "null" and "00001" too
-            options |= {"converters": {column: str}, "sep": "\t" if ".tsv" in kind else ","}
+        if builder == "csv":  # a mark, which _documents removes, makes texts of "null" and "00001"
+            options["converters"] = {column: "\ufeff{}".format}
+            options["sep"] = "\t" if ".tsv" in kind else ","
     elif not kind and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source):
         builder, _, config = source.partition(":")
         options = {"name": config or None}
