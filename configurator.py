@@ -42,7 +42,7 @@ PATHS = r"(\w+_dir|\w+_file|dataset|init_from|json|out|picture|runs|source|to|to
 DTYPE = typing.Literal["auto", "float32", "bfloat16", "float16"]
 # A line of a script: the question above some flags; a flag, and the comment that ends it
 GROUP = r"# (.*\?)$"
-FLAG = r"([a-z_0-9]+)(?:: .+?)? = .*?(?:  # (.*))?$"
+FLAG = r"([a-z_0-9]+)\s*(?::[^=]+?)?\s*=(?!=).*?(?:\s#\s*(.*))?$"
 # The ~ of a path
 HOME = r"(?<![^,:])~(?=[/\\])"
 
@@ -97,9 +97,9 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
     for arg in sys.argv[1:]:
         arg = re.sub("^--no[-_]([^=]*)$", r"--\1=False", arg)
         name, equals, text = arg.partition("=")
-        if name == "--import" and text in ("attention", "text", "training"):
-            raise UserError(f"--import={text} is a folder of this project: rename your {text}.py")
         if name == "--import" and text:
+            if text in ("attention", "lab", "text", "training"):
+                raise UserError(f"--import={text} is a folder of this project: rename {text}.py")
             importlib.import_module(text)
         elif arg.startswith("-"):
             options[name.lstrip("-")] = text if equals else True

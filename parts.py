@@ -44,16 +44,16 @@ WHERE = {
 }
 
 
-def two_of(norm: Callable) -> Callable:
+def two_of(name: str) -> Callable:
     """f(c, D) -> (a norm of a layer's queries, another one of its keys)."""
-    return lambda c, D: (norm(c, D), norm(c, D))
+    return lambda c, D: (NORM[name](c, D), NORM[name](c, D))
 
 
 # f(c, D) -> (the module for a layer's queries, the module for its keys)
 QK_NORM = {
     "none": lambda c, D: (nn.Identity(), nn.Identity()),
-    "layernorm": two_of(NORM["layernorm"]),  # LASER, section 4
-    "rmsnorm": two_of(NORM["rmsnorm"]),
+    "layernorm": two_of("layernorm"),  # LASER, section 4
+    "rmsnorm": two_of("rmsnorm"),
 }
 
 # -----------------------------------------------------------------------------

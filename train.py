@@ -5,8 +5,8 @@
     torchrun --standalone --nproc_per_node=4 train.py config/train_shakespeare_char.py
     python train.py config/train_shakespeare_char_cpu.py --import=my --attention=mine
 
-The last line trains an idea of your own, from a file my.py: an attention, a way to make queries,
-keys and values, a whole layer or a position (README.md, "Add your own"; docs/attention.md).
+The last line trains an attention of your own, from a file my.py. --qkv= and --position= take your
+ways to make queries, keys and values, and your positions (README.md, "Add your own").
 
 Writes to out_dir: ckpt.pt (the latest state), best.pt (the state with the lowest validation loss)
 and log.jsonl. Ctrl-C and SIGTERM end a run after the current step, with a checkpoint. A loss that

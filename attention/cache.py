@@ -39,7 +39,7 @@ class Context:
         return {}
 
     def adding(self, B: int, T: int) -> contextlib.AbstractContextManager:
-        """A context in which a forward pass reads T tokens of B rows."""
+        """Around a forward pass of T tokens in B rows. A Cache counts its tokens here."""
         return contextlib.nullcontext()
 
     def positions(self, x: Tensor) -> Tensor:

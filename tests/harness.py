@@ -350,5 +350,5 @@ def no_new_processes(monkeypatch):
     monkeypatch.setattr(
         concurrent.futures,
         "ProcessPoolExecutor",
-        lambda n, mp_context: concurrent.futures.ThreadPoolExecutor(n),
+        lambda n, *_: concurrent.futures.ThreadPoolExecutor(n),
     )

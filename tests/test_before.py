@@ -64,8 +64,11 @@ def test_a_model_that_left(kind):
     [
         ("after", "none", None),
         ("after", "gate", "has after='gate', .*: train again with --import=lab.ideas.after. 14831"),
-        ("gone", False, None),
-        ("gone", 5, "has gone=5, which GPTConfig does not have: other code has made it"),
+        (
+            "gone",
+            False,
+            "has gone=False, which GPTConfig does not have: use the code that has made",
+        ),
     ],
 )
 def test_fields_that_left(tmp_path, field, value, says):

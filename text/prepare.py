@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -171,10 +172,11 @@ def _read(source, column):
             raise UserError(
                 f"{source} has no column {column!r}, but {known}: give one as --column="
             )
-        rows = rows.select_columns(column).rename_columns({column: "text"})
-        if "string" not in str(rows.features):
-            raise UserError(f"{source} has no texts in {column!r}, but {rows.features}")
-        splits[SPLIT.sub(lambda word: word.lastgroup, name)] = rows
+        kind = getattr(rows.features[column], "dtype", None)
+        if kind not in ("string", "large_string"):
+            raise UserError(f"{source} has no texts in {column!r}, but {kind or 'lists'}")
+        split = SPLIT.sub(lambda word: word.lastgroup, name)
+        splits[split] = rows.select_columns(column).rename_columns({column: "text"})
     return splits
 
 
@@ -343,8 +345,9 @@ def write(folder: str, tok: Tokenizer, rows: dict[str, Iterable[dict]], source: 
     """
     os.makedirs(folder, exist_ok=True)
     files = {}
-    for left in Path(folder).glob("*.unfinished"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    for left in Path(folder).glob("*.unfinished"):  # yesterday, by a process that was killed
+        if left.stat().st_mtime < time.time() - 86400:
+            shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder, suffix=".unfinished") as temporary:
         for split, rows_of_split in rows.items():
             path = Path(temporary, f"{split}.bin")

@@ -77,7 +77,7 @@ def load(path: str, verify: bool = True) -> dict:
     verify: compare the checksums of all that is in the file, which torch.load does not do. A tensor
     is read when it is used: until then nothing may write to the file. (save writes to another file
     and renames it.) Raises UserError for a missing, damaged or foreign file, and for a field that
-    left GPTConfig and has another value than its default.
+    GPTConfig does not have, unless it is one of LEFT and off.
     """
     if not exists(path):
         raise UserError(
@@ -99,18 +99,18 @@ def load(path: str, verify: bool = True) -> dict:
             "it, --init_from=resume goes on from an older checkpoint in its folder"
         ) from None
 
-    # a version and fields that this code knows; others are dropped where they are off
+    # a version and fields that this code knows; those that left are dropped where they are off
     version = state.get("version", VERSION)
     if version not in (2, VERSION):
         raise UserError(f"{path} has version {version} of checkpoints; this code reads {VERSION}")
     fields = state["model_args"]
-    for field in [name for name in fields if not hasattr(GPTConfig, name)]:
+    for field in sorted(fields.keys() - GPTConfig.__dataclass_fields__):
         value = fields.pop(field)
+        has = f"{path} has {field}={value!r}, which GPTConfig does not have"
+        if field not in LEFT:
+            raise UserError(f"{has}: use the code that has made it")
         if value not in (None, False, "none"):
-            why = "other code has made it"
-            if field in LEFT:
-                why = f"train again with --import={LEFT[field]}. {LAST}"
-            raise UserError(f"{path} has {field}={value!r}, which GPTConfig does not have: {why}")
+            raise UserError(f"{has}: train again with --import={LEFT[field]}. {LAST}")
     return state | {"path": path}
 
 
@@ -137,9 +137,9 @@ def open_model(
 def model_of(state: dict, **changes) -> GPT:
     """The model of a checkpoint that load has read. changes: fields of GPTConfig to change.
 
-    With a smaller block_size it has the first of the learned positions. Without a convolution in
-    the checkpoint that of a new model stays. Raises UserError if the changes or the weights do not
-    fit: it names the weights that are missing, unknown or of another shape.
+    With a smaller block_size it has the first of the learned positions. If the checkpoint has no
+    short convolution, the model keeps its new one. Raises UserError if the changes or the weights
+    do not fit: it names the weights that are missing, unknown or of another shape.
     """
     path = state["path"]
     made_by = state.get("origin", {})

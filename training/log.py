@@ -79,23 +79,25 @@ class Log:
                 break
             end = self.file.tell()
         self.file.truncate(end)
-        began = {"began": ctime(), "process": f"{os.getpid()} on {socket.gethostname()}"}
-        self.file.write(json.dumps({"iter": self.start} | began | self.origin) + "\n")
+        self.file.write(json.dumps({"iter": self.start} | self.origin) + "\n")
 
     def lock(self, path: str) -> None:
         """Takes the folder until this process ends, or is killed: the system frees it then.
 
-        Raises UserError if a training of another process has it.
+        The file says by whom it is taken. Raises UserError if that is another process.
         """
+        by = ""
+        with contextlib.suppress(OSError):  # of no file
+            by = open(path).read()
         self.taken = FileLock(path, is_singleton=True)
         try:
             self.taken.acquire(blocking=False)
+            with open(path, "w") as f:
+                who = f"process {os.getpid()} on {socket.gethostname()}"
+                f.write(f", {who}, since {ctime()}: {self.origin['command']}")
         except Timeout:
-            rows = open(join(self.c.out_dir, checkpoint.LOG))
-            made = [json.loads(row) for row in rows if '"command"' in row][-1]
             raise UserError(
-                f"{self.c.out_dir} is in use since {made['began']}, by process {made['process']}: "
-                f"{made['command']}. Take another --out_dir="
+                f"{self.c.out_dir} is in use by another training{by}. Take another --out_dir="
             ) from None
         except (OSError, NotImplementedError):  # a file system without locks
             pass
@@ -153,5 +155,3 @@ class Log:
             self.wandb.finish()
         if self.file:
             self.taken.release()
-            with contextlib.suppress(OSError):
-                os.remove(self.taken.lock_file)

@@ -3,9 +3,9 @@
     python lab/course/micro.py                  # laser and softmax, about a minute on two cores
     python lab/course/micro.py beta softcap     # any of the names in ATTENTION
 
-Read it from top to bottom. You need Python, and no other part of this project: only PyTorch's
-tensors are used, and its gradients. All of it stands in model.py and train.py again, with more
-choices, and the numbers are the same.
+Read it from top to bottom. You need to know Python, and the file needs PyTorch and NumPy, but no
+other part of this project. All of it stands in model.py and train.py again, with more choices, and
+the numbers are the same.
 
 Shapes: B sequences in a batch, T tokens in a sequence, C numbers for a token, H heads, D = C / H
 numbers for a token in a head, V different tokens.
@@ -174,7 +174,7 @@ class GPT(nn.Module):
         self.wte.weight = self.lm_head.weight  # what a token means when it is read and guessed
 
         # weights begin small, and those that add to the vectors smaller, as there are many
-        self.apply(lambda m: hasattr(m, "weight") and m.weight.dim() == 2 and begin(m, 0.02))
+        self.apply(begin)
         for name, weight in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * LAYERS))
@@ -187,8 +187,9 @@ class GPT(nn.Module):
         return self.lm_head(self.ln_f(x))
 
 
-def begin(module, std):
-    nn.init.normal_(module.weight, std=std)
+def begin(module):
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
 
 
 # -----------------------------------------------------------------------------
@@ -232,7 +233,7 @@ def write(model, n=200):
     torch.manual_seed(SEED)
     x = torch.tensor([[number_of["\n"]]])
     for _ in range(n):
-        p = (model(x[:, -T:])[:, -1] / 0.8).softmax(-1)  # below 1: likely ones more often
+        p = (model(x[:, -T:])[:, -1] / 0.8).softmax(-1)  # dividing makes likely ones likelier
         x = torch.cat((x, torch.multinomial(p, 1)), dim=1)
     return "".join(alphabet[i] for i in x[0].tolist())
 
@@ -255,7 +256,7 @@ def main(names):
             print(f"{step + 1:6} {means}", flush=True)
     print(f"{time.time() - began:.0f} seconds")
     for name, (model, _) in runs.items():
-        print(f"\n--- {name}{write(model)}")
+        print(f"\n--- {name}", write(model), sep="")
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def make(command: list[str], folder: str, threads: int | None, may_diverge: bool
 def main() -> None:
     """In a process of its own: make the run, with its identity as this process reads its code."""
     folder, *command = sys.argv[1:]
-    end_with_parent()
+    end_with_parent(os.getppid())
     import_all(imports_of(flags_of(command[1:])))  # one of them may change sys.path
     pathlib.Path(folder, MADE).write_text(identity(command))
     sys.argv = ["train.py", *command, f"--out_dir={folder}", "--sample_tokens=0"]
@@ -99,9 +99,11 @@ def main() -> None:
         runpy.run_path("train.py", run_name="__main__")
 
 
-def end_with_parent() -> None:
-    """End this process when the one that has started it does, however that was killed."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """End this process when the one that has started it does, however that was killed.
+
+    parent: its number; where that has ended already, another one is this process's parent.
+    """
 
     def wait() -> None:
         while os.getppid() == parent:

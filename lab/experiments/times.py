@@ -3,6 +3,7 @@
 import concurrent.futures
 import functools
 import multiprocessing
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ def write(gpt: GPT, n: int, dev: str, amp: AbstractContextManager) -> int:
 def fresh_processes(n: int) -> concurrent.futures.ProcessPoolExecutor:
     """A pool of n processes, each of which ends when this one does, however that is killed."""
     fresh = multiprocessing.get_context("spawn")
-    return concurrent.futures.ProcessPoolExecutor(n, fresh, initializer=end_with_parent)
+    return concurrent.futures.ProcessPoolExecutor(n, fresh, end_with_parent, (os.getpid(),))
 
 
 def apart(f: Callable, *args: object) -> object:

@@ -24,10 +24,10 @@ from lab.ideas.scores import Long, sums_from_here
 from model import ATTENTION, CausalSelfAttention
 from parts import RoPE, Scheme
 
-none = learned(0.0)  # at first no score is mixed with another
+zero = learned(0.0)  # at first no score is mixed with another
 
 
-def mta_attention(s, seen, v, drop, a=none, b=none, c=learned(1.0), d=none, e=none):
+def mta_attention(s, seen, v, drop, a=zero, b=zero, c=learned(1.0), d=zero, e=zero):
     """y = softmax(s') v, s'_j = a s_j-2 + b s_j-1 + c s_j + d s_j+1 + e s_j+2 over seen keys.
 
     Multi-token attention (arXiv 2504.00927, equation 5) over keys alone: the tokens of its name are

@@ -51,8 +51,8 @@ class SharedKey(nn.Module):
         self.sizes = c.n_kv_head, c.head_dim
         if c.position != "half_rope":
             raise UserError(
-                f"position={c.position!r} turns more than the half of a key that all \
-heads share: add --position=half_rope"
+                "mla and gta need --position=half_rope: only the half of a key that is the same "
+                "for all heads may be turned"
             )
 
     def with_shared(self, k_r, rest):

@@ -318,7 +318,7 @@ REFUSED = [
     ({"attention": "iha", "position": "alibi"}, "iha takes no position='alibi'"),
     ({"attention": "iha", "temperature": 2.0}, "iha takes no temperature=2.0"),
     ({"attention": "log_linear", "block_size": 2**16}, "is above 2^15"),
-    ({"qkv": "mla"} | ROPE, "that all heads share: add --position=half_rope"),
+    ({"qkv": "mla"} | ROPE, "mla and gta need --position=half_rope"),
     ({"head_dim": 6, "position": "half_rope"}, "head_dim=6 is no multiple of 4"),
     (
         {"qkv": "cla", "attention": "kda", "short_attention": "softmax", "heads": "S/L"},
