@@ -29,7 +29,7 @@ LASER_RANGE = 80.0  # largest range of a channel: float32 and bfloat16 end at ex
 HAS_FLASH = torch.backends.cuda.is_flash_attention_available()  # whether PyTorch was built with it
 
 # recompute(f, x, ...): f(x, ...), of which nothing is kept: the backward pass computes it again
-recompute: Callable = partial(checkpoint, use_reentrant=False)
+recompute = partial(checkpoint, use_reentrant=False)
 
 # -----------------------------------------------------------------------------
 # any attention, a few queries at a time
@@ -199,7 +199,7 @@ def sdpa(q, k, v, window=None, scale=None, dropout=0.0):
     mask = None
     if window is not None:
         mask = visible(q, k, window)
-    elif 1 < Tq < T:
+    elif 1 < Tq < T:  # as visible, without its table of distances, eight times as large
         mask = torch.ones(Tq, T, dtype=torch.bool, device=q.device).tril(T - Tq)
     causal = mask is None and Tq > 1
     y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale)

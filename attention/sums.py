@@ -138,7 +138,8 @@ def linear_attention(
             chunks = [x.unflatten(2, (-1, min(c, x.shape[2]))) for x in part]
             y, state = run(*chunks, decay, state)
             outputs.append(y.flatten(2, 3))
-    return torch.cat(outputs, dim=2).to(v.dtype), state
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return y.to(v.dtype), state
 
 
 def by_sums(sums: "Sums", definition: Callable) -> Callable:

@@ -30,7 +30,6 @@ from training import distributed, origin
 
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"  # files in a run's folder
 NAME = re.compile(r"(ckpt|best)(-\d{8})?\.pt")  # of all checkpoints; other files are the user's
-AROUND = r"^(_orig_mod\.|module\.)+"  # how names of weights begin in a wrapped model
 VERSION = 3  # of the format: short heads come first since 3; nanoGPT's files have none
 LAST = "14831a9 is the last commit that reads it"
 # {a field that left GPTConfig: the module that has it now}
@@ -154,9 +153,13 @@ def model_of(state: dict, **changes) -> GPT:
     origin.note_changes(made_by, config, path)
 
     model = GPT(config)
-    new = model.state_dict()
-    weights = {name: x for name, x in new.items() if name.endswith("attn.conv.weight")}
-    weights |= {re.sub(AROUND, "", name): x for name, x in state["model"].items()}
+    weights = {
+        name: x for name, x in model.state_dict().items() if name.endswith("attn.conv.weight")
+    }
+    # without what torch.compile and DDP put before the names
+    weights |= {
+        re.sub(r"^(_orig_mod\.|module\.)+", "", name): x for name, x in state["model"].items()
+    }
     if config.position == "learned":
         table = "transformer.wpe.weight"
         weights[table] = weights[table][: config.block_size]

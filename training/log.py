@@ -93,8 +93,10 @@ class Log:
         try:
             self.taken.acquire(blocking=False)
             with open(path, "w") as f:
-                who = f"process {os.getpid()} on {socket.gethostname()}"
-                f.write(f", {who}, since {ctime()}: {self.origin['command']}")
+                f.write(
+                    f", process {os.getpid()} on {socket.gethostname()}, since {ctime()}: "
+                    f"{self.origin['command']}"
+                )
         except Timeout:
             raise UserError(
                 f"{self.c.out_dir} is in use by another training{by}. Take another --out_dir="

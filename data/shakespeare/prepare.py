@@ -10,10 +10,8 @@ sys.path.insert(0, f"{sys.path[0]}/../..")  # the project's root
 
 from text import prepare
 
-TEXT = os.path.abspath(__file__ + "/../../shakespeare_char/input.txt")
-
 # Which text?
-source = TEXT  # a file, a folder, or owner/name on the hub
+source = os.path.abspath(__file__ + "/../../shakespeare_char/input.txt")  # file, folder, hub name
 tokenizer = "gpt2"  # char, bytes, gpt2, sentencepiece, or the name of a prepared data set
 # Where does it go?
 out_dir = ""  # the folder for train.bin, val.bin and meta.json; empty: this script's
