@@ -23,6 +23,8 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 
+from configurator import DTYPE, at_least_one, names, pick_device, positive, run_script
+
 import numpy as np
 import torch
 from torch.autograd.profiler import profile
@@ -30,7 +32,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attention.cache import Context, run_definitions
 from attention.scores import has_argument
-from configurator import DTYPE, at_least_one, names, pick_device, positive, run_script
 from errors import UserError, first_line
 from model import ATTENTION, GPT, GPTConfig
 from parts import POSITION

@@ -24,6 +24,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import math
 import os
 import re
 import runpy
@@ -45,6 +46,32 @@ GROUP = r"# (.*\?)$"
 FLAG = r"([a-z_0-9]+)\s*(?::[^=]+?)?\s*=(?!=).*?(?:\s#\s*(.*))?$"
 # The ~ of a path
 HOME = r"(?<![^,:])~(?=[/\\])"
+# Where a container has its CPU time, and the period for which it has that (cgroup v2, v1)
+CGROUP = "/sys/fs/cgroup"
+QUOTAS = ["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]
+
+
+def cores() -> int:
+    """The CPUs that this process may use: by its affinity, and by the quota of a container."""
+    n = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        n = len(os.sched_getaffinity(0))
+    for names in QUOTAS:
+        with contextlib.suppress(OSError, ValueError):  # no such file; "max": no limit
+            text = " ".join(open(f"{CGROUP}/{name}").read() for name in names)
+            quota, period = map(float, text.split())
+            if 0 < quota < n * period:
+                n = math.ceil(quota / period)
+                os.environ.setdefault("OMP_NUM_THREADS", str(n))
+    return n
+
+
+# OpenMP reads its variables when torch is loaded, so each script imports this file before torch: a
+# section of its own in pyproject.toml keeps that order. By default a thread that waits for another
+# one spins 300,000 times: too long where other programs run.
+cores()
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "20000"
 
 
 @contextlib.contextmanager

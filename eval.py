@@ -16,9 +16,10 @@ text (SentencePiece drops line ends and repeated spaces).
 import math
 from typing import Literal
 
+from configurator import DTYPE, at_least_one, pick_device, run_script
+
 import torch
 
-from configurator import DTYPE, at_least_one, pick_device, run_script
 from errors import UserError
 from text.dataset import Tokens, folder_of
 from training.checkpoint import open_model

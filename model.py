@@ -36,6 +36,8 @@ from parts import (
 )
 from text.sampling import stream
 
+MOST_LOGITS = 2**28  # numbers that a loss holds at once: 1 GiB in float32
+
 # An attention is a function f(s, seen, v) -> y (B, H, Tq, Dv) of Tq queries and T keys, in float32
 # or wider. In training Tq = T.
 #   s (B, H, Tq, T): the scores, scaled, as a position has changed them.
@@ -259,7 +261,7 @@ class CausalSelfAttention(nn.Module):
             # positions turn queries and keys, or add dimensions to them
             for scheme in (self.position if heads.has_position else None, self.decay):
                 if scheme is not None:
-                    q_h, k_h, arguments = scheme(q_h, k_h, heads, context.length)
+                    q_h, k_h, arguments = context.placed(scheme, q_h, k_h, heads)
                     settings |= arguments
             q_h = q_h.to(v.dtype)  # norms and rotations give float32
             k_h = k_h.to(v.dtype)
@@ -371,11 +373,12 @@ class GPT(nn.Module):
     ) -> tuple:
         """(logits, loss) for token ids idx (B, T).
 
-        With targets (B, T): logits (B, T, V), and the mean cross-entropy in nats over the targets
-        that are not -1; in training with label_smoothing (Szegedy et al. 2016, section 7) and
-        z_loss (PaLM, section 5). Without targets: the logits of the last position, (B, 1, V), and
-        None. cache: from new_cache; it holds the tokens before idx, and idx is added to it. Raises
-        ValueError for more than block_size tokens without a cache.
+        With targets (B, T): logits (B, T, V), or None where they are over MOST_LOGITS numbers; and
+        the mean cross-entropy in nats over the targets that are not -1, in training with
+        label_smoothing (Szegedy et al. 2016, section 7) and z_loss (PaLM, section 5). Without
+        targets: the logits of the last position, (B, 1, V), and None. cache: from new_cache; it
+        holds the tokens before idx, and idx is added to it. Raises ValueError for more than
+        block_size tokens without a cache.
         """
         T = idx.shape[1]
         most = self.config.block_size
@@ -405,22 +408,39 @@ class GPT(nn.Module):
 
     def predict(self, x: Tensor, targets: Tensor | None) -> tuple:
         """The (logits, loss) of `forward`, from the output of `hidden`, x (B, T, C)."""
-        logits = self.lm_head(x[:, [-1]] if targets is None else x)  # (B, 1, V) or (B, T, V)
-        cap = self.config.logit_softcap
-        if cap is not None:
-            logits = cap * torch.tanh(logits / cap)
         if targets is None:
-            return logits, None
-        flat = logits.flatten(0, 1).float()  # (B T, V)
+            return self.logits(x[:, [-1]]), None
         targets = targets.flatten()
+        n = (targets != -1).sum()
+        rows = MOST_LOGITS // self.config.vocab_size
+        if len(targets) <= rows:
+            logits = self.logits(x)
+            return logits, self.total(logits, targets) / n
+
+        # some rows at a time, and their logits once more in the backward pass
+        def total(x: Tensor, targets: Tensor) -> Tensor:
+            return self.total(self.logits(x), targets)
+
+        parts = zip(*(part.split(rows // 8) for part in (x.flatten(0, 1), targets)), strict=True)
+        return None, sum(recompute(total, *part) for part in parts) / n
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., V) of x (..., C)."""
+        logits = self.lm_head(x)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def total(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the losses of the targets that are not -1."""
+        logits = logits.flatten(0, -2).float()
         smoothing = self.config.label_smoothing if self.training else 0.0
-        loss = F.cross_entropy(flat, targets, ignore_index=-1, label_smoothing=smoothing)
+        loss = F.cross_entropy(
+            logits, targets, ignore_index=-1, reduction="sum", label_smoothing=smoothing
+        )
         if self.training and self.config.z_loss:  # Z: the sum of a token's exp(logits)
-            log_z = flat.logsumexp(-1)
-            counted = targets != -1
-            mean = (log_z.square() * counted).sum() / counted.sum()
-            loss = loss + self.config.z_loss * mean
-        return logits, loss
+            log_z = logits.logsumexp(-1)
+            loss = loss + self.config.z_loss * (log_z.square() * (targets != -1)).sum()
+        return loss
 
     def new_cache(self, capacity: int | None = None) -> Cache:
         """An empty cache for up to `capacity` tokens, block_size by default.

@@ -9,10 +9,11 @@ A line of dashes follows each sample.
 
 from typing import Literal
 
+from configurator import DTYPE, pick_device, run_script
+
 import torch
 
 from attention.cache import run_definitions
-from configurator import DTYPE, pick_device, run_script
 from errors import UserError
 from text.prepare import read_text
 from text.sampling import stream

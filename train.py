@@ -25,15 +25,16 @@ import sys
 from types import SimpleNamespace
 from typing import Literal
 
+from configurator import DTYPE, configure, pick_device, user_errors
+
 import torch
 from torch import Tensor, nn
 
 from attention.cache import run_definitions
-from configurator import DTYPE, configure, pick_device, user_errors
 from errors import NotFinite, UserError, note
 from model import GPT, GPTConfig
 from text.dataset import Tokens, folder_of, prepare_small, read_meta
-from training import checkpoint, run
+from training import checkpoint, context, run
 from training.distributed import by_master, connect, count, data_parallel, rank, say, summed, world
 from training.estimate import mfu
 from training.log import Log, diverged
@@ -99,7 +100,8 @@ dtype: DTYPE = "auto"  # auto: 16 bits on CUDA, else 32
 tf32 = True  # compute matrix products of float32 in TF32, on GPUs that can
 compile: bool | None = None  # compile the model with torch.compile; None: only on CUDA
 plain = False  # run the definitions of the attentions themselves: slow, to study and to compare
-parallel: Literal["ddp", "fsdp"] = "ddp"  # each process has the whole model (ddp) or a part (fsdp)
+parallel: Literal["ddp", "fsdp", "context"] = "ddp"  # fsdp cuts the weights, context the sequences
+context_processes = 0  # parallel=context: processes that share a sequence; 0: all
 backend = "auto"  # auto, nccl: nccl for tensors on CUDA, else gloo; or gloo, mpi
 
 # fields of GPTConfig that have another default here
@@ -155,6 +157,11 @@ with user_errors():
             f"vocab_size={vocab_size} is less than the {meta['vocab_size']} tokens of {dataset}"
         )
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
+    data_rank, data_world = rank, world
+    shared = None  # the context of processes that share each sequence
+    if parallel == "context" and world > 1:
+        shared = context.Parts(context_processes, model)
+        data_rank, data_world = shared.data_rank, shared.data_world
 c = SimpleNamespace(**config)  # the settings as they are saved
 c.first_token = data["train"].ids[0].item()  # a prompt where there are no line ends
 made_by = origin(model.config)
@@ -162,7 +169,7 @@ run.describe(c, model, data["train"], device, dtype)
 if compile is None:
     compile = device_type == "cuda"
 rows = batch_size * gradient_accumulation_steps  # sequences of a step, of all processes together
-micro_steps = math.ceil(rows / world / batch_size)  # micro-batches of this process, per step
+micro_steps = math.ceil(rows / data_world / batch_size)  # micro-batches of this process, per step
 sharded = parallel == "fsdp" and world > 1  # each process has a part of every weight
 
 
@@ -170,12 +177,14 @@ sharded = parallel == "fsdp" and world > 1  # each process has a part of every w
 # one batch, one loss, one learning rate, one evaluation, one checkpoint
 def get_batch(step: int) -> tuple:
     """This process's rows of a step's global batch, on the device: x and y, (rows / world, T)."""
-    x, y = data["train"].batch(step, rows, seed=seed, rank=rank, world=world)
+    x, y = data["train"].batch(step, rows, seed=seed, rank=data_rank, world=data_world)
     return to_device(x, y)
 
 
 def to_device(x: Tensor, y: Tensor) -> tuple:
-    """(x, y) on the device."""
+    """(x, y) on the device; this process's part of the sequences, if it shares them."""
+    if shared:
+        x, y = shared.mine(x), shared.mine(y)
     if device_type != "cuda":
         return x.to(device), y.to(device)
     # only pinned memory is copied while the GPU computes
@@ -185,7 +194,7 @@ def to_device(x: Tensor, y: Tensor) -> tuple:
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The mean loss of a micro-batch."""
     with amp:
-        return model(x, y)[1]
+        return model(x, y, shared)[1]
 
 
 def get_lr(it: int) -> float:
@@ -216,7 +225,7 @@ def estimate_loss() -> dict[str, float]:
     means = {}
     for split, tokens in data.items():
         total = windows = 0
-        for x, y in tokens.eval_batches(eval_iters, batch_size, rank=rank, world=world):
+        for x, y in tokens.eval_batches(eval_iters, batch_size, rank=data_rank, world=data_world):
             loss = loss_of(eval_model, *to_device(x, y)).item()
             n = (y[:, 0] >= 0).sum().item()  # 0 on a process that has a window less than others
             if n:

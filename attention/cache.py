@@ -8,7 +8,7 @@ state. GPT.new_cache() makes a Cache.
 
 import collections
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,10 @@ class Context:
     def positions(self, x: Tensor) -> Tensor:
         """The positions of the tokens x (B, T, C): (T), or (B, T)."""
         return torch.arange(self.length, self.length + x.shape[1], device=x.device)
+
+    def placed(self, scheme: Callable, q, k, heads: Heads) -> tuple:
+        """(q, k, arguments) of a parts.Scheme, which knows the tokens' positions."""
+        return scheme(q, k, heads, self.length)
 
     def earlier(self, module: nn.Module, x: Tensor, n: int) -> list[Tensor]:
         """[x_(t - 1), ..., x_(t - n)] of what a module gets, x (B, T, C); 0 before the first."""

@@ -56,7 +56,7 @@ def _earlier_chunks(q, k, w, decay, power, state):
     by gamma^(power_e (i - j)), gamma = exp(-decay): from key j to the end of its chunk, over whole
     chunks, and from there to query i. Each of these factors is at most 1, so nothing overflows.
     """
-    c = q.shape[-2]
+    c = k.shape[-2]
     gamma = None
     if decay is not None:
         rate = -decay[:, None] * power  # (H, 1, 1, E)
@@ -82,7 +82,7 @@ def _earlier_chunks(q, k, w, decay, power, state):
 
     past = q @ before
     if decay is not None:
-        past = past * (rate * (place + 1)).exp()
+        past = past * (rate * (place[: q.shape[-2]] + 1)).exp()
     return past, state
 
 
@@ -97,7 +97,7 @@ def _faded_cumsum(x, gamma):
 
 
 def _within_chunk(weights, decay):
-    """Weights (B, H, n, c, c) without those of later keys, faded by a decay."""
+    """Weights (B, H, n, c or 0, c) without those of later keys, faded by a decay."""
     return faded(weights.tril(), None if decay is None else decay[:, None])
 
 
@@ -111,16 +111,20 @@ def linear_attention(
     """(y, state) of T tokens after those of the state; sums: BETA or BETA_SQUARED.
 
     q (B, H, T, D), not scaled. decay (H, 1, 1) or None. state (B, H, F, E), the sums over the
-    tokens before, or None; gradients flow through both states. Computed in float32 or wider, also
+    tokens before, or None; gradients flow through both states. Without queries, q (B, H, 0, D), the
+    state alone. Computed in float32 or wider, also
     under autocast. y is in v's precision.
     """
-    T, D = q.shape[-2:]
+    T, D = k.shape[-2:]
     with torch.autocast(q.device.type, enabled=False):
         q = at_least_float32(q) * (D**-0.5 if scale is None else scale)
         k = at_least_float32(k)
         values = at_least_float32(v)
         if decay is not None:
             decay = decay.to(q.dtype)
+
+        if not q.shape[2]:
+            return v, sums.run(*(x[:, :, None] for x in (q, k, values)), decay, state)[1]
 
         # whole chunks, at most TOKENS_KEPT tokens at once; what is left is a chunk of its own
         c = sums.chunk(D)

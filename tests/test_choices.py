@@ -366,6 +366,23 @@ def test_terms_of_the_loss_are_the_papers_and_in_training_alone(fields, formula)
     assert_close(gpt.train()(x, targets)[1], formula(log_p, nll, Z))
 
 
+@parametrize("fields", [{}, {"z_loss": 0.01, "label_smoothing": 0.1, "logit_softcap": 3.0}])
+def test_a_loss_of_too_many_logits_takes_them_in_parts(fields, monkeypatch):
+    """The same loss and gradients, also where targets are missing; no logits are returned."""
+    gpt = shaken(config(**fields)).train()
+    x = tokens()
+    targets = x.roll(-1, 1)
+    targets[0, :5] = -1
+    found = []
+    for most in (2**28, 8 * 3 * gpt.config.vocab_size):
+        monkeypatch.setattr("model.MOST_LOGITS", most)
+        logits, loss = gpt(x, targets)
+        found.append((loss, *torch.autograd.grad(loss, gpt.parameters())))
+    assert logits is None
+    for whole, in_parts in zip(*found, strict=True):
+        assert_close(in_parts, whole)
+
+
 @parametrize("where", ["pre", "sandwich", "olmo2"])
 def test_zero_init_starts_from_the_embedding(where):
     gpt = gpt_of(zero_init=True, where=where)

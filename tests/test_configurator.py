@@ -7,12 +7,13 @@ import subprocess
 import sys
 import textwrap
 
+import configurator
+
 import pytest
 import torch
 from harness import ROOT, done, parametrize, refusal
 from test_house import CORE, read
 
-import configurator
 from errors import UserError, optional
 
 SCRIPT = f'''
@@ -271,3 +272,42 @@ def test_help_explains_every_flag(run, script):
 def test_a_module_with_the_name_of_a_folder_of_the_project(script):
     """It would be the folder, without a word."""
     assert_sentence(script("--import=text"), "--import=text is a folder of this project")
+
+
+# -----------------------------------------------------------------------------
+# what OpenMP reads
+
+
+QUOTAS = [  # files of a container, and the cores that it may use; the machine has 8
+    ({"cpu.max": "max 100000\n"}, 8),
+    ({"cpu.max": "100000 100000\n"}, 1),
+    ({"cpu.max": "250000 100000\n"}, 3),
+    ({"cpu.max": "1600000 100000\n"}, 8),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+    ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+    ({}, 8),
+]
+
+
+@parametrize("files, n", QUOTAS)
+def test_cores_of_a_container(files, n, tmp_path, monkeypatch):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(configurator, "CGROUP", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert configurator.cores() == n
+    assert os.environ.get("OMP_NUM_THREADS") == (str(n) if n < 8 else None)
+
+
+@parametrize("env", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "PASSIVE"}])
+def test_waiting_threads_give_a_busy_core_up(env):
+    """Unless the user has said how they wait."""
+    names = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+    rest = {name: x for name, x in os.environ.items() if name not in names}
+    code = "import configurator, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=rest | env, text=True)
+    assert out.strip() == (str(env.get("GOMP_SPINCOUNT")) if env else "20000")

@@ -58,6 +58,44 @@ def test_the_same_curve_whoever_computes_it(train, tmp_path, flags):
         assert curve == pytest.approx(curves[0], abs=1e-5)
 
 
+@parametrize(
+    "flags",
+    [
+        "--position=rope --n_kv_head=2 --import=lab.ideas.qkv --qkv=value_residual",
+        "--attention=laser --heads=SSSL --window=4 --position=alibi --conv=3",
+        "--attention=beta --decay=alibi --position=rope --activation_checkpointing",
+        "--attention=beta_squared --heads=SL --window=3 --import=lab.ideas.positions "
+        "--decay=learned",
+        "--import=lab.ideas --attention=forgetting --position=none",
+    ],
+)
+def test_a_sequence_over_several_processes(train, tmp_path, flags):
+    """Two, four, and two groups of two have one process's losses and norms of the gradient."""
+    curves = []
+    steps = "--max_iters=6 --eval_interval=6 --block_size=64"
+    for n, shared in ((1, ""), (2, ""), (4, ""), (4, "--context_processes=2")):
+        parallel = f"--parallel=context {shared}" if n > 1 else ""
+        train(n, flags, parallel, steps)
+        curves.append(rows(tmp_path, "loss", "norm", "val_loss"))
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], abs=1e-5)
+
+
+@parametrize(
+    "flags, says",
+    [
+        ("--block_size=34", "block_size=34 must be a multiple of 4"),
+        ("--heads=SL --window=9", "a part of 8 tokens is shorter than a window"),
+        ("--attn_dropout=0.1", "drops no attention weights"),
+        ("--import=lab.ideas.gated_delta --attention=gated_delta --position=none", "GatedDelta"),
+        ("--context_processes=3", "context_processes=3 does not divide the 2 processes"),
+    ],
+)
+def test_what_cannot_be_cut(train, flags, says):
+    _, err = train(2, "--parallel=context", flags, code=2)
+    assert says in err
+
+
 def test_sharded_in_half_precision(train, tmp_path):
     """Its weights and activations are rounded where DDP's autocast keeps some in float32."""
     curves = []

@@ -19,9 +19,10 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from configurator import configure, cores, user_errors
+
 import numpy as np
 
-from configurator import configure, user_errors
 from errors import UserError, optional
 from text import dataset, tokenizers
 from text.tokenizers import END, Tokenizer
@@ -332,7 +333,7 @@ def _tokenised_rows(rows, options, num_workers):
         input_columns="text",
         remove_columns="text",
         fn_kwargs=options,
-        num_proc=num_workers or os.cpu_count(),
+        num_proc=num_workers or cores(),
         writer_batch_size=100,  # documents that each process has in memory
     )
 

@@ -20,9 +20,10 @@ import zipfile
 from dataclasses import dataclass
 from os.path import exists, join
 
+from configurator import user_errors
+
 import torch
 
-from configurator import user_errors
 from errors import NotFinite, UserError, first_line
 from model import GPT, GPTConfig
 from text import dataset, tokenizers
@@ -93,6 +94,14 @@ def load(path: str, verify: bool = True) -> dict:
             state["model"] = {name: x for name, x in weights if not name.endswith(".attn.bias")}
             state["model_args"] = {"mlp": "gelu_exact"} | state["model_args"]
     except Exception as error:  # unpickling a damaged file can raise any error
+        found = []
+        with contextlib.suppress(Exception):  # it is damaged
+            found = foreign(path)
+        for place, kind in found:
+            raise UserError(
+                f"{path} is whole, but {place} is a {kind}. Only tensors and Python's own numbers "
+                "and texts are read, since other things may run code"
+            ) from None
         raise UserError(
             f"{path} is damaged or no checkpoint of train.py: {first_line(error)}. If you delete "
             "it, --init_from=resume goes on from an older checkpoint in its folder"
@@ -111,6 +120,31 @@ def load(path: str, verify: bool = True) -> dict:
         if value not in (None, False, "none"):
             raise UserError(f"{has}: train again with --import={LEFT[field]}. {LAST}")
     return state | {"path": path}
+
+
+def foreign(path: str) -> list[tuple[str, str]]:
+    """(place, type) of what torch.load does not read: [("config.lr", "numpy.float64")].
+
+    It is read as objects of empty classes, so none of its code runs.
+    """
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    empty = {"__new__": lambda cls, *args: object.__new__(cls), "__setstate__": lambda *args: None}
+    kinds = {name: type(name, (), empty) for name in names}
+    with torch.serialization.safe_globals([(kind, name) for name, kind in kinds.items()]):
+        state = torch.load(path, weights_only=True, mmap=True)
+    found = []
+
+    def look(x: object, place: str) -> None:
+        if type(x) in kinds.values():
+            found.append((place, type(x).__name__))
+        if isinstance(x, (list, tuple)):
+            x = dict(enumerate(x))
+        if isinstance(x, dict):
+            for key, value in x.items():
+                look(value, f"{place}.{key}" if place else str(key))
+
+    look(state, "")
+    return found
 
 
 def open_model(

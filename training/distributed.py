@@ -80,12 +80,12 @@ def data_parallel(model: nn.Module, parallel: str, device: str, dtype: torch.dty
 
     device: the type of the processes' devices, such as cuda.
 
-    ddp: each process has the whole model (Li et al. 2020). fsdp: each has its shard of every
-    parameter, and gathers all of a block while it computes that block (Zhao et al. 2023, as
+    ddp, context: each process has the whole model (Li et al. 2020). fsdp: each has its shard of
+    every parameter, and gathers all of a block while it computes that block (Zhao et al. 2023, as
     fully_shard, in place). The gathered parameters are in dtype; gradients are summed in float32
     after each micro-batch, so no process holds all.
     """
-    if parallel == "ddp":
+    if parallel != "fsdp":
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

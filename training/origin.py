@@ -12,10 +12,11 @@ import shlex
 import subprocess
 import sys
 
+from configurator import ROOT
+
 import torch
 
 from attention.forms import code_of
-from configurator import ROOT
 from errors import note
 from model import ATTENTION, GPTConfig
 from parts import attentions

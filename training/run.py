@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Container
 from types import SimpleNamespace
 
+from configurator import at_least_one
+
 import torch
 
 from attention.cache import heads_of
-from configurator import at_least_one
 from errors import UserError, note, refuse
-from model import GPT, GPTConfig
+from model import GPT, MOST_LOGITS, GPTConfig
 from text.dataset import Tokens, folder_of, read_meta
 from text.tokenizers import GPT2_VOCAB_SIZE, Tokenizer, tokenizer
 from training import checkpoint, distributed
@@ -123,6 +124,10 @@ def check_flags(config: dict) -> None:
 
     decays = c.decay_lr and c.schedule != "constant"
     rows = c.batch_size * c.gradient_accumulation_steps
+    shared = 1  # processes that share a sequence
+    if c.parallel == "context":
+        shared = c.context_processes or distributed.world
+    n = max(1, distributed.world // shared)
     refuse([
         (c.optimizer not in OPTIMIZER,
          f"optimizer={c.optimizer!r} is not one of {', '.join(OPTIMIZER)}: --import= its module"),
@@ -130,9 +135,13 @@ def check_flags(config: dict) -> None:
          f"lr_decay_iters={c.lr_decay_iters} must be greater than warmup_iters={c.warmup_iters}"),
         (decays and c.min_lr > c.learning_rate,
          f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}"),
-        (rows % distributed.world,
-         f"the {rows} sequences of a step cannot be divided among {distributed.world} processes: "
-         f"make --gradient_accumulation_steps a multiple of {distributed.world}"),
+        (c.context_processes and c.parallel != "context",
+         f"context_processes={c.context_processes} needs --parallel=context"),
+        (distributed.world % shared,
+         f"context_processes={shared} does not divide the {distributed.world} processes"),
+        (rows % n,
+         f"the {rows} sequences of a step cannot be divided among {n} processes: "
+         f"make --gradient_accumulation_steps a multiple of {n}"),
     ])  # fmt: skip
 
 
@@ -201,10 +210,11 @@ def change_by_later_tokens(model: GPT) -> float:
     is left must have the logits that it had. An attention that uses the number of tokens is found
     too. Above LEAK the model sees later tokens; below it is rounding.
     """
-    T = model.config.block_size
+    c = model.config
+    T = min(c.block_size, MOST_LOGITS // c.vocab_size)
     device = next(model.parameters()).device
     random = torch.Generator(device).manual_seed(0)
-    x = torch.randint(model.config.vocab_size, (1, T), generator=random, device=device)
+    x = torch.randint(c.vocab_size, (1, T), generator=random, device=device)
 
     # in a copy without zeros, such as --zero_init's, which would hide what a layer does
     model = copy.deepcopy(model).eval()

@@ -7,6 +7,7 @@ python -m lab.course --solutions  # of the solutions
 import importlib
 
 from configurator import run_script
+
 from errors import UserError
 from lab.course.checks import CHECKS
 

@@ -15,12 +15,13 @@ lab/experiments/jacobians.py has these Jacobians for all weights.
 import statistics
 from functools import partial
 
+from configurator import pick_device, run_script
+
 import torch
 from torch import Tensor
 
 from attention.fast import CHUNK, in_rows
 from attention.scores import scores, visible
-from configurator import pick_device, run_script
 from errors import UserError
 from lab.experiments.results import add, short, show_table, stored
 from lab.look.probe import Probe

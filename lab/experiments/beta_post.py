@@ -20,12 +20,13 @@ import itertools
 import os
 from typing import Literal
 
+from configurator import names, positive, run_script
+
 import torch
 
 from attention.forms import FORM
 from attention.scores import distances, plain_form
 from bench import interleaved, medians, passes, peak_memory, ratios
-from configurator import names, positive, run_script
 from lab.experiments.results import difference, drawing, mean, measured, show_table, stored
 from lab.experiments.runs import by_seed, finals, of_rows
 from model import ATTENTION

@@ -24,9 +24,10 @@ import itertools
 import pathlib
 import statistics
 
+from configurator import names, run_script
+
 import torch
 
-from configurator import names, run_script
 from lab.experiments.results import add, difference, mean, short, show_table, stored
 from lab.experiments.runs import as_flags, final, finals, of_rows, record, settings_of, sooner
 from lab.experiments.tables import TABLES, Table, rows_of, steps_of

@@ -20,11 +20,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
+from configurator import names, run_script
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from configurator import names, run_script
 from lab.experiments.results import measured, show_table, stored
 from lab.experiments.runs import as_flags, finished, identity
 from lab.experiments.runs import folder_of as run_folder

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterable
 
 from configurator import ROOT
+
 from errors import UserError
 from text.dataset import folder_of, prepare_small, read_meta
 

@@ -18,11 +18,12 @@ their maximum and log n above it.
 
 import math
 
+from configurator import run_script
+
 import torch
 from torch import Tensor
 
 from attention.scores import plain_form
-from configurator import run_script
 from lab.experiments.results import drawing, show_table
 from model import beta_attention, laser_attention, softmax_attention
 

@@ -16,10 +16,11 @@ import statistics
 from collections.abc import Iterable
 from typing import Literal
 
+from configurator import names, run_script
+
 import numpy as np
 import torch
 
-from configurator import names, run_script
 from lab.experiments.results import difference, drawing, mean, show_table
 from lab.experiments.runs import by_seed, final, finals
 from lab.experiments.tables import rows_of, steps_of

@@ -12,12 +12,13 @@ the output before one large value. Numbers that are in --out are not measured ag
 import functools
 import math
 
+from configurator import run_script
+
 import torch
 from torch import Tensor
 
 from attention.fast import general_form, laser_by_exp
 from attention.scores import scores, visible
-from configurator import run_script
 from lab.experiments.results import measured, show_table
 from lab.experiments.runs import of_rows
 from model import ATTENTION

@@ -15,6 +15,7 @@ import subprocess
 import sys
 
 from configurator import names, run_script
+
 from lab.experiments.beta_post import part_of_the_text
 from lab.experiments.results import difference, mean, measured, show_table, stored
 from lab.experiments.runs import as_flags, finished, folder_of, identity, result_of

@@ -20,10 +20,11 @@ import resource
 import sys
 from collections.abc import Callable
 
+from configurator import names, positive, run_script
+
 import torch
 
 from bench import interleaved, medians, ratios
-from configurator import names, positive, run_script
 from lab.experiments.results import measured, show_table, stored
 from lab.experiments.runs import of_rows
 from lab.experiments.tables import rows_of

@@ -24,11 +24,12 @@ it does not. Here both attentions can see the token itself, and have to learn no
 import math
 import statistics
 
+from configurator import names, run_script
+
 import torch
 from torch import Tensor
 
 from attention.scores import visible
-from configurator import names, run_script
 from lab.experiments.results import difference, measured, show_table
 from lab.experiments.runs import of_rows
 

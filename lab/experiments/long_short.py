@@ -18,6 +18,7 @@ import statistics
 from typing import Literal
 
 from configurator import names, run_script
+
 from lab.experiments.results import difference, drawing, mean, measured, show_table, stored
 from lab.experiments.runs import by_seed, constants, final, finals, of_rows, sooner
 from lab.experiments.tables import rows_of, steps_of

@@ -22,11 +22,12 @@ and ratios are as in bench.py's tables.
 from collections.abc import Callable
 from functools import cache, partial
 
+from configurator import DTYPE, names, pick_device, positive, run_script
+
 import torch
 
 from attention.forms import FORM
 from bench import clock, interleaved, table
-from configurator import DTYPE, names, pick_device, positive, run_script
 from lab.experiments.results import save
 from lab.experiments.times import milliseconds, write
 from model import ATTENTION, GPT, GPTConfig

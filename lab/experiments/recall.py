@@ -29,12 +29,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
+from configurator import names, run_script
+
 import torch
 from filelock import FileLock
 from torch import Tensor
 from torch.nn import functional as F
 
-from configurator import names, run_script
 from errors import UserError
 from lab.experiments.identity import unchanged
 from lab.experiments.results import drawing, is_current, save, saved, show_table

@@ -24,9 +24,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from configurator import PLAIN, at_least_one, cores, user_errors
+
 from filelock import FileLock
 
-from configurator import PLAIN, at_least_one, user_errors
 from errors import UserError
 from lab.experiments.identity import PARSING, of_code, of_data, of_text, parsed
 from lab.experiments.results import add, is_current, short, stored
@@ -258,7 +259,7 @@ def make_runs(
 ) -> dict:
     """Make the runs: {name: what is stored of it}, added to a JSON file as soon as a run ends."""
     at_least_one(jobs=jobs)
-    threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
+    threads = None if jobs == 1 else max(1, cores() // jobs)
     names = {}
     results = {}
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:

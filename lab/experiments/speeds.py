@@ -17,6 +17,7 @@ import tempfile
 import time
 
 from configurator import run_script
+
 from lab.experiments.results import measured, show_table
 from lab.experiments.runs import as_flags
 from lab.experiments.tables import TABLES

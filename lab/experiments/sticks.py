@@ -12,6 +12,8 @@ SDPA's in the same round. Numbers that are in --out are not measured again.
 from collections.abc import Callable
 from functools import partial
 
+from configurator import positive, run_script
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,7 +21,6 @@ from torch.nn import functional as F
 from attention.forms import FORM
 from attention.scores import scores, visible
 from bench import interleaved, ratios
-from configurator import positive, run_script
 from lab.experiments.results import measured, show_table
 from lab.experiments.runs import finished, identity
 from lab.experiments.times import milliseconds

@@ -18,13 +18,14 @@ from collections.abc import Callable
 from functools import partial
 from unittest import mock
 
+from configurator import names
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from attention.fast import general_form
 from attention.scores import plain_form
-from configurator import names
 from errors import UserError
 from model import GPT
 from parts import Scheme

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import ROOT, run_script
+
 from errors import UserError, note, optional
 from lab.hub.gpt2 import USER, exported
 from training import checkpoint, origin

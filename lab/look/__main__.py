@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
+from configurator import run_script
+
 import torch
 
-from configurator import run_script
 from errors import UserError
 from lab.look.maps import Map, Run, in_words, labels, open_runs, weights_of
 from sample import prompt_of

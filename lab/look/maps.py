@@ -27,11 +27,12 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
+from configurator import run_script
+
 import torch
 from torch import Tensor
 
 from attention.scores import plain_form, visible
-from configurator import run_script
 from errors import UserError, note
 from lab.experiments.results import write_picture
 from lab.look.probe import Probe

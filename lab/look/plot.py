@@ -11,9 +11,10 @@ import json
 import pathlib
 from typing import Literal
 
+from configurator import names, run_script
+
 import numpy as np
 
-from configurator import names, run_script
 from errors import UserError
 from lab.experiments.results import drawing
 

@@ -23,9 +23,10 @@ import time
 from statistics import fmean
 from typing import Literal
 
+from configurator import at_least_one, cores, run_script
+
 import torch
 
-from configurator import at_least_one, run_script
 from errors import UserError, optional
 from lab.experiments.identity import of_code, of_text, unchanged
 from lab.experiments.results import Interval, add, interval, is_current, short, stored
@@ -39,7 +40,7 @@ from lab.experiments.runs import (
 )
 from lab.experiments.times import apart, model_of, vocab_size_of
 from lab.verdict import chance, checks, costs, method, report
-from lab.verdict.judge import SET, Arm, Judge, Setting, cores, shape_of
+from lab.verdict.judge import SET, Arm, Judge, Setting, shape_of
 from model import GPT
 from training.checkpoint import open_model
 from training.distributed import count

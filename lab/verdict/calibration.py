@@ -22,16 +22,17 @@ import shlex
 import statistics
 from collections.abc import Callable
 
+from configurator import cores, names, run_script
+
 import numpy as np
 import torch
 
-from configurator import names, run_script
 from errors import UserError, optional
 from lab.experiments.results import CONFIDENCE, Interval, add, drawing, saved, show_table, stored
 from lab.experiments.runs import flags_of, settings_of
 from lab.experiments.times import model_of, step_of, vocab_size_of
 from lab.verdict.chance import machine
-from lab.verdict.judge import Arm, Judge, Setting, cores, shape_of
+from lab.verdict.judge import Arm, Judge, Setting, shape_of
 from lab.verdict.method import TRIED, slope
 from training.estimate import duration, num_params
 

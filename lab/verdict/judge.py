@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -125,10 +124,3 @@ def shape_of(size: str, n_head: int = 1) -> list[str]:
     width = int(match[2])
     narrower = [f"--head_dim={width // n_head // 2 * 2}"] if width % n_head else []
     return [f"--n_layer={match[1]}", f"--n_embd={width}", *narrower]
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

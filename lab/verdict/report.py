@@ -8,6 +8,7 @@ import shlex
 from statistics import fmean
 
 from configurator import names
+
 from lab.experiments.identity import of_text
 from lab.experiments.results import Interval, drawing, short, show_table
 from lab.verdict import calibration, chance

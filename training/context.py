@@ -1,0 +1,169 @@
+"""One sequence over several processes, for texts whose activations one of them cannot hold.
+
+    torchrun --standalone --nproc_per_node=4 train.py config/train_pg19_ls.py --parallel=context
+
+Of n processes that share a sequence, process p holds the parts p and 2n - 1 - p of its 2n parts: a
+query in a late part has more keys to see, and so all have as much to do. A row-local attention
+needs the keys and values that its queries see, and no more: long heads gather those of all parts,
+short heads the last ones of the part before, running sums the sums of the parts before.
+
+Shapes: B batch, T time in this process, c = T / 2 in a part, H heads, G heads of keys, D width.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention.cache import Context
+from attention.fast import in_rows, recompute
+from attention.forms import Heads
+from attention.sums import linear_attention
+from errors import UserError, refuse
+from model import GPT
+from training import distributed
+
+QUERIES = 512  # of long heads at a time: a mask of all would take too much memory
+
+
+class Gather(torch.autograd.Function):
+    """The tensors x of all processes of a group, stacked: (n, ...). Gradients are summed."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x, group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy.contiguous()
+        dist.all_reduce(dy, group=ctx.group)
+        return dy[dist.get_rank(ctx.group)], None
+
+
+def halves(x: Tensor) -> Sequence[Tensor]:
+    """The two parts of a process's x (..., T, D)."""
+    return x.chunk(2, dim=-2)
+
+
+class Parts(Context):
+    """The context of a process that shares its sequences with others. n: with how many; 0: all.
+
+    parts: which ones it has. data_rank, data_world: which of the groups that read other sequences
+    it is in, and how many there are. Raises UserError for a model whose sequences cannot be cut.
+    """
+
+    def __init__(self, n: int, model: GPT):
+        super().__init__()
+        n = n or distributed.world
+        self.group, _ = dist.new_subgroups(n)
+        self.data_world = distributed.world // n
+        self.data_rank, p = divmod(distributed.rank, n)
+        self.n = 2 * n
+        self.parts = p, self.n - 1 - p
+
+        config = model.config.resolved()
+        self.c, rest = divmod(config.block_size, self.n)
+        before = max(config.window or 0, config.conv - 1)
+        own = {type(b.attn).__name__ for b in model.transformer.h if not hasattr(b.attn, "heads")}
+        refuse([
+            (rest, f"block_size={config.block_size} must be a multiple of {self.n}, the parts"),
+            (before > self.c,
+             f"a part of {self.c} tokens is shorter than a window: use fewer processes"),
+            (config.attn_dropout,
+             "--parallel=context drops no attention weights: --attn_dropout=0"),
+            (own, f"--parallel=context cannot cut {own}, a layer of its own"),
+            (GPT.forward.__module__ != "model", "--parallel=context cuts no packed documents"),
+        ])  # fmt: skip
+
+    def mine(self, x: Tensor) -> Tensor:
+        """This process's two parts of x (..., n T / 2), side by side: (..., T)."""
+        parts = x.chunk(self.n, dim=-1)
+        return torch.cat([parts[i] for i in self.parts], dim=-1)
+
+    def in_order(self, two: Sequence[Tensor]) -> list[Tensor]:
+        """What all processes have of their two parts, in the order of the parts."""
+        of_all = Gather.apply(torch.stack(two), self.group)  # (n / 2, 2, ...)
+        return [*of_all[:, 0], *of_all[:, 1].flip(0)]
+
+    def with_rows_before(self, x: Tensor, n: int) -> list[Tensor]:
+        """The two parts of x, each after the n rows before it: zeros before the first part."""
+        parts = halves(x)
+        ends = self.in_order([part[..., self.c - n :, :] for part in parts])
+        ends.insert(0, torch.zeros_like(ends[0]))
+        return [torch.cat((ends[i], part), -2) for i, part in zip(self.parts, parts, strict=True)]
+
+    # -------------------------------------------------------------------------
+    # as a Context
+
+    @property
+    def state(self) -> dict:
+        raise UserError("this layer keeps a state, which --parallel=context cannot cut")
+
+    def positions(self, x):
+        return self.mine(torch.arange(self.n * self.c, device=x.device))
+
+    def placed(self, scheme, q, k, heads) -> tuple:
+        """Each part at its own place."""
+        parts = zip(halves(q), halves(k), self.parts, strict=True)
+        turned = [scheme(q, k, heads, self.c * i) for q, k, i in parts]
+        qs, ks, (arguments, _) = zip(*turned, strict=True)
+        return torch.cat(qs, dim=-2), torch.cat(ks, dim=-2), arguments
+
+    def earlier(self, module: nn.Module, x: Tensor, n: int) -> list[Tensor]:
+        """As Context.earlier."""
+        parts = torch.stack(self.with_rows_before(x, n), dim=1)  # (B, 2, n + c, C)
+        return [parts[:, :, n - offset : -offset].flatten(1, 2) for offset in range(1, n + 1)]
+
+    def attend(self, heads: Heads, q, k, v, **settings) -> Tensor:
+        """y (B, H, T, D) of some heads."""
+        form = self.long
+        if heads.window is not None:
+            form = self.short
+        elif heads.sums is not None:
+            form = self.by_sums
+        return torch.cat(form(heads, halves(q), k, v, settings), dim=-2)
+
+    def long(self, heads, qs, k, v, settings) -> list[Tensor]:
+        """Each part's queries, with the keys up to its end."""
+        k, v = (heads.expand(torch.cat(self.in_order(halves(x)), dim=-2)) for x in (k, v))
+        run = partial(recompute, heads.run, **settings)  # no masks
+        outputs = []
+        for i, q in zip(self.parts, qs, strict=True):
+            end = self.c * (i + 1)
+            outputs.append(in_rows(run, q, k[..., :end, :], v[..., :end, :], QUERIES))
+        return outputs
+
+    def short(self, heads, qs, k, v, settings) -> list[Tensor]:
+        """Each part with the window before it, whose own outputs are left out."""
+        n = heads.window
+        ks, vs = (self.with_rows_before(heads.expand(x), n) for x in (k, v))
+        outputs = []
+        for i, q, k, v in zip(self.parts, qs, ks, vs, strict=True):
+            rows = n if i else 0  # nothing is before part 0
+            q = F.pad(q, (0, 0, rows, 0))
+            y = heads.run(q, k[..., n - rows :, :], v[..., n - rows :, :], **settings)
+            outputs.append(y[..., rows:, :])
+        return outputs
+
+    def by_sums(self, heads, qs, k, v, settings) -> list[Tensor]:
+        """Each part after the sums of all parts before it."""
+        run = partial(linear_attention, heads.sums)
+        ks, vs = halves(heads.expand(k)), halves(heads.expand(v))
+        parts = [[x.contiguous() for x in part] for part in zip(qs, ks, vs, strict=True)]
+        own = partial(recompute, run, **settings)  # no features are kept
+        of_all = self.in_order([own(q[..., :0, :], k, v)[1] for q, k, v in parts])
+
+        # before the parts 0, 1, ...; sums fade over a part as over one token of another decay
+        none = [torch.zeros_like(x[:, :, :1]) for x in parts[0]]
+        fade = {"decay": self.c * settings["decay"]} if "decay" in settings else {}
+        before = [torch.zeros_like(of_all[0])]
+        for sums in of_all:
+            before.append(run(*none, state=before[-1], **fade)[1] + sums)
+        own_parts = zip(self.parts, parts, strict=True)
+        return [run(*part, state=before[i], **settings)[0] for i, part in own_parts]
