@@ -46,9 +46,9 @@ GROUP = r"# (.*\?)$"
 FLAG = r"([a-z_0-9]+)\s*(?::[^=]+?)?\s*=(?!=).*?(?:\s#\s*(.*))?$"
 # The ~ of a path
 HOME = r"(?<![^,:])~(?=[/\\])"
-# Where a container has its CPU time, and the period for which it has that (cgroup v2, v1)
+# The files of a container's CPU time and of the period for which it has that (cgroup v2, v1)
 CGROUP = "/sys/fs/cgroup"
-QUOTAS = ["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]
+QUOTAS = "cpu.max", "cpu/cpu.cfs_quota_us cpu/cpu.cfs_period_us"
 
 
 def cores() -> int:
@@ -58,8 +58,8 @@ def cores() -> int:
         n = len(os.sched_getaffinity(0))
     for names in QUOTAS:
         with contextlib.suppress(OSError, ValueError):  # no such file; "max": no limit
-            text = " ".join(open(f"{CGROUP}/{name}").read() for name in names)
-            quota, period = map(float, text.split())
+            texts = [open(f"{CGROUP}/{name}").read() for name in names.split()]
+            quota, period = map(float, " ".join(texts).split())
             if 0 < quota < n * period:
                 n = math.ceil(quota / period)
                 os.environ.setdefault("OMP_NUM_THREADS", str(n))
@@ -70,8 +70,8 @@ def cores() -> int:
 # section of its own in pyproject.toml keeps that order. By default a thread that waits for another
 # one spins 300,000 times: too long where other programs run.
 cores()
-if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-    os.environ["GOMP_SPINCOUNT"] = "20000"
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def user_errors() -> Iterator[None]:
 def _excepthook(family, error, trace):
     """Print an error. Ctrl-C and a closed pipe (`| head`) are no errors."""
     if family is KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        note("\ninterrupted")
     elif family is BrokenPipeError:
         os._exit(1)  # without flushing stdout, which would fail again
     else:

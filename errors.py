@@ -35,13 +35,10 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def optional(module: str, what: str, package: str = "") -> object:
-    """Import and return an optional module, which `what` needs. Raises UserError without it.
-
-    package: its name for pip, if that differs.
-    """
+def optional(module: str, what: str) -> object:
+    """Import and return an optional module, which `what` needs. Raises UserError without it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        name = package or module.partition(".")[0]
+        name = module.partition(".")[0]
         raise UserError(f"{what} needs {name}: pip install {name} ({error})") from None

@@ -337,6 +337,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         c = config.resolved()
+        config.window = c.window  # its default depends on block_size, which may change
         self.transformer = nn.ModuleDict()
         self.transformer.wte = nn.Embedding(c.vocab_size, c.n_embd)
         embedded = POSITION[c.position][0]
@@ -381,9 +382,10 @@ class GPT(nn.Module):
         block_size tokens without a cache.
         """
         T = idx.shape[1]
-        most = self.config.block_size
-        if T > most and cache is None:
-            raise ValueError(f"{T} tokens do not fit: this model takes 1 to block_size={most}")
+        if T > self.config.block_size and cache is None:
+            raise ValueError(
+                f"{T} tokens do not fit: this model takes 1 to block_size={self.config.block_size}"
+            )
         context = cache or Context()
         with context.adding(*idx.shape):
             return self.predict(self.hidden(idx, context), targets)
@@ -418,11 +420,9 @@ class GPT(nn.Module):
             return logits, self.total(logits, targets) / n
 
         # some rows at a time, and their logits once more in the backward pass
-        def total(x: Tensor, targets: Tensor) -> Tensor:
-            return self.total(self.logits(x), targets)
-
         parts = zip(*(part.split(rows // 8) for part in (x.flatten(0, 1), targets)), strict=True)
-        return None, sum(recompute(total, *part) for part in parts) / n
+        losses = (recompute(lambda x, y: self.total(self.logits(x), y), *part) for part in parts)
+        return None, sum(losses) / n
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., V) of x (..., C)."""
@@ -466,7 +466,6 @@ class GPT(nn.Module):
             raise UserError(
                 f"block_size={block_size} is above {c.block_size}, and positions are learned"
             )
-        c.window = c.resolved().window  # its default depends on block_size
         c.block_size = block_size
         if "wpe" in self.transformer:
             self.transformer.wpe.resize(block_size)

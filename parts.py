@@ -220,7 +220,7 @@ class ALiBi(Scheme):
 
         # 256 a times j / 256, each in two parts; and an intercept, in two parts
         T = q.shape[-2]
-        j = torch.arange(past - self.middle, past - self.middle + T, device=q.device) / 256
+        j = (torch.arange(past, past + T, device=q.device) - self.middle) / 256
         a = (slopes / self.scale).expand(-1, T)  # (H, T)
         ones = torch.full_like(j, 256.0)
         a1, a2 = _in_two(256 * a)
@@ -313,7 +313,6 @@ class TokenNumbers(nn.Module):
 # A rule is one statement: `yield (whether it is broken, the message)`. Here `c` is a GPTConfig as
 # the user gave it, and ATTENTION is model.ATTENTION.
 
-Rules = Iterator[tuple[bool, str]]
 # {a field: its possible values}
 TABLES = {
     "qkv": QKV,
@@ -392,7 +391,7 @@ def with_defaults(c, ATTENTION: dict):
     return resolved
 
 
-def rules(c, ATTENTION: dict) -> Rules:
+def rules(c, ATTENTION: dict) -> Iterator:
     """Yields (whether a rule is broken, its message). A rule may assume that all before it hold."""
     # numbers
     for fields, is_legal, needed in RANGES:
@@ -430,7 +429,7 @@ def rules(c, ATTENTION: dict) -> Rules:
     yield from rules_of_attention(c, ATTENTION)
 
 
-def rules_of_heads(c) -> Rules:
+def rules_of_heads(c) -> Iterator:
     """Rules of long and short heads."""
     layers = c.heads.split("/")
     yield (
@@ -464,7 +463,7 @@ def rules_of_heads(c) -> Rules:
     )
 
 
-def rules_of_attention(c, ATTENTION: dict) -> Rules:
+def rules_of_attention(c, ATTENTION: dict) -> Iterator:
     """Rules of what each attention can take, and of positions inside attention."""
     names = attentions(c)
     is_mixed = any(len({*c.layer_heads(layer)}) > 1 for layer in range(c.n_layer))

@@ -85,7 +85,7 @@ def _text_of(ids, tok, stop, prompt):
 def main() -> None:
     # the model
     dev, _, amp = pick_device(device, dtype)
-    model, tok, settings, about = open_model(init_from, out_dir, which)
+    model, tok, _, about = open_model(init_from, out_dir, which)
     print(about)
     model.eval().to(dev)
     if plain:
@@ -95,7 +95,7 @@ def main() -> None:
 
     # the prompt
     if start == "\n":
-        text, prompt = default_prompt(tok, settings.get("first_token", 0))
+        text, prompt = default_prompt(tok)
     else:
         text, prompt = prompt_of(start, tok)
     ids = torch.tensor([prompt], device=dev)

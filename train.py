@@ -148,7 +148,6 @@ with user_errors():
         run_definitions(model)
 
     # from here on block_size, n_embd, vocab_size ... are the model's
-    model.config.window = model.config.resolved().window  # by default it depends on block_size
     model_args = vars(model.config)
     config |= model_args
     globals().update(model_args)
@@ -157,19 +156,19 @@ with user_errors():
             f"vocab_size={vocab_size} is less than the {meta['vocab_size']} tokens of {dataset}"
         )
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
-    data_rank, data_world = rank, world
-    shared = None  # the context of processes that share each sequence
+    sharing = 1  # processes that share each sequence
+    shared = None  # and their context
     if parallel == "context" and world > 1:
-        shared = context.Parts(context_processes, model)
-        data_rank, data_world = shared.data_rank, shared.data_world
+        sharing = context_processes or world
+        shared = context.Parts(sharing, model)
+    place = {"rank": rank // sharing, "world": world // sharing}  # among those that share none
 c = SimpleNamespace(**config)  # the settings as they are saved
-c.first_token = data["train"].ids[0].item()  # a prompt where there are no line ends
 made_by = origin(model.config)
 run.describe(c, model, data["train"], device, dtype)
 if compile is None:
     compile = device_type == "cuda"
 rows = batch_size * gradient_accumulation_steps  # sequences of a step, of all processes together
-micro_steps = math.ceil(rows / data_world / batch_size)  # micro-batches of this process, per step
+micro_steps = math.ceil(rows / place["world"] / batch_size)  # micro-batches of this process
 sharded = parallel == "fsdp" and world > 1  # each process has a part of every weight
 
 
@@ -177,7 +176,7 @@ sharded = parallel == "fsdp" and world > 1  # each process has a part of every w
 # one batch, one loss, one learning rate, one evaluation, one checkpoint
 def get_batch(step: int) -> tuple:
     """This process's rows of a step's global batch, on the device: x and y, (rows / world, T)."""
-    x, y = data["train"].batch(step, rows, seed=seed, rank=data_rank, world=data_world)
+    x, y = data["train"].batch(step, rows, seed=seed, **place)
     return to_device(x, y)
 
 
@@ -225,7 +224,7 @@ def estimate_loss() -> dict[str, float]:
     means = {}
     for split, tokens in data.items():
         total = windows = 0
-        for x, y in tokens.eval_batches(eval_iters, batch_size, rank=data_rank, world=data_world):
+        for x, y in tokens.eval_batches(eval_iters, batch_size, **place):
             loss = loss_of(eval_model, *to_device(x, y)).item()
             n = (y[:, 0] >= 0).sum().item()  # 0 on a process that has a window less than others
             if n:

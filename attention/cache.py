@@ -8,7 +8,7 @@ state. GPT.new_cache() makes a Cache.
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class Context:
         """The positions of the tokens x (B, T, C): (T), or (B, T)."""
         return torch.arange(self.length, self.length + x.shape[1], device=x.device)
 
-    def placed(self, scheme: Callable, q, k, heads: Heads) -> tuple:
+    def placed(self, scheme, q, k, heads) -> tuple:
         """(q, k, arguments) of a parts.Scheme, which knows the tokens' positions."""
         return scheme(q, k, heads, self.length)
 
@@ -128,8 +128,7 @@ class Cache(Context):
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        kept = [self.state, *self.parts.values()]
-        return sum(x.nbytes for part in kept for x in part.values())
+        return sum(x.nbytes for kept in (self.state, *self.parts.values()) for x in kept.values())
 
 
 # -----------------------------------------------------------------------------

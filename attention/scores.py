@@ -15,7 +15,7 @@ from torch.nn import functional as F
 # A decorator: torch.compile leaves the function as it is. torch.compiler.disable does the same, but
 # it imports all of torch.compile at once, and that takes longer than all other imports of this
 # project together. PyTorch itself uses this one.
-uncompiled: Callable = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+uncompiled = torch._disable_dynamo
 
 
 def unrolls(x: Tensor) -> bool:

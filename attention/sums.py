@@ -112,8 +112,7 @@ def linear_attention(
 
     q (B, H, T, D), not scaled. decay (H, 1, 1) or None. state (B, H, F, E), the sums over the
     tokens before, or None; gradients flow through both states. Without queries, q (B, H, 0, D), the
-    state alone. Computed in float32 or wider, also
-    under autocast. y is in v's precision.
+    state alone. Computed in float32 or wider, also under autocast. y is in v's precision.
     """
     T, D = k.shape[-2:]
     with torch.autocast(q.device.type, enabled=False):
@@ -130,9 +129,7 @@ def linear_attention(
         c = sums.chunk(D)
         whole = T // c * c
         step = TOKENS_KEPT // c * c
-        sizes = [min(step, whole - start) for start in range(0, whole, step)]
-        if T > whole:
-            sizes.append(T - whole)
+        sizes = [n for n in (*[step] * (whole // step), whole % step, T - whole) if n]
 
         run = sums.run
         if T > TOKENS_KEPT:

@@ -172,6 +172,29 @@ def cached(gpt: GPT, x: Tensor, pieces: list[int]) -> Tensor:
     return torch.cat(logits, dim=1)
 
 
+def assert_one_model(gpt: GPT, x: Tensor, pieces: list[int], n: int) -> tuple:
+    """(logits, gradients) of a GPT in float64, the same in every way to compute them.
+
+    With a cache that gets pieces of x (B, T); of the first n tokens, whatever follows; and if
+    activations are computed again, after two forward passes.
+    """
+    logits, loss = gpt(x, x)
+    assert close(cached(gpt, x, pieces), logits, 1e-9)
+    other = torch.cat((x[:, :n], (x[:, n:] + 1) % gpt.config.vocab_size), dim=1)
+    logits_of_other, loss_of_other = gpt(other, x)
+    assert close(logits_of_other[:, :n], logits[:, :n], 1e-9)
+
+    gradients = torch.autograd.grad(loss, gpt.parameters())
+    assert all(g.isfinite().all() and g.any() for g in gradients)
+    of_other = torch.autograd.grad(loss_of_other, gpt.parameters())
+    gpt.config.activation_checkpointing = True
+    gpt.train()
+    again = torch.autograd.grad(gpt(x, x)[1] + gpt(other, x)[1], gpt.parameters())
+    for g, a, b in zip(again, gradients, of_other, strict=True):
+        assert close(g, a + b, 1e-9)
+    return logits, gradients
+
+
 def randomised(module: torch.nn.Module) -> torch.nn.Module:
     """The module with random numbers in all parameters, biases and norms too."""
     for p in module.parameters():

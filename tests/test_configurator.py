@@ -237,12 +237,9 @@ def test_each_process_takes_its_own_gpu(monkeypatch):
         assert chosen[:2] == (taken.pop(), dtype) == ("cuda:1", dtype)
 
 
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
+def test_a_missing_package_is_named():
     with refusal("a test needs nowhere: pip install nowhere", UserError):
         optional("nowhere.part", "a test")
-    with refusal("a test needs scikit-learn: pip install scikit-learn", UserError):
-        optional("sklearn.datasets", "a test", "scikit-learn")
 
 
 # -----------------------------------------------------------------------------
@@ -280,10 +277,8 @@ def test_a_module_with_the_name_of_a_folder_of_the_project(script):
 
 QUOTAS = [  # files of a container, and the cores that it may use; the machine has 8
     ({"cpu.max": "max 100000\n"}, 8),
-    ({"cpu.max": "100000 100000\n"}, 1),
     ({"cpu.max": "250000 100000\n"}, 3),
     ({"cpu.max": "1600000 100000\n"}, 8),
-    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
     ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
     ({}, 8),
 ]

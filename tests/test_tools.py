@@ -43,21 +43,15 @@ def measures(out):
     return {f"{name} {unit}".strip(): float(value) for name, value, unit in found}
 
 
-def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path, monkeypatch):
+def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path):
     """With stride 1, each token's -log p is given the T tokens before it, more than in training."""
-    spy = unittest.mock.create_autospec(Tokens.strided, side_effect=Tokens.strided)
-    monkeypatch.setattr(Tokens, "strided", spy)
     T = 48
     train("--position=rope --max_iters=6")
     flags = f"--which=latest --block_size={T} --stride=1 --device=cpu --batch_size=50 "
     flags += f"--out_dir={tmp_path / 'out'}"
     out = done(run("eval.py", *flags.split()))
-    exact, rounded = (
-        measures(done(run("eval.py", *flags.split(), "--stride=48", f"--dtype={dtype}")))
-        for dtype in ("float32", "bfloat16")
-    )
-    assert rounded["loss"] == pytest.approx(exact["loss"], abs=0.02) and rounded != exact
-    assert [call.args[2] for call in spy.mock_calls] == [50, 50, 50]
+    rounded = measures(done(run("eval.py", *flags.split(), "--dtype=bfloat16")))
+    assert 0 < abs(rounded["loss"] - measures(out)["loss"]) < 0.02
 
     gpt = checkpoint.model_of(state_of(tmp_path))
     gpt.crop_block_size(T)
@@ -78,25 +72,20 @@ def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path, monkeypatc
 
 
 def test_a_text_without_a_line_end_or_a_space(train, run, tmp_path):
-    """Samples begin with its first token, or with that of the vocabulary, and say so."""
+    """Samples begin with the first token of the vocabulary, and say so."""
     out_dir = tmp_path / "out dir"
     tok = tokenizers.CharTokenizer("ACGT")
     write(tmp_path / "dna", tok, {"train": "GATTACA" * 900, "val": "TAGA" * 500}, {})
     flags = f"--dataset={tmp_path / 'dna'} '--out_dir={out_dir}' --sample_tokens=9"
     says = "the vocabulary has no line end: the prompt is"
-    out = done(train(flags, "--max_iters=1"), f"{says} 'G'")
-    command = re.search(r"a sample \(more of them: python (.*)\):\nG[ACGT]{9}\n", out)[1]
+    out = done(train(flags, "--max_iters=1"), f"{says} 'A'")
+    command = re.search(r"a sample \(more of them: python (.*)\):\nA[ACGT]{9}\n", out)[1]
     assert shlex.split(command) == ["sample.py", f"--out_dir={out_dir}"]
 
     (tmp_path / "dna").rename(tmp_path / "elsewhere")
     sample = ["sample.py", f"--out_dir={out_dir}", "--max_new_tokens=5", "--num_samples=1"]
-    out = done(run(*sample, "--device=cpu"), f"{says} 'G'")
-    assert re.search("\nG[ACGT]{5}\n", out)
-    path = str(out_dir / "best.pt")
-    state = checkpoint.load(path)
-    del state["config"]["first_token"]
-    checkpoint.save(path, state)
-    assert re.search("\nA[ACGT]{5}\n", done(run(*sample), f"{says} 'A'"))
+    out = done(run(*sample, "--device=cpu"), f"{says} 'A'")
+    assert re.search("\nA[ACGT]{5}\n", out)
 
     result = run("eval.py", f"--out_dir={out_dir}", f"--dataset={tmp_path / 'elsewhere'}")
     done(result, "inf per word (1 words between whitespace)", "bits per byte ")

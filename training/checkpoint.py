@@ -23,11 +23,13 @@ from os.path import exists, join
 from configurator import user_errors
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from errors import NotFinite, UserError, first_line
 from model import GPT, GPTConfig
 from text import dataset, tokenizers
-from training import distributed, origin
+from training import origin
+from training.distributed import master, say
 
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"  # files in a run's folder
 NAME = re.compile(r"(ckpt|best)(-\d{8})?\.pt")  # of all checkpoints; other files are the user's
@@ -40,6 +42,9 @@ LEFT = {
     "after": "lab.ideas.after",
     "max_distance": "lab.ideas.positions",
 }
+
+# of a class that keeps nothing of what it is made from
+EMPTY = dict.fromkeys(("__init__", "__setstate__"), lambda *args: None)
 
 # -----------------------------------------------------------------------------
 # one file
@@ -94,17 +99,10 @@ def load(path: str, verify: bool = True) -> dict:
             state["model"] = {name: x for name, x in weights if not name.endswith(".attn.bias")}
             state["model_args"] = {"mlp": "gelu_exact"} | state["model_args"]
     except Exception as error:  # unpickling a damaged file can raise any error
-        found = []
-        with contextlib.suppress(Exception):  # it is damaged
-            found = foreign(path)
-        for place, kind in found:
-            raise UserError(
-                f"{path} is whole, but {place} is a {kind}. Only tensors and Python's own numbers "
-                "and texts are read, since other things may run code"
-            ) from None
         raise UserError(
-            f"{path} is damaged or no checkpoint of train.py: {first_line(error)}. If you delete "
-            "it, --init_from=resume goes on from an older checkpoint in its folder"
+            foreign(path)
+            or f"{path} is damaged or no checkpoint of train.py: {first_line(error)}. If you "
+            "delete it, --init_from=resume goes on from an older checkpoint in its folder"
         ) from None
 
     # a version and fields that this code knows; those that left are dropped where they are off
@@ -112,7 +110,7 @@ def load(path: str, verify: bool = True) -> dict:
     if version not in (2, VERSION):
         raise UserError(f"{path} has version {version} of checkpoints; this code reads {VERSION}")
     fields = state["model_args"]
-    for field in sorted(fields.keys() - GPTConfig.__dataclass_fields__):
+    for field in fields.keys() - GPTConfig.__dataclass_fields__:
         value = fields.pop(field)
         has = f"{path} has {field}={value!r}, which GPTConfig does not have"
         if field not in LEFT:
@@ -122,29 +120,23 @@ def load(path: str, verify: bool = True) -> dict:
     return state | {"path": path}
 
 
-def foreign(path: str) -> list[tuple[str, str]]:
-    """(place, type) of what torch.load does not read: [("config.lr", "numpy.float64")].
+def foreign(path: str) -> str:
+    """A sentence: which value of a whole checkpoint is not read; "" for a damaged one.
 
-    It is read as objects of empty classes, so none of its code runs.
+    It becomes an object of an empty class, so none of its code runs.
     """
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    empty = {"__new__": lambda cls, *args: object.__new__(cls), "__setstate__": lambda *args: None}
-    kinds = {name: type(name, (), empty) for name in names}
-    with torch.serialization.safe_globals([(kind, name) for name, kind in kinds.items()]):
-        state = torch.load(path, weights_only=True, mmap=True)
-    found = []
-
-    def look(x: object, place: str) -> None:
-        if type(x) in kinds.values():
-            found.append((place, type(x).__name__))
-        if isinstance(x, (list, tuple)):
-            x = dict(enumerate(x))
-        if isinstance(x, dict):
-            for key, value in x.items():
-                look(value, f"{place}.{key}" if place else str(key))
-
-    look(state, "")
-    return found
+    with contextlib.suppress(Exception):  # it is damaged
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        kinds = [type(name, (), EMPTY) for name in names]
+        with torch.serialization.safe_globals([*zip(kinds, names, strict=True)]):
+            state = torch.load(path, weights_only=True, mmap=True)
+        for place, x in tree_flatten_with_path(state)[0]:
+            if type(x) in kinds:
+                return (
+                    f"{path} is whole, but {keystr(place)} is a {type(x).__name__}. Only tensors "
+                    "and Python's own numbers and texts are read, since other things may run code"
+                )
+    return ""
 
 
 def open_model(
@@ -180,7 +172,6 @@ def model_of(state: dict, **changes) -> GPT:
         config = GPTConfig(**state.get("model_args", {}) | changes)
     except UserError as error:  # perhaps a choice of a file that is not imported
         raise UserError(f"{error}. {path} was made by: {made_by.get('command')}") from None
-
     heads = "/".join(map(config.layer_heads, range(config.n_layer)))
     if state.get("version") == 2 and "LS" in heads:
         raise UserError(f"{path} has heads={config.heads}; now short heads come first. {LAST}")
@@ -231,7 +222,7 @@ def gathered(state: object) -> object:
     if not hasattr(state, "full_tensor"):
         return state
     full = state.full_tensor()
-    return full.cpu() if distributed.master else None
+    return full.cpu() if master else None
 
 
 def restore(saved: dict, optimizers: list, scaler: torch.amp.GradScaler) -> None:
@@ -348,7 +339,7 @@ def move_to_previous(out_dir: str) -> None:
     files += glob.glob(LOG, root_dir=out_dir)
     for name in files:
         os.replace(join(out_dir, name), join(folder, name))
-    distributed.say(f"{out_dir} held a run: moved {', '.join(files)} to {folder}")
+    say(f"{out_dir} held a run: moved {', '.join(files)} to {folder}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ short heads the last ones of the part before, running sums the sums of the parts
 Shapes: B batch, T time in this process, c = T / 2 in a part, H heads, G heads of keys, D width.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -24,7 +23,7 @@ from attention.forms import Heads
 from attention.sums import linear_attention
 from errors import UserError, refuse
 from model import GPT
-from training import distributed
+from training.distributed import rank
 
 QUERIES = 512  # of long heads at a time: a mask of all would take too much memory
 
@@ -46,25 +45,22 @@ class Gather(torch.autograd.Function):
         return dy[dist.get_rank(ctx.group)], None
 
 
-def halves(x: Tensor) -> Sequence[Tensor]:
+def halves(x: Tensor) -> tuple:
     """The two parts of a process's x (..., T, D)."""
     return x.chunk(2, dim=-2)
 
 
 class Parts(Context):
-    """The context of a process that shares its sequences with others. n: with how many; 0: all.
+    """The context of one of n processes that share their sequences. parts: which ones it has.
 
-    parts: which ones it has. data_rank, data_world: which of the groups that read other sequences
-    it is in, and how many there are. Raises UserError for a model whose sequences cannot be cut.
+    Raises UserError for a model whose sequences cannot be cut.
     """
 
     def __init__(self, n: int, model: GPT):
         super().__init__()
-        n = n or distributed.world
         self.group, _ = dist.new_subgroups(n)
-        self.data_world = distributed.world // n
-        self.data_rank, p = divmod(distributed.rank, n)
         self.n = 2 * n
+        p = rank % n
         self.parts = p, self.n - 1 - p
 
         config = model.config.resolved()
@@ -86,7 +82,7 @@ class Parts(Context):
         parts = x.chunk(self.n, dim=-1)
         return torch.cat([parts[i] for i in self.parts], dim=-1)
 
-    def in_order(self, two: Sequence[Tensor]) -> list[Tensor]:
+    def in_order(self, two: tuple) -> list[Tensor]:
         """What all processes have of their two parts, in the order of the parts."""
         of_all = Gather.apply(torch.stack(two), self.group)  # (n / 2, 2, ...)
         return [*of_all[:, 0], *of_all[:, 1].flip(0)]
@@ -154,8 +150,7 @@ class Parts(Context):
     def by_sums(self, heads, qs, k, v, settings) -> list[Tensor]:
         """Each part after the sums of all parts before it."""
         run = partial(linear_attention, heads.sums)
-        ks, vs = halves(heads.expand(k)), halves(heads.expand(v))
-        parts = [[x.contiguous() for x in part] for part in zip(qs, ks, vs, strict=True)]
+        parts = [*zip(qs, halves(heads.expand(k)), halves(heads.expand(v)), strict=True)]
         own = partial(recompute, run, **settings)  # no features are kept
         of_all = self.in_order([own(q[..., :0, :], k, v)[1] for q, k, v in parts])
 

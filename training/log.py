@@ -15,8 +15,8 @@ from typing import NoReturn
 from filelock import FileLock, Timeout
 
 from errors import UserError, note, optional
-from training import checkpoint, distributed
-from training.distributed import by_master, say
+from training import checkpoint
+from training.distributed import by_master, say, world
 from training.estimate import duration
 
 
@@ -146,7 +146,7 @@ class Log:
         if step >= self.start + 20:
             line += f", {duration(seconds * (c.max_iters - step - 1))} left"
         if self.mfu:
-            row["mfu"] = self.mfu * speed / distributed.world
+            row["mfu"] = self.mfu * speed / world
             line += f", mfu {row['mfu'] * 100:.2f}%"
         self.write(row, line)
         self.restart(step + 1)

@@ -29,14 +29,14 @@ FREE = (
 def gpt2(name: str) -> tuple[dict, Callable]:
     """Of a GPT-2. Only its weights need the network."""
     n_layer, width = GPT2[name]
-    sizes = {"n_layer": n_layer, "n_head": width // 64, "n_embd": width}
 
     def read():
         transformers = optional("transformers", f"--init_from={name}")
         theirs = transformers.GPT2LMHeadModel.from_pretrained(name)
         return {"path": name, "model": gpt2_weights(theirs.state_dict())}
 
-    return sizes | {"vocab_size": GPT2_VOCAB_SIZE}, read
+    shape = {"n_layer": n_layer, "n_head": width // 64, "n_embd": width}
+    return shape | {"vocab_size": GPT2_VOCAB_SIZE}, read
 
 
 def gpt2_weights(theirs: dict) -> dict:

@@ -124,10 +124,10 @@ def check_flags(config: dict) -> None:
 
     decays = c.decay_lr and c.schedule != "constant"
     rows = c.batch_size * c.gradient_accumulation_steps
+    world = distributed.world
     shared = 1  # processes that share a sequence
     if c.parallel == "context":
-        shared = c.context_processes or distributed.world
-    n = max(1, distributed.world // shared)
+        shared = c.context_processes or world
     refuse([
         (c.optimizer not in OPTIMIZER,
          f"optimizer={c.optimizer!r} is not one of {', '.join(OPTIMIZER)}: --import= its module"),
@@ -137,11 +137,10 @@ def check_flags(config: dict) -> None:
          f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}"),
         (c.context_processes and c.parallel != "context",
          f"context_processes={c.context_processes} needs --parallel=context"),
-        (distributed.world % shared,
-         f"context_processes={shared} does not divide the {distributed.world} processes"),
-        (rows % n,
-         f"the {rows} sequences of a step cannot be divided among {n} processes: "
-         f"make --gradient_accumulation_steps a multiple of {n}"),
+        (world % shared, f"context_processes={shared} does not divide the {world} processes"),
+        (rows * shared % world,
+         f"the {rows} sequences of a step cannot be divided among {world // shared} processes: "
+         f"make --gradient_accumulation_steps a multiple of {world // shared}"),
     ])  # fmt: skip
 
 
@@ -305,22 +304,22 @@ def stopped_by(caught: list[int]) -> int:
     return caught[0] if caught else signal.SIGTERM
 
 
-def default_prompt(tok: Tokenizer, first_token: int) -> tuple[str, list[int]]:
+def default_prompt(tok: Tokenizer) -> tuple[str, list[int]]:
     """(text, its token ids) of the prompt that nobody chose: a line end.
 
-    If the vocabulary has none, it is first_token: the training text's first one. A line says so.
+    If the vocabulary has none, it is its first token, and a line says so.
     """
     with contextlib.suppress(UserError):
         return "\n", tok.start("\n")
-    text = tok.decode([first_token])
+    text = tok.decode([0])
     say(f"the vocabulary has no line end: the prompt is {text!r}")
-    return text, [first_token]
+    return text, [0]
 
 
 def print_sample(c: SimpleNamespace, model: GPT, meta: dict, amp: object, device: str) -> None:
     """Prints text from the trained model, after the default prompt."""
     tok = tokenizer(meta["tokenizer"])
-    _, prompt = default_prompt(tok, c.first_token)
+    _, prompt = default_prompt(tok)
     idx = torch.tensor([prompt], device=device)
     with amp:
         ids = model.eval().generate(idx, c.sample_tokens, 0.8, vocab_size=tok.n_vocab, seed=c.seed)

@@ -4,7 +4,7 @@ import tokenizers as hf
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from errors import UserError, optional
+from errors import UserError
 from text.tokenizers import END, Tokenizer
 
 
@@ -80,8 +80,11 @@ def sentencepiece(tok: Tokenizer) -> object:
     SentencePiece adds up scores in float32, tokenizers in float64. Where two cuts of a word have
     almost equal scores, they may choose differently (lab/hub/README.md says how often).
     """
-    optional("google.protobuf", "the file of a SentencePiece model", "protobuf")
-    from sentencepiece import sentencepiece_model_pb2
+    try:
+        from sentencepiece import sentencepiece_model_pb2
+    except ModuleNotFoundError as error:
+        why = "a SentencePiece vocabulary needs protobuf: pip install protobuf"
+        raise UserError(f"{why} ({error})") from None
 
     model = sentencepiece_model_pb2.ModelProto.FromString(tok._sp.serialized_model_proto())
     if model.trainer_spec.model_type != sentencepiece_model_pb2.TrainerSpec.UNIGRAM:

@@ -49,13 +49,6 @@ def test_chunks_are_the_equation(length):
     assert_equal(*results, 1e-10)
 
 
-def test_a_token_sees_itself_and_all_before(layer, x):
-    """By the gradient of one output, which is in the second of three chunks."""
-    layer(x)[:, 100].sum().backward()
-    assert x.grad[:, :101].all()
-    assert not x.grad[:, 101:].any()
-
-
 @torch.no_grad()
 def test_decoding_with_a_cache_of_constant_size(layer, x):
     """In pieces of many tokens and of one."""
@@ -64,12 +57,6 @@ def test_decoding_with_a_cache_of_constant_size(layer, x):
     decoded = [layer(piece, cache) for piece in pieces]
     assert_equal(torch.cat(decoded, dim=1), layer(x), 1e-10)
     assert cache.state[layer].shape == (2, 2, 6, 6)
-
-
-def test_packed_documents_are_each_alone(layer, x):
-    """The second document begins within a chunk."""
-    alone = [layer(document) for document in x.split(90, dim=1)]
-    assert_equal(layer(x, DOCUMENTS), torch.cat(alone, dim=1), 1e-10)
 
 
 def test_extreme_inputs_give_finite_values_and_gradients(layer, x):

@@ -5,12 +5,12 @@ import math
 import pytest
 import test_attention as common
 import torch
-from apart import FORMS, NEW
+from apart import FORMS, NEW, assert_packed_documents_are_alone
 from harness import assert_equal, parametrize, refusal
 from reference import (
     assert_bfloat16_is_near,
     assert_exact,
-    cached,
+    assert_one_model,
     naive_attention,
     plain,
     shaken,
@@ -29,7 +29,6 @@ from attention.forms import code_of
 from attention.scores import scores
 from errors import UserError
 from lab.ideas.after import AFTER
-from lab.ideas.documents import Documents
 from lab.ideas.entmax import Entmax15
 from lab.ideas.stick_breaking import BLOCK
 from model import ATTENTION, GPT, GPTConfig
@@ -340,23 +339,9 @@ def test_cached_packed_checkpointed_and_plain_are_the_same(choices, monkeypatch)
     c = GPTConfig(**SIZES | {"n_layer": 2, "heads": "SSLL", "window": 5} | choices)
     gpt = shaken(c, dtype=torch.float64)
     idx = torch.randint(11, (2, 160))
-    inputs = []
-    gpt.transformer.drop.register_forward_hook(lambda module, args, y: inputs.append(y))
-    logits, loss = gpt(idx, idx)
-    (gradient,) = grad(logits[:, 100].square().sum(), inputs, retain_graph=True)
-    reached = gradient.abs().sum((0, 2)) > 0
-    assert reached[100] and not reached[101:].any()
-
-    assert_equal(cached(gpt, idx, [70, 80, *[1] * 10]), logits, 1e-9)
-    pos = torch.arange(160).expand(2, -1) % 90
-    alone = [gpt(part, part)[0] for part in idx.split(90, dim=1)]
-    tolerance = 2e-6 if c.position == "rope" else 1e-9  # its table is in float32
-    packed = gpt.predict(gpt.hidden(idx, Documents(pos)), idx)[0]
-    assert_equal(packed, torch.cat(alone, dim=1), tolerance)
-
-    gradients = grad(loss, gpt.parameters())
-    c.activation_checkpointing = True
-    assert_close(grad(gpt.train()(idx, idx)[1], gpt.parameters()), gradients)
+    _, gradients = assert_one_model(gpt, idx, [70, 80, *[1] * 10], 100)
+    # RoPE's table is in float32
+    assert_packed_documents_are_alone(gpt, idx, 90, 2e-6 if c.position == "rope" else 1e-9)
     run_definitions(gpt)
     assert_close(grad(gpt(idx, idx)[1], gpt.parameters()), gradients, rtol=1e-7, atol=1e-10)
 

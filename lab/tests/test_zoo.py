@@ -6,13 +6,13 @@ import re
 
 import pytest
 import torch
+from apart import assert_packed_documents_are_alone
 from harness import assert_equal, parametrize, refusal
-from reference import assert_bfloat16_is_near, cached, shaken
+from reference import assert_bfloat16_is_near, assert_one_model, shaken
 from torch.nn import functional as F
 
 from attention.cache import Context
 from errors import UserError
-from lab.ideas.documents import Documents
 from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("ideas")
@@ -271,6 +271,7 @@ def test_kda():
 # models
 
 ROPE = {"position": "rope"}
+OWN = "kda", "gated_delta"
 LONG = "moba", "nsa", "log_linear", "selective", "talking_heads"
 SHORT = {"heads": "SSLL", "window": 9}
 ALL = [
@@ -279,34 +280,21 @@ ALL = [
     *({"attention": name} | ROPE | SHORT for name in ("mta", "iha")),
     *({"attention": name} | ROPE for name in LONG),
     {"attention": "wall"} | SHORT,
-    {"attention": "kda", "conv": 3},
+    *({"attention": name, "conv": 3} for name in OWN),
 ]
 
 
 @parametrize("fields", ALL, ids=str)
 def test_cached_packed_causal_checkpointed_and_in_bfloat16(fields):
     name = fields.get("attention")
-    groups = {} if name == "kda" else {"n_kv_head": 2}
+    groups = {} if name in OWN else {"n_kv_head": 2}
     c = GPTConfig(**SIZES | {"block_size": 280, "n_layer": 3, "position": "none"} | groups | fields)
     by = 0.02 if fields.get("qkv") == "tpa" else 0.2  # its scores are products of products
     gpt = shaken(c, by, dtype=torch.float64)
     x = torch.randint(11, (2, 280))
-    logits, loss = gpt(x, x)
-    assert_equal(cached(gpt, x, [7, 1, 1, 262, 1, 8]), logits, 1e-6)
-    other = x.clone()
-    other[:, 150:] = (x[:, 150:] + 1) % 11
-    assert_equal(gpt(other, x)[0][:, :150], logits[:, :150], 1e-9)
-    packed = gpt.predict(gpt.hidden(x, Documents(torch.arange(280).expand(2, -1) % 150)), x)[0]
-    alone = [gpt(part, part)[0] for part in x.split(150, dim=1)]
-    assert_equal(packed, torch.cat(alone, dim=1), 1e-5)
-
-    gradients = torch.autograd.grad(loss, gpt.parameters())
-    assert all(g.isfinite().all() and g.any() for g in gradients)
-    c.activation_checkpointing = True
-    again = torch.autograd.grad(gpt.train()(x, x)[1], gpt.parameters())
-    for g, a in zip(gradients, again, strict=True):
-        assert_equal(a, g, 1e-9)
-    most = 12 if name in ("kda", "log_linear") else 4  # a norm follows, of sums that may be small
+    assert_one_model(gpt, x, [7, 1, 1, 262, 1, 8], 150)
+    assert_packed_documents_are_alone(gpt, x, 150, 1e-5)
+    most = 12 if name in (*OWN, "log_linear") else 4  # a norm follows, of sums that may be small
     assert_bfloat16_is_near(shaken(c, by=0.02), x[:, :160], most=most)
 
 
