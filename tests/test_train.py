@@ -397,12 +397,12 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
         path.write_bytes(damaged)
         with refusal("damaged or no checkpoint"):
             checkpoint.load(str(path))
-    for foreign in ({"model": {}}, [1]):
+    for foreign in ({"model": {}}, [1], good | {"config": Evil()}):
         torch.save(foreign, path)
         with refusal("damaged or no checkpoint"):
             checkpoint.load(str(path))
     for value, says in (
-        (Evil(), r"is whole, but \['config'\] is a posix.mkdir. Only"),
+        (tmp_path, r"is whole, but \['config'\] is a pathlib.PosixPath. Only"),
         ({"lr": [0.1, np.float64(0.1)]}, r"is whole, but \['config'\]\['lr'\]\[1\] is a numpy\."),
     ):
         torch.save(good | {"config": value}, path)
