@@ -47,7 +47,7 @@ class Gather(torch.autograd.Function):
 
 def halves(x: Tensor) -> tuple:
     """The two parts of a process's x (..., T, D)."""
-    return x.chunk(2, dim=-2)
+    return x.chunk(2, -2)
 
 
 class Parts(Context):
@@ -80,7 +80,7 @@ class Parts(Context):
     def mine(self, x: Tensor) -> Tensor:
         """This process's two parts of x (..., n T / 2), side by side: (..., T)."""
         parts = x.chunk(self.n, dim=-1)
-        return torch.cat([parts[i] for i in self.parts], dim=-1)
+        return torch.cat([parts[i] for i in self.parts], -1)
 
     def in_order(self, two: tuple) -> list[Tensor]:
         """What all processes have of their two parts, in the order of the parts."""
@@ -106,14 +106,16 @@ class Parts(Context):
 
     def placed(self, scheme, q, k, heads) -> tuple:
         """Each part at its own place."""
-        parts = zip(halves(q), halves(k), self.parts, strict=True)
-        turned = [scheme(q, k, heads, self.c * i) for q, k, i in parts]
+        turned = [
+            scheme(q, k, heads, self.c * i)
+            for q, k, i in zip(halves(q), halves(k), self.parts, strict=True)
+        ]
         qs, ks, (arguments, _) = zip(*turned, strict=True)
-        return torch.cat(qs, dim=-2), torch.cat(ks, dim=-2), arguments
+        return torch.cat(qs, -2), torch.cat(ks, -2), arguments
 
     def earlier(self, module: nn.Module, x: Tensor, n: int) -> list[Tensor]:
         """As Context.earlier."""
-        parts = torch.stack(self.with_rows_before(x, n), dim=1)  # (B, 2, n + c, C)
+        parts = torch.stack(self.with_rows_before(x, n), 1)  # (B, 2, n + c, C)
         return [parts[:, :, n - offset : -offset].flatten(1, 2) for offset in range(1, n + 1)]
 
     def attend(self, heads: Heads, q, k, v, **settings) -> Tensor:
@@ -123,11 +125,11 @@ class Parts(Context):
             form = self.short
         elif heads.sums is not None:
             form = self.by_sums
-        return torch.cat(form(heads, halves(q), k, v, settings), dim=-2)
+        return torch.cat(form(heads, halves(q), k, v, settings), -2)
 
     def long(self, heads, qs, k, v, settings) -> list[Tensor]:
         """Each part's queries, with the keys up to its end."""
-        k, v = (heads.expand(torch.cat(self.in_order(halves(x)), dim=-2)) for x in (k, v))
+        k, v = (heads.expand(torch.cat(self.in_order(halves(x)), -2)) for x in (k, v))
         run = partial(recompute, heads.run, **settings)  # no masks
         outputs = []
         for i, q in zip(self.parts, qs, strict=True):
@@ -150,7 +152,9 @@ class Parts(Context):
     def by_sums(self, heads, qs, k, v, settings) -> list[Tensor]:
         """Each part after the sums of all parts before it."""
         run = partial(linear_attention, heads.sums)
-        parts = [*zip(qs, halves(heads.expand(k)), halves(heads.expand(v)), strict=True)]
+        ks, vs = halves(heads.expand(k)), halves(heads.expand(v))
+        # views would keep the memory of both parts, and be copied again
+        parts = [[x.contiguous() for x in part] for part in zip(qs, ks, vs, strict=True)]
         own = partial(recompute, run, **settings)  # no features are kept
         of_all = self.in_order([own(q[..., :0, :], k, v)[1] for q, k, v in parts])
 
@@ -160,5 +164,7 @@ class Parts(Context):
         before = [torch.zeros_like(of_all[0])]
         for sums in of_all:
             before.append(run(*none, state=before[-1], **fade)[1] + sums)
-        own_parts = zip(self.parts, parts, strict=True)
-        return [run(*part, state=before[i], **settings)[0] for i, part in own_parts]
+        return [
+            run(*part, state=before[i], **settings)[0]
+            for i, part in zip(self.parts, parts, strict=True)
+        ]
