@@ -2,6 +2,7 @@
 
 import functools
 import glob
+import itertools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 
 from harness import QUICK, ROOT, SMALL, Workers, done, parametrize, slow
 from test_configurator import SCRIPTS
@@ -172,6 +174,16 @@ def check_commands(run, pages: dict[str, list[str]], scripts: list[str]) -> None
     for path, lines in pages.items():
         for line in lines:
             check(path, line)
+
+
+def test_packages_are_the_same_in_all_lists():
+    """For pip in two files, for uv in pyproject.toml. `dev` has those of all other extras."""
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    extras = project["optional-dependencies"]
+    for file, of_uv in (("", project["dependencies"]), ("-dev", extras["dev"])):
+        lines = re.findall(r"(?m)^\w[^ ]*", read(f"requirements{file}.txt"))
+        assert lines == of_uv
+    assert {*itertools.chain(*extras.values())} == {*extras["dev"]}
 
 
 def test_the_notebook_is_stored_as_it_ran():

@@ -34,6 +34,17 @@ def rows(tmp_path, *keys) -> list:
     return [row[key] for row in log_of(tmp_path) for key in keys if key in row]
 
 
+def same_curve(train, tmp_path, ways: list, *flags) -> list:
+    """Losses and norms of a run, the same in each way (processes, more flags) to compute it."""
+    curves = []
+    for n, more in ways:
+        train(n, *flags, more)
+        curves.append(rows(tmp_path, "loss", "norm", "val_loss"))
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], abs=1e-5)
+    return curves[0]
+
+
 @parametrize(
     "flags",
     [  # the first: 10 sequences, five micro-batches of 2; for each of two processes 2, 2 and 1
@@ -47,15 +58,9 @@ def rows(tmp_path, *keys) -> list:
     ],
 )
 def test_the_same_curve_whoever_computes_it(train, tmp_path, flags):
-    curves = []
-    steps = "--max_iters=12 --eval_interval=6"
-    for n, parallel in ((1, "ddp"), (2, "ddp"), (2, "fsdp")):
-        out, err = train(n, flags, f"--parallel={parallel}", steps)
-        assert "T5" not in err and ("fsdp" in out) == (parallel == "fsdp")
-        curves.append(rows(tmp_path, "loss", "norm", "val_loss"))
-    assert len(curves[0]) == 12 + 12 + 3 and curves[0][-1] < curves[0][0]
-    for curve in curves[1:]:
-        assert curve == pytest.approx(curves[0], abs=1e-5)
+    ways = [(1, ""), (2, "--parallel=ddp"), (2, "--parallel=fsdp")]
+    curve = same_curve(train, tmp_path, ways, flags, "--max_iters=12 --eval_interval=6")
+    assert len(curve) == 12 + 12 + 3 and curve[-1] < curve[0]
 
 
 @parametrize(
@@ -71,14 +76,10 @@ def test_the_same_curve_whoever_computes_it(train, tmp_path, flags):
 )
 def test_a_sequence_over_several_processes(train, tmp_path, flags):
     """Two, four, and two groups of two have one process's losses and norms of the gradient."""
-    curves = []
+    cut = "--parallel=context"
+    ways = [(1, ""), (2, cut), (4, cut), (4, f"{cut} --context_processes=2")]
     steps = "--max_iters=6 --eval_interval=6 --block_size=64"
-    for n, shared in ((1, ""), (2, ""), (4, ""), (4, "--context_processes=2")):
-        parallel = f"--parallel=context {shared}" if n > 1 else ""
-        train(n, flags, parallel, steps)
-        curves.append(rows(tmp_path, "loss", "norm", "val_loss"))
-    for curve in curves[1:]:
-        assert curve == pytest.approx(curves[0], abs=1e-5)
+    same_curve(train, tmp_path, ways, flags, steps)
 
 
 @parametrize(

@@ -171,8 +171,7 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values must be what this model returned, not {type(past_key_values)}"
             )
 
-        # GPT.predict gives the logits of each text's last token: here each token is a text
-        logits = self.gpt.predict(x.flatten(0, 1)[:, None], None)[0].view(*x.shape[:2], -1)
+        logits = self.gpt.logits(x)
         loss = None
         if labels is not None:
             loss = self.loss_function(
