@@ -280,7 +280,6 @@ QUOTAS = [  # files of a container, and the cores that it may use; the machine h
     ({"cpu.max": "250000 100000\n"}, 3),
     ({"cpu.max": "1600000 100000\n"}, 8),
     ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
-    ({}, 8),
 ]
 
 

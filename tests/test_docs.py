@@ -181,7 +181,7 @@ def test_packages_are_the_same_in_all_lists():
     project = tomllib.loads(read("pyproject.toml"))["project"]
     extras = project["optional-dependencies"]
     for file, of_uv in (("", project["dependencies"]), ("-dev", extras["dev"])):
-        lines = re.findall(r"(?m)^\w[^ ]*", read(f"requirements{file}.txt"))
+        lines = re.findall(r"(?m)^\w\S*", read(f"requirements{file}.txt"))
         assert lines == of_uv
     assert {*itertools.chain(*extras.values())} == {*extras["dev"]}
 
