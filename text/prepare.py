@@ -173,9 +173,10 @@ def _read(source, column):
             raise UserError(
                 f"{source} has no column {column!r}, but {known}: give one as --column="
             )
-        kind = getattr(rows.features[column], "dtype", None)
+        lists = f"lists (jq -c '.{column}[]' makes rows of a list)"
+        kind = getattr(rows.features[column], "dtype", lists)
         if kind not in ("string", "large_string"):
-            raise UserError(f"{source} has no texts in {column!r}, but {kind or 'lists'}")
+            raise UserError(f"{source} has no texts in {column!r}, but {kind}")
         split = SPLIT.sub(lambda word: word.lastgroup, name)
         splits[split] = rows.select_columns(column).rename_columns({column: "text"})
     return splits
