@@ -51,7 +51,6 @@ def steps_of(n: int, evaluations: int = 1) -> dict:
     return {"max_iters": n, "lr_decay_iters": n, "eval_interval": n // evaluations}
 
 
-TWO = rows_of("softmax:; LASER: --attention=laser")
 # the paper tunes the temperature, and does not name what it found
 LASER_VARIANTS = rows_of("""
 softmax:

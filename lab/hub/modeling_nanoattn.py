@@ -136,6 +136,18 @@ class NanoattnForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.gpt.lm_head
 
+    def set_input_embeddings(self, new: torch.nn.Module) -> None:
+        self.gpt.transformer.wte = new
+
+    def set_output_embeddings(self, new: torch.nn.Module) -> None:
+        self.gpt.lm_head = new
+
+    def resize_token_embeddings(self, *args, **kwargs) -> torch.nn.Module:
+        """As transformers': for another number of tokens; returns the input's embedding."""
+        new = super().resize_token_embeddings(*args, **kwargs)
+        self.config.gpt["vocab_size"] = self.gpt.config.vocab_size = new.num_embeddings
+        return new
+
     def forward(
         self,
         input_ids: Tensor | None = None,
