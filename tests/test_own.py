@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import model
 from attention.cache import heads_of
-from attention.scores import plain_form
+from attention.scores import of_token, plain_form
 from model import ATTENTION, GPT, CausalSelfAttention, GPTConfig
 from training import checkpoint, run
 from training.estimate import flops, num_params
@@ -169,6 +169,13 @@ def test_numbers_of_a_token_begin_as_they_say(monkeypatch):
     for heads in heads_of(gpt):
         heads.run = lambda q, k, v, scale: plain(q, k[..., :4], v, scale=scale, decay=slope)
     assert_equal(logits, gpt(x, x)[0], 1e-5)
+
+    def of_two(s, seen, v, f=of_token(1.0), g=of_token(2.0)):
+        assert (f == 1).all() and (g == 2).all()
+        return s.where(seen, 0.0) @ v
+
+    monkeypatch.setitem(ATTENTION, "own", of_two)
+    GPT(GPTConfig(**SIZES, attention="own", n_kv_head=2))(x)
 
 
 # -----------------------------------------------------------------------------
