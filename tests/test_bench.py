@@ -2,7 +2,10 @@
 
 import json
 import math
+import sys
 from functools import partial
+
+from configurator import run_script
 
 import pytest
 import torch
@@ -46,6 +49,14 @@ def test_attention(timed):
         assert row["error"] < 1e-5
     (softcap,) = (row for row in rows if (row["subject"], row["n"]) == ("softcap", 400))
     assert 1 < softcap["peak bytes"] / (4 * 2 * 400 * 400) < 4  # a few times half its scores
+
+
+def test_quick_gives_way_to_a_config_file(tmp_path, monkeypatch):
+    (tmp_path / "my.py").write_text("repeats = 5")
+    monkeypatch.setattr(sys, "argv", ["bench.py", str(tmp_path / "my.py"), "--quick"])
+    script = vars(bench) | {"main": list}
+    run_script(script)
+    assert (script["repeats"], script["lengths"]) == (5, bench.QUICK["lengths"])
 
 
 def test_positions_head_dims_and_tokens_at_once(timed):

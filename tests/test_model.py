@@ -172,6 +172,7 @@ SQUARED = LINEAR | SHORT | {"attention": "beta_squared", "short_attention": "sof
 FLOPS = [  # fields; the mean width of keys and values times keys, summed over a layer's heads
     ({}, C * T),
     (SHORT, 16 * T + 16 * 4),
+    ({"heads": "S", "window": 9 * T}, C * T),
     ({"n_head": 3, "head_dim": 10, "n_kv_head": 1}, 30 * T),
     (LINEAR, C * (32 + 16)),
     (LINEAR | {"dropout": 0.1}, C * 300),  # running sums cannot drop weights

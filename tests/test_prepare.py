@@ -1,5 +1,6 @@
 """text/prepare.py: each source gives the same tokens, in all numbers of processes, after errors."""
 
+import gzip
 import inspect
 import itertools
 import json
@@ -9,6 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import ROOT, done, parametrize, refused, slow
 
@@ -183,12 +185,13 @@ def test_the_scripts_flags_and_defaults(name, default, run, monkeypatch):
     "name, rows, expected",
     [
         ("a.JSONLINES", '{"text": "a"}\n{"text": "b"}\n', b"a\xff"),
-        ("a.TSV", "id\ttext\n1\ta, b\n2\tc\n", b"a, b\xff"),
+        ("a.TSV.gz", "id\ttext\n1\ta, b\n2\tc\n", b"a, b\xff"),
         ("a.TXT", "a\tb\t", b"a\t"),
     ],
 )
 def test_endings_in_any_case_and_their_other_names(name, rows, expected, tmp_path):
-    (tmp_path / name).write_text(rows)
+    content = rows.encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if ".gz" in name else content)
     assert written(tmp_path / "out", str(tmp_path / name), val_share=0.5)[0] == expected
 
 
@@ -304,7 +307,7 @@ def test_a_vocabulary_is_made_of_the_train_split_alone(folder, tmp_path, monkeyp
     """A changed val split leaves it as it was; each of few documents gives an equal share."""
     monkeypatch.setattr(prepare, "SAMPLE", 40000)
     monkeypatch.setattr(prepare, "PER_DOCUMENT", 100)
-    texts = [*TEXTS[:3], "quite another text. " * 500, *TEXTS[4:]]
+    texts = [TEXTS[0] + " zebra" * 999, *TEXTS[1:3], "quite another text. " * 500, *TEXTS[4:]]
     other = write_files(tmp_path / "books", texts)
     prepared(tmp_path / "first", folder, "sentencepiece")
     prepared(tmp_path / "second", other, "sentencepiece")
@@ -385,7 +388,7 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path):
     assert not left.exists()
 
 
-def test_another_column_and_a_changed_file(tmp_path):
+def test_another_column_file_and_code(tmp_path, monkeypatch):
     """They are read, not what is in the cache."""
     rows = write_rows(tmp_path / "a.parquet", TEXTS, title=TEXTS[::-1])
     for column, texts in (("text", TEXTS), ("title", TEXTS[::-1])):
@@ -395,6 +398,9 @@ def test_another_column_and_a_changed_file(tmp_path):
     prepared(tmp_path / "out", books)
     Path(books, "03.txt").write_text("elahw")
     assert written(tmp_path / "out", books)[1] == b"elahw\xff"
+    monkeypatch.setattr(tokenizers.ByteTokenizer, "ids", lambda self, text: np.zeros(2, np.uint8))
+    monkeypatch.setattr(prepare, "CODE", "other")
+    assert written(tmp_path / "out", books)[1] == b"\0\0\xff"
 
 
 # -----------------------------------------------------------------------------

@@ -30,9 +30,9 @@ def test_sample(run, trained, tmp_path):
     assert len(set(samples)) == 3
     assert out == sample(*three)
     prompt = tmp_path / "prompt.txt"
-    prompt.write_text("noble and citizens, of all the lord speaks: " * 3)
+    prompt.write_text("noble and citizens, of all the lord speaks: " * 3, "utf-8-sig")
     out = sample(f"--start=FILE:{prompt}", "--num_samples=1", "--stop= ")
-    assert " " not in out.partition(prompt.read_text())[2].splitlines()[0]
+    assert " " not in out.partition(prompt.read_text("utf-8-sig"))[2].splitlines()[0]
 
 
 MISTAKES = {

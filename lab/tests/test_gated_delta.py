@@ -1,4 +1,4 @@
-"""Gated DeltaNet: its equation, causality, decoding, documents and extreme inputs."""
+"""Gated DeltaNet: its equation, and extreme inputs. test_zoo.py has its cache and documents."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from reference import randomised
 
 from lab.ideas.documents import Documents
 from lab.ideas.gated_delta import GatedDelta, chunked
-from model import GPT, GPTConfig
+from model import GPTConfig
 
 DOCUMENTS = Documents(torch.arange(140).expand(2, -1) % 90)  # two in each row
 
@@ -47,16 +47,6 @@ def test_chunks_are_the_equation(length):
         output, gradients = torch.func.vjp(form, q, k, v, beta, -0.1 * rate, S)
         results.append([*output, *gradients(output)])
     assert_equal(*results, 1e-10)
-
-
-@torch.no_grad()
-def test_decoding_with_a_cache_of_constant_size(layer, x):
-    """In pieces of many tokens and of one."""
-    cache = GPT(GPTConfig(140, vocab_size=2, n_layer=1, n_head=1, n_embd=2)).new_cache()
-    pieces = x.split((70, 60, 1, 1, 1, 7), dim=1)
-    decoded = [layer(piece, cache) for piece in pieces]
-    assert_equal(torch.cat(decoded, dim=1), layer(x), 1e-10)
-    assert cache.state[layer].shape == (2, 2, 6, 6)
 
 
 def test_extreme_inputs_give_finite_values_and_gradients(layer, x):
