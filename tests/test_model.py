@@ -171,7 +171,7 @@ SHORT = {"heads": "SL", "window": 3}
 SQUARED = LINEAR | SHORT | {"attention": "beta_squared", "short_attention": "softmax"}
 FLOPS = [  # fields; the mean width of keys and values times keys, summed over a layer's heads
     ({}, C * T),
-    (SHORT, 16 * T + 16 * 4),
+    (SHORT, 16 * (T + 4)),
     ({"heads": "S", "window": 9 * T}, C * T),
     ({"n_head": 3, "head_dim": 10, "n_kv_head": 1}, 30 * T),
     (LINEAR, C * (32 + 16)),
