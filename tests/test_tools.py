@@ -181,6 +181,7 @@ def test_the_numbers_of_a_dry_run(run, tmp_path, monkeypatch, flags, bytes_per_p
         assert says in out
     gib = float(re.search(r"memory of a process: (\S+) GiB for weights", out)[1])
     assert gib == pytest.approx(bytes_per_parameter * n / 2**30, abs=0.006)
+    assert estimate.duration(90) == "90 s"
 
 
 def test_a_dry_run_knows_the_data_and_resumed_runs(run, train, tmp_path):

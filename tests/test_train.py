@@ -453,6 +453,7 @@ def test_nanogpts_checkpoint(train, run, tmp_path, data):
     says = "the saved run: max_iters was 7, now 12"
     done(train("--init_from=resume --max_iters=12"), says)
 
+    assert checkpoint.tokenizer_of({"model_args": {"vocab_size": 50257}}).n_vocab == 50257
     del theirs["optimizer"]
     theirs["iter_num"] = 99
     torch.save(theirs, out_dir / "ckpt.pt")

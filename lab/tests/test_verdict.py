@@ -103,9 +103,7 @@ def of(*means, error=0.01):
         ((-0.03, 0.0234), 1, 0, "not seen"),
         ((-0.03, -0.0231), 1, 0, "a hint of better"),  # 2.33 errors are 98%
         ((-0.06, -0.001), 1, 0, "a hint of better"),
-        ((0.018, 0.018), 1, 0, "not seen"),  # 2.55 errors of the mean: below 99%
         ((-0.03, -0.0286), 0.2, 0, "a hint of better"),
-        ((-0.03, -0.0289), 0.2, 0, "better"),  # 2.88 errors are 99.6%
         ((-0.03, -0.025), 1, 0.02, "better"),
         ((0.002, -0.003), 1, 0, "level"),
         ((0.002, -0.003), 0.2, 0, "not seen"),
