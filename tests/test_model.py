@@ -308,7 +308,7 @@ def test_logits_that_are_not_finite_are_no_text():
 
 
 def test_greedy_and_seeds():
-    gpt = gpt_of().eval()
+    gpt = shaken(config())
     x = tokens(n=4)
     greedy = gpt.generate(x, 40, temperature=0)
     for t in range(4, 44):  # past the context the window slides
