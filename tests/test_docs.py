@@ -21,10 +21,10 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(glob.glob("docs/*.md", root_dir
 LINK = re.compile(r"""\[([^\]]*)\]\(<?([^)>\s]+)>?(?:\s+["'][^)]*)?\)""")  # [words](target "title")
 # [words]: target, and HTML; not [^footnote]: words
 OTHER_LINK = re.compile(r"(?m)^ *\[[^^\]][^\]]*\]:|<[^>]*\b(?:src|href) *=")
-# flags of torchrun, pytest, ruff, lm_eval and tensorboard, and words for a flag
+# flags of torchrun, pytest, ruff, lm_eval, tensorboard and uv, and words for a flag
 OTHERS = (
     "--model --model_args --include_path --logdir --standalone --nproc_per_node --nnodes "
-    "--max-restarts --rdzv_backend --rdzv_id --rdzv_endpoint --flag --key --check"
+    "--max-restarts --rdzv_backend --rdzv_id --rdzv_endpoint --flag --key --check --extra"
 ).split()
 
 

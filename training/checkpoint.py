@@ -110,7 +110,7 @@ def load(path: str, verify: bool = True) -> dict:
     if version not in (2, VERSION):
         raise UserError(f"{path} has version {version} of checkpoints; this code reads {VERSION}")
     fields = state["model_args"]
-    for field in fields.keys() - GPTConfig.__dataclass_fields__:
+    for field in sorted(fields.keys() - GPTConfig.__dataclass_fields__):
         value = fields.pop(field)
         has = f"{path} has {field}={value!r}, which GPTConfig does not have"
         if field not in LEFT:
