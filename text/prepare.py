@@ -173,8 +173,9 @@ def _read(source, column):
             raise UserError(
                 f"{source} has no column {column!r}, but {known}: give one as --column="
             )
-        lists = f"lists (jq -c '.{column}[]' makes rows of a list)"
-        kind = getattr(rows.features[column], "dtype", lists)
+        kind = getattr(
+            rows.features[column], "dtype", f"lists (jq -c '.{column}[]' makes rows of a list)"
+        )
         if kind not in ("string", "large_string"):
             raise UserError(f"{source} has no texts in {column!r}, but {kind}")
         split = SPLIT.sub(lambda word: word.lastgroup, name)
