@@ -282,7 +282,7 @@ class Workers:
             }
             jobs.append(json.dumps({"env": env, "argv": [*map(str, argv)], "before": before}))
         lines = self.ask(jobs)
-        if not all(lines):  # seen once in many runs: an abort in C, in a process of many jobs
+        if not all(lines):  # seen once each: an abort in C, and a hang
             warnings.warn(f"a process died; the job is run again in new ones: {argv}", stacklevel=2)
             lines = self.ask(jobs)
         codes, outs, errs = zip(*map(json.loads, lines), strict=True)
@@ -291,18 +291,21 @@ class Workers:
     def ask(self, jobs):
         """The line with which each process answers its job. It is empty if a process died.
 
-        Then all the other processes are stopped.
+        Then all the other processes are stopped, and so they are after 250 seconds.
         """
         while len(self.processes) < len(jobs):
             self.start()
         processes = self.processes[: len(jobs)]
         lines = [""]
+        late = threading.Timer(250, self.stop)
+        late.start()
         try:
             with contextlib.suppress(BrokenPipeError):
                 for process, job in zip(processes, jobs, strict=True):
                     print(job, file=process.stdin, flush=True)
                 lines = [process.stdout.readline() for process in processes]
         finally:
+            late.cancel()
             if not all(lines):  # too late, or one has died: the others may wait for it
                 self.stop()
         return lines
