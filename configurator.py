@@ -52,7 +52,10 @@ QUOTAS = "cpu.max", "cpu/cpu.cfs_quota_us cpu/cpu.cfs_period_us"
 
 
 def cores() -> int:
-    """The CPUs that this process may use: by its affinity, and by the quota of a container."""
+    """The CPUs that this process may use: by its affinity, and by the quota of a container.
+
+    Where a quota is the smaller number, it sets OMP_NUM_THREADS too, unless the user has set it.
+    """
     n = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         n = len(os.sched_getaffinity(0))

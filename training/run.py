@@ -128,6 +128,8 @@ def check_flags(config: dict) -> None:
     shared = 1  # processes that share a sequence
     if c.parallel == "context":
         shared = c.context_processes or world
+
+    # what does not go together
     refuse([
         (c.optimizer not in OPTIMIZER,
          f"optimizer={c.optimizer!r} is not one of {', '.join(OPTIMIZER)}: --import= its module"),
@@ -135,6 +137,8 @@ def check_flags(config: dict) -> None:
          f"lr_decay_iters={c.lr_decay_iters} must be greater than warmup_iters={c.warmup_iters}"),
         (decays and c.min_lr > c.learning_rate,
          f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}"),
+
+        # how many processes there are
         (c.context_processes and c.parallel != "context",
          f"context_processes={c.context_processes} needs --parallel=context"),
         (world % shared, f"context_processes={shared} does not divide the {world} processes"),

@@ -59,6 +59,7 @@ def test_every_choice_as_a_model_of_transformers(tmp_path, case):
     x = torch.randint(V, (3, T))
     expected = ours(x, x)[0]
     assert_equal(theirs(x).logits, expected, 1e-5)
+    assert_equal(theirs(x, logits_to_keep=3).logits, expected[:, -3:], 1e-5)
 
     pieces = []
     past = None

@@ -1,10 +1,11 @@
-"""Gated DeltaNet: its equation, and extreme inputs. test_zoo.py has its cache and documents."""
+"""Gated DeltaNet: its equation, decoding and extreme inputs. test_zoo.py has what all share."""
 
 import pytest
 import torch
 from harness import assert_equal
 from reference import randomised
 
+from attention.cache import Cache
 from lab.ideas.documents import Documents
 from lab.ideas.gated_delta import GatedDelta, chunked
 from model import GPTConfig
@@ -47,6 +48,15 @@ def test_chunks_are_the_equation(length):
         output, gradients = torch.func.vjp(form, q, k, v, beta, -0.1 * rate, S)
         results.append([*output, *gradients(output)])
     assert_equal(*results, 1e-10)
+
+
+@torch.no_grad()
+def test_decoding_with_a_cache_of_constant_size(layer, x):
+    """In pieces of many tokens and of one."""
+    cache = Cache(140)
+    decoded = [layer(piece, cache) for piece in x.split((70, 60, 1, 1, 1, 7), dim=1)]
+    assert_equal(torch.cat(decoded, dim=1), layer(x), 1e-10)
+    assert cache.state[layer].shape == (2, 2, 6, 6)
 
 
 def test_extreme_inputs_give_finite_values_and_gradients(layer, x):

@@ -95,22 +95,36 @@ def of(*means, error=0.01):
     return [Interval(mean, error, 1e6) for mean in means]
 
 
-@parametrize(
-    "means, share, least, word",
-    [
-        ((-0.03, -0.0234), 1, 0, "better"),
-        ((0.03, 0.0234), 1, 0, "worse"),
-        ((-0.03, 0.0234), 1, 0, "not seen"),
-        ((-0.03, -0.0231), 1, 0, "a hint of better"),  # 2.33 errors are 98%
-        ((-0.03, -0.0286), 0.2, 0, "a hint of better"),
-        ((-0.03, -0.025), 1, 0.02, "better"),
-        ((0.002, -0.003), 1, 0, "level"),
-        ((0.002, -0.003), 0.2, 0, "not seen"),
-        ((-0.03, -0.03, -0.03), 1, 0, "better"),
-    ],
-)
-def test_words(means, share, least, word):
-    assert method.word(of(*means), share, least) == word
+# differences at the sizes | share of the misses | least | word
+WORDS = """
+-0.03 -0.0234     | 1   | 0    | better
+0.03 0.0234       | 1   | 0    | worse
+-0.03 0.0234      | 1   | 0    | not seen
+-0.03 -0.0231     | 1   | 0    | a hint of better  # 2.33 errors are 98%
+0.019 0.019       | 1   | 0    | a hint of worse
+-0.06 0.001       | 1   | 0    | not seen          # the signs differ
+-0.06 -0.001      | 1   | 0    | a hint of better
+0.018 0.018       | 1   | 0    | not seen          # 2.55 errors of the mean: below 99%
+-0.03 -0.0286     | 0.2 | 0    | a hint of better
+-0.03 -0.0289     | 0.2 | 0    | better            # 2.88 errors are 99.6%
+0.0205 0.0205     | 0.2 | 0    | not seen          # 2.9 errors of the mean: below 99.8%
+-0.03 -0.025      | 1   | 0.02 | better
+-0.05 -0.0199     | 1   | 0.02 | not seen
+0.002 -0.003      | 1   | 0    | level
+0.002 -0.003      | 0.2 | 0    | not seen
+0.004 -0.003      | 1   | 0    | not seen
+0.002             | 1   | 0    | level
+-0.05             | 1   | 0    | not seen
+-0.03 -0.03 -0.03 | 1   | 0    | better
+-0.03 -0.03 0.0   | 1   | 0    | not seen
+"""
+
+
+@parametrize("row", WORDS.strip().splitlines())
+def test_words(row):
+    means, share, least, word = row.partition("#")[0].split("|")
+    found = of(*map(float, means.split()))
+    assert method.word(found, float(share), float(least)) == word.strip()
 
 
 def test_words_of_a_first_look():
