@@ -122,9 +122,8 @@ WORDS = """
 
 @parametrize("row", WORDS.strip().splitlines())
 def test_words(row):
-    means, share, least, word = row.partition("#")[0].split("|")
-    found = of(*map(float, means.split()))
-    assert method.word(found, float(share), float(least)) == word.strip()
+    means, *rest, word = row.partition("#")[0].split("|")
+    assert method.word(of(*map(float, means.split())), *map(float, rest)) == word.strip()
 
 
 def test_words_of_a_first_look():
