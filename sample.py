@@ -94,10 +94,7 @@ def main() -> None:
         model.compile()
 
     # the prompt
-    if start == "\n":
-        text, prompt = default_prompt(tok)
-    else:
-        text, prompt = prompt_of(start, tok)
+    text, prompt = default_prompt(tok) if start == "\n" else prompt_of(start, tok)
     ids = torch.tensor([prompt], device=dev)
 
     # the samples

@@ -84,7 +84,7 @@ gpus = "1 x A100"  # dry_run for these GPUs, such as "8 x H100"
 dry_run = False  # only print the number of parameters, FLOPs, and estimates of memory and time
 log_interval = 1  # steps between two lines of the log
 sample_tokens = 300  # length of the text that the model writes at the end, in tokens; 0: no text
-wandb_log = False  # also log to Weights & Biases
+wandb_log = False  # also log to Weights & Biases; to trackio, where only that is installed
 wandb_project = "owt"  # name of the project in Weights & Biases
 wandb_run_name = "gpt2"  # name of the run in Weights & Biases
 
@@ -176,8 +176,7 @@ sharded = parallel == "fsdp" and world > 1  # each process has a part of every w
 # one batch, one loss, one learning rate, one evaluation, one checkpoint
 def get_batch(step: int) -> tuple:
     """This process's rows of a step's global batch, on the device: x and y, (rows / world, T)."""
-    x, y = data["train"].batch(step, rows, seed=seed, **place)
-    return to_device(x, y)
+    return to_device(*data["train"].batch(step, rows, seed=seed, **place))
 
 
 def to_device(x: Tensor, y: Tensor) -> tuple:
@@ -271,9 +270,10 @@ def save(it: int, best_val_loss: float, name: str) -> OSError | None:
 # the model as it is trained, the optimizers and the log
 it = start
 batch = get_batch(it)
-raw_model = model if sharded else model.to(device)  # without compilation and DDP around it
+raw_model = model  # without compilation and DDP around it
 if not sharded:  # a sharded model is still on the CPU, where this would take long
-    run.try_causality(raw_model)
+    model.to(device)
+    run.try_causality(model)
 # only now, since the rounding of TF32 would look like later tokens
 torch.set_float32_matmul_precision("high" if tf32 else "highest")
 if compile:
@@ -297,8 +297,6 @@ with user_errors():
         checkpoint.restore(saved, optimizers, scaler)
     log = Log(c, start, made_by, mfu(raw_model, device, dtype))
 saver = checkpoint.Saver(out_dir, keep_checkpoints, start, best_val_loss == math.inf)
-if not eval_only:
-    signals, handlers = run.catch_signals()
 saved = weights = state = None  # frees their memory, and the file that holds them
 
 param_groups = [group for o in optimizers for group in o.param_groups]
@@ -309,76 +307,75 @@ stop = 0  # the signal that stops the run
 # -----------------------------------------------------------------------------
 # training
 model.train()
-while True:
-    # what is due after `it` steps?
-    last = eval_only or it >= max_iters or stop
-    evaluates = eval_only or (not stop and (it % eval_interval == 0 or it == max_iters))
-    saves = evaluates and always_save_checkpoint
-    if save_interval:
-        saves = it % save_interval == 0
-    latest = it > start and (saves or last)  # never with eval_only, which makes no step
+with run.caught_signals(not eval_only) as signals:
+    while True:
+        # what is due after `it` steps?
+        last = eval_only or it >= max_iters or stop
+        evaluates = eval_only or (not stop and (it % eval_interval == 0 or it == max_iters))
+        saves = evaluates and always_save_checkpoint
+        if save_interval:
+            saves = it % save_interval == 0
+        latest = it > start and (saves or last)  # never with eval_only, which makes no step
 
-    # evaluation and checkpoints
-    unsaved = None  # the error of the last save
-    if evaluates:
-        losses = estimate_loss()
-        log.evaluation(it, losses)
-    best = evaluates and it > 0 and losses["val"] < best_val_loss and not eval_only
-    if best:
-        unsaved = save(it, losses["val"], checkpoint.BEST)
-        if not unsaved:
-            best_val_loss = losses["val"]
-    if latest:
-        unsaved = save(it, best_val_loss, checkpoint.LATEST) or unsaved
-    if evaluates or latest:
-        log.restart(it)  # their time is in no step's
-    if last:
-        break
+        # evaluation and checkpoints
+        unsaved = None  # the error of the last save
+        if evaluates:
+            losses = estimate_loss()
+            log.evaluation(it, losses)
+        best = evaluates and it > 0 and losses["val"] < best_val_loss and not eval_only
+        if best:
+            unsaved = save(it, losses["val"], checkpoint.BEST)
+            if not unsaved:
+                best_val_loss = losses["val"]
+        if latest:
+            unsaved = save(it, best_val_loss, checkpoint.LATEST) or unsaved
+        if evaluates or latest:
+            log.restart(it)  # their time is in no step's
+        if last:
+            break
 
-    # dropout's random numbers depend on seed, step and rank: a resumed run draws the same
-    torch.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)
-    lr = get_lr(it)
-    for group in param_groups:
-        group["lr"] = lr * group["lr_scale"]
+        # dropout's random numbers depend on seed, step and rank: a resumed run draws the same
+        torch.manual_seed(((seed * 1_000_003 + it) * 4096 + rank) % 2**63)
+        lr = get_lr(it)
+        for group in param_groups:
+            group["lr"] = lr * group["lr_scale"]
 
-    # forward and backward passes: the mean of the micro-batches' gradients
-    micro_batches = zip(*(t.tensor_split(micro_steps) for t in batch), strict=True)
-    logs = it % log_interval == 0
-    loss = torch.zeros((), device=device)
-    for micro_step, micro_batch in enumerate(micro_batches):
-        if world > 1 and not sharded:
-            model.require_backward_grad_sync = micro_step == micro_steps - 1
-        micro_loss = loss_of(model, *micro_batch) * (len(micro_batch[0]) / len(batch[0]))
-        loss += micro_loss.detach()
-        scaler.scale(micro_loss).backward()
+        # forward and backward passes: the mean of the micro-batches' gradients
+        micro_batches = zip(*(t.tensor_split(micro_steps) for t in batch), strict=True)
+        logs = it % log_interval == 0
+        loss = torch.zeros((), device=device)
+        for micro_step, micro_batch in enumerate(micro_batches):
+            if world > 1 and not sharded:
+                model.require_backward_grad_sync = micro_step == micro_steps - 1
+            micro_loss = loss_of(model, *micro_batch) * (len(micro_batch[0]) / len(batch[0]))
+            loss += micro_loss.detach()
+            scaler.scale(micro_loss).backward()
 
-    # clip the gradient
-    for o in optimizers:
-        scaler.unscale_(o)
-    grad_norm = nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
-    if sharded:
-        grad_norm = grad_norm.full_tensor()
-
-    # the next batch, while a GPU still computes; the log waits for the GPU
-    next_batch = get_batch(it + 1)
-    if logs:  # a loss or norm that is not finite ends the run here
-        loss, norm_of_all = summed(torch.stack((loss, grad_norm)) / world).tolist()
-        log.step(it, loss, norm_of_all, lr, scaled=scaler.is_enabled())
-
-    # step the optimizers; not where the gradients of float16 have overflowed
-    if not scaler.is_enabled() or grad_norm.isfinite():
+        # clip the gradient
         for o in optimizers:
-            scaler.step(o)
-    scaler.update()
-    model.zero_grad()
-    batch = next_batch
-    it += 1
-    stop = run.stopped_by(signals)
+            scaler.unscale_(o)
+        grad_norm = nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+        if sharded:
+            grad_norm = grad_norm.full_tensor()
+
+        # the next batch, while a GPU still computes; the log waits for the GPU
+        next_batch = get_batch(it + 1)
+        if logs:  # a loss or norm that is not finite ends the run here
+            loss, norm_of_all = summed(torch.stack((loss, grad_norm)) / world).tolist()
+            log.step(it, loss, norm_of_all, lr, scaled=scaler.is_enabled())
+
+        # step the optimizers; not where the gradients of float16 have overflowed
+        if not scaler.is_enabled() or grad_norm.isfinite():
+            for o in optimizers:
+                scaler.step(o)
+        scaler.update()
+        model.zero_grad()
+        batch = next_batch
+        it += 1
+        stop = run.stopped_by(signals)
 
 # the end
 log.close()
-if not eval_only:
-    run.put_back(handlers)
 if sample_tokens and not (eval_only or stop or unsaved):
     with user_errors():
         run.print_sample(c, raw_model, meta, amp, device)

@@ -33,8 +33,7 @@ def stream(
     Raises UserError for an impossible argument, and with endless for a model whose cache cannot go
     on; NotFinite for logits that are not finite.
     """
-    share = 1 if top_p is None else top_p
-    is_legal = temperature >= 0 and (top_k or 1) >= 1 and 0 < share <= 1
+    is_legal = temperature >= 0 and (top_k or 1) >= 1 and (top_p is None or 0 < top_p <= 1)
     if not is_legal or (endless and not use_cache):
         raise UserError(
             "sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1 "

@@ -34,9 +34,9 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x, group=group)
-        return torch.stack(parts)
+        of_all = x.new_empty(dist.get_world_size(group), *x.shape)
+        dist.all_gather_into_tensor(of_all, x, group=group)
+        return of_all
 
     @staticmethod
     def backward(ctx, dy):

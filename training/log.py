@@ -58,14 +58,20 @@ class Log:
         os.makedirs(c.out_dir, exist_ok=True)
         self.lock(join(c.out_dir, "lock"))
         if c.wandb_log:
-            self.wandb = optional("wandb", "--wandb_log").init(
-                project=c.wandb_project,
-                name=c.wandb_run_name,
-                id=getattr(c, "wandb_id", None),
-                config=vars(c),
-                resume="allow",
-            )
-            c.wandb_id = self.wandb.id  # the checkpoints keep it
+            run = {
+                "project": c.wandb_project,
+                "name": c.wandb_run_name,
+                "config": vars(c),
+                "resume": "allow" if c.init_from == "resume" else "never",
+            }
+            try:
+                import wandb
+
+                self.wandb = wandb.init(**run, id=getattr(c, "wandb_id", None))
+                c.wandb_id = self.wandb.id  # the checkpoints keep it
+            except ModuleNotFoundError:  # trackio says where its logs are, and knows runs by name
+                trackio = optional("trackio", "--wandb_log without wandb")
+                self.wandb = trackio.init(**run)
 
         if c.init_from != "resume":
             checkpoint.move_to_previous(c.out_dir)
@@ -140,9 +146,10 @@ class Log:
             "ms": seconds * 1e3,
             "tokens_per_s": speed,
         }
-        line = f"iter {step}: loss {loss:.4f}, time {row['ms']:.2f}ms"
-        line += f", {speed:,.0f} tok/s, norm {norm:.3f}"
-
+        line = (
+            f"iter {step}: loss {loss:.4f}, time {row['ms']:.2f}ms, "
+            f"{speed:,.0f} tok/s, norm {norm:.3f}"
+        )
         if step >= self.start + 20:
             line += f", {duration(seconds * (c.max_iters - step - 1))} left"
         if self.mfu:

@@ -10,7 +10,7 @@ import math
 import shlex
 import signal
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from types import SimpleNamespace
 
 from configurator import at_least_one
@@ -281,21 +281,23 @@ def best_loss(c: SimpleNamespace, saved: dict, checksums: dict) -> float:
 STOPS = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
 
 
-def catch_signals() -> tuple[list[int], dict]:
-    """(a list to which the signals of STOPS are added from now on, their handlers until now)."""
+@contextlib.contextmanager
+def caught_signals(on: bool) -> Iterator[list[int]]:
+    """A list to which the signals of STOPS are added inside of this context, if it is on.
+
+    The handlers are put back at its end, also of an error: an interpreter may go on after it.
+    """
     caught = []
     handlers = {}
-    for number in signal.Signals:
+    for number in signal.Signals if on else ():
         # after nohup SIGHUP is ignored, and stays so
         if number.name in STOPS and signal.getsignal(number) != signal.SIG_IGN:
             handlers[number] = signal.signal(number, lambda number, frame: caught.append(number))
-    return caught, handlers
-
-
-def put_back(handlers: dict) -> None:
-    """Ends what catch_signals has begun: an interpreter may go on after a training."""
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    try:
+        yield caught
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def stopped_by(caught: list[int]) -> int:
