@@ -35,7 +35,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx, x, group):
         ctx.group = group
         of_all = x.new_empty(dist.get_world_size(group), *x.shape)
-        dist.all_gather_into_tensor(of_all, x, group=group)
+        dist.all_gather([*of_all], x, group=group)
         return of_all
 
     @staticmethod
@@ -79,7 +79,7 @@ class Parts(Context):
 
     def mine(self, x: Tensor) -> Tensor:
         """This process's two parts of x (..., n T / 2), side by side: (..., T)."""
-        parts = x.chunk(self.n, dim=-1)
+        parts = x.chunk(self.n, -1)
         return torch.cat([parts[i] for i in self.parts], -1)
 
     def in_order(self, two: tuple) -> list[Tensor]:
