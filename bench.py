@@ -5,7 +5,7 @@
     python bench.py --only=sdpa,beta --lengths=4096,8192,16384
     python bench.py --device=cuda --dtype=bfloat16 --head_dim=64,128 --tokens=32768
 
---import=my.ideas adds rows for the attentions of a module of your own.
+--import=my.ideas adds rows for the functions of scores of a module of your own.
 
 First, the outputs and gradients of each attention are compared with its definition in float64, on
 random inputs. An attention that is wrong is reported and not timed. Then all rows are timed in

@@ -202,7 +202,7 @@ usage: ... [config/file.py] [--flag=value ...]
 
 Each flag stands here with its default value. A flag on the command line wins over a config file.
 --flag is short for --flag=True, and --no-flag for --flag=False. --import=my.ideas imports a module
-first, which may add to the model's tables.""")
+first, which may add to the model's tables; give it once for each module.""")
 
     text = textwrap.TextWrapper(100, "", " " * 36, break_on_hyphens=False)
     question = ""

@@ -14,7 +14,6 @@ import random
 import runpy
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ import torch  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+from errors import UserError  # noqa: E402
 from text import prepare  # noqa: E402
 from text.tokenizers import END, CharTokenizer  # noqa: E402
 from training import checkpoint, distributed  # noqa: E402
@@ -74,7 +74,6 @@ def run(capsys, monkeypatch):
     def run(script, *args):
         monkeypatch.setattr(sys, "argv", [script, *map(str, args)])
         importlib.reload(distributed)  # it reads the environment
-        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
         capsys.readouterr()
         code = 0
         try:
@@ -84,10 +83,6 @@ def run(capsys, monkeypatch):
                 runpy.run_module(script, run_name="__main__")
         except SystemExit as stop:
             code = stop.code or 0
-        finally:
-            for number, handler in handlers.items():
-                if signal.getsignal(number) != handler:
-                    signal.signal(number, handler)
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -97,6 +92,8 @@ def run(capsys, monkeypatch):
 def done(result: tuple[int, str, str], *says: str) -> str:
     """What a script has printed, which has ended well. It says this."""
     code, out, err = result
+    if code == 2:  # the user's mistake
+        raise UserError(err)
     assert code == 0, err
     for words in says:
         assert words in out, err

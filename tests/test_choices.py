@@ -313,11 +313,11 @@ def test_where_and_how_often_dropout_drops(core):
     for (y,) in outputs:
         assert (y == 0).float().mean().item() == pytest.approx(0.2, abs=0.03)
     q, k = torch.randn(2, 1, 4, 260, D)  # from 256 tokens on beta has running sums
-    qkv = q, k, torch.eye(260).expand(1, 4, 260, 260)
+    x = q, k, torch.eye(260).expand(1, 4, 260, 260), torch.randn(1, 260, gpt.config.n_embd)
     seen = torch.ones(260, 260).tril().bool()
-    weights = block.attn.attend(*qkv, None, Context())[..., seen]
+    weights = block.attn.attend(*x, Context())[..., seen]
     kept = weights != 0
-    whole = block.eval().attn.attend(*qkv, None, Context())[..., seen]
+    whole = block.eval().attn.attend(*x, Context())[..., seen]
     assert kept.float().mean().item() == pytest.approx(0.5, abs=0.03)
     assert_equal(weights, 2 * whole * kept, 1e-5)
     assert (whole != 0).all()

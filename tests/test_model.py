@@ -142,8 +142,8 @@ REFUSED = {  # part of the message: fields
     "and a position inside attention: heads='SL'": {"nope_long": True, "heads": "SL"},
     "nope_long needs both": {"nope_long": True, "position": "rope"},
 }
-for field, table in {"attention": ATTENTION, "short_attention": ATTENTION, **TABLES}.items():
-    REFUSED[f"{field}='no' is not one of {', '.join(table)}"] = {field: "no"}
+for field in ("attention", "short_attention", *TABLES):
+    REFUSED[f"{field}='no' is not one of "] = {field: "no"}
 for field in COUNTS:
     REFUSED[f"{field}=0 must be at least 1"] = {field: 0}
 

@@ -27,7 +27,7 @@ def rows(tmp_path, key="loss") -> list:
 @parametrize("core", ATTENTION)
 def test_every_attention_learns(train, tmp_path, core):
     flags = f"--attention={core} --max_iters=20 --dropout=0.1 --sample_tokens=30"
-    out = done(train(flags), f"{core} attention")
+    out = done(train(flags), core)
     assert re.search(r"(?s)\na sample [^\n]+:\n\n.{30}\n\Z", out)
     losses = dict(rows(tmp_path))
     assert losses[19] < losses[0] - 0.5
@@ -316,31 +316,24 @@ def test_latest_and_best_are_apart(train, run, tmp_path):
 
 
 @parametrize(
-    "definition, code, says",
+    "definition, says",
     [
         (
             lambda s, seen, v: (s * math.nan).where(seen, 0.0) @ v,
-            1,
             r"the losses of the evaluation are {.train.: nan[^$]+docs/training.md",
         ),
         (
             lambda s, seen, v: (s * 0).sqrt().where(seen, 0.0) @ v,
-            1,
             r"step 0: the loss is 3\..+ and the gradient norm nan",
-        ),
-        (
-            lambda s, seen, v: s.softmax(-1) @ v,
-            0,
-            r", 0 s left[^$]+THE MODEL SEES LATER TOKENS, so its losses mean nothing",
         ),
     ],
 )
-def test_a_wrong_attention(train, tmp_path, monkeypatch, definition, code, says):
-    """A NaN in its output or gradient ends the run. Later tokens: the last line says so."""
+def test_a_wrong_attention(train, tmp_path, monkeypatch, definition, says):
+    """A NaN in its output or gradient ends the run."""
     monkeypatch.setitem(ATTENTION, "mine", definition)
-    ended, out, err = train("--attention=mine --max_iters=22 --eval_interval=22")
-    assert ended == code and re.search(says, out + err), err
-    assert len(rows(tmp_path)) == (0 if code else 22)
+    code, _, err = train("--attention=mine")
+    assert code == 1 and re.search(says, err), err
+    assert rows(tmp_path) == []
 
 
 @parametrize(
