@@ -89,7 +89,7 @@ def test_a_sequence_over_several_processes(train, tmp_path, flags):
         ("--heads=SL --window=9", "a part of 8 tokens is shorter than a window"),
         ("--attn_dropout=0.1", "drops no attention weights"),
         ("--import=lab.ideas.gated_delta --attention=gated_delta --position=none", "GatedDelta"),
-        ("--context_processes=3", "context_processes=3 does not divide the 2 processes"),
+        ("--context_processes=3", "context_processes=3 does not divide 2 processes"),
     ],
 )
 def test_what_cannot_be_cut(train, flags, says):

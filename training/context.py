@@ -68,12 +68,13 @@ class Parts(Context):
         before = max(config.window or 0, config.conv - 1)
         own = {type(b.attn).__name__ for b in model.transformer.h if not hasattr(b.attn, "heads")}
         refuse([
-            (rest, f"block_size={config.block_size} must be a multiple of {self.n}, the parts"),
+            (rest,
+             f"block_size={config.block_size} must be a multiple of {self.n}, twice the processes"),
             (before > self.c,
              f"a part of {self.c} tokens is shorter than a window: use fewer processes"),
             (config.attn_dropout,
              "--parallel=context drops no attention weights: --attn_dropout=0"),
-            (own, f"--parallel=context cannot cut {own}, a layer of its own"),
+            (own, f"--parallel=context cannot cut {', '.join(own)}, a layer of its own"),
             (GPT.forward.__module__ != "model", "--parallel=context cuts no packed documents"),
         ])  # fmt: skip
 

@@ -141,7 +141,7 @@ def check_flags(config: dict) -> None:
         # how many processes there are
         (c.context_processes and c.parallel != "context",
          f"context_processes={c.context_processes} needs --parallel=context"),
-        (world % shared, f"context_processes={shared} does not divide the {world} processes"),
+        (world % shared, f"context_processes={shared} does not divide {count(world, 'process')}"),
         (rows * shared % world,
          f"the {rows} sequences of a step cannot be divided among {world // shared} processes: "
          f"make --gradient_accumulation_steps a multiple of {world // shared}"),
