@@ -145,9 +145,7 @@ def heads_of(model: nn.Module) -> list[Heads]:
 def why_it_ends(model: nn.Module) -> str | None:
     """Why a GPT's cache cannot go on past block_size; None if it can, at constant cost."""
     if "wpe" in model.transformer:
-        return (
-            f"position={model.config.position!r} is not for endless texts (none, rope, alibi are)"
-        )
+        return f"position={model.config.position!r} is not for endless texts; --position=none is"
     for block in model.transformer.h:
         if not getattr(block.attn, "endless", False):
             return f"a layer of {type(block.attn).__name__} is not for endless texts"
