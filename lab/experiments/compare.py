@@ -69,8 +69,9 @@ def counted(t: Table) -> range:
 
 
 def key_of(t: Table, row: str) -> str:
-    """The name of a row in --out. One of --rows has its flags in it: another may have its name."""
-    return ", ".join([t.name, row, *(as_flags(t.rows[row]) if rows else [])])
+    """The name of a row in --out, with another config file in it, and the flags of --rows."""
+    other = [config_file] if config_file else []
+    return ", ".join([t.name, row, *other, *(as_flags(t.rows[row]) if rows else [])])
 
 
 def run_name(t: Table, row: str, seed: int, steps: int | None, rate: float | None) -> str:

@@ -138,7 +138,7 @@ def delta_rule_attention(s, seen, v, k):
     function of x. All steps at once: y = A (I + L)^-1 (b v), A = q k^T of seen keys, and
     L_jl = b_j k_j k_l for l < j.
     """
-    length = k.norm(dim=-1, keepdim=True)
+    length = k.norm(dim=-1, keepdim=True).clamp(min=1e-6)
     unit = F.normalize(k, dim=-1)
     b = length.square() / (1 + length.square())
     identity = torch.eye(k.shape[-2], dtype=s.dtype, device=s.device)
@@ -167,7 +167,7 @@ def gated_delta_rule_attention(s, seen, v, k, b=of_token(0.0), f=of_token(4.0)):
     r = sigmoid(b), and the state fades by g = sigmoid(f) (Gated DeltaNet, 2412.06464, equation 10).
     gated_delta.py has it as a layer in linear time, with all that the paper has around it.
     """
-    length = k.norm(dim=-1, keepdim=True)
+    length = k.norm(dim=-1, keepdim=True).clamp(min=1e-6)
     unit = F.normalize(k, dim=-1)
     c = F.logsigmoid(f).cumsum(-2)
     fade = (c - c.mT).clamp(max=0).exp()  # (B, H, T, T): from key l to key j

@@ -19,17 +19,13 @@ from torch.testing import assert_close
 from attention.scores import visible
 from lab.experiments import (
     attention_probabilities,
-    beta_post,
     compare,
     endless,
-    lecture,
     local_dependencies,
-    runs,
 )
-from lab.experiments.tables import TABLES, rows_of
+from lab.experiments.tables import TABLES
 from model import GPT, GPTConfig
 from text.dataset import Tokens
-from training.checkpoint import open_model
 
 pytestmark = pytest.mark.usefixtures("quick")
 SMALL = """
@@ -277,23 +273,3 @@ def test_length(experiment):
     _, results = experiment("length", *flags)
     for row in results["double"].values():  # of one round
         assert row["128"]["ratio"] == pytest.approx(row["128"]["s_128"] / row["128"]["s_64"])
-
-
-@slow
-def test_lecture(data, monkeypatch, tmp_path):
-    """A run of weight decay, on 2% of the text."""
-    monkeypatch.setattr(beta_post, "dataset", data)
-    for script in (lecture, beta_post):
-        monkeypatch.setattr(script, "out_dir", str(tmp_path))
-    monkeypatch.setattr(lecture, "seeds", 1)
-    row = rows_of("constant 0.3: --schedule=constant --weight_decay=0.3")
-    monkeypatch.setitem(lecture.PARTS, "decay", (row, 105))
-    monkeypatch.setattr(lecture, "out", str(tmp_path / "x.json"))
-    lecture.make("decay")
-    (found,) = lecture.seeds_of("decay", "constant 0.3")
-    (folder,) = tmp_path.glob("constant-0.3-*/")
-    losses = [row["val_loss"] for row in runs.rows_of_log(folder, 105) if "val_loss" in row]
-    assert (found["val"], found["best"]) == pytest.approx((losses[-1], min(losses)))
-    assert 0 < found["train"] < losses[0]
-    settings = open_model("resume", str(folder), "latest")[2]
-    assert (settings["weight_decay"], settings["schedule"]) == (0.3, "constant")

@@ -69,7 +69,6 @@ SHOWN = [
     "beta_post --what=show",
     "endless --what=show",
     "laser --what=show",
-    "lecture --what=show",
     "long_short --what=show",
     "jacobians",
     "laser_precision",
@@ -105,9 +104,7 @@ def test_results_are_what_the_experiments_have(command, run, tmp_path):
 
 
 # the pages' own commands that print kept results, with an import or with long flags
-PRINTING = (
-    r"(?m)^(?:OMP_NUM_THREADS=1 )?python -m (lab\.experiments\.(?:recall|sticks|compare.*=show).*)$"
-)
+PRINTING = r"(?m)^(?:OMP_NUM_THREADS=1 )?python -m (lab\.experiments\.(?:recall|compare.*=show).*)$"
 
 
 AS_KEPT = """

@@ -10,7 +10,7 @@ import statistics
 from types import SimpleNamespace
 
 import pytest
-from harness import done, parametrize, refused, slow
+from harness import done, parametrize, refusal, refused, slow
 from scipy import stats
 
 import lab.verdict.__main__ as main
@@ -329,7 +329,7 @@ def test_a_second_look_is_stricter(faked):
     again, _ = faked(loss, always(**SAME), seeds=3)
     for one in (first, again):
         assert one.numbers["verdict"].startswith("better at") and not one.numbers["looks"]
-    second, _ = faked(loss, always(**SAME), seeds=5)
+    second, _ = faked(loss, always(**SAME), seeds=5, sizes="2 x 48,3 x 96")
     assert second.numbers["verdict"].startswith("a hint of better at")
     assert second.numbers["looks"] == {"3": first.numbers["verdict"]}
 
@@ -347,6 +347,34 @@ def test_a_first_look(faked):
         *((k, 101) for k in (-2.0, 0.0, 2.0)),
         *((0.0, seed) for seed in (1, 2, 3, 4)),
     }
+
+
+@parametrize(
+    "flags, says",
+    [
+        ({"flags": "--batch_size=6"}, "--batch_size is for both sides: give it in --both="),
+        ({"against": "--dataset=python"}, "--dataset is for both sides"),
+        ({"both": "--seed=2"}, "--seed: a verdict sets it itself"),
+        ({"flags": "--conv=4 config/train_gpt2.py"}, "'config/train_gpt2.py' is no flag"),
+        ({"flags": "--attention='beta"}, "No closing quotation"),
+    ],
+)
+def test_flags_that_make_no_comparison(flags, says, faked):
+    with refusal(says):
+        faked(None, None, **flags)
+
+
+def test_a_verdict_of_a_gpu_has_no_times(faked):
+    """They are measured on the CPU."""
+    loss = lambda *key: 2 + 0.01 * key[3] ** 2  # noqa: E731
+    one, _ = faked(loss, always(**SAME), both="--device=cuda")
+    assert one.numbers["verdict"] == "level at equal steps"
+
+
+def test_both_sides_may_be_the_same(monkeypatch):
+    monkeypatch.setattr(judge, "record", lambda _, runs, *__: dict.fromkeys(runs, {"val": 1.0}))
+    one = judge.Judge("", (), {}, 10, "", 1)
+    assert one.make([("a", []), ("a", [])]) == [1.0, 1.0]
 
 
 def test_a_second_recipe_has_its_own_rates_and_three_seeds(faked):
@@ -597,9 +625,10 @@ def test_a_model_that_fails_a_gate(definition, says, monkeypatch):
     assert says in " ".join(str(check) for check in found if not check.ok)
     assert bool(says) != all(check.ok for check in found)
     assert next(gpt.parameters()).dtype.itemsize == 4  # the model itself stays as it is
-    assert not checks.cached(GPT(GPTConfig(**SIZES)))
+    new = GPT(GPTConfig(**SIZES, zero_init=True, position="rope"))  # attention adds nothing yet
+    assert not checks.cached(new)
     monkeypatch.setattr(GPT, "new_cache", lambda self: None)  # each piece alone
-    assert "with a cache its logits differ" in checks.cached(GPT(GPTConfig(**SIZES)))
+    assert "with a cache its logits differ" in checks.cached(new)
 
 
 def test_a_measurement_that_fails_says_why():

@@ -40,7 +40,7 @@ from lab.experiments.runs import (
 )
 from lab.experiments.times import apart, model_of, vocab_size_of
 from lab.verdict import chance, checks, costs, method, report
-from lab.verdict.judge import SET, Arm, Judge, Setting, shape_of
+from lab.verdict.judge import SET, SHARED, Arm, Judge, Setting, shape_of
 from model import GPT
 from training.checkpoint import open_model
 from training.distributed import count
@@ -59,7 +59,7 @@ config_file = "config/modern_shakespeare_char_cpu.py"  # the recipe of both side
 second_recipe = "config/train_shakespeare_char_cpu.py"  # another one, for a column; empty: none
 dataset: str | None = None  # the data of every run; None: the config file's
 second_text = "python"  # another data set, for a column; empty: none
-both = ""  # more flags of train.py for both sides, such as "--block_size=512 --device=cuda"
+both = ""  # more flags of train.py for both sides, such as "--block_size=512 --batch_size=4"
 # How exactly?
 quick = False  # one size, fewer runs: a first look
 sizes = "2 x 48, 3 x 96"  # layers x width of the models, with commas
@@ -76,16 +76,28 @@ COLUMN = 3  # seeds of a second text, a second recipe, a skill and longer texts
 OVERHEAD = 11.0  # seconds of a run besides its steps: its start, and evaluations
 
 
+def words_of(text: str) -> list[str]:
+    """The flags in a text. Raises UserError for other words."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:  # a quotation without its end
+        raise UserError(f"{text}: {error}") from None
+    for word in words:
+        if not word.startswith("--"):
+            raise UserError(f"{word!r} is no flag: a config file of both sides is --config_file=")
+    return words
+
+
 def arms() -> tuple[Arm, Arm]:
     """(what it is compared with, the idea)."""
-    words = shlex.split(flags)
+    words = words_of(flags)
     if attention:
         words.insert(0, f"--attention={attention}")
     if not words:
         raise UserError("what is judged? --attention= a name in ATTENTION, or --flags=")
     title = name or " ".join(words).replace("--attention=", "").replace("--", "")
     modules = [f"--import={module}" for module in imported()]
-    base = Arm(against or "softmax", tuple(shlex.split(against)))
+    base = Arm(against, tuple(words_of(against)))
     return base, Arm(title, (*words, *modules))
 
 
@@ -94,14 +106,17 @@ class Verdict:
 
     def __init__(self, base: Arm, idea: Arm):
         self.began = time.monotonic()
-        common = shlex.split(both)
+        common = words_of(both)
         for name in SET & flags_of([*common, *base.words, *idea.words]).keys():
             raise UserError(f"--{name}: a verdict sets it itself, for both sides")
+        for name in SHARED & flags_of([*base.words, *idea.words]).keys():
+            raise UserError(f"--{name} is for both sides: give it in --both=")
         if dataset:
             common.append(f"--dataset={dataset}")
         self.sizes = [size.strip() for size in sizes.split(",")]
         self.judge = self.judge_of(config_file, common)
         self.heads = self.judge.settings["n_head"]
+        self.timed = self.judge.on_cpu and not quick  # times are measured on the CPU
         self.others = {}  # of the columns
         if second_text and second_text != self.judge.settings["dataset"] and not quick:
             words = [*common, f"--dataset={second_text}"]
@@ -114,7 +129,7 @@ class Verdict:
         import_all(self.modules)
         self.given = idea
         more = costs.fitting(own, settings | flags_of(shape_of(self.sizes[0], self.heads)))
-        self.base = base
+        self.base = base._replace(name=base.name or settings.get("attention", "softmax"))
         self.idea = idea._replace(words=(*idea.words, *(f"--{k}={x}" for k, x in more.items())))
         self.arms = self.base, self.idea
         self.share = 1.0  # of misses; see method.word
@@ -126,9 +141,9 @@ class Verdict:
         """The maker of runs with a config file and common flags."""
         settings = settings_of(file, flags_of(common))
         vocab_size = vocab_size_of(settings["dataset"])
-        on_gpu = "cuda" in settings["device"]
-        n = jobs or (1 if on_gpu else cores())
-        return Judge(file, tuple(common), settings, vocab_size, out_dir, n)
+        judge = Judge(file, tuple(common), settings, vocab_size, out_dir, jobs)
+        judge.jobs = jobs or (cores() if judge.on_cpu else 1)
+        return judge
 
     def rows(self, size: str) -> list[dict]:
         """The flags of train.py with which the models of both arms are made."""
@@ -149,7 +164,8 @@ class Verdict:
         """(the row, the checksum) under which a measurement of arms is kept."""
         row = " against ".join(" ".join([arm.name, *arm.words]) for arm in arms[::-1])
         of = f"{self.of(arms)} {of_code([], [costs.__file__])} {chance.machine()}"
-        return f"{row}; {sizes}, {steps} steps, {' '.join(self.judge.common)}", of_text(of)
+        where = ", ".join([*self.sizes, f"{steps} steps"])
+        return f"{row}; {where}, {' '.join(self.judge.common)}", of_text(of)
 
     def stored(self, part: str, arms: tuple[Arm, ...]) -> dict | None:
         """A measurement that is kept, of the code as it is now."""
@@ -192,7 +208,7 @@ class Verdict:
 
     def look(self) -> None:
         """Note the number of seeds before the first run. A second look with another is stricter."""
-        key = of_text(f"{self.of(self.arms)} {sizes} {steps} {quick}")
+        key = of_text(f"{self.of(self.arms)} {', '.join(self.sizes)} {steps} {quick}")
         looks = stored(self.judge.store, "looks", key)
         self.numbers["looks"] = {n: said for n, said in looks.items() if n != str(seeds)}
         if self.numbers["looks"]:
@@ -296,7 +312,7 @@ class Verdict:
             row["ratio"] = list(map(math.exp, means))
             row["fit"] = fit
             row["sittings"] = self.sittings[size]
-            if quick:
+            if not self.timed:
                 continue
 
             # how much a longer training is worth, in nats for each unit of ln(steps)
@@ -358,7 +374,7 @@ class Verdict:
         if quick:
             return
         ratio = n["flops"].get("ratio", 1.0)
-        if abs(ratio - 1) > SAME_TIME:
+        if self.timed and abs(ratio - 1) > SAME_TIME:
             row = n["sizes"][self.sizes[-1]]
             row["equal_flops"] = moved(row["steps"], row["worth"], math.log(ratio))
         n["trained"] = costs.tried(apart, costs.alone, costs.of_trained, self.folders, self.modules)
@@ -375,7 +391,7 @@ class Verdict:
         rows = self.numbers["sizes"].values()
         said = []
         parts = {"steps": ("at equal steps", 0.0)}
-        if not quick:
+        if self.timed:
             written = "" if self.numbers["fast"] else f" with {self.base.name} as written"
             parts["time"] = (f"in equal time{written}, on this machine", method.LEVEL)
         for part, (where, least) in parts.items():

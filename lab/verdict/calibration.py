@@ -213,7 +213,7 @@ def show() -> None:
         rate = f"{2 ** (stored(PATH, 'rates')[name] / 2):.2f}x"
         of_card = f"{card[1 + IDEAS.index(name)]:+.3f}"
         rows.append([name, rate, of_card, *map(str, found), str(slope(parameters, found))])
-    columns = f"attention | rate | card | {' | '.join(n)} | for each doubling of the compute"
+    columns = f"attention | rate | card | {' | '.join(n)} | for each doubling of the parameters"
     show_table(columns, rows)
 
     rows = []

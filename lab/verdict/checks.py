@@ -51,8 +51,11 @@ def gradients(gpt: GPT) -> Check:
 def cached(gpt: GPT) -> str:
     """What is wrong with text in pieces, with a cache; empty: it has the whole text's logits."""
     T = gpt.config.block_size
-    idx = torch.randint(gpt.config.vocab_size, (2, T), generator=torch.Generator().manual_seed(0))
-    gpt.eval()
+    random = torch.Generator().manual_seed(0)
+    idx = torch.randint(gpt.config.vocab_size, (2, T), generator=random)
+    gpt = copy.deepcopy(gpt).eval()
+    for p in gpt.parameters():  # --zero_init's would hide what a layer does
+        p += 0.02 * torch.randn(p.shape, generator=random)
     logits = gpt(idx, idx)[0]
     cache = gpt.new_cache()
     pieces = idx.split([T - T // 2, *[1] * (T // 2)], dim=1)

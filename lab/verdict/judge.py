@@ -14,6 +14,8 @@ from lab.verdict.method import Tuned
 
 RATES = "learning_rate", "muon_lr"  # flags of train.py, all multiplied by the same number
 SET = {"seed", "max_iters", "lr_decay_iters", "warmup_iters", "min_lr", *RATES}  # by `Judge.run`
+# the same on both sides, or their losses would be of other tokens, and their times of other steps
+SHARED = {*"dataset batch_size block_size eval_iters gradient_accumulation_steps device".split()}
 EVALUATED = 56_000  # tokens of an evaluation: half of Tiny Shakespeare's validation split
 
 
@@ -49,6 +51,10 @@ class Judge:
     def store(self) -> str:
         return f"{self.out_dir}/results.json"
 
+    @property
+    def on_cpu(self) -> bool:
+        return self.settings["device"] in ("auto", "cpu")
+
     def run(self, setting: Setting, k: float, seed: int) -> tuple[str, list[str]]:
         """(the name, the arguments of train.py) of a run. k: its rate; see method.py."""
         n = setting.steps
@@ -61,6 +67,7 @@ class Judge:
             f"--eval_interval={n}",
             f"--eval_iters={min(200, 1 + EVALUATED // (c['batch_size'] * c['block_size']))}",
             "--min_lr=0.0",
+            "--device=cpu",  # as the times; the flags of both sides may say another one
             *self.common,
             *setting.arm.words,
             *(f"--{name}={c[name] * 2 ** (k / 2):.4g}" for name in RATES),
@@ -77,7 +84,7 @@ class Judge:
         """
         done = record(self.store, dict(runs), self.out_dir, self.jobs, True, (), self.progress)
         nothing = math.log(self.vocab_size)
-        return [nothing if "diverged" in x else x["val"] for x in map(done.get, dict(runs))]
+        return [nothing if "diverged" in x else x["val"] for x in (done[name] for name, _ in runs)]
 
     def progress(self, name: str, seconds: float) -> None:
         """Say how long a run took."""
