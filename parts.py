@@ -44,16 +44,11 @@ WHERE = {
 }
 
 
-def two_of(name: str) -> Callable:
-    """f(c, D) -> (a norm of a layer's queries, another one of its keys)."""
-    return lambda c, D: (NORM[name](c, D), NORM[name](c, D))
-
-
-# f(c, D) -> (the module for a layer's queries, the module for its keys)
+# f(c, D) -> (the module for a layer's queries, the module for its keys). LASER, section 4, has
+# layernorm
 QK_NORM = {
     "none": lambda c, D: (nn.Identity(), nn.Identity()),
-    "layernorm": two_of("layernorm"),  # LASER, section 4
-    "rmsnorm": two_of("rmsnorm"),
+    **{name: lambda c, D, norm=norm: (norm(c, D), norm(c, D)) for name, norm in NORM.items()},
 }
 
 # -----------------------------------------------------------------------------

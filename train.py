@@ -271,6 +271,7 @@ def save(it: int, best_val_loss: float, name: str) -> OSError | None:
 it = start
 batch = get_batch(it)
 raw_model = model  # without compilation and DDP around it
+torch.set_float32_matmul_precision("highest")  # an earlier training may have changed it
 if not sharded:  # a sharded model is still on the CPU, where this would take long
     model.to(device)
     run.try_causality(model)
@@ -362,7 +363,7 @@ with run.caught_signals(not eval_only) as signals:
         next_batch = get_batch(it + 1)
         if logs:  # a loss or norm that is not finite ends the run here
             loss, norm_of_all = summed(torch.stack((loss, grad_norm)) / world).tolist()
-            log.step(it, loss, norm_of_all, lr, scaled=scaler.is_enabled())
+            log.step(it, loss, norm_of_all, lr, scaled=scaler.get_scale() > 1)
 
         # step the optimizers; not where the gradients of float16 have overflowed
         if not scaler.is_enabled() or grad_norm.isfinite():

@@ -195,7 +195,6 @@ class Means(nn.Module):
     [
         {"attention": "own"},
         {"attention": "own", "short_attention": "softmax", "heads": "S/L", "window": 4},
-        {"short_attention": "own", "heads": "S/L", "position": "rope", "qk_norm": "rmsnorm"},
     ],
 )
 def test_a_whole_layer(choices, monkeypatch):
@@ -222,7 +221,6 @@ def test_a_whole_layer(choices, monkeypatch):
         ),
         ({"qk_norm": "rmsnorm"}, "qk_norm='rmsnorm' is not used by attention=own"),
         ({"position": "rope"}, "position='rope' is not used"),
-        ({"n_kv_head": 2}, "n_kv_head=2 is not used"),
         ({"heads": "S", "window": 4}, "window=4 is not used"),
         ({"attn_dropout": 0.1}, "attn_dropout=0.1 is not used"),
     ],
@@ -284,6 +282,6 @@ def test_later_tokens_are_looked_for_without_tf32(train, monkeypatch):
         precisions.append(torch.get_float32_matmul_precision())
 
     monkeypatch.setattr(run, "try_causality", look)
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("high")  # as an earlier training leaves it
     done(train("--max_iters=1"))
     assert precisions == ["highest"]

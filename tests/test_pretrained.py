@@ -7,10 +7,11 @@ import sys
 
 import pytest
 import torch
-from harness import assert_equal, done, parametrize, refusal
+from harness import assert_equal, done, parametrize, refusal, refused, write
 from reference import cached
 
 from model import GPT
+from text import tokenizers
 from training import pretrained
 from training.pretrained import load
 
@@ -112,15 +113,18 @@ def test_the_heads_of_gpt2s_names():
         assert pretrained.config_of(name, {})[0].n_head == n_head
 
 
-def test_a_training_from_gpt2(train, small, tmp_path):
+def test_a_training_from_gpt2(train, small, tmp_path, text, bpe):
     """It is cropped. What a file sets gives way, what a user types does not."""
+    bpe()
+    write(tmp_path / "tokens", tokenizers.GPT2Tokenizer(), {"train": text, "val": text}, {})
     config = tmp_path / "config.py"
     config.write_text("mlp = 'relu'\n")
-    sizes = "--n_head=1 --n_embd=64"  # those of the weights
     flags = f"--init_from={small[0]} --attention=laser --dropout=0.1 --max_iters=1"
+    flags += " --n_head=1 --n_embd=64"  # those of the weights
     done(
-        train(config, flags, sizes),
+        train(config, flags, f"--dataset={tmp_path / 'tokens'}"),
         "block_size=32",
         "laser attention",
         "keeping mlp=gelu, not the relu of",
     )
+    refused(train(flags), "has another vocabulary than the data of")

@@ -202,8 +202,8 @@ def test_what_a_resumed_run_refuses(train, tmp_path, text, flag, says):
     train("--max_iters=3")
     times = written(tmp_path)
     other = tmp_path / "other"
-    characters = sorted(set(text), reverse=True)
-    write(other, CharTokenizer("".join(characters)), {"train": text, "val": text}, {})
+    tok = CharTokenizer("".join(sorted(set(text), reverse=True)))
+    write(other, tok, {"train": text, "val": text}, {})
     refused(train("--init_from=resume --max_iters=5", flag.format(other=other)), says)
     assert written(tmp_path) == times
 
@@ -346,6 +346,7 @@ def test_a_wrong_attention(train, tmp_path, monkeypatch, definition, says):
         ("--block_size=100000", "--block_size="),
         ("--lr_decay_iters=2", "greater than warmup_iters=2"),
         ("--min_lr=1", "min_lr=1.0 is above learning_rate=0.01"),
+        ("--grad_clip=-1", "grad_clip=-1.0 and seed=1337 must be at least 0"),
         ("--vocab_size=5", "less than the"),
         ("--batch_size=0", "at least 1"),
         ("--init_from=resume", "no checkpoint"),

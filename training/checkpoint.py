@@ -150,9 +150,8 @@ def open_model(
     if checkpoints_in(init_from):
         out_dir = init_from
     elif init_from != "resume":
-        model = GPT.from_pretrained(init_from)
         tok = tokenizers.PRETRAINED["other"](init_from)
-        return model, tok, {}, init_from
+        return GPT.from_pretrained(init_from), tok, {}, init_from
     path = path_of(out_dir, which)
     state = load(path)
     about = f"{path}: step {state['iter_num']}, best validation loss {state['best_val_loss']:.4f}"

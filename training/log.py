@@ -131,7 +131,7 @@ class Log:
     def step(self, step: int, loss: float, norm: float, lr: float, scaled: bool) -> None:
         """Logs one step: loss (nats), gradient norm, learning rate, time.
 
-        scaled: float16 loss scaling is on, so an infinite norm is normal.
+        scaled: the loss of float16 is scaled, so an infinite norm is normal: it halves the scale.
         """
         if not math.isfinite(loss) or not (math.isfinite(norm) or scaled):
             diverged(step, f"the loss is {loss} and the gradient norm {norm}")

@@ -33,7 +33,11 @@ def gpt2(name: str) -> tuple[dict, Callable]:
     def read():
         transformers = optional("transformers", f"--init_from={name}")
         theirs = transformers.GPT2LMHeadModel.from_pretrained(name)
-        return {"path": name, "model": gpt2_weights(theirs.state_dict())}
+        return {
+            "path": name,
+            "model": gpt2_weights(theirs.state_dict()),
+            "tokenizer": {"kind": "gpt2"},
+        }
 
     shape = {"n_layer": n_layer, "n_head": width // 64, "n_embd": width}
     return shape | {"vocab_size": GPT2_VOCAB_SIZE}, read

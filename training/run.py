@@ -135,6 +135,8 @@ def check_flags(config: dict) -> None:
          f"optimizer={c.optimizer!r} is not one of {', '.join(OPTIMIZER)}: --import= its module"),
         (decays and c.lr_decay_iters <= c.warmup_iters,
          f"lr_decay_iters={c.lr_decay_iters} must be greater than warmup_iters={c.warmup_iters}"),
+        (min(c.grad_clip, c.seed) < 0,
+         f"grad_clip={c.grad_clip} and seed={c.seed} must be at least 0"),
         (decays and c.min_lr > c.learning_rate,
          f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}"),
 
@@ -191,14 +193,11 @@ def describe(c: SimpleNamespace, model: GPT, train: Tokens, device: str, dtype: 
         say(f"{name} attention in {kind}: {code}")
 
     rows = c.batch_size * c.gradient_accumulation_steps
-    processes = count(distributed.world, "process")
-    if distributed.world > 1:
-        processes += f" ({c.parallel})"
     say(
         f"{count(c.max_iters, 'step')} of "
         f"{rows} x {c.block_size} = {rows * c.block_size:,} tokens, "
         f"from the {len(train):,} of {c.dataset}; "
-        f"{processes}, {device}, {dtype}"
+        f"{count(distributed.world, 'process')}, {device}, {dtype}"
     )
 
 
@@ -329,6 +328,6 @@ def print_sample(c: SimpleNamespace, model: GPT, meta: dict, amp: object, device
     idx = torch.tensor([prompt], device=device)
     with amp:
         ids = model.eval().generate(idx, c.sample_tokens, 0.8, vocab_size=tok.n_vocab, seed=c.seed)
-    flags = [f"--out_dir={c.out_dir}", *(f"--import={module}" for module in imported())]
-    command = shlex.join(["python", "sample.py", *flags])
+    imports = (f"--import={module}" for module in imported())
+    command = shlex.join(["python", "sample.py", f"--out_dir={c.out_dir}", *imports])
     say(f"\na sample (more of them: {command}):\n{tok.decode(ids[0].tolist())}")
