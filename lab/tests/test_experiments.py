@@ -133,8 +133,8 @@ def test_a_table_of_rows(experiment, small, tmp_path):
     flags = [f"--config_file={small}", f"--out_dir={tmp_path}", f"--extra={STEPS}", "--seeds=1"]
     out, results = experiment("compare", *flags, "--rows=plain; mine: --mlp=relu", "--repeats=1")
     assert [row[0] for row in tables(out)[0]] == ["plain", "mine"]
-    assert f"rows, mine, --mlp=relu, {STEPS}, seed 1" in results["runs"]
-    assert results["times"]["rows, mine, --mlp=relu"][2] == "plain"
+    assert f"rows, mine, {small}, --mlp=relu, {STEPS}, seed 1" in results["runs"]
+    assert results["times"][f"rows, mine, {small}, --mlp=relu"][2] == "plain"
 
 
 def test_times_of_a_table(monkeypatch, tmp_path):
