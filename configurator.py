@@ -88,7 +88,7 @@ def user_errors() -> Iterator[None]:
     except BrokenPipeError:  # an OSError, but no mistake: _excepthook handles it
         raise
     except (UserError, OSError, ModuleNotFoundError, UnicodeDecodeError) as error:
-        # of each process: perhaps this one alone has no GPU
+        # every process prints it: perhaps this one alone has no GPU
         sys.stderr.write(f"{os.path.basename(sys.argv[0].removesuffix('/__main__.py'))}: {error}\n")
         sys.exit(2)
 

@@ -150,6 +150,7 @@ class Log:
             f"iter {step}: loss {loss:.4f}, time {row['ms']:.2f}ms, "
             f"{speed:,.0f} tok/s, norm {norm:.3f}"
         )
+
         if step >= self.start + 20:
             line += f", {duration(seconds * (c.max_iters - step - 1))} left"
         if self.mfu:

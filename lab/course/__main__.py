@@ -20,7 +20,7 @@ def state(name: str) -> str:
     for check in CHECKS[name]:
         try:
             check(importlib.import_module(f"{folder}.{name}"))
-        except NotImplementedError as error:  # of the exercise, without a text, or torch's
+        except NotImplementedError as error:  # raised by an exercise, without a text, or by torch
             return f"to do: {check.__name__} {error}".rstrip()
         except AssertionError as error:
             return f"{check.__name__}: {error}"

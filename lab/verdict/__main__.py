@@ -23,7 +23,7 @@ import time
 from statistics import fmean
 from typing import Literal
 
-from configurator import at_least_one, cores, run_script
+from configurator import at_least_one, run_script
 
 import torch
 
@@ -141,9 +141,7 @@ class Verdict:
         """The maker of runs with a config file and common flags."""
         settings = settings_of(file, flags_of(common))
         vocab_size = vocab_size_of(settings["dataset"])
-        judge = Judge(file, tuple(common), settings, vocab_size, out_dir, jobs)
-        judge.jobs = jobs or (cores() if judge.on_cpu else 1)
-        return judge
+        return Judge(file, tuple(common), settings, vocab_size, out_dir, jobs)
 
     def rows(self, size: str) -> list[dict]:
         """The flags of train.py with which the models of both arms are made."""

@@ -22,7 +22,7 @@ import shlex
 import statistics
 from collections.abc import Callable
 
-from configurator import cores, names, run_script
+from configurator import names, run_script
 
 import numpy as np
 import torch
@@ -264,8 +264,7 @@ def main() -> None:
     if {"plan", "train"} & {*parts}:
         common = [f"--dataset={dataset}", *COMMON]
         settings = settings_of(config_file, flags_of(common))
-        n = jobs or cores()
-        judge = Judge(config_file, tuple(common), settings, vocab_size_of(dataset), out_dir, n)
+        judge = Judge(config_file, tuple(common), settings, vocab_size_of(dataset), out_dir, jobs)
         os.makedirs(out_dir, exist_ok=True)
     if "plan" in parts:
         plan(judge)

@@ -54,7 +54,7 @@ def cached(gpt: GPT) -> str:
     random = torch.Generator().manual_seed(0)
     idx = torch.randint(gpt.config.vocab_size, (2, T), generator=random)
     gpt = copy.deepcopy(gpt).eval()
-    for p in gpt.parameters():  # --zero_init's would hide what a layer does
+    for p in gpt.parameters():  # zeros, as --zero_init's, would hide what a layer does
         p += 0.02 * torch.randn(p.shape, generator=random)
     logits = gpt(idx, idx)[0]
     cache = gpt.new_cache()

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from configurator import cores
+
 from errors import UserError
 from lab.experiments.runs import record
 from lab.verdict import method
@@ -43,9 +45,12 @@ class Judge:
     settings: dict  # of all runs: those of train.py, of the config file and of the flags
     vocab_size: int
     out_dir: str
-    jobs: int
+    jobs: int  # runs at the same time; 0: as many as this process has cores, on a GPU one
     tried: dict[Setting, list] = field(default_factory=dict)  # [(rate, loss), ...]
     made: list[float] = field(default_factory=list)  # the seconds of the runs that are made
+
+    def __post_init__(self):
+        self.jobs = self.jobs or (cores() if self.on_cpu else 1)
 
     @property
     def store(self) -> str:
