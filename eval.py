@@ -45,11 +45,6 @@ dtype: DTYPE = "auto"  # auto: 16 bits on CUDA, else 32
 backend = "auto"  # auto, nccl: nccl for tensors on CUDA, else gloo; or gloo, mpi
 
 
-def perplexity(nats: float) -> str:
-    """exp(nats), in digits. A text without spaces is one word: its perplexity is inf."""
-    return f"{torch.tensor(nats, dtype=torch.float64).exp():.2f}"
-
-
 @torch.no_grad()
 def main() -> None:
     at_least_one(batch_size=batch_size)
@@ -88,16 +83,16 @@ def main() -> None:
         with amp:
             _, loss = model(x.to(dev), y.to(dev))
         nats += loss.item() * int((y >= 0).sum())  # the loss is a mean over the targets
-    nats = summed(torch.tensor(nats, dtype=torch.float64)).item()
+    nats = summed(torch.tensor(nats, dtype=torch.float64))
 
     say(
         f"loss                 {nats / n:.4f} nats per token\n"
-        f"perplexity           {perplexity(nats / n)} per token"
+        f"perplexity           {(nats / n).exp():.2f} per token"
     )
     entry = tokens.meta["files"][f"{split}.bin"]
     if words := entry.get("words"):  # not for prompts and answers
         say(
-            f"perplexity           {perplexity(nats / words)} per word "
+            f"perplexity           {(nats / words).exp():.2f} per word "
             f"({words:,} words between whitespace)\n"
             f"bits per byte        {nats / math.log(2) / entry['bytes']:.4f} "
             f"({entry['bytes']:,} bytes)"

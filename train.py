@@ -278,6 +278,7 @@ if not sharded:  # a sharded model is still on the CPU, where this would take lo
 # only now, since the rounding of TF32 would look like later tokens
 torch.set_float32_matmul_precision("high" if tf32 else "highest")
 if compile:
+    torch._dynamo.reset()  # an interpreter that has compiled five models would compile no other
     torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs uncompiled
     say("compiling the model in its first steps (about a minute; --no-compile trains without it)")
     if not sharded:

@@ -347,6 +347,7 @@ def test_a_wrong_attention(train, tmp_path, monkeypatch, definition, says):
         ("--lr_decay_iters=2", "greater than warmup_iters=2"),
         ("--min_lr=1", "min_lr=1.0 is above learning_rate=0.01"),
         ("--grad_clip=-1", "grad_clip=-1.0 and seed=1337 must be at least 0"),
+        ("--no-decay_lr --learning_rate=0", "learning_rate=0.0 above 0"),
         ("--vocab_size=5", "less than the"),
         ("--batch_size=0", "at least 1"),
         ("--init_from=resume", "no checkpoint"),

@@ -66,12 +66,12 @@ class Log:
             }
             try:
                 import wandb
-
-                self.wandb = wandb.init(**run, id=getattr(c, "wandb_id", None))
-                c.wandb_id = self.wandb.id  # the checkpoints keep it
             except ModuleNotFoundError:  # trackio says where its logs are, and knows runs by name
                 trackio = optional("trackio", "--wandb_log without wandb")
                 self.wandb = trackio.init(**run)
+            else:
+                self.wandb = wandb.init(**run, id=getattr(c, "wandb_id", None))
+                c.wandb_id = self.wandb.id  # the checkpoints keep it
 
         if c.init_from != "resume":
             checkpoint.move_to_previous(c.out_dir)

@@ -39,8 +39,13 @@ def gpt2(name: str) -> tuple[dict, Callable]:
             "tokenizer": {"kind": "gpt2"},
         }
 
-    shape = {"n_layer": n_layer, "n_head": width // 64, "n_embd": width}
-    return shape | {"vocab_size": GPT2_VOCAB_SIZE}, read
+    shape = {
+        "n_layer": n_layer,
+        "n_head": width // 64,
+        "n_embd": width,
+        "vocab_size": GPT2_VOCAB_SIZE,
+    }
+    return shape, read
 
 
 def gpt2_weights(theirs: dict) -> dict:

@@ -135,8 +135,9 @@ def check_flags(config: dict) -> None:
          f"optimizer={c.optimizer!r} is not one of {', '.join(OPTIMIZER)}: --import= its module"),
         (decays and c.lr_decay_iters <= c.warmup_iters,
          f"lr_decay_iters={c.lr_decay_iters} must be greater than warmup_iters={c.warmup_iters}"),
-        (min(c.grad_clip, c.seed) < 0,
-         f"grad_clip={c.grad_clip} and seed={c.seed} must be at least 0"),
+        (min(c.grad_clip, c.seed) < 0 or c.learning_rate <= 0,
+         f"grad_clip={c.grad_clip} and seed={c.seed} must be at least 0, "
+         f"and learning_rate={c.learning_rate} above 0"),
         (decays and c.min_lr > c.learning_rate,
          f"min_lr={c.min_lr} is above learning_rate={c.learning_rate}"),
 
