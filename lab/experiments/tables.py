@@ -202,10 +202,6 @@ block sharing + factorised embedding: --variant=factorised,shared --tied=False
 block sharing + factorised and shared embedding: --variant=factorised,shared
 factorised embedding: --variant=factorised --tied=False
 factorised and shared embedding: --variant=factorised
-synthesizer dense: --variant=synthesizer_dense
-synthesizer dense plus: --variant=synthesizer_dense_plus
-synthesizer random: --variant=synthesizer_random
-synthesizer random plus: --variant=synthesizer_random_plus
 """)
 MAPS = rows_of("""
 beta:

@@ -25,10 +25,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from attention.fast import general_form
-from attention.scores import plain_form
 from errors import UserError
 from model import GPT
-from parts import Scheme
 
 # -----------------------------------------------------------------------------
 # Residual branches without norms
@@ -133,86 +131,6 @@ def shared(gpt: GPT) -> None:
 
 
 # -----------------------------------------------------------------------------
-# Other queries and keys
-
-
-class Apart(nn.Module):
-    """c_attn as three Linears for q, k and v, with its weights; an unwanted part is 0."""
-
-    def __init__(self, attn: nn.Module, wanted: str):
-        super().__init__()
-        H, G, D = attn.sizes
-        self.sizes = {"q": H * D, "k": G * D, "v": G * D}
-        self.parts = nn.ModuleDict()
-        whole = attn.c_attn
-        begin = 0
-        for name, n in self.sizes.items():
-            rows = slice(begin, begin + n)
-            begin += n
-            if name in wanted:
-                part = nn.utils.skip_init(nn.Linear, whole.in_features, n, whole.bias is not None)
-                part.load_state_dict({key: p[rows] for key, p in whole.state_dict().items()})
-                self.parts[name] = part
-
-    def forward(self, x, context=None):
-        outputs = []
-        for name, n in self.sizes.items():
-            if name in self.parts:
-                outputs.append(self.parts[name](x))
-            else:
-                outputs.append(x.new_zeros(*x.shape[:-1], n))
-        return torch.cat(outputs, dim=-1)
-
-
-class Synthesizer(Scheme):
-    """Scores that depend on no key (Tay et al. 2020, section 3), instead of q k or added to it.
-
-    dense: relu(q_i) W, with W (D, T) for each head: the query's token alone decides its scores of
-    keys 1 to T. The paper has W2 relu(W1 x); as in Narang et al.'s code, W1 is the matrix of the
-    queries. Otherwise ("random") R (T, T) for each head, learned, which does not depend on the
-    text. plus: added to q k.
-    """
-
-    def __init__(self, c, dense: bool, plus: bool):
-        super().__init__()
-        self.dense = dense
-        self.plus = plus
-        rows = c.head_dim if dense else c.block_size
-        self.table = nn.Parameter(0.02 * torch.randn(c.n_head, rows, c.block_size))
-
-    def forward(self, q, k, heads, past):
-        end = past + q.shape[-2]
-        rows = slice(None) if self.dense else slice(past, end)
-        return q, k, {"table": self.table[heads.queries, rows, :end]}
-
-    def wrap(self, definition: Callable) -> Callable:
-        """The definition, with other scores. It gets the `table` of its heads by name."""
-
-        def synthesized(s, seen, v, q, drop, table):
-            table = table[..., -s.shape[-1] :]  # a cache of short heads has the last keys alone
-            own = F.relu(q) @ table if self.dense else table
-            s = s + own if self.plus else own.expand_as(s)
-            return definition(s, seen, v, drop=drop)
-
-        return synthesized
-
-
-def synthesizer(gpt: GPT, dense: bool, plus: bool = False) -> None:
-    """Every head is a Synthesizer. Without plus, unused queries and keys have no matrix."""
-    c = gpt.config.resolved()
-    if c.scheme is not None or c.attention != "softmax":
-        raise UserError("a Synthesizer is for --attention=softmax and --position=learned")
-    for block in gpt.transformer.h:
-        attn = block.attn
-        attn.position = Synthesizer(c, dense, plus)
-        for heads in attn.heads:
-            heads.has_position = True
-            heads.run = plain_form(attn.position.wrap(heads.definition))
-        if not plus:
-            attn.c_attn = Apart(attn, "qv" if dense else "v")
-
-
-# -----------------------------------------------------------------------------
 # Layers of lab/ideas/after.py, of mixed heads
 
 
@@ -264,10 +182,6 @@ VARIANT = {  # several variants are made in this order
     "rezero_norm": partial(rezero, norms=True),
     "fixup": fixup,
     "factorised": factorised,
-    "synthesizer_dense": partial(synthesizer, dense=True),
-    "synthesizer_dense_plus": partial(synthesizer, dense=True, plus=True),
-    "synthesizer_random": partial(synthesizer, dense=False),
-    "synthesizer_random_plus": partial(synthesizer, dense=False, plus=True),
     **{f"after_{name}": partial(after, name=name) for name in ("gate", "differential_v2")},
     **{f"beta_{name}": partial(beta_map, name=name) for name in MAPS},
     "shared": shared,

@@ -88,6 +88,7 @@ def test_what_is_printed(losses, capsys):
     assert "| sink | 0.71x | +0.001 | -0.062 (-0.064 to -0.061) | +0.062 (" in out
     never = "0 of 16 (0.00 to 0.20)"
     assert f", the same text | all |  | {never} |  | {never} | 0.00 (0.00 to 0.20) | " in out
+    assert "; then its other seed | all | 0 of 15 (0.00 to 0.20) | 16 of 16 (0.80 to 1.00) |" in out
     assert (losses / "calibration.png").stat().st_size > 1000
     (line,) = calibration.lines(-0.05)
     assert line.startswith(f"larger     {never} pairs as near as yours kept")

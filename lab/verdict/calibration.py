@@ -128,26 +128,32 @@ def train(judge: Judge) -> None:
             add(PATH, loss, size, name, f"{k:+d}", str(seed))
 
 
-def read() -> tuple[list[int], list[np.ndarray], list[tuple[float, int]]]:
-    """(parameters, losses minus softmax's, (their standard error, its degrees of freedom)) by size.
-
-    Softmax's own 0 comes first. A seed has the same batches for all: what it adds to each loss is
-    taken out, and what is left of all attentions is pooled.
-    """
+def read() -> tuple[list[int], list[np.ndarray]]:
+    """(parameters, losses (attentions, seeds)) of each size. Softmax comes first."""
     found = saved(PATH, {})
     if SIZES[-1] not in found:
         raise UserError(f"{PATH} lacks losses: --what=train makes the runs")
-    means = []
-    errors = []
+    losses = []
     for size in SIZES:
         rows = [found[size][name]["+0"] for name in MODELS]
-        losses = np.array([[row[str(seed)] for seed in SEEDS] for row in rows])
-        of_models = losses.mean(1)
-        rest = losses - losses.mean(0) - of_models[:, None] + losses.mean()
-        df = (len(MODELS) - 1) * (len(SEEDS) - 1)
-        errors.append((math.sqrt((rest**2).sum() / df * 2 / len(SEEDS)), df))
-        means.append(of_models - of_models[0])
-    return [found["parameters"][size] for size in SIZES], means, errors
+        losses.append(np.array([[row[str(seed)] for seed in SEEDS] for row in rows]))
+    return [found["parameters"][size] for size in SIZES], losses
+
+
+def behind(losses: np.ndarray) -> np.ndarray:
+    """The mean losses of attentions minus softmax's."""
+    return losses.mean(1) - losses[0].mean()
+
+
+def error_of(losses: np.ndarray) -> tuple[float, int]:
+    """(the standard error of a difference of two means, its degrees of freedom).
+
+    A seed has the same batches for all: what it adds to each loss is taken out, and what is left of
+    all attentions is pooled.
+    """
+    rest = losses - losses.mean(0) - losses.mean(1, keepdims=True) + losses.mean()
+    df = (len(MODELS) - 1) * (len(SEEDS) - 1)
+    return math.sqrt((rest**2).sum() / df * 2 / len(SEEDS)), df
 
 
 def on_card() -> np.ndarray:
@@ -203,13 +209,18 @@ def in_millions(parameters: list[int]) -> list[str]:
 
 
 def show() -> None:
-    """Print the differences, how many pairs and signs are kept, and the correlation of ranks."""
-    parameters, (small, large), errors = read()
+    """Print the differences, how many pairs and signs are kept, and the correlation of ranks.
+
+    And how many of them are kept between two seeds of the small size: what chance does alone.
+    """
+    parameters, losses = read()
     n = in_millions(parameters)
+    small, large = map(behind, losses)
+    first, second = (losses[0] - losses[0][0]).T
     card = on_card()
     rows = []
     for name, *means in zip(IDEAS, small[1:], large[1:], strict=True):
-        found = [Interval(mean, *error) for mean, error in zip(means, errors, strict=True)]
+        found = [Interval(mean, *error_of(x)) for mean, x in zip(means, losses, strict=True)]
         rate = f"{2 ** (stored(PATH, 'rates')[name] / 2):.2f}x"
         of_card = f"{card[1 + IDEAS.index(name)]:+.3f}"
         rows.append([name, rate, of_card, *map(str, found), str(slope(parameters, found))])
@@ -217,9 +228,14 @@ def show() -> None:
     show_table(columns, rows)
 
     rows = []
-    for source, of in ((f"{n[0]}, the same text", small), ("the card", card)):
+    sources = {
+        f"{n[0]}, the same text": (small, large),
+        "the card": (card, large),
+        f"one seed of {n[0]}; then its other seed": (first, second),
+    }
+    for source, (before, after) in sources.items():
         for title, least in (("all", math.inf), (f"without ideas worse by {BAD}", BAD)):
-            x, y = of[of < least], large[of < least]
+            x, y = before[before < least], after[before < least]
             cells = [counted(x, y, *bin) for bin in (*itertools.pairwise(EDGES), (0.0, math.inf))]
             rest = [f"{f(x, y):.2f} {resampled(f, x, y)}" for f in (signs, correlation)]
             rows.append([source, title, *cells, *rest])
@@ -229,9 +245,10 @@ def show() -> None:
 
 def draw() -> None:
     """Draw the differences at the large size over those at the small one, all and the near ones."""
-    parameters, (small, large), errors = read()
+    parameters, losses = read()
     n = in_millions(parameters)
-    half = [Interval(0.0, *error).half(CONFIDENCE) for error in errors]
+    small, large = map(behind, losses)
+    half = [Interval(0.0, *error_of(x)).half(CONFIDENCE) for x in losses]
     with drawing(picture, 1, 2, 13, 6) as axes:
         for ax, least in zip(axes, (math.inf, BAD), strict=True):
             near = small < least
@@ -250,13 +267,12 @@ def lines(change: float) -> list[str]:
     """What a report says of larger models, where its difference is `change`."""
     if SIZES[-1] not in saved(PATH, {}):
         return []
-    parameters, means, _ = read()
+    parameters, losses = read()
     bin = next(x for x in itertools.pairwise(EDGES) if x[0] <= abs(change) < x[1])
     n = in_millions(parameters)
-    return [
-        f"larger     {counted(*means, *bin)} pairs as near as yours kept their order from {n[0]} "
-        f"to {n[1]} parameters"
-    ]
+    kept = counted(*map(behind, losses), *bin)
+    sizes = f"from {n[0]} to {n[1]} parameters"
+    return [f"larger     {kept} pairs as near as yours kept their order {sizes}"]
 
 
 def main() -> None:
