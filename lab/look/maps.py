@@ -219,7 +219,7 @@ def _label(ax, tokens, point):
 
     point: the room of a token, in points.
     """
-    ax.set(xlabel="key", ylabel="query", facecolor="0.85")
+    ax.set(xlabel="key", ylabel="query", facecolor=("0.5", 0.3))
     if point >= 5:
         font = min(10.0, 0.92 * point)
         for axis in (ax.xaxis, ax.yaxis):
