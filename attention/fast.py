@@ -248,7 +248,7 @@ def laser_by_exp(mean: Callable, definition: Callable) -> Callable:
     expm1 keeps the digits of small values, so bfloat16 is nearly as exact as for softmax. c depends
     on later tokens (see `center`), but changes no more than the rounding of y.
 
-    Where the range of a channel, max v - c, is above LASER_RANGE, expm1 would overflow, so the
+    Where the range of a channel, max v - c, is above LASER_RANGE, expm1 may overflow, so the
     definition runs: it takes its sums in log space, slowly. To look at the range makes a GPU wait,
     and breaks torch.compile's graph. So under torch.compile, and on a GPU in training, y is NaN
     there: the run ends, with a sentence. float16 ends at exp(11): products run in float32.

@@ -169,9 +169,9 @@ def simulated(at: Size, tau: float, case: Case, n: int, tried: int) -> list[Inte
 
 def verdicts(count: int, case: Case, n: int) -> list[list[list[Interval]]]:
     """Simulated verdicts with n compared seeds: what `simulated` gives at each size."""
-    random.seed(0)
     args = case, n, len(method.TRIED)
-    sizes = [(size, tau(name)) for name, size in sizes_of().items()]
+    sizes = [(size, tau(name)) for name, size in sizes_of().items()]  # tau draws as well
+    random.seed(0)
     return [[simulated(*size, *args) for size in sizes] for _ in range(count)]
 
 
@@ -192,9 +192,10 @@ def words_of(found: list[list[Interval]], gains: tuple, share: float, places: in
 
 def quick_words_of(case: Case) -> Counter:
     """How often a first look says each word, at the first size."""
-    random.seed(0)
     name, size = next(iter(sizes_of().items()))
-    found = [simulated(size, tau(name, True), case, QUICK, 1) for _ in range(VERDICTS)]
+    lost = tau(name, True)
+    random.seed(0)
+    found = [simulated(size, lost, case, QUICK, 1) for _ in range(VERDICTS)]
     return Counter(method.quick_word(x[0]) if x else "look again" for x in found)
 
 
