@@ -21,6 +21,9 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(glob.glob("docs/*.md", root_dir
 LINK = re.compile(r"""\[([^\]]*)\]\(<?([^)>\s]+)>?(?:\s+["'][^)]*)?\)""")  # [words](target "title")
 # [words]: target, and HTML; not [^footnote]: words
 OTHER_LINK = re.compile(r"(?m)^ *\[[^^\]][^\]]*\]:|<[^>]*\b(?:src|href) *=")
+# a picture for dark pages, and the one for all others
+PICTURE = re.compile(r'<picture><source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
+                     r'<img alt="[^"]+" src="([^"]+)"></picture>')  # fmt: skip
 # flags of torchrun, pytest, ruff, lm_eval, tensorboard and uv, and words for a flag
 OTHERS = (
     "--model --model_args --include_path --logdir --standalone --nproc_per_node --nnodes "
@@ -67,7 +70,7 @@ def test_links(path):
 
 def check_links(path: str) -> None:
     """Files and headings exist, [file, `name`](file) names something in it, no link has a line."""
-    page = without_code(read(path))
+    page = PICTURE.sub(r"[dark](\1) [light](\2)", without_code(read(path)))
     assert not OTHER_LINK.search(page), f"{path}: write links as [words](target)"
     for words, target in LINK.findall(page):
         assert not re.search(r"#L\d", target), f"{path}: {target} has a line number"
