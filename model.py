@@ -10,7 +10,7 @@ Shapes: B batch, T time, C n_embd, H query heads, G key/value heads, D head widt
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -335,9 +335,9 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.config = config
         c = config.resolved()
-        config.window = c.window  # its default depends on block_size, which may change
+        # its own; the default of window depends on block_size, which may change
+        self.config = replace(config, window=c.window)
         self.transformer = nn.ModuleDict()
         self.transformer.wte = nn.Embedding(c.vocab_size, c.n_embd)
         embedded = POSITION[c.position][0]

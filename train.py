@@ -344,7 +344,6 @@ with run.caught_signals(not eval_only) as signals:
 
         # forward and backward passes: the mean of the micro-batches' gradients
         micro_batches = zip(*(t.tensor_split(micro_steps) for t in batch), strict=True)
-        logs = it % log_interval == 0
         loss = torch.zeros((), device=device)
         for micro_step, micro_batch in enumerate(micro_batches):
             if world > 1 and not sharded:
@@ -362,7 +361,7 @@ with run.caught_signals(not eval_only) as signals:
 
         # the next batch, while a GPU still computes; the log waits for the GPU
         next_batch = get_batch(it + 1)
-        if logs:  # a loss or norm that is not finite ends the run here
+        if it % log_interval == 0:  # a loss or norm that is not finite ends the run here
             loss, norm_of_all = summed(torch.stack((loss, grad_norm)) / world).tolist()
             log.step(it, loss, norm_of_all, lr, scaled=scaler.get_scale() > 1)
 

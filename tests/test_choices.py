@@ -116,10 +116,12 @@ def test_causal_and_every_parameter_learns(position, core, block):
 
 @positions
 def test_cropping_keeps_what_is_within(position):
-    gpt = shaken(config(position=position))
+    given = config(position=position)
+    gpt = shaken(given)
     x = tokens(n=8)
     logits = gpt(x, x)[0]
     gpt.crop_block_size(8)
+    assert (given.block_size, given.window) == (T, None)  # another GPT may be made of it
     assert_close(gpt(x, x)[0], logits)
     state = {"path": "here", "model_args": vars(gpt.config), "model": gpt.state_dict()}
     assert_close(checkpoint.model_of(state).eval()(x, x)[0], logits)

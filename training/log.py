@@ -39,8 +39,7 @@ class Log:
     start: int  # the first step
     origin: dict  # what makes the run: the first row of log.jsonl
     mfu: float | None  # the share of a GPU's peak rate that one token per second takes
-    file = None
-    wandb = None
+    file = wandb = None
 
     def __post_init__(self):
         if not self.c.eval_only:
