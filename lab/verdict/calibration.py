@@ -152,8 +152,9 @@ def error_of(losses: np.ndarray) -> tuple[float, int]:
     all attentions is pooled.
     """
     rest = losses - losses.mean(0) - losses.mean(1, keepdims=True) + losses.mean()
-    df = (len(MODELS) - 1) * (len(SEEDS) - 1)
-    return math.sqrt((rest**2).sum() / df * 2 / len(SEEDS)), df
+    n, seeds = losses.shape
+    df = (n - 1) * (seeds - 1)
+    return math.sqrt((rest**2).sum() / df * 2 / seeds), df
 
 
 def on_card() -> np.ndarray:
