@@ -298,7 +298,7 @@ with user_errors():
         best_val_loss = run.best_loss(c, saved, checksums)
         checkpoint.restore(saved, optimizers, scaler)
     log = Log(c, start, made_by, mfu(raw_model, device, dtype))
-saver = checkpoint.Saver(out_dir, keep_checkpoints, start, best_val_loss == math.inf)
+saver = checkpoint.Saver(out_dir, keep_checkpoints, best_val_loss == math.inf)
 saved = weights = state = None  # frees their memory, and the file that holds them
 
 param_groups = [group for o in optimizers for group in o.param_groups]

@@ -105,6 +105,7 @@ def test_resume_from_the_best_if_it_is_newer(train, tmp_path):
     os.replace(tmp_path / "old.pt", tmp_path / "out" / "ckpt.pt")
     done(train("--init_from=resume --max_iters=10"), "best.pt, step 6")
     assert same(weights_of(tmp_path), straight)
+    assert checkpoint.load(tmp_path / "out" / "ckpt-00000004.pt")["iter_num"] == 4
 
 
 @parametrize("flags, is_same", [("--eval_iters=3", False), ("--dataset=COPY", True)])

@@ -62,14 +62,15 @@ def edited(path, old, new):
 
 def test_a_run_keeps_what_made_it(own, train, run, tmp_path):
     module, _ = own()
-    flags = f"--import={module} --attention=own --max_iters=5"
+    flags = f"--import={module} --import=math --attention=own --max_iters=5"
     done(train(flags), "the model sees no later tokens")
     first, saved = log_of(tmp_path)[0], state_of(tmp_path)["origin"]
     assert first | saved == first
     assert "train.py --dataset=" in saved["command"] and flags in saved["command"]
     assert saved["versions"]["torch"] == torch.__version__
     assert saved["commit"].removesuffix("-dirty").isalnum()
-    assert set(saved["sources"]) == {"own", module}
+    assert set(saved["sources"]) == {"own", module, "math"}
+    assert not saved["sources"]["math"]  # it has none
     assert "def own_attention" in saved["sources"]["own"]
     result = run("training.checkpoint", tmp_path / "out" / "ckpt.pt")
     out = done(result, "def own_attention", module)

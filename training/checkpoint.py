@@ -244,7 +244,7 @@ def restore(saved: dict, optimizers: list, scaler: torch.amp.GradScaler) -> None
 def _placed(x, p):
     """A copy of what an optimizer keeps of a parameter p.
 
-    If p is sharded and x has its shape, this is the shard of this process.
+    If p is sharded and x has its shape, it is this process's shard.
     """
     if not hasattr(p, "placements") or getattr(x, "shape", None) != p.shape:
         return copy.deepcopy(x)
@@ -259,34 +259,33 @@ def _placed(x, p):
 
 @dataclass
 class Saver:
-    """Writes the checkpoints of a run, and keeps the last `keep`. Saving reads nothing back."""
+    """Writes the checkpoints of a run, and keeps the last `keep`."""
 
     folder: str
     keep: int
-    step: int  # the steps that ckpt.pt has
-    other_best: bool  # best.pt is of other windows: it is kept under a name with the step
+    other_best: bool  # best.pt is of other windows: it is kept under a name with its step
 
     def save(self, state: dict, name: str) -> None:
-        """Writes the state as the LATEST checkpoint of the run, or as the BEST.
+        """Writes the state as the LATEST or the BEST checkpoint of the run.
 
-        Raises NotFinite before it writes weights that are not finite, and OSError if the state
-        cannot be written.
+        Raises NotFinite for weights that are not finite, and OSError if it cannot be written.
         """
         for weight, x in state["model"].items():
             if not x.isfinite().all():
                 raise NotFinite(f"{weight} holds values that are not finite")
 
         path = join(self.folder, name)
-        older = join(self.folder, f"{name[:4]}-{self.step:08d}.pt")
-        if name == BEST:
-            save(path, state, older if self.other_best else "")
-            self.other_best = False
-            return
+        older = ""
+        with contextlib.suppress(UserError):  # there is none, or a damaged one
+            if name == LATEST or self.other_best:
+                step = load(path, verify=False)["iter_num"]
+                older = f"{path.removesuffix('.pt')}-{step:08d}.pt"
         save(path, state, older)
-        self.step = state["iter_num"]
+        if name == BEST:
+            self.other_best = False
         latest = [name for name in checkpoints_in(self.folder) if name.startswith("ckpt")]
         for name in latest[self.keep :]:
-            os.remove(join(self.folder, name))
+            os.remove(f"{self.folder}/{name}")
 
 
 def checkpoints_in(folder: str) -> list[str]:

@@ -22,9 +22,10 @@ from model import ATTENTION, GPTConfig
 from parts import attentions
 
 
-def imported() -> list[str]:
-    """The modules that this process's flags --import= name."""
-    return [arg.removeprefix("--import=") for arg in sys.argv if arg.startswith("--import=")]
+def imported() -> dict[str, str]:
+    """{a module of this process's flags --import=: its source, "" if it has none}."""
+    names = [arg.removeprefix("--import=") for arg in sys.argv if arg.startswith("--import=")]
+    return {name: sys.modules[name].__loader__.get_source(name) or "" for name in names}
 
 
 def fingerprints(config: GPTConfig) -> dict[str, str]:
@@ -33,15 +34,15 @@ def fingerprints(config: GPTConfig) -> dict[str, str]:
     An attention's covers attention/scores.py as well. It is empty for a class.
     """
     code = {name: code_of(ATTENTION[name]) for name in attentions(config)}
-    for module in imported():
-        text = ast.unparse(ast.parse(inspect.getsource(sys.modules[module])))
+    for module, source in imported().items():
+        text = ast.unparse(ast.parse(source))
         code[module] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return code
 
 
 def origin(config: GPTConfig) -> dict:
     """What makes the run of this process, with a model of this configuration."""
-    sources = {module: inspect.getsource(sys.modules[module]) for module in imported()}
+    sources = imported()
     for name in attentions(config):
         with contextlib.suppress(OSError, TypeError):  # not from a file; no function
             sources[name] = inspect.getsource(ATTENTION[name])
