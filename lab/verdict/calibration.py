@@ -245,23 +245,26 @@ def show() -> None:
 
 
 def draw() -> None:
-    """Draw the differences at the large size over those at the small one, all and the near ones."""
+    """Draw the differences at the large size over those at the small one; both by attention."""
     parameters, losses = read()
     n = in_millions(parameters)
-    small, large = map(behind, losses)
+    means = [behind(x)[1:] for x in losses]
     half = [Interval(0.0, *error_of(x)).half(CONFIDENCE) for x in losses]
-    with drawing(picture, 1, 2, 13, 6) as axes:
-        for ax, least in zip(axes, (math.inf, BAD), strict=True):
-            near = small < least
-            x, y = small[near], large[near]
-            ax.errorbar(x, y, half[1], half[0], "o", ms=4, lw=0.6, color="C0")
-            ends = x.min(), x.max()
-            ax.plot(ends, ends, color="black", lw=0.8, label="the same difference at both sizes")
-            for name, *at in zip(np.array(MODELS)[near], x, y, strict=True):
-                if least == BAD or at[0] > BAD:
-                    ax.annotate(name, at, (4, 3), textcoords="offset points", fontsize=7)
-            ax.set(xlabel=f"loss minus softmax's at {n[0]}", ylabel=f"the same at {n[1]}")
-            ax.set_title("all" if least > BAD else f"without those that are worse by {BAD}")
+    near = [i for i in np.argsort(-means[0]) if means[0][i] < BAD]  # the lowest loss comes last
+    with drawing(picture, 1, 2, 13, 6) as (left, right):
+        left.errorbar(*means, half[1], half[0], "o", ms=4, lw=0.6)
+        ends = [f(map(f, means)) for f in (min, max)]
+        left.plot(ends, ends, color="black", lw=0.8, label="the same difference at both sizes")
+        for i in {*range(len(IDEAS))} - {*near}:
+            left.annotate(IDEAS[i], [x[i] for x in means], (6, -12), textcoords="offset points")
+        left.set(xlabel=f"loss minus softmax's at {n[0]}", ylabel=f"the same at {n[1]}")
+
+        rows = np.arange(len(near))
+        for x, error, size, up in zip(means, half, n, (0.12, -0.12), strict=True):
+            right.errorbar(x[near], rows + up, xerr=error, fmt="o", ms=4, lw=1, label=size)
+        right.axvline(0, color="black", lw=0.8)
+        right.set_yticks(rows, [IDEAS[i] for i in near])
+        right.set(xlabel="loss minus softmax's", title=f"without those that are worse by {BAD}")
 
 
 def lines(change: float) -> list[str]:
