@@ -22,7 +22,6 @@ PATHS or its text begins with FILE:. All other texts stay as they are.
 import ast
 import contextlib
 import difflib
-import importlib
 import inspect
 import math
 import os
@@ -131,7 +130,7 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
         if name == "--import" and text:
             if text in ("attention", "lab", "text", "training"):
                 raise UserError(f"--import={text} is a folder of this project: rename {text}.py")
-            importlib.import_module(text)
+            __import__(text)  # also of ./my it says that there is no such module
         elif arg.startswith("-"):
             options[name.lstrip("-")] = text if equals else True
         else:
@@ -270,11 +269,12 @@ def pick_device(device: str, dtype: str) -> tuple:
 
     The GPU becomes PyTorch's current one. If it has no number, each of torchrun's processes on a
     machine takes its own. On a CPU the tiniest numbers become zeros: they would cost several times
-    as much.
+    as much. Products of float32 are exact, also where an earlier script has asked for TF32.
     """
     import torch
 
     torch.set_flush_denormal(True)
+    torch.set_float32_matmul_precision("highest")
     if device == "auto":
         device = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if device == "cuda":

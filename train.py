@@ -271,7 +271,6 @@ def save(it: int, best_val_loss: float, name: str) -> OSError | None:
 it = start
 batch = get_batch(it)
 raw_model = model  # without compilation and DDP around it
-torch.set_float32_matmul_precision("highest")  # an earlier training may have changed it
 if not sharded:  # a sharded model is still on the CPU, where this would take long
     model.to(device)
     run.try_causality(model)

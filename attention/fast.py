@@ -197,12 +197,11 @@ def sdpa(q, k, v, window=None, scale=None, dropout=0.0):
 
     # a single query sees all keys of a cache
     mask = None
-    if window is not None:
+    if window is not None or 1 < Tq < T:
         mask = visible(q, k, window)
-    elif 1 < Tq < T:  # as visible, without its table of distances, eight times as large
-        mask = torch.ones(Tq, T, dtype=torch.bool, device=q.device).tril(T - Tq)
-    causal = mask is None and Tq > 1
-    y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale)
+    y = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None and Tq > 1, scale=scale
+    )
     return y[..., :Dv]
 
 
@@ -263,8 +262,9 @@ def laser_by_exp(mean: Callable, definition: Callable) -> Callable:
             c = center(values.detach())
             too_wide = values.detach().amax(-2, keepdim=True) - c > LASER_RANGE  # (B, H, 1, Dv)
 
-            may_wait = q.device.type == "cpu" or not torch.is_grad_enabled()
-            may_wait = may_wait and not torch.compiler.is_compiling()
+            may_wait = not torch.compiler.is_compiling() and (
+                q.device.type == "cpu" or not torch.is_grad_enabled()
+            )
             if may_wait and too_wide.any():
                 warnings.warn(
                     f"a channel of the values has a range above {LASER_RANGE:.0f}: LASER computes "

@@ -41,25 +41,25 @@ class Form:
 
 FORM: dict[str, Form] = {
     "softmax": Form(
-        written_for="6e0dd7c73880b460",
+        written_for="9f1ac299e169a0bd",
         words="PyTorch's fused attention",
         long=lambda definition: sdpa,
         short=lambda definition: windowed,
     ),
     "laser": Form(
-        written_for="badbaf1bedcc0ec8",
+        written_for="5c72199ff6e615a7",
         words="expm1 and log1p around PyTorch's fused attention",
         long=partial(laser_by_exp, sdpa),
         short=partial(laser_by_exp, windowed),
     ),
     "beta": Form(
-        written_for="25600978e57b49be",
+        written_for="85232c70f067c203",
         words="running sums, for few tokens its definition",
         long=partial(by_sums, BETA),
         sums=BETA,
     ),
     "beta_squared": Form(
-        written_for="76989a2003f3e84a",
+        written_for="a7fb26fbc9631513",
         words="running sums, for few tokens its definition",
         long=partial(by_sums, BETA_SQUARED),
         sums=BETA_SQUARED,

@@ -44,9 +44,10 @@ def distances(Tq: int, T: int, device: torch.device) -> Tensor:
 
 def visible(q: Tensor, k: Tensor, window: int | None) -> Tensor:
     """True where query i sees key j, (Tq, T): 0 <= i - j <= window; without a window, j <= i."""
-    distance = distances(q.shape[-2], k.shape[-2], q.device)
-    earlier = distance >= 0
-    return earlier if window is None else earlier & (distance <= window)
+    j = torch.arange(k.shape[-2], device=q.device)
+    i = j[-q.shape[-2] :, None]  # the last tokens
+    earlier = j <= i
+    return earlier if window is None else earlier & (i - window <= j)
 
 
 def scores(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import ROOT, done, parametrize, refused, slow
+from harness import ROOT, done, parametrize, refusal, refused, slow
 
 from text import dataset, prepare, tokenizers
 from text.dataset import Tokens
@@ -278,13 +278,16 @@ def test_what_is_without_text_is_an_empty_document(tmp_path):
 
 @parametrize("name, sep", [("a.csv", ","), ("a.tsv", "\t")])
 def test_a_text_is_a_text(name, sep, tmp_path):
-    """Also one that looks like a number, or like none."""
+    """Also one that looks like a number, or like none; also where rows end in a separator."""
     texts = "00001 1.50 null NA None nan True word".split()
-    rows = "".join(f"{i}{sep}{text}\n" for i, text in enumerate(texts))
-    (tmp_path / name).write_text(f"id{sep}text\n{rows}")
+    rows = "".join(f"{text}{sep}{i}{sep}\n" for i, text in enumerate(texts))
+    (tmp_path / name).write_text(f"text{sep}id\n{rows}")
     train, val = written(tmp_path / "out", str(tmp_path / name), val_share=0.5)
     assert train == b"".join(text.encode() + b"\xff" for text in texts[::2])
     assert val == b"".join(text.encode() + b"\xff" for text in texts[1::2])
+    (tmp_path / name).write_text(f"text\nHello{sep} world\n")  # not quoted
+    with refusal("Length of header"):
+        written(tmp_path / "out", str(tmp_path / name))
 
 
 def test_gutenberg(tmp_path):

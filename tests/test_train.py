@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -392,13 +393,15 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
         path.write_bytes(damaged)
         with refusal("damaged or no checkpoint"):
             checkpoint.load(str(path))
-    for foreign in ({"model": {}}, [1], good | {"config": Evil()}):
+    for foreign in ({"model": {}}, [1]):
         torch.save(foreign, path)
         with refusal("damaged or no checkpoint"):
             checkpoint.load(str(path))
     for value, says in (
         (tmp_path, r"is whole, but \['config'\] is a pathlib.PosixPath. Only"),
         ({"lr": [0.1, np.float64(0.1)]}, r"is whole, but \['config'\]\['lr'\]\[1\] is a numpy\."),
+        (defaultdict(list, lr=[]), "is whole, but it has a collections.defaultdict"),
+        (Evil(), "is whole, but it has a .*mkdir"),
     ):
         torch.save(good | {"config": value}, path)
         with refusal(says):

@@ -16,6 +16,7 @@ import re
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def _read(source, column):
     files = {"train": [source]}
     if os.path.isdir(source):
         kind, files = _files_in(source)
-    elif os.path.isfile(source) and kind in (None, ".txt"):
+    elif os.path.exists(source) and kind in (None, ".txt"):
         return {"train": [{"text": read_text(source)}]}
 
     # What `datasets` is asked for: files, or a data set of the hub
@@ -142,8 +143,12 @@ def _read(source, column):
         if builder == "text":
             options["sample_by"] = "document"
         if builder == "csv":  # a mark, which _documents removes, makes texts of "null" and "00001"
-            options["converters"] = {column: "\ufeff{}".format}
-            options["sep"] = "\t" if ".tsv" in kind else ","
+            options |= {
+                "converters": {column: "\ufeff{}".format},
+                "sep": "\t" if ".tsv" in kind else ",",
+                "index_col": False,
+            }
+            warnings.filterwarnings("error", "Length of header")  # a row has more cells than it
     elif not kind and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source):
         builder, _, config = source.partition(":")
         options = {"name": config or None}
@@ -335,7 +340,7 @@ def _tokenised_rows(rows, options, num_workers):
         input_columns="text",
         remove_columns="text",
         fn_kwargs=options,
-        num_proc=num_workers or cores(),
+        num_proc=max(0, num_workers) or cores(),
         writer_batch_size=100,  # documents that each process has in memory
     )
 

@@ -34,13 +34,12 @@ from training.distributed import master, say
 LATEST, BEST, LOG = "ckpt.pt", "best.pt", "log.jsonl"  # files in a run's folder
 NAME = re.compile(r"(ckpt|best)(-\d{8})?\.pt")  # of all checkpoints; other files are the user's
 VERSION = 3  # of the format: short heads come first since 3; nanoGPT's files have none
-LAST = "14831a9 is the last commit that reads it"
-# {a field that left GPTConfig: the module that has it now}
+# {a field that left GPTConfig: what to do where it is on}
 LEFT = {
-    "differential": "lab.ideas.differential",
-    "per_dim_temperature": "lab.ideas.temperature",
-    "after": "lab.ideas.after",
-    "max_distance": "lab.ideas.positions",
+    "differential": "train again with --import=lab.ideas.differential",
+    "per_dim_temperature": "train again with --import=lab.ideas.temperature",
+    "after": "train again with --import=lab.ideas.after",
+    "max_distance": "train again with --import=lab.ideas.positions",
 }
 
 # of a class that keeps nothing of what it is made from
@@ -99,43 +98,47 @@ def load(path: str, verify: bool = True) -> dict:
             state["model"] = {name: x for name, x in weights if not name.endswith(".attn.bias")}
             state["model_args"] = {"mlp": "gelu_exact"} | state["model_args"]
     except Exception as error:  # unpickling a damaged file can raise any error
+        if what := foreign(path):
+            raise UserError(
+                f"{path} is whole, but {what}. Only tensors and Python's own numbers and texts are "
+                "read, since other things may run code"
+            ) from None
         raise UserError(
-            foreign(path)
-            or f"{path} is damaged or no checkpoint of train.py: {first_line(error)}. If you "
+            f"{path} is damaged or no checkpoint of train.py: {first_line(error)}. If you "
             "delete it, --init_from=resume goes on from an older checkpoint in its folder"
         ) from None
 
     # a version and fields that this code knows; those that left are dropped where they are off
-    version = state.get("version", VERSION)
-    if version not in (2, VERSION):
-        raise UserError(f"{path} has version {version} of checkpoints; this code reads {VERSION}")
+    if state.get("version", VERSION) not in (2, VERSION):
+        raise UserError(
+            f"{path} has version {state['version']} of checkpoints; this code reads {VERSION}"
+        )
     fields = state["model_args"]
     for field in sorted(fields.keys() - GPTConfig.__dataclass_fields__):
         value = fields.pop(field)
-        has = f"{path} has {field}={value!r}, which GPTConfig does not have"
-        if field not in LEFT:
-            raise UserError(f"{has}: use the code that has made it")
-        if value not in (None, False, "none"):
-            raise UserError(f"{has}: train again with --import={LEFT[field]}. {LAST}")
+        if field not in LEFT or value not in (None, False, "none"):
+            raise UserError(
+                f"{path} has {field}={value!r}, which GPTConfig does not have: "
+                f"{LEFT.get(field, 'use the code that has made it')}"
+            )
     return state | {"path": path}
 
 
 def foreign(path: str) -> str:
-    """A sentence: which value of a whole checkpoint is not read; "" for a damaged one.
+    """Which value of a whole checkpoint is not read, in words; "" for a damaged one.
 
-    It becomes an object of an empty class, so none of its code runs.
+    It becomes an object of an empty class, so none of its code runs. Such an object may not hold
+    what it held: then the words have no place.
     """
     with contextlib.suppress(Exception):  # it is damaged
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        kinds = [type(name, (), EMPTY) for name in names]
-        with torch.serialization.safe_globals([*zip(kinds, names, strict=True)]):
+        kinds = [(type(name, (), EMPTY), name) for name in names]
+        with contextlib.suppress(Exception), torch.serialization.safe_globals(kinds):
             state = torch.load(path, weights_only=True, mmap=True)
-        for place, x in tree_flatten_with_path(state)[0]:
-            if type(x) in kinds:
-                return (
-                    f"{path} is whole, but {keystr(place)} is a {type(x).__name__}. Only tensors "
-                    "and Python's own numbers and texts are read, since other things may run code"
-                )
+            for place, x in tree_flatten_with_path(state)[0]:
+                if type(x) in dict(kinds):
+                    return f"{keystr(place) or 'it'} is a {type(x).__name__}"
+        return f"it has a {max(names)}"  # rather than builtins.list
     return ""
 
 
@@ -150,8 +153,8 @@ def open_model(
     if checkpoints_in(init_from):
         out_dir = init_from
     elif init_from != "resume":
-        tok = tokenizers.PRETRAINED["other"](init_from)
-        return GPT.from_pretrained(init_from), tok, {}, init_from
+        model = GPT.from_pretrained(init_from)
+        return model, tokenizers.PRETRAINED["other"](init_from), {}, init_from
     path = path_of(out_dir, which)
     state = load(path)
     about = f"{path}: step {state['iter_num']}, best validation loss {state['best_val_loss']:.4f}"
@@ -173,7 +176,10 @@ def model_of(state: dict, **changes) -> GPT:
         raise UserError(f"{error}. {path} was made by: {made_by.get('command')}") from None
     heads = "/".join(map(config.layer_heads, range(config.n_layer)))
     if state.get("version") == 2 and "LS" in heads:
-        raise UserError(f"{path} has heads={config.heads}; now short heads come first. {LAST}")
+        raise UserError(
+            f"{path} has heads={config.heads}; now short heads come first. "
+            "14831a9 is the last commit that reads it"
+        )
     origin.note_changes(made_by, config, path)
 
     model = GPT(config)
@@ -184,8 +190,8 @@ def model_of(state: dict, **changes) -> GPT:
     weights |= {
         re.sub(r"^(_orig_mod\.|module\.)+", "", name): x for name, x in state["model"].items()
     }
-    if config.position == "learned":
-        table = "transformer.wpe.weight"
+    table = "transformer.wpe.weight"
+    if config.position == "learned" and table in weights:
         weights[table] = weights[table][: config.block_size]
     try:
         model.load_state_dict(weights)

@@ -97,10 +97,10 @@ class Log:
         self.taken = FileLock(path, is_singleton=True)
         try:
             self.taken.acquire(blocking=False)
-            with open(path, "w") as f:
+            with open(path, "w") as f:  # in ASCII, which each system reads
                 f.write(
                     f", process {os.getpid()} on {socket.gethostname()}, since {ctime()}: "
-                    f"{self.origin['command']}"
+                    f"{self.origin['command']!a}"
                 )
         except Timeout:
             raise UserError(
