@@ -179,7 +179,9 @@ def _read(source, column):
                 f"{source} has no column {column!r}, but {known}: give one as --column="
             )
         kind = getattr(
-            rows.features[column], "dtype", f"lists (jq -c '.{column}[]' makes rows of a list)"
+            rows.features[column],
+            "dtype",
+            f"lists (jq -c '.{column}[]' makes rows of a list) or several types",
         )
         if kind not in ("string", "large_string"):
             raise UserError(f"{source} has no texts in {column!r}, but {kind}")

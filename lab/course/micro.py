@@ -3,9 +3,9 @@
     python lab/course/micro.py                  # laser and softmax, about a minute on two cores
     python lab/course/micro.py beta softcap     # any of the names in ATTENTION
 
-Read it from top to bottom. You need to know Python, and the file needs PyTorch and NumPy, but no
-other part of this project. All of it stands in model.py and train.py again, with more choices, and
-the numbers are the same.
+Read it from top to bottom. You need to know Python, and the file needs PyTorch, NumPy and the text
+in data/shakespeare_char, but no other part of this project. All of it stands in model.py and
+train.py again, with more choices, and the numbers are the same.
 
 Shapes: B sequences in a batch, T tokens in a sequence, C numbers for a token, H heads, D = C / H
 numbers for a token in a head, V different tokens.

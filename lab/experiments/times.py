@@ -17,7 +17,7 @@ from lab.experiments.variants import change
 from model import GPT, GPTConfig
 from text.dataset import folder_of, prepare_small, read_meta
 from training.optimizers import OPTIMIZER
-from training.run import DEFAULTS, model_args
+from training.run import DEFAULTS, check_flags, model_args
 
 
 def milliseconds(dev: str, f: Callable, *args: object) -> dict[str, float]:
@@ -60,12 +60,14 @@ def vocab_size_of(dataset: str) -> int:
 def model_of(config_file: str, flags: dict, vocab_size: int) -> tuple[GPT, dict]:
     """(the model that train.py or variants.py would build, all its settings).
 
-    vocab_size: of the data set, if the config file does not set it.
+    vocab_size: of the data set, if the config file does not set it. Raises UserError for settings
+    that train.py refuses.
     """
     import_all(imports_of(flags))
     settings = settings_of(config_file, flags)
     if settings["vocab_size"] is None:
         settings["vocab_size"] = vocab_size
+    check_flags(settings)
     gpt = GPT(GPTConfig(**model_args(DEFAULTS | settings)))
     return change(gpt, settings.get("variant", "")), settings
 
