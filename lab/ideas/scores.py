@@ -206,18 +206,18 @@ ATTENTION |= {
 
 by_mean = partial(laser_by_exp, general_form(stick_mean))
 FORM["stick_breaking"] = Form(
-    written_for="74ce095e83613b6a",
+    written_for="e1049afcceeabb27",
     words="blocks from the last key back",
     long=stick_breaking,
 )
 FORM["stick_laser"] = Form(
-    written_for="b6361a5b3cd78195",
+    written_for="f68f4535271d3450",
     words="expm1 and log1p around stick-breaking",
     long=by_mean,
     short=by_mean,
 )
 FORM["laser_temperature"] = Form(
-    written_for="cd7f82c464dd4697",
+    written_for="854c74ca35eed972",
     words=FORM["laser"].words,
     long=partial(by_laser, sdpa),
     short=partial(by_laser, windowed),
