@@ -130,7 +130,7 @@ def configure(script: dict, *dataclasses: type) -> tuple[dict, dict]:
         if name == "--import" and text:
             if text in ("attention", "lab", "text", "training"):
                 raise UserError(f"--import={text} is a folder of this project: rename {text}.py")
-            __import__(text)  # also of ./my it says that there is no such module
+            __import__(text)  # import_module takes ./my for a relative name, and wants a package
         elif arg.startswith("-"):
             options[name.lstrip("-")] = text if equals else True
         else:

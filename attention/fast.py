@@ -199,9 +199,8 @@ def sdpa(q, k, v, window=None, scale=None, dropout=0.0):
     mask = None
     if window is not None or 1 < Tq < T:
         mask = visible(q, k, window)
-    y = F.scaled_dot_product_attention(
-        q, k, v, mask, dropout, is_causal=mask is None and Tq > 1, scale=scale
-    )
+    causal = mask is None and Tq > 1
+    y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale)
     return y[..., :Dv]
 
 

@@ -45,7 +45,7 @@ def distances(Tq: int, T: int, device: torch.device) -> Tensor:
 def visible(q: Tensor, k: Tensor, window: int | None) -> Tensor:
     """True where query i sees key j, (Tq, T): 0 <= i - j <= window; without a window, j <= i."""
     j = torch.arange(k.shape[-2], device=q.device)
-    i = j[-q.shape[-2] :, None]  # the last tokens
+    i = j[-q.shape[-2] :, None]  # the queries belong to the last tokens
     earlier = j <= i
     return earlier if window is None else earlier & (i - window <= j)
 

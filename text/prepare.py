@@ -86,7 +86,7 @@ def run(
     val_share: the share of the documents for val, if the source has no val split.
     gutenberg: leave out Project Gutenberg's headers and licences.
     split_documents: <|endoftext|> in a text ends a document.
-    num_workers: processes, which do not change the tokens; 0: one for each core.
+    num_workers: processes, which do not change the tokens; 0 or less: one for each core.
 
     Raises UserError for a mistake, OSError for a full disk.
     """
@@ -148,7 +148,8 @@ def _read(source, column):
                 "sep": "\t" if ".tsv" in kind else ",",
                 "index_col": False,
             }
-            warnings.filterwarnings("error", "Length of header")  # a row has more cells than it
+            # pandas only warns of a row that has more cells than the header, and drops them
+            warnings.filterwarnings("error", "Length of header")
     elif not kind and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source):
         builder, _, config = source.partition(":")
         options = {"name": config or None}

@@ -138,7 +138,7 @@ def foreign(path: str) -> str:
             for place, x in tree_flatten_with_path(state)[0]:
                 if type(x) in dict(kinds):
                     return f"{keystr(place) or 'it'} is a {type(x).__name__}"
-        return f"it has a {max(names)}"  # rather than builtins.list
+        return f"it has a {max(names)}"  # the last in the alphabet comes after builtins
     return ""
 
 
@@ -282,8 +282,8 @@ class Saver:
 
         path = join(self.folder, name)
         older = ""
-        with contextlib.suppress(UserError):  # there is none, or a damaged one
-            if name == LATEST or self.other_best:
+        if name == LATEST or self.other_best:
+            with contextlib.suppress(UserError):  # there is no older file, or it is damaged
                 step = load(path, verify=False)["iter_num"]
                 older = f"{path.removesuffix('.pt')}-{step:08d}.pt"
         save(path, state, older)
