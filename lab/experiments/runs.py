@@ -75,8 +75,10 @@ def finished(
 
 
 def make(command: list[str], folder: str, threads: int | None, may_diverge: bool) -> None:
-    """Make a run; see `finished`."""
-    run = run_python(["-m", "lab.experiments.runs", folder, *command], threads)
+    """Make a run; see `finished`. threads: of the run; None: PyTorch chooses."""
+    env = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    args = [sys.executable, "-m", "lab.experiments.runs", folder, *command]
+    run = subprocess.run(args, capture_output=True, text=True, env=env)
     not_finite = re.search(r"^step (\d+): .*\b(?:nan|inf)\b", run.stderr, re.MULTILINE)
     if run.returncode and may_diverge and not_finite:
         with open(os.path.join(folder, "log.jsonl"), "a") as f:
@@ -128,12 +130,6 @@ def rows_of_log(folder: pathlib.Path, steps: int) -> list[dict] | None:
         if "diverged" in last or ("val_loss" in last and last["iter"] >= steps):
             return rows
     return None
-
-
-def run_python(args: list[str], threads: int | None) -> subprocess.CompletedProcess:
-    """Run python with these arguments. threads: of the run; None: PyTorch chooses."""
-    env = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, env=env)
 
 
 def identity(command: list[str]) -> str:

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from harness import parametrize, refusal
+from harness import parametrize
 
 from lab.experiments.results import Interval
 from lab.verdict import calibration, judge, method
@@ -90,8 +90,13 @@ def test_what_is_printed(losses, capsys):
     assert f", the same text | all |  | {never} |  | {never} | 0.00 (0.00 to 0.20) | " in out
     assert "; then its other seed | all | 0 of 15 (0.00 to 0.20) | 16 of 16 (0.80 to 1.00) |" in out
     assert (losses / "calibration.png").stat().st_size > 1000
+
+
+def test_the_line_of_a_report(losses, monkeypatch):
+    """Of neighbours on the card only sink and the one before it keep their order."""
+    monkeypatch.setattr(calibration, "on_card", lambda: np.arange(17) / 20)
     (line,) = calibration.lines(-0.05)
-    assert line.startswith(f"larger     {never} pairs as near as yours kept")
+    assert line.startswith("larger     1 of 16 (")
 
 
 def test_a_slope_for_each_doubling():
@@ -106,10 +111,3 @@ def test_a_slope_for_each_doubling():
 @parametrize("size, narrower", [("4 x 144", []), ("4 x 160", ["--head_dim=26"])])
 def test_a_width_that_heads_do_not_divide(size, narrower):
     assert judge.shape_of(size, 6)[2:] == narrower
-
-
-def test_without_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration, "PATH", str(tmp_path / "none.json"))
-    assert calibration.lines(0.1) == []
-    with refusal("lacks losses: --what=train makes the runs"):
-        calibration.show()

@@ -27,7 +27,7 @@ from configurator import names, run_script
 import numpy as np
 import torch
 
-from errors import UserError, optional
+from errors import optional
 from lab.experiments.results import CONFIDENCE, Interval, add, drawing, saved, show_table, stored
 from lab.experiments.runs import flags_of, settings_of
 from lab.experiments.times import model_of, step_of, vocab_size_of
@@ -131,8 +131,6 @@ def train(judge: Judge) -> None:
 def read() -> tuple[list[int], list[np.ndarray]]:
     """(parameters, losses (attentions, seeds)) of each size. Softmax comes first."""
     found = saved(PATH, {})
-    if SIZES[-1] not in found:
-        raise UserError(f"{PATH} lacks losses: --what=train makes the runs")
     losses = []
     for size in SIZES:
         rows = [found[size][name]["+0"] for name in MODELS]
@@ -217,22 +215,21 @@ def show() -> None:
     parameters, losses = read()
     n = in_millions(parameters)
     small, large = map(behind, losses)
-    first, second = (losses[0] - losses[0][0]).T
     card = on_card()
     rows = []
-    for name, *means in zip(IDEAS, small[1:], large[1:], strict=True):
+    for name, of_card, *means in zip(MODELS, card, small, large, strict=True):
         found = [Interval(mean, *error_of(x)) for mean, x in zip(means, losses, strict=True)]
         rate = f"{2 ** (stored(PATH, 'rates')[name] / 2):.2f}x"
-        of_card = f"{card[1 + IDEAS.index(name)]:+.3f}"
-        rows.append([name, rate, of_card, *map(str, found), str(slope(parameters, found))])
+        change = slope(parameters, found)
+        rows.append([name, rate, f"{of_card:+.3f}", *map(str, [*found, change])])
     columns = f"attention | rate | card | {' | '.join(n)} | for each doubling of the parameters"
-    show_table(columns, rows)
+    show_table(columns, rows[1:])
 
     rows = []
     sources = {
         f"{n[0]}, the same text": (small, large),
         "the card": (card, large),
-        f"one seed of {n[0]}; then its other seed": (first, second),
+        f"one seed of {n[0]}; then its other seed": (losses[0] - losses[0][0]).T,
     }
     for source, (before, after) in sources.items():
         for title, least in (("all", math.inf), (f"without ideas worse by {BAD}", BAD)):
@@ -253,8 +250,7 @@ def draw() -> None:
     near = [i for i in np.argsort(-means[0]) if means[0][i] < BAD]  # the lowest loss comes last
     with drawing(picture, 1, 2, 13, 6) as (left, right):
         left.errorbar(*means, half[1], half[0], "o", ms=4, lw=0.6)
-        ends = [f(map(f, means)) for f in (min, max)]
-        left.plot(ends, ends, color="black", lw=0.8, label="the same difference at both sizes")
+        left.axline((0, 0), slope=1, color="black", lw=0.8, label="the same at both sizes")
         for i in {*range(len(IDEAS))} - {*near}:
             left.annotate(IDEAS[i], [x[i] for x in means], (6, -12), textcoords="offset points")
         left.set(xlabel=f"loss minus softmax's at {n[0]}", ylabel=f"the same at {n[1]}")
@@ -269,14 +265,10 @@ def draw() -> None:
 
 def lines(change: float) -> list[str]:
     """What a report says of larger models, where its difference is `change`."""
-    if SIZES[-1] not in saved(PATH, {}):
-        return []
     parameters, losses = read()
     bin = next(x for x in itertools.pairwise(EDGES) if x[0] <= abs(change) < x[1])
-    n = in_millions(parameters)
-    kept = counted(*map(behind, losses), *bin)
-    sizes = f"from {n[0]} to {n[1]} parameters"
-    return [f"larger     {kept} pairs as near as yours kept their order {sizes}"]
+    of = f"{counted(on_card(), behind(losses[1]), *bin)} pairs that are as near on the card"
+    return [f"larger     {of} kept their order at {in_millions(parameters)[1]} parameters"]
 
 
 def main() -> None:
