@@ -678,7 +678,7 @@ def test_from_an_idea_to_the_card(
     files = set(os.listdir(folder))
     assert {"report.md", "losses.png", "runs.json"} <= files
     numbers = json.loads((folder / "runs.json").read_text())
-    assert numbers["made"][0] > 8 and ("pairs " in out) != ("--quick" in flags)
+    assert numbers["made"][0] > 8 and ("-value pairs" in out) != ("--quick" in flags)
     again = done(run("lab.verdict", *args))
     assert re.search(r"^  \d+ s: ", out, re.MULTILINE)  # runs
     assert not re.search(r"^  \d+ s: ", again, re.MULTILINE)
