@@ -21,14 +21,12 @@ def test_pairs_by_how_far_they_are_apart(low, high, same):
 
 
 def test_intervals_draw_attentions():
-    """Where all agree, or none does, it is that of as many trials as there are attentions."""
-    assert calibration.signs(SMALL, LARGE) == 2 / 3
+    """Where all agree there is none."""
+    assert calibration.sides(SMALL, LARGE, 0.0, 9.0).tolist() == [False, True, True]
     everything = np.arange(17) / 10
-    assert calibration.resampled(calibration.share, everything, everything, 0.0, 9.0) == (
-        f"({0.025 ** (1 / 17):.2f} to 1.00)"
-    )
+    assert calibration.counted(calibration.pairs, *[everything] * 2, 0.0, 0.15) == "16 of 16"
     assert calibration.resampled(lambda x, _: x.mean(), np.arange(2.0), SMALL[:2]) == (
-        "(0.00 to 1.00)"
+        " (0.00 to 1.00)"
     )
 
 
@@ -84,19 +82,19 @@ def test_what_is_printed(losses, capsys):
     calibration.show()
     calibration.draw()
     out = capsys.readouterr().out
-    # the rest of top_k is 1 / 512 times 16 / 17, that of each other one 1 / 17; t is 2.12
-    assert "| sink | 0.71x | +0.001 | -0.062 (-0.064 to -0.061) | +0.062 (" in out
-    never = "0 of 16 (0.00 to 0.20)"
-    assert f", the same text | all |  | {never} |  | {never} | 0.00 (0.00 to 0.20) | " in out
-    assert "; then its other seed | all | 0 of 15 (0.00 to 0.20) | 16 of 16 (0.80 to 1.00) |" in out
+    # top_k's rest is 1 / 512 times 16 / 17, that of each other one 1 / 17; tau is 0.006, t 2.12
+    assert "| sink | 0.71x | +0.001 | -0.062 (-0.075 to -0.050) | +0.062 (" in out
+    assert ", the same text | inf |  | 0 of 16 |  |  | 0 of 1 | -1.00 |" in out
+    assert "; then its other seed | inf | 0 of 15 | 16 of 16 |" in out
+    assert "| softmax | -1 | 1 | +0.000 | +0.000 |" in out
     assert (losses / "calibration.png").stat().st_size > 1000
 
 
 def test_the_line_of_a_report(losses, monkeypatch):
-    """Of neighbours on the card only sink and the one before it keep their order."""
-    monkeypatch.setattr(calibration, "on_card", lambda: np.arange(17) / 20)
+    """On this card only sink and top_k are not much worse, and they change their order."""
+    monkeypatch.setattr(calibration, "on_card", lambda: np.roll(np.arange(17) / 20, 10))
     (line,) = calibration.lines(-0.05)
-    assert line.startswith("larger     1 of 16 (")
+    assert "that are 0.03 to 0.08 apart on the card, 0 of 1 pairs had" in line
 
 
 def test_a_slope_for_each_doubling():

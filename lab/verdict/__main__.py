@@ -27,6 +27,7 @@ from configurator import at_least_one, run_script
 
 import torch
 
+from attention.cache import heads_of
 from errors import UserError, optional
 from lab.experiments.identity import of_code, of_text, unchanged
 from lab.experiments.results import Interval, add, interval, is_current, short, stored
@@ -201,7 +202,8 @@ class Verdict:
             self.numbers["sizes"][size]["parameters"] = n
             self.check(*map(checks.later_tokens, gpts[1:]))
         self.check(checks.gradients(gpts[1]))
-        self.numbers["fast"] = costs.has_fast_code(gpts[1])
+        # fast: no head runs its plain definition; a layer of one's own is what it is
+        self.numbers["fast"] = all(x.words != "its definition" for x in heads_of(gpts[1]))
         self.numbers["checks"].clear()  # said of the trained model
 
     def look(self) -> None:

@@ -31,7 +31,7 @@ from errors import optional
 from lab.experiments.results import CONFIDENCE, Interval, add, drawing, saved, show_table, stored
 from lab.experiments.runs import flags_of, settings_of
 from lab.experiments.times import model_of, step_of, vocab_size_of
-from lab.verdict.chance import machine
+from lab.verdict.chance import machine, tau
 from lab.verdict.judge import Arm, Judge, Setting, shape_of
 from lab.verdict.method import TRIED, slope
 from training.estimate import duration, num_params
@@ -60,11 +60,12 @@ SEEDS = 1, 2
 # and 3.3756 at -1.5, -0.5 and 0.5
 SOFTMAX = -0.9
 ASIDE = -1, 1  # half octaves: other rates of CHECKED
-CHECKED = {"softmax": SEEDS, "forgetting": (1,), "stick_breaking_without_positions": (1,)}
+CHECKED = {"softmax": SEEDS, "forgetting": (1,)}
 OVERHEAD = 30.0  # seconds of a run besides its steps
-EDGES = 0.0, 0.03, 0.08, math.inf  # nats between two attentions at the small size
+NEAR = 0.03  # nats between two attentions at the small size
+EDGES = 0.0, NEAR, 0.08, math.inf
 BAD = 0.1  # nats behind softmax: pairs with such an idea are easy
-DRAWS = 2000  # of attentions, for an interval
+DRAWS = 10000  # of attentions, for an interval
 
 
 def words_of(name: str) -> tuple[str, ...]:
@@ -147,12 +148,12 @@ def error_of(losses: np.ndarray) -> tuple[float, int]:
     """(the standard error of a difference of two means, its degrees of freedom).
 
     A seed has the same batches for all: what it adds to each loss is taken out, and what is left of
-    all attentions is pooled.
+    all attentions is pooled. tau: of rates that were chosen with one seed.
     """
     rest = losses - losses.mean(0) - losses.mean(1, keepdims=True) + losses.mean()
     n, seeds = losses.shape
     df = (n - 1) * (seeds - 1)
-    return math.sqrt((rest**2).sum() / df * 2 / seeds), df
+    return math.hypot(math.sqrt((rest**2).sum() / df * 2 / seeds), tau(SIZES[0], True)), df
 
 
 def on_card() -> np.ndarray:
@@ -169,15 +170,9 @@ def pairs(small: np.ndarray, large: np.ndarray, low: float, high: float) -> np.n
     return (apart * after > 0)[(apart != 0) & (abs(apart) >= low) & (abs(apart) < high)]
 
 
-def share(*args: object) -> float:
-    """The share of these pairs; nan where there is none."""
-    same = pairs(*args)
-    return same.mean() if len(same) else math.nan
-
-
-def signs(small: np.ndarray, large: np.ndarray) -> float:
-    """The share of the ideas that are on the same side of softmax."""
-    return (small * large > 0)[small != 0].mean()
+def sides(small: np.ndarray, large: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Of the ideas that lie so far from softmax: whether they stay on the same side of it."""
+    return (small * large > 0)[(small != 0) & (abs(small) >= low) & (abs(small) < high)]
 
 
 def correlation(small: np.ndarray, large: np.ndarray) -> float:
@@ -191,16 +186,16 @@ def resampled(f: Callable, small: np.ndarray, large: np.ndarray, *args: float) -
     drawn = np.random.default_rng(0).integers(n, size=(DRAWS, n))
     found = [f(small[i], large[i], *args) for i in drawn]
     low, high = np.nanquantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    if low == high:  # nothing else to draw: as of so many trials of which all end so
-        other = ((1 - CONFIDENCE) / 2) ** (1 / n)
-        low, high = (other, 1.0) if low else (0.0, 1 - other)
-    return f"({low:.2f} to {high:.2f})"
+    return f" ({low:.2f} to {high:.2f})" if low < high else ""
 
 
-def counted(*args: object) -> str:
-    """How many of the pairs keep their order, with the interval of their share."""
-    same = pairs(*args)
-    return f"{same.sum()} of {len(same)} {resampled(share, *args)}" if len(same) else ""
+def counted(f: Callable, *args: object) -> str:
+    """How many of f's pairs or ideas agree, with the interval of their share."""
+    same = f(*args)
+    if not len(same):
+        return ""
+    share = resampled(lambda *x: np.mean(y) if len(y := f(*x)) else math.nan, *args)
+    return f"{same.sum()} of {len(same)}{share}"
 
 
 def in_millions(parameters: list[int]) -> list[str]:
@@ -211,6 +206,7 @@ def show() -> None:
     """Print the differences, how many pairs and signs are kept, and the correlation of ranks.
 
     And how many of them are kept between two seeds of the small size: what chance does alone.
+    Last what another rate adds to the losses.
     """
     parameters, losses = read()
     n = in_millions(parameters)
@@ -220,8 +216,8 @@ def show() -> None:
     for name, of_card, *means in zip(MODELS, card, small, large, strict=True):
         found = [Interval(mean, *error_of(x)) for mean, x in zip(means, losses, strict=True)]
         rate = f"{2 ** (stored(PATH, 'rates')[name] / 2):.2f}x"
-        change = slope(parameters, found)
-        rows.append([name, rate, f"{of_card:+.3f}", *map(str, [*found, change])])
+        found.append(slope(parameters, found))
+        rows.append([name, rate, f"{of_card:+.3f}", *map(str, found)])
     columns = f"attention | rate | card | {' | '.join(n)} | for each doubling of the parameters"
     show_table(columns, rows[1:])
 
@@ -232,13 +228,21 @@ def show() -> None:
         f"one seed of {n[0]}; then its other seed": (losses[0] - losses[0][0]).T,
     }
     for source, (before, after) in sources.items():
-        for title, least in (("all", math.inf), (f"without ideas worse by {BAD}", BAD)):
-            x, y = before[before < least], after[before < least]
-            cells = [counted(x, y, *bin) for bin in (*itertools.pairwise(EDGES), (0.0, math.inf))]
-            rest = [f"{f(x, y):.2f} {resampled(f, x, y)}" for f in (signs, correlation)]
-            rows.append([source, title, *cells, *rest])
-    bins = "0 to 0.03 apart | 0.03 to 0.08 | further | all pairs"
-    show_table(f"small | attentions | {bins} | same side of softmax | correlation of ranks", rows)
+        for limit in (math.inf, BAD):
+            x, y = before[before < limit], after[before < limit]
+            cells = [counted(pairs, x, y, *bin) for bin in itertools.pairwise(EDGES)]
+            cells += [counted(sides, x, y, *bin) for bin in ((0.0, NEAR), (NEAR, math.inf))]
+            ranks = f"{correlation(x, y):.2f}{resampled(correlation, x, y)}"
+            rows.append([source, limit, *cells, ranks])
+    bins = f"pairs 0 to {NEAR} apart | 0.03 to 0.08 | further | ideas 0 to {NEAR} from softmax"
+    show_table(f"small | worse by less than | {bins} | further ones | correlation of ranks", rows)
+
+    rows = []
+    for name, k, seed in keys()[len(SEEDS) * len(MODELS) :]:
+        of = [stored(PATH, size, name) for size in SIZES]
+        changes = [x[f"{k:+d}"][str(seed)] - x["+0"][str(seed)] for x in of]
+        rows.append([name, f"{k:+d}", seed, *(f"{x:+.3f}" for x in changes)])
+    show_table(f"attention | half octaves beside its rate | seed | {' | '.join(n)}", rows)
 
 
 def draw() -> None:
@@ -251,24 +255,28 @@ def draw() -> None:
     with drawing(picture, 1, 2, 13, 6) as (left, right):
         left.errorbar(*means, half[1], half[0], "o", ms=4, lw=0.6)
         left.axline((0, 0), slope=1, color="black", lw=0.8, label="the same at both sizes")
-        for i in {*range(len(IDEAS))} - {*near}:
+        for i in np.flatnonzero(means[0] >= BAD):
             left.annotate(IDEAS[i], [x[i] for x in means], (6, -12), textcoords="offset points")
-        left.set(xlabel=f"loss minus softmax's at {n[0]}", ylabel=f"the same at {n[1]}")
+        left.set(xlabel=f"loss minus softmax's at {n[0]}", ylabel=f"loss minus softmax's at {n[1]}")
 
         rows = np.arange(len(near))
         for x, error, size, up in zip(means, half, n, (0.12, -0.12), strict=True):
             right.errorbar(x[near], rows + up, xerr=error, fmt="o", ms=4, lw=1, label=size)
         right.axvline(0, color="black", lw=0.8)
         right.set_yticks(rows, [IDEAS[i] for i in near])
-        right.set(xlabel="loss minus softmax's", title=f"without those that are worse by {BAD}")
+        right.set(xlabel=f"loss minus softmax's; without ideas worse by {BAD}")
 
 
 def lines(change: float) -> list[str]:
     """What a report says of larger models, where its difference is `change`."""
     parameters, losses = read()
-    bin = next(x for x in itertools.pairwise(EDGES) if x[0] <= abs(change) < x[1])
-    of = f"{counted(on_card(), behind(losses[1]), *bin)} pairs that are as near on the card"
-    return [f"larger     {of} kept their order at {in_millions(parameters)[1]} parameters"]
+    small, large = on_card(), behind(losses[1])
+    near = small < BAD
+    low, high = next(x for x in itertools.pairwise(EDGES) if x[0] <= abs(change) < x[1])
+    n = in_millions(parameters)[1]
+    kept = counted(pairs, small[near], large[near], low, high)
+    of = f"of attentions that are {low} to {high} apart on the card"
+    return [f"larger     {of}, {kept} pairs had the same order at {n}, at equal steps, on novels"]
 
 
 def main() -> None:

@@ -73,11 +73,6 @@ def fitting(flags: dict, settings: dict) -> dict:
     raise errors[0]
 
 
-def has_fast_code(gpt: GPT) -> bool:
-    """Whether no head runs its plain definition. A layer of one's own is what it is."""
-    return all(heads.words != "its definition" for heads in heads_of(gpt))
-
-
 class Clock:
     """Times steps of training of three models in turns: opponent, opponent as written, idea."""
 
@@ -222,14 +217,13 @@ def skill(task: str, fields: dict, recipe: dict, modules: list[str]) -> dict:
 
 
 def skills(settings: dict, own: dict, modules: list[str], jobs: int) -> dict:
-    """{a task: what `skill` gives}. settings: of train.py. own: the side's own flags."""
-    args = skill_fields(settings, own), settings, modules
+    """{a task: what `skill` gives}. settings: of train.py. own: the side's own flags.
+
+    The model has the recipe's fields of GPTConfig, but sizes unless they are the idea's own.
+    """
+    sizes = {"block_size", "vocab_size", "n_layer", "n_embd", *({"n_head"} - {*own})}
+    fields = {x: settings[x] for x in DEFAULTS if x in settings and x not in sizes}
+    args = fields, settings, modules
     with fresh_processes(jobs) as pool:
         calls = {task: pool.submit(alone, skill, task, *args) for task in SKILLS}
         return {task: call.result() for task, call in calls.items()}
-
-
-def skill_fields(settings: dict, own: dict) -> dict:
-    """The fields of GPTConfig of a skill's model: the recipe's, but sizes unless the idea's own."""
-    sizes = {"block_size", "vocab_size", "n_layer", "n_embd", *({"n_head"} - {*own})}
-    return {name: settings[name] for name in DEFAULTS if name in settings and name not in sizes}
