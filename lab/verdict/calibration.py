@@ -60,7 +60,7 @@ SEEDS = 1, 2
 # and 3.3756 at -1.5, -0.5 and 0.5
 SOFTMAX = -0.9
 ASIDE = -1, 1  # half octaves: other rates of CHECKED
-CHECKED = {"softmax": SEEDS, "forgetting": (1,)}
+CHECKED = {"softmax": SEEDS, "forgetting": (1,), "stick_breaking_without_positions": (1,)}
 OVERHEAD = 30.0  # seconds of a run besides its steps
 NEAR = 0.03  # nats between two attentions at the small size
 EDGES = 0.0, NEAR, 0.08, math.inf
