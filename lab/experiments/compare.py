@@ -155,6 +155,13 @@ def times_of(t: Table) -> dict[str, tuple[float, float]]:
     return times
 
 
+def has_times(t: Table) -> bool:
+    """Whether --out has the times of all chosen rows, of their code as it is now."""
+    times = stored(out, "times")
+    of = of_times(t)
+    return all(times.get(key_of(t, row), [""])[-1] == of for row in chosen(t))
+
+
 def in_equal_time(t: Table) -> dict[str, int]:
     """How many steps each row makes in the time in which its base makes the table's steps."""
     times = times_of(t) if t.steps else {}
@@ -213,9 +220,7 @@ def main() -> None:
         if "time" in parts:
             take_times(t)
         if "equal" in parts:
-            times, of = stored(out, "times"), of_times(t)
-            # unless there are times of all rows, of their code as it is now
-            if t.steps and any(times.get(key_of(t, row), [""])[-1] != of for row in chosen(t)):
+            if t.steps and not has_times(t):
                 take_times(t)
             train(t, in_equal_time(t))
         if "show" in parts:

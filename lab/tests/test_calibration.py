@@ -21,7 +21,7 @@ def test_pairs_by_how_far_they_are_apart(low, high, same):
 
 
 def test_intervals_draw_attentions():
-    """Where all agree there is none."""
+    """Where all pairs agree there is no interval."""
     assert calibration.sides(SMALL, LARGE, 0.0, 9.0).tolist() == [False, True, True]
     everything = np.arange(17) / 10
     assert calibration.counted(calibration.pairs, *[everything] * 2, 0.0, 0.15) == "16 of 16"

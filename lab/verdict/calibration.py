@@ -148,7 +148,7 @@ def error_of(losses: np.ndarray) -> tuple[float, int]:
     """(the standard error of a difference of two means, its degrees of freedom).
 
     A seed has the same batches for all: what it adds to each loss is taken out, and what is left of
-    all attentions is pooled. tau: of rates that were chosen with one seed.
+    all attentions is pooled. To this tau adds what rates lose that were chosen with one seed.
     """
     rest = losses - losses.mean(0) - losses.mean(1, keepdims=True) + losses.mean()
     n, seeds = losses.shape
@@ -162,17 +162,15 @@ def on_card() -> np.ndarray:
     return np.array([0.0, *(statistics.fmean(of["steps"][0] for of in row) for row in rows)])
 
 
+def sides(small: np.ndarray, large: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Of the differences from softmax that are so large: whether they keep their sign."""
+    return (small * large > 0)[(small != 0) & (abs(small) >= low) & (abs(small) < high)]
+
+
 def pairs(small: np.ndarray, large: np.ndarray, low: float, high: float) -> np.ndarray:
     """Of the pairs that lie so far apart at the small size: whether they keep their order."""
-    i, j = np.triu_indices(len(small), 1)
-    apart, after = small[i] - small[j], large[i] - large[j]
-    # one that is drawn twice makes no pair with itself
-    return (apart * after > 0)[(apart != 0) & (abs(apart) >= low) & (abs(apart) < high)]
-
-
-def sides(small: np.ndarray, large: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Of the ideas that lie so far from softmax: whether they stay on the same side of it."""
-    return (small * large > 0)[(small != 0) & (abs(small) >= low) & (abs(small) < high)]
+    i, j = np.triu_indices(len(small), 1)  # one that is drawn twice makes no pair with itself
+    return sides(small[i] - small[j], large[i] - large[j], low, high)
 
 
 def correlation(small: np.ndarray, large: np.ndarray) -> float:
