@@ -1,7 +1,4 @@
-"""What every file may raise or say.
-
-A user's mistake is a sentence. Any other error is a bug and keeps its traceback.
-"""
+"""A user's mistake is a sentence. Any other error is a bug and keeps its traceback."""
 
 import importlib
 import os

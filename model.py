@@ -39,7 +39,7 @@ from text.sampling import stream
 MOST_LOGITS = 2**28  # numbers that a loss holds at once: 1 GiB in float32
 
 # An attention is a function f(s, seen, v) -> y (B, H, Tq, Dv) of Tq queries and T keys, in float32
-# or wider. In training Tq = T.
+# or wider. Tq <= T: the queries belong to the last Tq tokens.
 #   s (B, H, Tq, T): the scores, scaled, as a position has changed them.
 #   seen: broadcasts to s; True where query i sees key j.
 #   v (B, H, T, Dv): the values.
@@ -140,7 +140,7 @@ class GPTConfig:
     bias: bool = True  # biases in Linears and LayerNorms, as in GPT-2
     # What helps against overfitting, unstable training or too little memory?
     dropout: float = 0.0  # probability, on embeddings and on the outputs of attention and MLP
-    attn_dropout: float | None = None  # on attention weights; None: as dropout, if it can drop any
+    attn_dropout: float | None = None  # on attention weights; None: as dropout, if all allow it
     zero_init: bool = False  # the last matrix of attention and MLP, or the norm after it, is 0
     logit_softcap: float | None = None  # c: a logit x becomes c tanh(x / c) (Gemma 2: c = 30)
     label_smoothing: float = 0.0  # p: training targets have 1 - p + p / V, other tokens p / V
@@ -165,7 +165,7 @@ class GPTConfig:
         return POSITION[self.position][1]
 
     def layer_heads(self, layer: int) -> str:
-        """The heads of one layer, a letter each: 'SSSL'. In the layer the short ones come first."""
+        """The heads of one layer as they were written, a letter each, such as 'SSSL'."""
         layers = self.heads.split("/")
         pattern = layers[layer % len(layers)]
         return (pattern * self.n_head)[: self.n_head]
@@ -202,20 +202,18 @@ class CausalSelfAttention(nn.Module):
         letters = c.layer_heads(layer)
         self.decay = DECAY[c.decay](c)
         self.position = None
-        if c.scheme is not None and ("S" in letters or not c.nope_long):
+        if c.scheme and ("S" in letters or not c.nope_long):
             self.position = c.scheme(c)
 
         # the short heads and their code, then the long heads and theirs
         self.heads = []
-        n_short = letters.count("S")
-        kinds = (("S", c.short_attention, c.window, 0), ("L", c.attention, None, n_short))
-        for letter, name, window, start in kinds:
-            if letter in letters:
+        for letter, name, window in (("S", c.short_attention, c.window), ("L", c.attention, None)):
+            indices = [h for h in range(H) if letters[h] == letter]
+            if indices:
                 # a layer class says itself what its heads compute: a name, or a function
                 name = getattr(ATTENTION[name], "attention", name)
-                numbers = [h for h in range(H) if letters[h] == letter]
                 position = None if c.nope_long and letter == "L" else self.position
-                heads = Heads(c, name, ATTENTION.get(name, name), window, numbers, start, position)
+                heads = Heads(c, name, ATTENTION.get(name, name), window, indices, position)
                 self.heads.append(heads)
 
         # trained numbers that their definitions ask for
@@ -232,7 +230,7 @@ class CausalSelfAttention(nn.Module):
 
         # queries, keys and values of all heads
         qkv = self.c_attn(x, context)
-        if self.conv is not None:
+        if self.conv:
             qkv = self.conv(qkv, context)
         q, k, v = qkv.split((H * D, G * D, G * D), dim=-1)
         q = self.q_norm(q.view(B, T, H, D).transpose(1, 2))  # (B, H, T, D)
@@ -260,7 +258,7 @@ class CausalSelfAttention(nn.Module):
 
             # positions turn queries and keys, or add dimensions to them
             for scheme in (self.position if heads.has_position else None, self.decay):
-                if scheme is not None:
+                if scheme:
                     q_h, k_h, arguments = context.placed(scheme, q_h, k_h, heads)
                     settings |= arguments
             q_h = q_h.to(v.dtype)  # norms and rotations give float32
@@ -326,7 +324,8 @@ class Block(nn.Module):
             return self.ln_2(x + self.mlp(x))
         h = self.ln_1(x)
         x = x + self.ln_1_after(self.attn(h, context))
-        h = h if self.parallel else self.ln_2(x)
+        if not self.parallel:
+            h = self.ln_2(x)
         return x + self.ln_2_after(self.mlp(h))
 
 
@@ -340,8 +339,7 @@ class GPT(nn.Module):
         self.config = replace(config, window=c.window)
         self.transformer = nn.ModuleDict()
         self.transformer.wte = nn.Embedding(c.vocab_size, c.n_embd)
-        embedded = POSITION[c.position][0]
-        if embedded is not None:
+        if embedded := POSITION[c.position][0]:
             self.transformer.wpe = embedded(c)
         self.transformer.drop = nn.Dropout(c.dropout)
         self.transformer.h = nn.ModuleList(Block(c, layer) for layer in range(c.n_layer))
@@ -370,7 +368,7 @@ class GPT(nn.Module):
         self,
         idx: Tensor,
         targets: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Context | None = None,
     ) -> tuple:
         """(logits, loss) for token ids idx (B, T).
 
@@ -378,8 +376,8 @@ class GPT(nn.Module):
         the mean cross-entropy in nats over the targets that are not -1, in training with
         label_smoothing (Szegedy et al. 2016, section 7) and z_loss (PaLM, section 5). Without
         targets: the logits of the last position, (B, 1, V), and None. cache: from new_cache; it
-        holds the tokens before idx, and idx is added to it. Raises ValueError for more than
-        block_size tokens without a cache.
+        holds the tokens before idx, and idx is added to it; or another Context. Raises ValueError
+        for more than block_size tokens without a cache.
         """
         T = idx.shape[1]
         if T > self.config.block_size and cache is None:
@@ -402,10 +400,7 @@ class GPT(nn.Module):
 
         checkpointing = self.config.activation_checkpointing and self.training
         for block in self.transformer.h:
-            if checkpointing:
-                x = recompute(block, x, context)
-            else:
-                x = block(x, context)
+            x = recompute(block, x, context) if checkpointing else block(x, context)
         return self.transformer.ln_f(x)
 
     def predict(self, x: Tensor, targets: Tensor | None) -> tuple:
@@ -428,7 +423,7 @@ class GPT(nn.Module):
         """(..., V) of x (..., C)."""
         logits = self.lm_head(x)
         cap = self.config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def total(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The sum of the losses of the targets that are not -1."""

@@ -112,7 +112,7 @@ class Learned(nn.Embedding):
         super().__init__(c.block_size, c.n_embd)
 
     def forward(self, x, pos):
-        return x + super().forward(pos).to(x.dtype)
+        return x + super().forward(pos)
 
     def resize(self, block_size: int) -> None:
         self.weight = nn.Parameter(self.weight[:block_size])
@@ -191,10 +191,10 @@ class ALiBi(Scheme):
     """Multiplies every weight by gamma^(i - j), gamma = exp(-slope), before weights are normalised.
 
     For softmax and LASER, whose weights are exp(s), this subtracts slope (i - j) from the scores
-    (Press et al. 2021, section 3): with a = slope / scale, -a (i - j) = (a, -a i) . (j, 1), more
-    dimensions of q and k, which every kernel takes. A float16 ends at 65504, so q has
-    (256 a, -a i / 256), and k has (j / 256, 256). A definition that takes `fade`, `q` or `k`
-    gets the slopes as its `decay` instead.
+    (Press et al. 2021, section 3), which softcap then limits: with a = slope / scale, -a (i - j) =
+    (a, -a i) . (j, 1), more dimensions of q and k, which every kernel takes. A float16 ends at
+    65504, so q has (256 a, -a i / 256), and k has (j / 256, 256). A definition that takes `fade`,
+    `q` or `k` gets the slopes as its `decay` instead.
     """
 
     def __init__(self, c):
@@ -206,7 +206,7 @@ class ALiBi(Scheme):
     def slopes_of(self, heads) -> Tensor:
         """The slopes of some heads, (H,)."""
         # a list as an index would make a GPU wait
-        return torch.stack([self.slopes[h] for h in heads.numbers])
+        return torch.stack([self.slopes[h] for h in heads.indices])
 
     def forward(self, q, k, heads, past):
         slopes = self.slopes_of(heads)[:, None]  # (H, 1)
@@ -380,9 +380,10 @@ def with_defaults(c, ATTENTION: dict):
         if uses(ATTENTION[names[-1]], "window", ATTENTION):
             defaults["window"] = 50 if c.block_size <= 2048 else 100  # long-short paper, 5.1
 
-    missing = {name: value for name, value in defaults.items() if getattr(c, name) is None}
     resolved = copy.copy(c)  # not checked again: it has what the user left out
-    vars(resolved).update(missing)
+    for name, value in defaults.items():
+        if getattr(c, name) is None:
+            setattr(resolved, name, value)
     return resolved
 
 

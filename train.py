@@ -157,10 +157,10 @@ with user_errors():
         )
     data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
     sharing = 1  # processes that share each sequence
-    shared = None  # and their context
+    parts = None  # and their context
     if parallel == "context" and world > 1:
         sharing = context_processes or world
-        shared = context.Parts(sharing, model)
+        parts = context.Parts(sharing, model)
     place = {"rank": rank // sharing, "world": world // sharing}  # among those that share none
 c = SimpleNamespace(**config)  # the settings as they are saved
 made_by = origin(model.config)
@@ -181,8 +181,8 @@ def get_batch(step: int) -> tuple:
 
 def to_device(x: Tensor, y: Tensor) -> tuple:
     """(x, y) on the device; this process's part of the sequences, if it shares them."""
-    if shared:
-        x, y = shared.mine(x), shared.mine(y)
+    if parts:
+        x, y = parts.mine(x), parts.mine(y)
     if device_type != "cuda":
         return x.to(device), y.to(device)
     # only pinned memory is copied while the GPU computes
@@ -192,7 +192,7 @@ def to_device(x: Tensor, y: Tensor) -> tuple:
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The mean loss of a micro-batch."""
     with amp:
-        return model(x, y, shared)[1]
+        return model(x, y, parts)[1]
 
 
 def get_lr(it: int) -> float:

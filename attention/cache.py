@@ -80,7 +80,7 @@ class Cache(Context):
     def attend(self, heads: Heads, q, k, v, **settings) -> Tensor:
         """y (B, H, T, D) of the next T tokens of some heads, which are kept."""
         kept = self.parts[heads]
-        if heads.sums is None or heads.sums.tokens(q.shape[-1]) > self.capacity:
+        if not heads.sums or heads.sums.tokens(q.shape[-1]) * heads.n > self.capacity * k.shape[1]:
             k = self.extended(kept, "k", k, heads.window).to(k.dtype)
             v = self.extended(kept, "v", v, heads.window).to(v.dtype)
             return super().attend(heads, q, k, v, **settings)
@@ -150,7 +150,7 @@ def why_it_ends(model: nn.Module) -> str | None:
         if not getattr(block.attn, "endless", False):
             return f"a layer of {type(block.attn).__name__} is not for endless texts"
     for heads in heads_of(model):
-        if heads.window is None and heads.sums is None:
+        if heads.window is None and not heads.sums:
             return f"long heads of attention={heads.name!r} keep all keys and values"
 
 

@@ -47,8 +47,8 @@ def by_rows(definition: Callable) -> Callable:
 
     def attend_by_rows(q, k, v, **settings):
         Tq = q.shape[-2]
-        scores = k[..., 0].numel()  # of one query, of all heads
-        held = scores * (per_score + per_channel * v.shape[-1])
+        n_scores = k[..., 0].numel()  # of one query, of all heads
+        held = n_scores * (per_score + per_channel * v.shape[-1])
         room = 1 if q.device.type == "cpu" else 8
         run = partial(attend, **settings)
 
@@ -57,7 +57,7 @@ def by_rows(definition: Callable) -> Callable:
             return in_rows(run, q, k, v, 1 + int(AT_ONCE * room / held))
         if unrolls(q) or k.shape[-2] < ROWS_FROM:
             return run(q, k, v)
-        return in_rows(run, q, k, v, 2 * CHUNK if scores * 2 * CHUNK <= IN_CACHE else CHUNK)
+        return in_rows(run, q, k, v, 2 * CHUNK if n_scores * 2 * CHUNK <= IN_CACHE else CHUNK)
 
     return attend_by_rows
 
@@ -87,7 +87,7 @@ def numbers_held(definition: Callable) -> tuple[float, float]:
         kept[x.data_ptr()] = x.numel() / T**2
         return x
 
-    with torch.device("cpu"), torch.enable_grad():
+    with torch.device("cpu"), torch.inference_mode(False):
         x = torch.ones(1, 1, T, Dv, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             # the output is held, so that its graph frees nothing, and no address comes twice
@@ -190,7 +190,7 @@ def sdpa(q, k, v, window=None, scale=None, dropout=0.0):
     # fused kernels take one width of q, k and v
     Tq, D = q.shape[-2:]
     T, Dv = v.shape[-2:]
-    scale = D**-0.5 if scale is None else scale
+    scale = scale or D**-0.5
     if D != Dv:
         width = max(D, Dv)
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))

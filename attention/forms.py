@@ -21,7 +21,7 @@ from attention import scores
 from attention.fast import by_rows, general_form, laser_by_exp, sdpa, windowed
 from attention.scores import asked_by, has_argument, learned, of_token
 from attention.sums import BETA, BETA_SQUARED, Sums, by_sums
-from errors import note
+from errors import note, refuse
 
 
 @dataclass
@@ -116,10 +116,9 @@ class Heads:
     """The short heads of a layer or its long ones: which they are, and the code that they run.
 
     c: a model.GPTConfig with its defaults filled in. name: their attention's name, or the function
-    itself. definition: the function. numbers: their numbers among the letters of the layer, by
-    which a position may tell them apart. start: the place of the first of them in the layer, where
-    short heads come first. position: the parts.Scheme that tells them the order of the tokens, or
-    None.
+    itself. definition: the function. indices: their places among the letters of the layer, by
+    which a position may tell them apart. position: the parts.Scheme that tells them the order of
+    the tokens, or None.
 
     run: the code, as attend(q, k, v, ...). words: which code it is. sums: the running sums that a
     cache keeps of them; None: it keeps keys and values. takes_decay: whether the definition is
@@ -127,28 +126,31 @@ class Heads:
     dimensions of q and k. scalars, of_tokens: the trained numbers that its arguments ask for.
     """
 
-    def __init__(self, c, name, definition, window, numbers, start, position=None):
+    def __init__(self, c, name, definition, window, indices, position=None):
         self.name = getattr(name, "__name__", name)
         self.has_position = position is not None
         wrap = getattr(position, "wrap", None)
-        self.definition = definition if wrap is None else wrap(definition)
+        self.definition = wrap(definition) if wrap else definition
         self.window = window
-        self.n = len(numbers)
-        self.numbers = numbers
+        self.n = len(indices)
+        self.indices = indices
         self.takes_decay = any(has_argument(definition, name) for name in ("fade", "q", "k"))
         self.scalars = asked_by(definition, learned)
         self.of_tokens = asked_by(definition, of_token)
+        taken = self.scalars.keys() & "window scale decay dropout".split()
+        refuse([(taken, f"attention={self.name!r}: rename {taken}, which the layer gives itself")])
 
         # with grouped queries, r neighbours share a key and a value
         r = c.n_head // c.n_kv_head
+        start = c.n_head - self.n if window is None else 0  # short heads come first
         stop = start + self.n
         self.queries = slice(start, stop)
-        self.sharing = Counter(h // r for h in range(start, stop))  # {a key: its number of queries}
-        self.keys = slice(min(self.sharing), max(self.sharing) + 1)
+        self.keys = slice(start // r, (stop - 1) // r + 1)
+        self.queries_of_key = Counter(h // r for h in range(start, stop))  # {a key: how many}
 
         # the fast code, unless somebody has edited the definition
         form = FORM.get(name)
-        if form is not None and form.written_for != code_of(definition):
+        if form and form.written_for != code_of(definition):
             note_once(
                 f"attention={name!r}: its definition was edited, or attention/scores.py, so the "
                 "definition runs, not its fast code: more slowly"
@@ -157,14 +159,14 @@ class Heads:
         make = form and (form.long if window is None else form.short)
         self.sums = None
         self.words = "its definition"
-        if wrap is not None:
+        if wrap:
             self.run = by_rows(self.definition)
-        elif make is None:
-            self.run = general_form(definition)
-        else:
+        elif make:
             self.run = make(definition)
             self.words = form.words
             self.sums = form.sums if window is None else None
+        else:
+            self.run = general_form(definition)
 
     def select(self, q, k, v) -> list[Tensor]:
         """Their own heads of a layer's q (B, H, T, D), k and v (B, G, T, D).
@@ -172,13 +174,13 @@ class Heads:
         No slice where they are all heads: slicing copies in the backward pass.
         """
         pairs = (q, self.queries), (k, self.keys), (v, self.keys)
-        return [x if heads == slice(0, x.shape[1]) else x[:, heads] for x, heads in pairs]
+        return [x if part == slice(0, x.shape[1]) else x[:, part] for x, part in pairs]
 
     def expand(self, x: Tensor) -> Tensor:
         """A key or a value for each of their query heads, from those that `select` gave."""
         if x.shape[1] == self.n:
             return x
-        each = zip(x.split(1, dim=1), self.sharing.values(), strict=True)
+        each = zip(x.split(1, dim=1), self.queries_of_key.values(), strict=True)
         parts = [head.expand(-1, n, -1, -1) for head, n in each]
         # of a single head a view: decoding copies no keys and values
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]

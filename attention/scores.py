@@ -1,7 +1,7 @@
 """Scores, masks, and the driver that calls a definition of model.py with queries, keys and values.
 
 Shapes: B batch, H heads, D width of queries and keys, Dv width of values, T keys, Tq queries. The
-queries belong to the last Tq of the T tokens. In training Tq = T.
+queries belong to the last Tq of the T tokens.
 """
 
 import functools

@@ -116,7 +116,7 @@ def linear_attention(
     """
     T, D = k.shape[-2:]
     with torch.autocast(q.device.type, enabled=False):
-        q = at_least_float32(q) * (D**-0.5 if scale is None else scale)
+        q = at_least_float32(q) * (scale or D**-0.5)
         k = at_least_float32(k)
         values = at_least_float32(v)
         if decay is not None:

@@ -63,7 +63,7 @@ def fast(core: str) -> Callable:
     def attend(q, k, v, *, window=None, **settings):
         n = q.shape[1]
         c = SimpleNamespace(n_head=n, n_kv_head=n)
-        heads = Heads(c, core, ATTENTION[core], window, range(n), 0)
+        heads = Heads(c, core, ATTENTION[core], window, range(n))
         if window is not None:
             settings["window"] = window
         return heads.run(q, k, v, **settings)

@@ -306,6 +306,9 @@ def test_an_attention_with_a_learned_scalar(monkeypatch):
     assert_equal(ours, theirs, 1e-12)
     idx = torch.arange(300)[None] % 11
     assert_cached(gpt, idx, gpt(idx, idx)[0])
+    monkeypatch.setitem(ATTENTION, "sink", lambda s, seen, v, scale=learned(1.0): s * scale @ v)
+    with refusal("rename {'scale'}, which the layer"):
+        gpt_of(**sizes)
 
 
 # -----------------------------------------------------------------------------

@@ -233,6 +233,7 @@ KEPT = [  # tokens of a prompt, fields, and how many keys and as many values a l
     (300, {"heads": "SSSL"}, 3 * 20 + 400),
     (10, {"attention": "beta"}, 4 * 8),  # two 8 x 8 states
     (300, {"attention": "beta", "heads": "SSSL"}, 3 * 20 + 8),
+    (10, {"attention": "beta", "n_kv_head": 1, "block_size": 20}, 20),  # smaller than 4 states
     (300, {"n_kv_head": 2}, 2 * 400),
     (300, {"n_kv_head": 2, "heads": "SSLL"}, 20 + 400),
     (300, {"n_kv_head": 1, "heads": "SSSL"}, 20 + 400),  # short and long heads need the one
@@ -243,7 +244,7 @@ KEPT = [  # tokens of a prompt, fields, and how many keys and as many values a l
 @parametrize("prompt, fields, kept", KEPT)
 def test_bytes_of_a_cache(prompt, fields, kept):
     window = 20 if "heads" in fields else None
-    gpt = gpt_of(block_size=400, window=window, **fields)
+    gpt = gpt_of(**{"block_size": 400, "window": window} | fields)
     cache = gpt.new_cache()
     assert cache.nbytes == 0
     vector = D * 4  # bytes, in float32

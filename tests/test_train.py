@@ -96,6 +96,7 @@ def test_the_globals_of_the_loop_are_the_models(train, run, tmp_path, data, monk
     if source == "folder":  # the heads of the weights are free to change
         flags = f"--init_from={trained} --out_dir={tmp_path / 'new'} --block_size=16 {heads}"
         block_size = 16
+        assert GPT.from_pretrained(str(trained), {"heads": "L"}).config.window is None
     flags += f" --dataset={data} --max_iters=3 --eval_iters=1 --sample_tokens=0 --device=cpu"
     flags += " --batch_size=4 --gradient_accumulation_steps=1"
     seen = {}

@@ -348,6 +348,6 @@ def move_to_previous(out_dir: str) -> None:
 
 if __name__ == "__main__":
     with user_errors():
-        made_by = load(sys.argv[1])["origin"]
-    for name, made in (made_by.pop("sources") | made_by).items():
+        made_by = load(sys.argv[1]).get("origin", {})
+    for name, made in (made_by.pop("sources", {}) | made_by).items():
         print(f"# {name}:\n{made}\n")

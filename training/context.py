@@ -59,17 +59,18 @@ class Parts(Context):
     def __init__(self, n: int, model: GPT):
         super().__init__()
         self.group, _ = dist.new_subgroups(n)
-        self.n = 2 * n
+        self.n_parts = 2 * n
         p = rank % n
-        self.parts = p, self.n - 1 - p
+        self.parts = p, self.n_parts - 1 - p
 
         config = model.config.resolved()
-        self.c, rest = divmod(config.block_size, self.n)
+        self.c, rest = divmod(config.block_size, self.n_parts)
         before = max(config.window or 0, config.conv - 1)
         own = {type(b.attn).__name__ for b in model.transformer.h if not hasattr(b.attn, "heads")}
         refuse([
             (rest,
-             f"block_size={config.block_size} must be a multiple of {self.n}, twice the processes"),
+             f"block_size={config.block_size} must be a multiple of {self.n_parts}, twice "
+             "the processes"),
             (before > self.c,
              f"a part of {self.c} tokens is shorter than a window: use fewer processes"),
             (config.attn_dropout,
@@ -80,7 +81,7 @@ class Parts(Context):
 
     def mine(self, x: Tensor) -> Tensor:
         """This process's two parts of x (..., n T / 2), side by side: (..., T)."""
-        parts = x.chunk(self.n, -1)
+        parts = x.chunk(self.n_parts, -1)
         return torch.cat([parts[i] for i in self.parts], -1)
 
     def in_order(self, two: tuple) -> list[Tensor]:
@@ -103,7 +104,7 @@ class Parts(Context):
         raise UserError("this layer keeps a state, which --parallel=context cannot cut")
 
     def positions(self, x):
-        return self.mine(torch.arange(self.n * self.c, device=x.device))
+        return self.mine(torch.arange(self.n_parts * self.c, device=x.device))
 
     def placed(self, scheme, q, k, heads) -> tuple:
         """Each part at its own place."""
@@ -124,7 +125,7 @@ class Parts(Context):
         form = self.long
         if heads.window is not None:
             form = self.short
-        elif heads.sums is not None:
+        elif heads.sums:
             form = self.by_sums
         return torch.cat(form(heads, halves(q), k, v, settings), -2)
 

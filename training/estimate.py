@@ -41,14 +41,15 @@ def flops(model: GPT) -> int:
     """
     total = 6 * num_params(model)
     c = model.config.resolved()
+    D = c.head_dim
     for heads in heads_of(model):
         keys = c.block_size
         sums = heads.sums
         if heads.window is not None:
             keys = min(keys, heads.window + 1)
-        elif sums is not None and keys >= sums.linear_from(c.head_dim) and not c.attn_dropout:
-            keys = sums.chunk(c.head_dim) + 2 * sums.tokens(c.head_dim)
-        total += 12 * heads.n * c.head_dim * keys
+        elif sums and keys >= sums.linear_from(D) and not c.attn_dropout:
+            keys = sums.chunk(D) + 2 * sums.tokens(D)
+        total += 12 * heads.n * D * keys
     return int(total)
 
 

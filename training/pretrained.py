@@ -80,13 +80,15 @@ def config_of(name: str, changes: dict) -> tuple[GPTConfig, Callable]:
     source = SOURCES.get(name) or SOURCES.get("other")
     if checkpoint.checkpoints_in(name):
         source = run_in
-    if source is None:
+    if not source:
         raise UserError(
             f"{name!r} is not one of {', '.join(SOURCES)}, and no folder of a run "
             "(--import= adds models of the hub)"
         )
 
     fields, read = source(name)
+    if "S" not in changes.get("heads", "S"):  # what short heads had
+        fields |= {"window": None, "short_attention": None}
     return GPTConfig(**fields | changes), read
 
 

@@ -125,9 +125,9 @@ def check_flags(config: dict) -> None:
     decays = c.decay_lr and c.schedule != "constant"
     rows = c.batch_size * c.gradient_accumulation_steps
     world = distributed.world
-    shared = 1  # processes that share a sequence
+    sharing = 1  # processes that share a sequence
     if c.parallel == "context":
-        shared = c.context_processes or world
+        sharing = c.context_processes or world
 
     # what does not go together
     refuse([
@@ -144,10 +144,10 @@ def check_flags(config: dict) -> None:
         # how many processes there are
         (c.context_processes and c.parallel != "context",
          f"context_processes={c.context_processes} needs --parallel=context"),
-        (world % shared, f"context_processes={shared} does not divide {count(world, 'process')}"),
-        (rows * shared % world,
-         f"the {rows} sequences of a step cannot be divided among {world // shared} processes: "
-         f"make --gradient_accumulation_steps a multiple of {world // shared}"),
+        (world % sharing, f"context_processes={sharing} does not divide {count(world, 'process')}"),
+        (rows * sharing % world,
+         f"the {rows} sequences of a step cannot be divided among {world // sharing} processes: "
+         f"make --gradient_accumulation_steps a multiple of {world // sharing}"),
     ])  # fmt: skip
 
 

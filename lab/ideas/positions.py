@@ -113,7 +113,7 @@ class T5(Scheme):
         self.table = vars(c).setdefault("t5_table", nn.Embedding(self.buckets, c.n_head))
 
     def forward(self, q, k, heads, past):
-        return q, k, {"by_bucket": self.table.weight.T[heads.numbers]}  # (H, buckets)
+        return q, k, {"by_bucket": self.table.weight.T[heads.indices]}  # (H, buckets)
 
     def place(self, distance: Tensor) -> Tensor:
         """The bucket of a distance i - j."""
@@ -156,7 +156,7 @@ class LearnedALiBi(ALiBi):
         self.log_slopes = nn.Parameter(self.slopes.log())
 
     def slopes_of(self, heads):
-        return self.log_slopes[heads.numbers].exp()
+        return self.log_slopes[heads.indices].exp()
 
 
 # -----------------------------------------------------------------------------
