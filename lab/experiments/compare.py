@@ -198,10 +198,9 @@ def show(t: Table) -> None:
         pair = paired(own, results(other, equal.get(other)))
         cells += [mean(finals(own.values())), difference(*map(finals, pair))]
         lines.append(cells)
-    loss = "error" if t.file.startswith("lab/") else "last val loss"
     other = "its base" if t.against else base(t, "")
     show_table(
-        f"{t.name} | {loss} | against {other}: mean (95% interval) | learning rate "
+        f"{t.name} | last val loss | against {other}: mean (95% interval) | learning rate "
         "| share of the steps to its loss | time of a step | loss in equal time | against its base",
         lines,
     )

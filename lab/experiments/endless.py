@@ -70,7 +70,7 @@ def measure(part: str, name: str, f: Callable, *args: object) -> None:
     command = [config_file, *as_flags(flags), "--seed=1"]
     folder = run_folder(name, command, out_dir)
     finished(name, command, folder)
-    measured(out, part, name, block_size, apart, f, folder, *args, of=identity(command))
+    measured(out, part, name, block_size, apart, f, folder, *args, of=f"{identity(command)} {args}")
 
 
 def decode(folder: str, tokens: int, slide: int) -> dict:

@@ -79,7 +79,7 @@ def make(command: list[str], folder: str, threads: int | None, may_diverge: bool
     env = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
     args = [sys.executable, "-m", "lab.experiments.runs", folder, *command]
     run = subprocess.run(args, capture_output=True, text=True, env=env)
-    not_finite = re.search(r"^step (\d+): .*\b(?:nan|inf)\b", run.stderr, re.MULTILINE)
+    not_finite = re.search(r"^step (\d+): .*: the training has diverged", run.stderr, re.MULTILINE)
     if run.returncode and may_diverge and not_finite:
         with open(os.path.join(folder, "log.jsonl"), "a") as f:
             f.write(json.dumps({"iter": int(not_finite[1]), "diverged": True}) + "\n")
@@ -352,8 +352,9 @@ def sooner(results: list[dict], base: list[dict]) -> str:
     """
     shares = []
     for result, base_result in zip(results, base, strict=False):
-        steps = base_result["curves"]["val_loss"]["iter"][-1]
-        shares.append(steps_to(final(base_result), result) / steps)
+        if "diverged" not in base_result:
+            steps = base_result["curves"]["val_loss"]["iter"][-1]
+            shares.append(steps_to(final(base_result), result) / steps)
     if not shares or results == base:
         return ""
     median = statistics.median(shares)

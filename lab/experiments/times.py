@@ -64,11 +64,11 @@ def model_of(config_file: str, flags: dict, vocab_size: int) -> tuple[GPT, dict]
     that train.py refuses.
     """
     import_all(imports_of(flags))
-    settings = settings_of(config_file, flags)
+    settings = DEFAULTS | settings_of(config_file, flags)
     if settings["vocab_size"] is None:
         settings["vocab_size"] = vocab_size
     check_flags(settings)
-    gpt = GPT(GPTConfig(**model_args(DEFAULTS | settings)))
+    gpt = GPT(GPTConfig(**model_args(settings)))
     return change(gpt, settings.get("variant", "")), settings
 
 

@@ -9,6 +9,7 @@ exported. The folder then also has the code of the model. transformers loads it 
 trust_remote_code=True, without this repository.
 """
 
+import itertools
 import re
 from pathlib import Path
 from typing import Literal
@@ -36,7 +37,10 @@ def code_files() -> dict[str, str]:
     These are CODE, the modules of --import, and every file of ours that they import.
     """
     files = {}
-    added = [module for module in origin.imported() if path_of(module).exists()]
+    added = []
+    for module in origin.imported():
+        packages = itertools.accumulate(module.split("."), "{}.{}".format)
+        added += [x for x in packages if path_of(x).exists() and x not in added]
     modules = [CODE, *added]
     for module in modules:  # the list grows in this loop
         code = path_of(module).read_text("utf-8")

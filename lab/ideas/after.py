@@ -69,9 +69,10 @@ class LearnedXSA(XSA):
 class DifferentialV2(CausalSelfAttention):
     """y_2i - sigmoid(x w_i) y_2i+1 of the heads 2i and 2i + 1 (Ye et al. 2026).
 
-    The two heads share keys and values. The formula is that of microsoft/unilm,
-    Diff-Transformer-V2, multihead_flashdiffv2.py. With --n_head twice as large, --n_kv_head and
-    --head_dim as before, keys, values and the output keep their sizes.
+    The two heads share keys and values. Where short and long heads meet, a pair may have one of
+    each. The formula is that of microsoft/unilm, Diff-Transformer-V2, multihead_flashdiffv2.py.
+    With --n_head twice as large, --n_kv_head and --head_dim as before, keys, values and the output
+    keep their sizes.
     """
 
     def __init__(self, c, layer):

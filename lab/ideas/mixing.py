@@ -137,7 +137,7 @@ class IHA(CausalSelfAttention):
         for name, value in {"qkv": "linear", "decay": "none", "temperature": 1.0}.items():
             if getattr(c, name) != value:
                 raise UserError(f"iha takes no {name}={getattr(c, name)!r}")
-        if not issubclass(c.scheme or RoPE, RoPE):
+        if c.scheme not in (None, RoPE):
             raise UserError(f"iha takes no position={c.position!r}: use rope")
         wide = copy.copy(c)
         wide.head_dim *= PSEUDO

@@ -48,14 +48,14 @@ def ssmax_attention(s, seen, v, drop, b=learned(0.43)):
     return drop(s.where(seen, -math.inf).softmax(-1)) @ v
 
 
-def softpick_attention(s, seen, v, drop):
+def softpick_attention(s, seen, v, drop, fade):
     """y = relu(e^s - 1) / (sum |e^s - 1| + 1e-6) v, all times e^-m, m = max(0, s).
 
     No key becomes a sink (arXiv 2504.20966).
     """
     s = s.where(seen, 0.0)  # e^0 - 1 = 0
     m = s.amax(-1, keepdim=True).clamp(min=0)
-    x = (s - m).exp() - (-m).exp()
+    x = fade((s - m).exp() - (-m).exp())
     return drop(x.relu() / (x.abs().sum(-1, keepdim=True) + 1e-6)) @ v
 
 
@@ -131,7 +131,7 @@ def by_laser(mean: Callable, definition: Callable) -> Callable:
     return with_temperature
 
 
-def delta_rule_attention(s, seen, v, k):
+def delta_rule_attention(s, seen, v, k, fade):
     """y_i = S_i q_i, S_i = S_(i-1) (I - b_i k_i k_i^T) + b_i v_i k_i^T (DeltaNet, 2406.06484).
 
     Keys are divided by their length |k|; the rate b = |k|^2 / (1 + |k|^2) is ours, DeltaNet's is a
@@ -143,7 +143,7 @@ def delta_rule_attention(s, seen, v, k):
     b = length.square() / (1 + length.square())
     identity = torch.eye(k.shape[-2], dtype=s.dtype, device=s.device)
     system = (b * (unit @ unit.mT)).tril(-1) + identity  # (B, H, T, T)
-    return with_updates(s / length.mT, seen, system, b * v)
+    return with_updates(fade(s / length.mT), seen, system, b * v)
 
 
 def with_updates(weights: Tensor, seen: Tensor, system: Tensor, v: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def with_updates(weights: Tensor, seen: Tensor, system: Tensor, v: Tensor) -> Te
     return (weights[..., None, :] @ updates)[..., 0, :]
 
 
-def gated_delta_rule_attention(s, seen, v, k, b=of_token(0.0), f=of_token(4.0)):
+def gated_delta_rule_attention(s, seen, v, k, fade, b=of_token(0.0), f=of_token(4.0)):
     """The delta rule: S_i = g_i S_(i-1) (I - r_i k_i k_i^T) + r_i v_i k_i^T, with rates of tokens.
 
     r = sigmoid(b), and the state fades by g = sigmoid(f) (Gated DeltaNet, 2412.06464, equation 10).
@@ -170,11 +170,11 @@ def gated_delta_rule_attention(s, seen, v, k, b=of_token(0.0), f=of_token(4.0)):
     length = k.norm(dim=-1, keepdim=True).clamp(min=1e-6)
     unit = F.normalize(k, dim=-1)
     c = F.logsigmoid(f).cumsum(-2)
-    fade = (c - c.mT).clamp(max=0).exp()  # (B, H, T, T): from key l to key j
+    gates = (c - c.mT).clamp(max=0).exp()  # (B, H, T, T): from key l to key j
 
     identity = torch.eye(k.shape[-2], dtype=s.dtype, device=s.device)
-    system = (b.sigmoid() * (unit @ unit.mT) * fade).tril(-1) + identity
-    weights = s / length.mT * fade[..., -s.shape[-2] :, :]
+    system = (b.sigmoid() * (unit @ unit.mT) * gates).tril(-1) + identity
+    weights = fade(s / length.mT) * gates[..., -s.shape[-2] :, :]
     return with_updates(weights, seen, system, b.sigmoid() * v)
 
 

@@ -35,7 +35,7 @@ def max_abs_scores(model: nn.Module, idx: Tensor) -> list[float]:
     A layer that is a class of its own has no scores, and no number here; neither has a layer whose
     scores are not q k (has_scores = False). The largest score explodes if training is unstable
     (long-short paper, figure 1b). This costs a forward pass, in which q k^T is computed once more,
-    in float32, a few queries at a time.
+    in float32, a few queries at a time. What a position adds to scores (t5, relative) is left out.
     """
     of_heads = {}
 

@@ -29,13 +29,12 @@ SIZES = {"block_size": 32, "vocab_size": 11, "n_layer": 1, "n_head": 2, "n_embd"
 
 def tuned(loss):
     """(the chosen rate, [the rates that were asked]) where loss(k) are the losses of the seeds."""
-    choice = method.tune()
-    asked = [next(choice)]
-    while True:
-        try:
-            asked.append(choice.send({k: loss(k) for k in asked[-1]}))
-        except StopIteration as end:
-            return end.value, asked
+    found = {}
+    asked = []
+    while ks := method.choose(found)[0]:
+        asked.append(ks)
+        found |= {k: loss(k) for k in ks}
+    return method.choose(found)[1], asked
 
 
 @parametrize(

@@ -15,6 +15,7 @@ Finished runs are kept in --out_dir: the command can be stopped and started agai
 needs no new runs of what it is compared with. docs/verdict.md says how it decides.
 """
 
+import itertools
 import math
 import os
 import shlex
@@ -98,7 +99,7 @@ def arms() -> tuple[Arm, Arm]:
         raise UserError("what is judged? --attention= a name in ATTENTION, or --flags=")
     title = name or " ".join(words).replace("--attention=", "").replace("--", "")
     modules = [f"--import={module}" for module in imported()]
-    base = Arm(against, tuple(words_of(against)))
+    base = Arm(against, (*words_of(against), *(modules if against else ())))
     return base, Arm(title, (*words, *modules))
 
 
@@ -140,7 +141,7 @@ class Verdict:
 
     def judge_of(self, file: str, common: list[str]) -> Judge:
         """The maker of runs with a config file and common flags."""
-        settings = settings_of(file, flags_of(common))
+        settings = costs.DEFAULTS | settings_of(file, flags_of(common))
         vocab_size = vocab_size_of(settings["dataset"])
         return Judge(file, tuple(common), settings, vocab_size, out_dir, jobs)
 
@@ -151,8 +152,7 @@ class Verdict:
 
     def models(self, size: str) -> list[GPT]:
         """New models: of what the idea is compared with, and of the idea."""
-        vocab_size = self.judge.vocab_size
-        return [model_of(config_file, row, vocab_size)[0] for row in self.rows(size)]
+        return [model_of(config_file, x, self.judge.vocab_size)[0] for x in self.rows(size)]
 
     def of(self, arms: tuple[Arm, ...]) -> str:
         """A checksum of what decides the runs of arms."""
@@ -210,7 +210,8 @@ class Verdict:
         """Note the number of seeds before the first run. A second look with another is stricter."""
         key = of_text(f"{self.of(self.arms)} {', '.join(self.sizes)} {steps} {quick}")
         looks = stored(self.judge.store, "looks", key)
-        self.numbers["looks"] = {n: said for n, said in looks.items() if n != str(seeds)}
+        earlier = itertools.takewhile(lambda look: look[0] != str(seeds), looks.items())
+        self.numbers["looks"] = dict(earlier)
         if self.numbers["looks"]:
             self.share = method.AGAIN
         add(self.judge.store, looks.get(str(seeds), "not ended"), "looks", key, str(seeds))
@@ -234,8 +235,8 @@ class Verdict:
             self.sittings = {size: kept[size] for size in self.sizes}
         else:
             for size in self.sizes:
-                vocab_size = self.judge.vocab_size
-                self.clocks[size] = costs.Clock(config_file, self.rows(size), vocab_size)
+                args = config_file, self.rows(size), self.judge.vocab_size
+                self.clocks[size] = costs.Clock(*args)
             self.sit()
         print(
             f"{self.idea.name} against {self.base.name}: about "
@@ -419,7 +420,6 @@ class Verdict:
             "base": self.base.name,
             "flags": " ".join(self.idea.words),
             "command": shlex.join(["python", "-m", "lab.verdict", *sys.argv[1:]]),
-            "of": self.of(self.arms),
             "made": [len(self.judge.made), time.monotonic() - self.began],
             "seeds": seeds,
             "quick": quick,

@@ -124,14 +124,10 @@ class Size:
 
 def chosen(at: Size, case: Case, seeds: list[int], side: int) -> method.Tuned:
     """The rate that one side chooses, with these seeds of the bank."""
-    choice = method.tune()
-    ks = next(choice)
-    while True:
-        losses = {k: [at.loss(case, k, seed, side) for seed in seeds] for k in ks}
-        try:
-            ks = choice.send(losses)
-        except StopIteration as end:
-            return end.value
+    found = {}
+    while ks := method.choose(found)[0]:
+        found |= {k: [at.loss(case, k, seed, side) for seed in seeds] for k in ks}
+    return method.choose(found)[1]
 
 
 def simulated(at: Size, tau: float, case: Case, n: int, tried: int) -> list[Interval]:

@@ -114,10 +114,12 @@ def of_flops(config_file: str, rows: list[dict], vocab_size: int) -> dict:
     counts = []
     for flags in rows:
         gpt, settings = model_of(config_file, flags, vocab_size)
+        T = settings["block_size"]
         for heads in heads_of(gpt):
-            if heads.window is None and heads.sums is None and "fused" not in heads.words:
+            sums = heads.sums and T >= heads.sums.linear_from(gpt.config.resolved().head_dim)
+            if heads.window is None and not sums and "fused" not in heads.words:
                 heads.run = plain_form(heads.definition)
-        x = torch.randint(vocab_size, (1, settings["block_size"]))
+        x = torch.randint(vocab_size, (1, T))
         with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
             gpt(x, x)[1].backward()
         counts.append(counter.get_total_flops())
@@ -219,7 +221,7 @@ def skill(task: str, fields: dict, recipe: dict, modules: list[str]) -> dict:
 def skills(settings: dict, own: dict, modules: list[str], jobs: int) -> dict:
     """{a task: what `skill` gives}. settings: of train.py. own: the side's own flags.
 
-    The model has the recipe's fields of GPTConfig, but sizes unless they are the idea's own.
+    The model has the recipe's fields of GPTConfig, but recall's sizes; n_head may be the side's.
     """
     sizes = {"block_size", "vocab_size", "n_layer", "n_embd", *({"n_head"} - {*own})}
     fields = {x: settings[x] for x in DEFAULTS if x in settings and x not in sizes}

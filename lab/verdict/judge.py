@@ -97,25 +97,19 @@ class Judge:
         print(f"  {seconds:.0f} s: {name}", flush=True)
 
     def tuned(self, settings: list[Setting], seeds: tuple = method.TRIED) -> dict[Setting, Tuned]:
-        """The rate of each setting, by method.tune. The runs of all settings are made together."""
-        choosing = {setting: method.tune() for setting in settings}
-        asked = {setting: next(choice) for setting, choice in choosing.items()}
-        rates = {}
-        while asked:
-            keys = [
-                (setting, k, seed) for setting in asked for k in asked[setting] for seed in seeds
-            ]
-            losses = dict(zip(keys, self.make([self.run(*key) for key in keys]), strict=True))
-            for (setting, k, _), loss in losses.items():
+        """The rate of each setting, by method.choose. The runs of all are made together."""
+        found = {setting: {} for setting in settings}
+        while keys := [
+            (setting, k, seed)
+            for setting, of_rates in found.items()
+            for k in method.choose(of_rates)[0]
+            for seed in seeds
+        ]:
+            losses = self.make([self.run(*key) for key in keys])
+            for (setting, k, _), loss in zip(keys, losses, strict=True):
+                found[setting].setdefault(k, []).append(loss)
                 self.tried.setdefault(setting, []).append([k, loss])
-            for setting, ks in list(asked.items()):
-                of_rates = {k: [losses[setting, k, seed] for seed in seeds] for k in ks}
-                try:
-                    asked[setting] = choosing[setting].send(of_rates)
-                except StopIteration as chosen:
-                    rates[setting] = chosen.value
-                    del asked[setting]
-        return rates
+        return {setting: method.choose(of_rates)[1] for setting, of_rates in found.items()}
 
     def losses(self, rates: dict[Setting, float], seeds: Iterable[int]) -> dict[Setting, list]:
         """The losses of each setting's seeds, at its rate."""

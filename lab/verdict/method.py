@@ -7,7 +7,6 @@ Rates are numbers k: half octaves above the config file's rates, which are multi
 
 import math
 import statistics
-from collections.abc import Generator
 from typing import NamedTuple
 
 import numpy as np
@@ -36,33 +35,25 @@ class Tuned(NamedTuple):
     at_edge: bool
 
 
-def tune() -> Generator[tuple, dict, Tuned]:
-    """Choose a rate: yields the rates to try, and is sent {rate: [the losses of the seeds TRIED]}.
+def choose(found: dict[float, list[float]]) -> tuple[tuple, Tuned | None]:
+    """(the rates to try next, or none; then the chosen one). found: {rate: [losses of seeds]}.
 
     The first rates are an octave apart. Where the best is at the edge, the next one is tried. The
     rate is the vertex of the parabola through the best one and its neighbours. A seed that failed,
     while another one of its rate did not, says little about this rate and does not count here.
     """
-    found = {}
-    asked = FIRST
-    for _ in range(1 + WIDER):
-        for k, losses in (yield asked).items():
-            found[k] = statistics.fmean(x for x in losses if x < min(losses) + FAILED)
-        more = next_rate(found)
-        if more is None:
-            break
-        asked = (more,)
-    best = min(found, key=found.get)
-    if next_rate(found) is not None:
-        return Tuned(best, True)
-    return Tuned(vertex(best, found[best - 2], found[best], found[best + 2]), False)
-
-
-def next_rate(losses: dict[float, float]) -> float | None:
-    """The rate to try next, an octave beyond a best one at the edge; else None."""
-    best = min(losses, key=losses.get)
-    beyond = {min(losses): best - 2, max(losses): best + 2}
-    return beyond.get(best)
+    if not found:
+        return FIRST, None
+    means = {}
+    for k, losses in found.items():
+        means[k] = statistics.fmean(x for x in losses if x < min(losses) + FAILED)
+    best = min(means, key=means.get)
+    beyond = {min(means): best - 2, max(means): best + 2}
+    if best not in beyond:
+        return (), Tuned(vertex(best, means[best - 2], means[best], means[best + 2]), False)
+    if len(found) < len(FIRST) + WIDER:
+        return (beyond[best],), None
+    return (), Tuned(best, True)
 
 
 def vertex(k: float, below: float, lowest: float, above: float) -> float:
