@@ -138,7 +138,7 @@ class Heads:
         self.scalars = asked_by(definition, learned)
         self.of_tokens = asked_by(definition, of_token)
         taken = self.scalars.keys() & "window scale decay dropout".split()
-        refuse([(taken, f"attention={self.name!r}: rename {taken}, which the layer gives itself")])
+        refuse([(taken, f"attention={self.name!r}: no learned number may have the name {taken}")])
 
         # with grouped queries, r neighbours share a key and a value
         r = c.n_head // c.n_kv_head

@@ -307,7 +307,7 @@ def test_an_attention_with_a_learned_scalar(monkeypatch):
     idx = torch.arange(300)[None] % 11
     assert_cached(gpt, idx, gpt(idx, idx)[0])
     monkeypatch.setitem(ATTENTION, "sink", lambda s, seen, v, scale=learned(1.0): s * scale @ v)
-    with refusal("rename {'scale'}, which the layer"):
+    with refusal("no learned number may have the name {'scale'}"):
         gpt_of(**sizes)
 
 

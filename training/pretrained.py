@@ -87,7 +87,7 @@ def config_of(name: str, changes: dict) -> tuple[GPTConfig, Callable]:
         )
 
     fields, read = source(name)
-    if "S" not in changes.get("heads", "S"):  # what short heads had
+    if "S" not in changes.get("heads", "S"):  # these two are of short heads alone
         fields |= {"window": None, "short_attention": None}
     return GPTConfig(**fields | changes), read
 

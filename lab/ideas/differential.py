@@ -7,7 +7,7 @@ and --attention=differential_laser or differential_beta. after.py has the second
 
 Importing this file adds them to model.ATTENTION. Each is a layer, whose heads compute the attention
 that the class names. To combine another one, write two lines as those of DifferentialLASER.
-With grouped keys it may ask for no numbers of tokens (of_token).
+With grouped keys that attention may ask for no numbers of tokens (of_token).
 """
 
 import math

@@ -99,6 +99,7 @@ def arms() -> tuple[Arm, Arm]:
         raise UserError("what is judged? --attention= a name in ATTENTION, or --flags=")
     title = name or " ".join(words).replace("--attention=", "").replace("--", "")
     modules = [f"--import={module}" for module in imported()]
+    # without modules where it is softmax alone, whose runs all verdicts share
     base = Arm(against, (*words_of(against), *(modules if against else ())))
     return base, Arm(title, (*words, *modules))
 
@@ -235,8 +236,8 @@ class Verdict:
             self.sittings = {size: kept[size] for size in self.sizes}
         else:
             for size in self.sizes:
-                args = config_file, self.rows(size), self.judge.vocab_size
-                self.clocks[size] = costs.Clock(*args)
+                rows = self.rows(size)
+                self.clocks[size] = costs.Clock(config_file, rows, self.judge.vocab_size)
             self.sit()
         print(
             f"{self.idea.name} against {self.base.name}: about "

@@ -232,7 +232,9 @@ def show() -> None:
             cells += [counted(sides, x, y, *bin) for bin in ((0.0, NEAR), (NEAR, math.inf))]
             ranks = f"{correlation(x, y):.2f}{resampled(correlation, x, y)}"
             rows.append([source, limit, *cells, ranks])
-    bins = f"pairs 0 to {NEAR} apart | 0.03 to 0.08 | further | ideas 0 to {NEAR} from softmax"
+    bins = (
+        f"pairs 0 to {NEAR} apart | {NEAR} to {EDGES[2]} | further | ideas 0 to {NEAR} from softmax"
+    )
     show_table(f"small | worse by less than | {bins} | further ones | correlation of ranks", rows)
 
     rows = []

@@ -115,8 +115,9 @@ def of_flops(config_file: str, rows: list[dict], vocab_size: int) -> dict:
     for flags in rows:
         gpt, settings = model_of(config_file, flags, vocab_size)
         T = settings["block_size"]
+        D = gpt.config.resolved().head_dim
         for heads in heads_of(gpt):
-            sums = heads.sums and T >= heads.sums.linear_from(gpt.config.resolved().head_dim)
+            sums = heads.sums and T >= heads.sums.linear_from(D)
             if heads.window is None and not sums and "fused" not in heads.words:
                 heads.run = plain_form(heads.definition)
         x = torch.randint(vocab_size, (1, T))
@@ -224,7 +225,7 @@ def skills(settings: dict, own: dict, modules: list[str], jobs: int) -> dict:
     The model has the recipe's fields of GPTConfig, but recall's sizes; n_head may be the side's.
     """
     sizes = {"block_size", "vocab_size", "n_layer", "n_embd", *({"n_head"} - {*own})}
-    fields = {x: settings[x] for x in DEFAULTS if x in settings and x not in sizes}
+    fields = {x: settings[x] for x in DEFAULTS if x not in sizes}
     args = fields, settings, modules
     with fresh_processes(jobs) as pool:
         calls = {task: pool.submit(alone, skill, task, *args) for task in SKILLS}
