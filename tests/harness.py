@@ -14,6 +14,8 @@ import random
 import runpy
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -251,6 +253,15 @@ def legal(config, *args, **choices):
 # processes
 
 
+def free_port():
+    """A port for processes that shall meet. Groups of earlier jobs may still listen on theirs."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)  # the system gives these to nobody
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("", port))
+            return port
+
+
 class Workers:
     """Processes that run a script together; they live on, since importing torch is slow.
 
@@ -267,7 +278,7 @@ class Workers:
 
         before: Python to run in each first. It may define an after().
         """
-        port = random.SystemRandom().randrange(10_000, 30_000)  # the system gives these to nobody
+        port = free_port()
         jobs = []
         for rank in range(n):
             env = {
@@ -288,13 +299,14 @@ class Workers:
     def ask(self, jobs):
         """The line with which each process answers its job. It is empty if a process died.
 
-        Then all the other processes are stopped, and so they are after 250 seconds.
+        Then all the other processes are stopped, and so they are after 250 seconds: each prints
+        where it is.
         """
         while len(self.processes) < len(jobs):
             self.start()
         processes = self.processes[: len(jobs)]
         lines = [""]
-        late = threading.Timer(250, self.stop)
+        late = threading.Timer(250, self.stop, [signal.SIGABRT])
         late.start()
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -319,9 +331,9 @@ class Workers:
             )
         )
 
-    def stop(self):
+    def stop(self, by=signal.SIGKILL):
         while self.processes:
-            self.processes.pop().kill()
+            self.processes.pop().send_signal(by)
 
 
 @pytest.fixture

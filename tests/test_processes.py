@@ -1,7 +1,10 @@
 """Several processes: the same losses for any number, shared checkpoints, how all stop."""
 
+import functools
+
 import pytest
 from harness import QUICK, SMALL, Workers, log_of, parametrize, same, state_of, weights_of, write
+from test_seams import FILES, printed  # noqa: F401
 
 from text import tokenizers
 
@@ -45,6 +48,9 @@ def same_curve(train, tmp_path, ways: list, *flags) -> list:
     return curves[0]
 
 
+WAYS = [(1, ""), (2, "--parallel=ddp"), (2, "--parallel=fsdp")]
+
+
 @parametrize(
     "flags",
     [  # the first: 10 sequences, five micro-batches of 2; for each of two processes 2, 2 and 1
@@ -58,9 +64,16 @@ def same_curve(train, tmp_path, ways: list, *flags) -> list:
     ],
 )
 def test_the_same_curve_whoever_computes_it(train, tmp_path, flags):
-    ways = [(1, ""), (2, "--parallel=ddp"), (2, "--parallel=fsdp")]
-    curve = same_curve(train, tmp_path, ways, flags, "--max_iters=12 --eval_interval=6")
+    curve = same_curve(train, tmp_path, WAYS, flags, "--max_iters=12 --eval_interval=6")
     assert len(curve) == 12 + 12 + 3 and curve[-1] < curve[0]
+
+
+@parametrize("name", ["value_residual", "gated", "half_rope"])
+def test_a_printed_file(train, tmp_path, printed, name):  # noqa: F811
+    """Each is a file of docs/attention.md, in a folder of the user's own."""
+    train = functools.partial(train, before=f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+    ((field, value),) = FILES[name].items()
+    same_curve(train, tmp_path, WAYS, f"--import={printed(name)} --{field}={value} --max_iters=4")
 
 
 @parametrize(

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from harness import QUICK, SMALL, Workers, log_of, parametrize
+from harness import parametrize
 from reference import assert_one_model, shaken
 from test_docs import PYTHON_BLOCK, read
 
@@ -63,24 +63,6 @@ def test_a_printed_file_with_heads_caches_and_checkpointing(name, beside, printe
     gpt = shaken(GPTConfig(**SIZES | beside | FILES[name]), dtype=torch.float64)
     x = torch.randint(23, (2, 280))
     assert_one_model(gpt, x, [7, 1, 1, 262, 1, 8], 150)
-
-
-@parametrize("name", ["value_residual", "gated", "half_rope"])
-def test_a_printed_file_in_two_processes(name, printed, data, tmp_path):
-    """One process, two, and two that share the weights have the same losses."""
-    ((field, value),) = FILES[name].items()
-    flags = [f"--import={printed(name)}", f"--{field}={value}", "--max_iters=4"]
-    pool = Workers(PYTHONPATH=str(tmp_path))
-    curves = []
-    for n, parallel in ((1, "ddp"), (2, "ddp"), (2, "fsdp")):
-        paths = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", f"--parallel={parallel}"]
-        codes, _, err = pool.run(n, "train.py", *paths, *SMALL, *QUICK, *flags)
-        assert codes == [0] * n, err
-        curves.append([row["loss"] for row in log_of(tmp_path) if "loss" in row])
-    pool.stop()
-    assert len(curves[0]) == 4
-    for curve in curves[1:]:
-        assert curve == pytest.approx(curves[0], abs=1e-5)
 
 
 def test_a_token_may_have_a_vector(monkeypatch):
