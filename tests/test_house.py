@@ -132,11 +132,14 @@ def test_openmp_is_set_up_before_torch_is_loaded(path):
         assert path not in ("train.py", "sample.py", "eval.py", "bench.py")
 
 
+YOURS = set(ATTENTION) != set(ONE_QUERY)  # asked before a test imports the lab's
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="an f-string is several tokens there")
 @pytest.mark.parametrize(("part", "most"), [("core", 32_000), ("lab", 70_000), ("tests", 88_000)])
 def test_the_code_is_light(part, most):
     """Whoever adds tokens takes as many away. Lines do not count: more lines are better."""
-    if part == "core" and set(ATTENTION) != set(ONE_QUERY):
+    if part == "core" and YOURS:
         pytest.skip("model.py has an attention of your own")
     tokens = {path: weight(read(path)) for path, of in files().items() if of == part}
     assert sum(tokens.values()) <= most, sorted(tokens.items(), key=lambda item: -item[1])
