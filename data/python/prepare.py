@@ -20,7 +20,10 @@ tokenizer = "bytes"  # char, bytes, gpt2, sentencepiece, or the name of a prepar
 out_dir = ""  # the folder for train.bin, val.bin and meta.json; empty: this script's
 
 if __name__ == "__main__":
-    paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
-    texts = [path.read_text("utf-8", "ignore") for path in paths if "-packages" not in str(path)]
-    Path(source).write_text("".join(texts)[:8_000_000], "utf-8")
+    text = "".join(
+        path.read_text("utf-8", "ignore")
+        for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+        if "-packages" not in str(path)
+    )
+    Path(source).write_text(text[:8_000_000], "utf-8")
     prepare.run_with_flags(globals())
