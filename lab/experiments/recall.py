@@ -17,8 +17,8 @@ and the model has to give the token that came after it the first time.
 A batch has one of the trained sizes, at random. A run ends early once its last batches are perfect.
 Each model tries the learning RATES until it reaches ENOUGH; the rate with the best accuracy at the
 trained sizes counts. The accuracy against the size is drawn and printed. Results are added to the
-JSON file --out. Runs of the same code that are there are skipped, so you can stop the script and
-start it again.
+JSON file --out, {"task, scale": {model: {run: numbers}}}. Runs of the same code that are there are
+skipped, so you can stop the script and start it again.
 """
 
 import collections
@@ -32,13 +32,10 @@ from typing import Literal, NamedTuple
 from configurator import names, run_script
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 from torch.nn import functional as F
 
-from errors import UserError
-from lab.experiments.identity import unchanged
-from lab.experiments.results import drawing, is_current, save, saved, show_table
+from lab.experiments.results import drawing, is_current, measured, show_table, stored
 from lab.experiments.runs import import_all, imports_of, of_rows
 from lab.experiments.tables import rows_of
 from model import GPT, GPTConfig
@@ -176,8 +173,8 @@ def fit(task: str, flags: dict, rate: float, seed: int, recipe: dict | None = No
     """Train and test a model.
 
     recipe: settings of train.py for its optimizers, whose rates are multiplied by `rate`; None:
-    AdamW. Returns {"steps": made, "trained": mean accuracy at trained sizes, "accuracy": {size:
-    ...}}; a model that diverges has the accuracy 0.
+    AdamW. Returns {"rate": , "seed": , "steps": made, "trained": mean accuracy at trained sizes,
+    "accuracy": {size: ...}}; a model that diverges has the accuracy 0.
     """
     t = TASKS[task]
     torch.manual_seed(seed)
@@ -187,7 +184,8 @@ def fit(task: str, flags: dict, rate: float, seed: int, recipe: dict | None = No
     steps, diverged = train(gpt, task, rate, torch.Generator().manual_seed(seed), optimizers)
     accuracy = {str(n): 0.0 if diverged else test(gpt, task, n) for n in t.sizes}
     mean = statistics.mean(accuracy[str(n)] for n in t.trained)
-    return {"steps": steps, "trained": round(mean, 4), "accuracy": accuracy}
+    made = {"rate": rate, "seed": seed, "steps": steps}
+    return made | {"trained": round(mean, 4), "accuracy": accuracy}
 
 
 def train(
@@ -230,36 +228,24 @@ def test(gpt: GPT, task: str, n: int) -> float:
     return round(accuracy(logits, y), 4)
 
 
-def stored() -> list[dict]:
-    """The runs in --out: {"task": , "model": , "rate": , "seed": , "of": } and `fit`'s numbers."""
-    settings = SIZES | SCALES[scale]
-    results = saved(out, {"settings": settings, "runs": []})
-    if results["settings"] != settings:
-        raise UserError(f"--out={out} has results of other settings: name another file")
-    return results["runs"]
+def made_by(model: str) -> str:
+    """A checksum of what makes a model's runs."""
+    return of_rows(__file__, ALL[model])
 
 
 def results(task: str, model: str) -> list[dict]:
-    """The runs in --out of a task and a model, as its code is now."""
-    of = of_rows(__file__, ALL[model])
-    runs = [run for run in stored() if (run["task"], run["model"]) == (task, model)]
-    return [run for run in runs if is_current(run, of)]
+    """The runs in --out of a task and a model, as its code is now: `fit`'s numbers of each."""
+    runs = stored(out, f"{task}, {scale}", model).values()
+    return [run for run in runs if is_current(run, made_by(model))]
 
 
 def measure(task: str, model: str, rate: float, seed: int) -> None:
     """Make a run and add it to --out, unless it is there. It replaces a run of other code."""
-    key = {"task": task, "model": model, "rate": rate, "seed": seed}
-    if any(key.items() <= run.items() for run in results(task, model)):
-        return
     import_all(imports_of(ALL[model]))
     fields = {name: value for name, value in ALL[model].items() if name != "import"}
-    run = key | {"of": of_rows(__file__, ALL[model])} | fit(task, fields, rate, seed)
-    unchanged()
-    with FileLock(f"{out}.lock"):
-        others = [known for known in stored() if not key.items() <= known.items()]
-        save(out, {"settings": SIZES | SCALES[scale], "runs": [*others, run]})
-    about = f"{task}; {model}; {rate}; seed {seed}; {run['steps']} steps:"
-    print(about, *run["accuracy"].values(), flush=True)
+    run = f"rate {rate}, seed {seed}"
+    args = task, fields, rate, seed
+    measured(out, f"{task}, {scale}", model, run, fit, *args, of=made_by(model))
 
 
 def best(task: str, model: str) -> list[dict]:
@@ -296,12 +282,12 @@ def draw(tasks: list[str]) -> None:
 def show(task: str) -> None:
     """Print a table of the mean accuracies, the best model first."""
     t = TASKS[task]
-    chosen = [best(task, model) for model in ALL]
+    chosen = {model: runs for model in ALL if (runs := best(task, model))}
     rows = []
-    for runs in sorted(filter(None, chosen), key=lambda runs: -sum(means(runs))):
+    for model, runs in sorted(chosen.items(), key=lambda of: -sum(means(of[1]))):
         steps = ", ".join(str(run["steps"]) for run in runs)
         accuracies = [f"{mean:.2f}" for mean in means(runs)]
-        rows.append([runs[0]["model"], *accuracies, runs[0]["rate"], steps])
+        rows.append([model, *accuracies, runs[0]["rate"], steps])
     sizes = " | ".join(map(str, t.sizes))
     show_table(f"{t.label} | {sizes} | learning rate | steps", rows)
 
