@@ -299,8 +299,8 @@ class Workers:
     def ask(self, jobs):
         """The line with which each process answers its job. It is empty if a process died.
 
-        Then all the other processes are stopped, and so they are after 250 seconds: each prints
-        where it is.
+        Then all the others are killed. After 250 seconds all are aborted, and each prints where it
+        is.
         """
         while len(self.processes) < len(jobs):
             self.start()

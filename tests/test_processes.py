@@ -73,7 +73,8 @@ def test_a_printed_file(train, tmp_path, printed, name):  # noqa: F811
     """Each is a file of docs/attention.md, in a folder of the user's own."""
     train = functools.partial(train, before=f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
     ((field, value),) = FILES[name].items()
-    same_curve(train, tmp_path, WAYS, f"--import={printed(name)} --{field}={value} --max_iters=4")
+    flags = f"--import={printed(name)} --{field}={value} --max_iters=4"
+    assert len(same_curve(train, tmp_path, WAYS, flags)) == 4 + 4 + 2
 
 
 @parametrize(
