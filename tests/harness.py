@@ -254,7 +254,7 @@ def legal(config, *args, **choices):
 
 
 def free_port():
-    """A port for processes that shall meet. Groups of earlier jobs may still listen on theirs."""
+    """A port at which processes can meet. A group of an earlier job may still listen at its own."""
     while True:
         port = random.SystemRandom().randrange(10_000, 30_000)  # the system gives these to nobody
         with socket.socket() as one, contextlib.suppress(OSError):

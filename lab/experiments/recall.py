@@ -235,8 +235,9 @@ def made_by(model: str) -> str:
 
 def results(task: str, model: str) -> list[dict]:
     """The runs in --out of a task and a model, as its code is now: `fit`'s numbers of each."""
+    of = made_by(model)
     runs = stored(out, f"{task}, {scale}", model).values()
-    return [run for run in runs if is_current(run, made_by(model))]
+    return [run for run in runs if is_current(run, of)]
 
 
 def measure(task: str, model: str, rate: float, seed: int) -> None:

@@ -64,6 +64,7 @@ def test_runs_are_made_once_and_drawn(run, tmp_path):
     printed = done(run("lab.experiments.recall", *flags, "--scale=tiny"))
     assert printed.count(', seed 1: {"rate": ') == printed.count('"steps": 3') == 2 * 2 * 3
     assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert out.read_text().count(', tiny": {') == 3  # runs of another scale stand elsewhere
     again = run("lab.experiments.recall", *flags, "--scale=tiny", "--seeds=2")[1]
     assert "seed 1:" not in again
     assert again.count(', seed 2: {"rate": ') == again.count("| 3, 3 |") == 2 * 3
