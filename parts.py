@@ -332,9 +332,10 @@ RANGES = [
     ("conv z_loss", lambda x: x >= 0, "0 or more"),
 ]
 # fields that only attention reads
-OF_ATTENTION = (
-    "n_kv_head head_dim attn_dropout qkv qk_norm temperature conv position decay window nope_long"
-).split()
+OF_ATTENTION = """
+    heads n_kv_head head_dim attn_dropout qkv qk_norm temperature conv position decay window
+    nope_long
+""".split()
 
 
 def attentions(c) -> list[str]:
@@ -480,13 +481,13 @@ def rules_of_attention(c, ATTENTION: dict) -> Iterator:
 
     for field in OF_ATTENTION:
         users = names[-1:] if field in ("window", "nope_long") else names  # only short heads
-        value = getattr(c, field)
-        is_given = value != getattr(type(c), field)
+        value, default = getattr(c, field), getattr(type(c), field)
+        is_given = value != default
         if field == "position":
             is_given = c.scheme is not None  # else it is added to the embedding
         yield (
             is_given and not any(uses(ATTENTION[name], field, ATTENTION) for name in users),
-            f"{field}={value!r} is not used by attention={', '.join(users)}: leave it out",
+            f"{field}={value!r} is not used by attention={', '.join(users)}: use {default!r}",
         )
 
     # positions

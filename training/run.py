@@ -241,7 +241,7 @@ def try_causality(model: GPT) -> None:
     else:
         note(
             "\nTHE MODEL SEES LATER TOKENS, so its losses mean nothing: its logits change with "
-            f"them, by {change:.2g} of their spread"
+            f"them, or with their number, by {change:.2g} of their spread"
         )
 
 
