@@ -333,8 +333,8 @@ RANGES = [
 ]
 # fields that only attention reads
 OF_ATTENTION = """
-    heads n_kv_head head_dim attn_dropout qkv qk_norm temperature conv position decay window
-    nope_long
+    n_kv_head head_dim attn_dropout qkv qk_norm temperature conv position decay window nope_long
+    heads
 """.split()
 
 

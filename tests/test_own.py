@@ -222,7 +222,8 @@ def test_a_whole_layer(choices, monkeypatch):
         ),
         ({"qk_norm": "rmsnorm"}, "qk_norm='rmsnorm' is not used by attention=own"),
         ({"position": "rope"}, "position='rope' is not used"),
-        ({"heads": "S", "window": 4}, "heads='S' is not used"),
+        ({"heads": "S", "window": 4}, "window=4 is not used"),
+        ({"heads": "SL"}, "heads='SL' is not used by attention=own: use 'L'"),
         ({"attn_dropout": 0.1}, "attn_dropout=0.1 is not used"),
     ],
 )
