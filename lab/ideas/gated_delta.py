@@ -102,8 +102,7 @@ class GatedDelta(nn.Module):
 
     def __init__(self, c, layer: int):
         super().__init__()
-        H, D = c.n_head, c.head_dim
-        self.sizes = H, D
+        self.sizes = H, D = c.n_head, c.head_dim
 
         self.c_attn = nn.Linear(c.n_embd, 4 * H * D, bias=c.bias)  # q, k, v and the output's gate
         self.c_rates = nn.Linear(c.n_embd, 2 * H, bias=False)  # w_b and w_a

@@ -226,7 +226,8 @@ def draw_losses(n: dict, path: str) -> None:
 def card(only: str = "") -> None:
     """Print a table of all verdicts but first looks, the lowest loss at equal steps first.
 
-    only: names of ideas, separated by commas; then first looks as well.
+    only: names of ideas, separated by commas; then first looks as well, and no column that one of
+    the rows leaves empty.
     """
     verdicts = {}
     for pattern in VERDICTS:
@@ -246,8 +247,12 @@ def card(only: str = "") -> None:
         "| text; recipe | step | layer at 2048 | pairs; products | 4x the context | cache"
     )
     rows = [cells_of(n, ps) for n in done]
-    itself = chance.itself()
-    if not only:
+    if only:
+        table = zip(columns.split(" | "), *rows, strict=True)
+        columns, *rows = zip(*filter(all, table), strict=True)
+        columns = " | ".join(columns)
+    else:
+        itself = chance.itself()
         rows.append([*itself, *[""] * (columns.count(" | ") + 1 - len(itself))])
     show_table(columns, rows)
     print(f"\nSoftmax's own standard error, which all rows share: {chance.shared_error()} nats")
@@ -272,8 +277,9 @@ def cells_of(n: dict, ps: list[float]) -> list[str]:
     holm = max(min(1.0, x * (len(ps) - i)) for i, x in enumerate(ps) if x <= p)
     skills = []
     for task, size in SKILLS.items():
-        base, idea = (seeds_of(x[size]) for x in n.get("skills", {}).get(task, ({size: []},) * 2))
-        skills.append(f"{idea} ({base})")
+        if task in n.get("skills", {}):
+            base, idea = (seeds_of(x[size]) for x in n["skills"][task])
+            skills.append(f"{idea} ({base})")
     base, idea = n.get("trained", {}).get("longer", ([], []))
     return [
         title(n),
@@ -281,11 +287,11 @@ def cells_of(n: dict, ps: list[float]) -> list[str]:
         n["verdict"],
         "; ".join(Interval(*of["steps"]).text(level) for of in sizes),
         "; ".join(Interval(*of["time"]).text(level) for of in sizes if "time" in of),
-        f"{overall(n).text(level)}, p {holm:.2g}",
+        f"{overall(n).text(level)}, p {holm:.2g}" if "--quick" not in n["command"] else "",
         "; ".join(column_of(x, level) for x in n.get("columns", {}).values()),
         "; ".join(f"{of['ratio'][0]:.2f}x" for of in sizes),
         layer_of(n),
         "; ".join(skills),
-        f"{seeds_of(idea)} ({seeds_of(base)})",
+        f"{seeds_of(idea)} ({seeds_of(base)})" if idea else "",
         told(n["decoding"], "{cache:.2f}x", "cache"),
     ]
