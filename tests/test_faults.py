@@ -457,7 +457,7 @@ import sys
 from filelock import FileLock
 lock = FileLock(sys.argv[1])
 lock.acquire()
-open(sys.argv[1], "w").write(", process 7")
+open(sys.argv[1] + ".txt", "w").write(", process 7")
 print("holds it", flush=True)
 sys.stdin.read()
 """

@@ -40,13 +40,11 @@ def prepare_small(dataset: str) -> None:
 
     If that fails, its script says why, and folder_of finds no data set.
     """
-    folder = DATA / dataset
-    small = ("shakespeare_char", "shakespeare", "python")
-    if dataset not in small or (folder / "meta.json").exists():
-        return
-    script = folder / "prepare.py"
-    print(f"{dataset} is not prepared yet: running {script}", flush=True)
-    subprocess.run([sys.executable, script])
+    script = DATA / dataset / "prepare.py"
+    is_small = dataset in "shakespeare_char shakespeare python".split()
+    if is_small and not script.with_name("meta.json").exists():
+        print(f"{dataset} is not prepared yet: running {script}", flush=True)
+        subprocess.run([sys.executable, script])
 
 
 def sha256(path: str | Path) -> str:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import tempfile
 import time
 import warnings
@@ -59,6 +60,7 @@ def run_with_flags(script: dict) -> None:
     """Prepare the text that the flags of data/*/prepare.py name. script: its globals()."""
     config, _ = configure(script)
     config["out_dir"] = config["out_dir"] or os.path.dirname(script["__file__"])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as by Ctrl-C
     with user_errors():
         run(**config)
     print(f"train.py and eval.py take it as --dataset={config['out_dir']}")

@@ -64,12 +64,12 @@ class Log:
                 "resume": "allow" if c.init_from == "resume" else "never",
             }
             try:
-                import wandb
-            except ModuleNotFoundError:  # trackio says where its logs are, and knows runs by name
+                from wandb import init  # which a folder wandb of an offline run does not have
+            except ImportError:  # trackio says where its logs are, and knows runs by name
                 trackio = optional("trackio", "--wandb_log without wandb")
                 self.wandb = trackio.init(**run)
             else:
-                self.wandb = wandb.init(**run, id=getattr(c, "wandb_id", None))
+                self.wandb = init(**run, id=getattr(c, "wandb_id", None))
                 c.wandb_id = self.wandb.id  # the checkpoints keep it
 
         if c.init_from != "resume":
@@ -89,20 +89,19 @@ class Log:
     def lock(self, path: str) -> None:
         """Takes the folder until this process ends, or is killed: the system frees it then.
 
-        The file says by whom it is taken. Raises UserError if that is another process.
+        lock.txt says by whom it is taken. Raises UserError if that is another process.
         """
-        by = ""
-        with contextlib.suppress(OSError):  # of no file
-            by = open(path).read()
         self.taken = FileLock(path, is_singleton=True)
         try:
-            self.taken.acquire(blocking=False)
-            with open(path, "w") as f:  # in ASCII, which each system reads
+            self.taken.acquire(0)  # without waiting
+            # not into the lock itself, whose text may say whether it is left; in ASCII
+            with open(path + ".txt", "w") as f:
                 f.write(
                     f", process {os.getpid()} on {socket.gethostname()}, since {ctime()}: "
                     f"{self.origin['command']!a}"
                 )
         except Timeout:
+            by = open(path + ".txt").read()
             raise UserError(
                 f"{self.c.out_dir} is in use by another training{by}. Take another --out_dir="
             ) from None
