@@ -73,7 +73,7 @@ def cores() -> int:
 # one spins 300,000 times: too long where other programs run.
 cores()
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 
 @contextlib.contextmanager
