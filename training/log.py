@@ -66,8 +66,7 @@ class Log:
             try:
                 from wandb import init  # which a folder wandb of an offline run does not have
             except ImportError:  # trackio says where its logs are, and knows runs by name
-                trackio = optional("trackio", "--wandb_log without wandb")
-                self.wandb = trackio.init(**run)
+                self.wandb = optional("trackio", "--wandb_log without wandb").init(**run)
             else:
                 self.wandb = init(**run, id=getattr(c, "wandb_id", None))
                 c.wandb_id = self.wandb.id  # the checkpoints keep it
