@@ -160,14 +160,14 @@ def table(title: str, about: dict, rounds: dict, extra: dict) -> list[dict]:
     about: what all rows have in common. extra: {row: {name: number}}, of all rows or of none.
     """
     print(f"\n{title}", about)
-    first = next(iter(rounds))
     results = []
     for name, rows in rounds.items():
         median, spread = medians(rows)
-        ratio = ratios(rounds, name, first)
+        ratio = ratios(rounds, name, next(iter(rounds)))
         numbers = extra.get(name, {})
-        row = {"subject": name, "median": median, "spread": spread, "ratio": ratio}
-        results.append(row | about | numbers)
+        results.append(
+            {"subject": name, "median": median, "spread": spread, "ratio": ratio} | about | numbers
+        )
 
         # name  forward 1.23 ± 4% 1.00x  backward ...  peak bytes 1,234
         cells = [

@@ -400,10 +400,10 @@ def rules(c, ATTENTION: dict) -> Iterator:
     tables = {"attention": ATTENTION, "short_attention": (None, *ATTENTION)} | TABLES
     for name, table in tables.items():
         value = getattr(c, name)
-        listed = ", ".join(filter(None, table))
         yield (
             value not in table,
-            f"{name}={value!r} is not one of {listed} (--import= adds your own)",
+            f"{name}={value!r} is not one of {', '.join(filter(None, table))} "
+            "(--import= adds your own)",
         )
 
     # sizes

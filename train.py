@@ -155,7 +155,7 @@ with user_errors():
         raise UserError(
             f"vocab_size={vocab_size} is less than the {meta['vocab_size']} tokens of {dataset}"
         )
-    data = {split: Tokens(data_dir, split, model.config.block_size) for split in ("train", "val")}
+    data = {split: Tokens(data_dir, split, config["block_size"]) for split in ("train", "val")}
     sharing = 1  # processes that share each sequence
     parts = None  # and their context
     if parallel == "context" and world > 1:

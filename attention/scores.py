@@ -17,6 +17,11 @@ from torch.nn import functional as F
 # project together. PyTorch itself uses this one.
 uncompiled = torch._disable_dynamo
 
+# MKL looks for the code of these functions at their first call. If two threads make that call at
+# once, one of them may get code for four digits (github.com/pytorch/pytorch/issues/188792).
+for name in "cos erf exp log sin sqrt tanh".split():
+    getattr(torch, name)(torch.ones(1))
+
 
 def unrolls(x: Tensor) -> bool:
     """Whether many small steps cost more than a few large ones: on a GPU, or under torch.compile.

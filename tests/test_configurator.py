@@ -275,16 +275,17 @@ def test_a_module_with_the_name_of_a_folder_of_the_project(script):
 # what OpenMP reads
 
 
-QUOTAS = [  # files of a container, and the cores that it may use; the machine has 8
-    ({"cpu.max": "max 100000\n"}, 8),
-    ({"cpu.max": "250000 100000\n"}, 3),
-    ({"cpu.max": "1600000 100000\n"}, 8),
-    ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
-]
-
-
-@parametrize("files, n", QUOTAS)
+@parametrize(
+    "files, n",
+    [
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "1600000 100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+    ],
+)
 def test_cores_of_a_container(files, n, tmp_path, monkeypatch):
+    """Its files, and the cores that it may use; the machine has 8."""
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

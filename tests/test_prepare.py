@@ -96,7 +96,7 @@ def test_every_kind_of_file_and_number_of_processes(kind, folder, tmp_path, monk
         write_rows(tmp_path / "rows" / f"train-{i}.parquet", raw[4 * i : 4 * i + 4])
     sources = [(folder, 3), (str(tmp_path / "rows"), 2)]
     if kind == "bytes":
-        sources.append((write_rows(tmp_path / "a.csv", TEXTS), 2))
+        sources.append((write_rows(tmp_path / "a.csv", TEXTS), -1))
     out = tmp_path / "0"
     first = prepared(out, folder, kind)
     assert set(first) == {"train.bin", "val.bin"}
@@ -278,9 +278,12 @@ def test_what_is_without_text_is_an_empty_document(tmp_path):
 
 @parametrize("name, sep", [("a.csv", ","), ("a.tsv", "\t")])
 def test_a_text_is_a_text(name, sep, tmp_path):
-    """Also one that looks like a number, or like none; also where rows end in a separator."""
-    texts = "00001 1.50 null NA None nan True word".split()
-    rows = "".join(f"{text}{sep}{i}{sep}\n" for i, text in enumerate(texts))
+    """Also one that looks like a number, or like none; also where rows end in a separator.
+
+    Other columns do not matter: this one has numbers first, then words.
+    """
+    texts = "00001 1.50 null NA None nan True word".split() * 1300
+    rows = "".join(f"{text}{sep}{i if i < 10_200 else text}{sep}\n" for i, text in enumerate(texts))
     (tmp_path / name).write_text(f"text{sep}id\n{rows}")
     train, val = written(tmp_path / "out", str(tmp_path / name), val_share=0.5)
     assert train == b"".join(text.encode() + b"\xff" for text in texts[::2])

@@ -421,7 +421,8 @@ def test_damaged_and_foreign_checkpoints_are_explained(tmp_path):
 
 def test_nanogpts_checkpoint(train, run, tmp_path, data):
     """The file of nanoGPT's train.py: compiled names, mask buffers, a tensor as loss."""
-    V = dataset.read_meta(data)["vocab_size"]
+    meta = dataset.read_meta(data)
+    V = meta["vocab_size"]
     sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 32, "vocab_size": V}
     args = sizes | {"bias": False, "dropout": 0.0}
     gpt = GPT(GPTConfig(**args, mlp="gelu_exact"))
@@ -451,8 +452,8 @@ def test_nanogpts_checkpoint(train, run, tmp_path, data):
     assert loaded["best_val_loss"] == 3.5 and ours.config.mlp == "gelu_exact"
     assert torch.equal(ours(x)[0], gpt.eval()(x)[0])
 
-    sample = ("sample.py", "--start=the", "--num_samples=1", "--device=cpu")
-    done(run(*sample, f"--out_dir={out_dir}"), "step 7, best validation loss 3.5", "\nthe")
+    sample = ("sample.py", "--start=the", "--num_samples=1", "--device=cpu", f"--out_dir={out_dir}")
+    done(run(*sample), "step 7, best validation loss 3.5", "\nthe")
     says = "the saved run: max_iters was 7, now 12"
     done(train("--init_from=resume --max_iters=12"), says)
 
@@ -461,5 +462,10 @@ def test_nanogpts_checkpoint(train, run, tmp_path, data):
     theirs["iter_num"] = 99
     torch.save(theirs, out_dir / "ckpt.pt")
     refused(train("--init_from=resume"), "has no optimizer state")
-    torch.save(theirs | {"config": {"dataset": "elsewhere"}}, tmp_path / "ckpt.pt")
-    refused(run(*sample, f"--out_dir={tmp_path}"), "there is no data set 'elsewhere'")
+
+    # only the model of it, as somebody may publish one
+    model = {"model": weights, "model_args": args}
+    torch.save(model, out_dir / "ckpt.pt")
+    refused(run(*sample), "there is no data set ''")
+    torch.save(model | {"tokenizer": meta["tokenizer"]}, out_dir / "ckpt.pt")
+    done(run(*sample), "step 0, ", "\nthe")

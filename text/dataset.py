@@ -86,8 +86,7 @@ class Tokens:
         dtype = np.dtype(self.meta["dtype"])
         entry = files[name]
         n = entry["tokens"]
-        is_other = size <= VERIFY_BYTES and sha256(path) != entry["sha256"]
-        if is_other or size != n * dtype.itemsize:
+        if size != n * dtype.itemsize or (size <= VERIFY_BYTES and sha256(path) != entry["sha256"]):
             raise UserError(
                 f"{path} is not the file of {n:,} tokens of {dtype} that meta.json describes: "
                 f"it is damaged, or of another data set. Prepare {folder} again"

@@ -144,9 +144,12 @@ def _read(source, column):
         options = {"data_files": {split: list(map(glob.escape, files[split])) for split in files}}
         if builder == "text":
             options["sample_by"] = "document"
-        if builder == "csv":  # a mark, which _documents removes, makes texts of "null" and "00001"
+        # A mark, which _documents removes, makes texts of all cells, also of "null" and "00001". An
+        # empty cell stays empty: pandas knows by that a separator at the end of each row.
+        if builder == "csv":
             options |= {
-                "converters": {column: "\ufeff{}".format},
+                "converters": dict.fromkeys(range(9999), lambda cell: cell and "\ufeff" + cell),
+                "keep_default_na": False,
                 "sep": "\t" if ".tsv" in kind else ",",
                 "index_col": False,
             }
@@ -177,9 +180,9 @@ def _read(source, column):
     splits = {}
     for name, rows in found.items():
         if column not in rows.column_names:
-            known = ", ".join(rows.column_names)
             raise UserError(
-                f"{source} has no column {column!r}, but {known}: give one as --column="
+                f"{source} has no column {column!r}, but {', '.join(rows.column_names)}: "
+                "give one as --column="
             )
         kind = getattr(
             rows.features[column],
@@ -201,8 +204,7 @@ def _files_in(folder):
     folder above it. Linked folders are read too, hidden files are not.
     """
     # Which kind of file has the most bytes?
-    everything = glob.glob(glob.escape(folder) + "/**", recursive=True)
-    paths = sorted(filter(os.path.isfile, everything))
+    paths = sorted(filter(os.path.isfile, glob.glob(glob.escape(folder) + "/**", recursive=True)))
     sizes = collections.Counter()
     for path in paths:
         sizes[_kind_of(path)] += os.path.getsize(path)
@@ -223,8 +225,10 @@ def _files_in(folder):
             files[splits[-1]].append(path)
 
     counts = [f"{len(files[split])} for {split}" for split in files]
-    read = sum(map(len, files.values()))
-    print(f"{folder}: {kind} files: {', '.join(counts)}\nfiles not read: {len(paths) - read}")
+    print(
+        f"{folder}: {kind} files: {', '.join(counts)}\n"
+        f"files not read: {len(paths) - sum(map(len, files.values()))}"
+    )
     return kind, files
 
 

@@ -91,12 +91,16 @@ def load(path: str, verify: bool = True) -> dict:
     try:
         if verify and (record := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"its record {record} does not match its checksum")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # a checkpoint that was made smaller, to publish its model, may lack the first three
+        state = {"iter_num": 0, "best_val_loss": math.nan, "config": {}} | torch.load(
+            path, map_location="cpu", weights_only=True, mmap=True
+        )
 
         if "tokenizer" not in state:  # nanoGPT's, with buffers for masks
             weights = state["model"].items()
             state["model"] = {name: x for name, x in weights if not name.endswith(".attn.bias")}
             state["model_args"] = {"mlp": "gelu_exact"} | state["model_args"]
+        fields = state["model_args"]
     except Exception as error:  # unpickling a damaged file can raise any error
         if what := foreign(path):
             raise UserError(
@@ -113,7 +117,6 @@ def load(path: str, verify: bool = True) -> dict:
         raise UserError(
             f"{path} has version {state['version']} of checkpoints; this code reads {VERSION}"
         )
-    fields = state["model_args"]
     for field in sorted(fields.keys() - GPTConfig.__dataclass_fields__):
         value = fields.pop(field)
         if field not in LEFT or value not in (None, False, "none"):
@@ -209,7 +212,7 @@ def tokenizer_of(state: dict) -> tokenizers.Tokenizer:
     if "tokenizer" not in state:
         if state["model_args"]["vocab_size"] >= tokenizers.GPT2_VOCAB_SIZE:
             return tokenizers.GPT2Tokenizer()
-        meta = dataset.read_meta(dataset.folder_of(state["config"]["dataset"]))
+        meta = dataset.read_meta(dataset.folder_of(state["config"].get("dataset", "")))
     return tokenizers.tokenizer(meta["tokenizer"])
 
 

@@ -75,9 +75,8 @@ def muon(model: nn.Module, c: SimpleNamespace) -> list[torch.optim.Optimizer]:
     """Muon for the Linears' matrices inside the blocks; AdamW for all other parameters."""
     matrices = [m.weight for m in model.transformer.h.modules() if isinstance(m, nn.Linear)]
     by_muon = {*matrices}
-    settings = {"lr": c.muon_lr, "weight_decay": c.weight_decay, "momentum": c.muon_beta}
     return [
-        Muon(matrices, settings),
+        Muon(matrices, {"lr": c.muon_lr, "weight_decay": c.weight_decay, "momentum": c.muon_beta}),
         adamw([p for p in model.parameters() if p not in by_muon], c),
     ]
 

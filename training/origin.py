@@ -47,11 +47,12 @@ def origin(config: GPTConfig) -> dict:
         with contextlib.suppress(OSError, TypeError):  # not from a file; no function
             sources[name] = inspect.getsource(ATTENTION[name])
 
-    # the commit ends in -dirty if files were edited; without git it is git's error
-    command = f'git -C "{ROOT}" describe --always --dirty --exclude="*" --abbrev=40'
     return {
         "command": shlex.join(["python", *sys.argv]),
-        "commit": subprocess.getoutput(command),
+        # it ends in -dirty if files were edited; without git it is git's error
+        "commit": subprocess.getoutput(
+            f'git -C "{ROOT}" describe --always --dirty --exclude="*" --abbrev=40'
+        ),
         "versions": {"torch": str(torch.__version__)},
         "fingerprints": fingerprints(config),
         "sources": sources,

@@ -39,13 +39,12 @@ def gpt2(name: str) -> tuple[dict, Callable]:
             "tokenizer": {"kind": "gpt2"},
         }
 
-    shape = {
+    return {
         "n_layer": n_layer,
         "n_head": width // 64,
         "n_embd": width,
         "vocab_size": GPT2_VOCAB_SIZE,
-    }
-    return shape, read
+    }, read
 
 
 def gpt2_weights(theirs: dict) -> dict:
