@@ -305,4 +305,4 @@ def test_waiting_threads_give_a_busy_core_up(env):
     rest = {name: x for name, x in os.environ.items() if name not in names}
     code = "import configurator, os; print(os.environ.get('GOMP_SPINCOUNT'))"
     out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=rest | env, text=True)
-    assert out.strip() == (str(env.get("GOMP_SPINCOUNT")) if env else "100000")
+    assert out.strip() == (str(env.get("GOMP_SPINCOUNT")) if env else "50000")
