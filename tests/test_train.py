@@ -464,8 +464,8 @@ def test_nanogpts_checkpoint(train, run, tmp_path, data):
     refused(train("--init_from=resume"), "has no optimizer state")
 
     # only the model of it, as somebody may publish one
-    model = {"model": weights, "model_args": args}
-    torch.save(model, out_dir / "ckpt.pt")
+    model = {"model": gpt.state_dict(), "model_args": args}
+    torch.save(model, out_dir / "best.pt")
     refused(run(*sample), "there is no data set ''")
-    torch.save(model | {"tokenizer": meta["tokenizer"]}, out_dir / "ckpt.pt")
+    torch.save(model | {"tokenizer": meta["tokenizer"]}, out_dir / "best.pt")
     done(run(*sample), "step 0, ", "\nthe")
