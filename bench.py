@@ -160,10 +160,11 @@ def table(title: str, about: dict, rounds: dict, extra: dict) -> list[dict]:
     about: what all rows have in common. extra: {row: {name: number}}, of all rows or of none.
     """
     print(f"\n{title}", about)
+    first, *_ = rounds
     results = []
     for name, rows in rounds.items():
         median, spread = medians(rows)
-        ratio = ratios(rounds, name, next(iter(rounds)))
+        ratio = ratios(rounds, name, first)
         numbers = extra.get(name, {})
         results.append(
             {"subject": name, "median": median, "spread": spread, "ratio": ratio} | about | numbers

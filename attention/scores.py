@@ -17,8 +17,9 @@ from torch.nn import functional as F
 # project together. PyTorch itself uses this one.
 uncompiled = torch._disable_dynamo
 
-# MKL looks for the code of these functions at their first call. If two threads make that call at
-# once, one of them may get code for four digits (github.com/pytorch/pytorch/issues/188792).
+# MKL chooses the code of these functions at their first call. If two threads make that call at the
+# same time, one of them may get less exact code, of which four digits are right: PyTorch's issue
+# 188792. So one thread makes it here.
 for name in "cos erf exp log sin sqrt tanh".split():
     getattr(torch, name)(torch.ones(1))
 

@@ -216,9 +216,8 @@ def test_a_start_deletes_no_longer_run(train, tmp_path):
     """The first run has 6 steps, then 2 and 1; the last one takes the place of that with 2."""
     for steps in (6, 2, 1, 2):
         done(train(f"--max_iters={steps} --no-always_save_checkpoint"))
-    kept = ["previous", "previous-2", "previous-3"]
-    found = [state_of(tmp_path, f"{folder}/ckpt.pt")["iter_num"] for folder in kept]
-    assert found == [6, 2, 1]
+    for folder, steps in ("previous", 6), ("previous-2", 2), ("previous-3", 1):
+        assert state_of(tmp_path, f"{folder}/ckpt.pt")["iter_num"] == steps
     out = done(train("--max_iters=1"), "held a run: moved ckpt.pt, best.pt, log.jsonl to")
     assert "/previous-2\n" in out
 

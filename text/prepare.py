@@ -144,8 +144,8 @@ def _read(source, column):
         options = {"data_files": {split: list(map(glob.escape, files[split])) for split in files}}
         if builder == "text":
             options["sample_by"] = "document"
-        # A mark, which _documents removes, makes texts of all cells, also of "null" and "00001". An
-        # empty cell stays empty: pandas knows by that a separator at the end of each row.
+        # A mark, which _documents removes, makes texts of all cells, also of "null" and "00001".
+        # Empty cells stay empty: so pandas can tell a separator at the end of each row.
         if builder == "csv":
             options |= {
                 "converters": dict.fromkeys(range(9999), lambda cell: cell and "\ufeff" + cell),

@@ -91,8 +91,8 @@ def load(path: str, verify: bool = True) -> dict:
     try:
         if verify and (record := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"its record {record} does not match its checksum")
-        # a checkpoint that was made smaller, to publish its model, may lack the first three
-        state = {"iter_num": 0, "best_val_loss": math.nan, "config": {}} | torch.load(
+        # somebody may have taken all but the model out of it, to publish that
+        state = {"iter_num": 0, "best_val_loss": math.inf, "config": {}} | torch.load(
             path, map_location="cpu", weights_only=True, mmap=True
         )
 
@@ -320,9 +320,9 @@ def load_newest(out_dir: str) -> dict:
 
 
 def steps_in(folder: str) -> float:
-    """The steps of the newest checkpoint in a folder; NaN if it cannot be read."""
+    """The steps of the newest checkpoint in a folder; NaN if it cannot be read, or has none."""
     with contextlib.suppress(UserError):
-        return load_newest(folder)["iter_num"]
+        return load_newest(folder)["iter_num"] or math.nan
     return math.nan
 
 

@@ -49,7 +49,7 @@ def origin(config: GPTConfig) -> dict:
 
     return {
         "command": shlex.join(["python", *sys.argv]),
-        # it ends in -dirty if files were edited; without git it is git's error
+        # the commit ends in -dirty if files were edited; without git it is git's error
         "commit": subprocess.getoutput(
             f'git -C "{ROOT}" describe --always --dirty --exclude="*" --abbrev=40'
         ),

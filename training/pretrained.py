@@ -76,9 +76,7 @@ def config_of(name: str, changes: dict) -> tuple[GPTConfig, Callable]:
                 f"You can change {', '.join(FREE)}"
             )
 
-    source = SOURCES.get(name) or SOURCES.get("other")
-    if checkpoint.checkpoints_in(name):
-        source = run_in
+    source = run_in if checkpoint.checkpoints_in(name) else SOURCES.get(name, SOURCES.get("other"))
     if not source:
         raise UserError(
             f"{name!r} is not one of {', '.join(SOURCES)}, and no folder of a run "
