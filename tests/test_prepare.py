@@ -217,8 +217,8 @@ def test_a_folder_of_files_of_many_kinds(tmp_path, capsys):
 
 def test_a_data_set_saved_by_datasets(tmp_path):
     rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
-    datasets.DatasetDict(train=rows, validation=rows.select([1])).save_to_disk(tmp_path / "a")
-    assert written(tmp_path / "out", str(tmp_path / "a")) == (b"a\xffb\xff", b"b\xff")
+    datasets.DatasetDict(train=rows.select([1]), validation=rows).save_to_disk(tmp_path / "a")
+    assert written(tmp_path / "out", str(tmp_path / "a")) == (b"b\xff", b"a\xffb\xff")
 
 
 # -----------------------------------------------------------------------------
