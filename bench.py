@@ -166,9 +166,8 @@ def table(title: str, about: dict, rounds: dict, extra: dict) -> list[dict]:
         median, spread = medians(rows)
         ratio = ratios(rounds, name, first)
         numbers = extra.get(name, {})
-        results.append(
-            {"subject": name, "median": median, "spread": spread, "ratio": ratio} | about | numbers
-        )
+        row = {"subject": name, "median": median, "spread": spread, "ratio": ratio}
+        results.append(row | about | numbers)
 
         # name  forward 1.23 ± 4% 1.00x  backward ...  peak bytes 1,234
         cells = [

@@ -70,8 +70,8 @@ def cores() -> int:
 
 # OpenMP reads its variables when torch is loaded, so each script imports this file before torch: a
 # section of its own in pyproject.toml keeps that order. By default a thread that waits for another
-# one spins 300,000 times: too long where other programs run. On an idle machine 50,000 cost no
-# time, and 20,000 cost 2 to 6%.
+# one spins 300,000 times: too long where other programs run. On an idle machine 50,000
+# spins cost no time, and 20,000 cost 2 to 6%.
 cores()
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "50000")

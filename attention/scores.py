@@ -19,7 +19,7 @@ uncompiled = torch._disable_dynamo
 
 # MKL chooses the code of these functions at their first call. If two threads make that call at the
 # same time, one of them may get less exact code, of which four digits are right: PyTorch's issue
-# 188792. So one thread makes it here.
+# 188792. So this file makes the first call of each, in one thread.
 for name in "cos erf exp log sin sqrt tanh".split():
     getattr(torch, name)(torch.ones(1))
 

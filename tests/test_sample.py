@@ -86,7 +86,10 @@ def test_streamed_text_of_a_tokenizer_that_drops_a_texts_first_space():
 
 def test_from_another_working_directory(run, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flags = "--max_iters=2 --eval_iters=1 --device=cpu --sample_tokens=20 --out_dir=mine".split()
-    config = "config/train_shakespeare_char_cpu.py"
-    done(run("train.py", config, f"--dataset={data}", *flags), "a sample")
+    flags = (
+        "config/train_shakespeare_char_cpu.py "
+        f"--dataset={data} --max_iters=2 --eval_iters=1 --device=cpu --sample_tokens=20 "
+        "--out_dir=mine"
+    )
+    done(run("train.py", *flags.split()), "a sample")
     assert sorted(os.listdir("mine")) == "best.pt ckpt.pt lock lock.txt log.jsonl".split()

@@ -423,8 +423,15 @@ def test_nanogpts_checkpoint(train, run, tmp_path, data):
     """The file of nanoGPT's train.py: compiled names, mask buffers, a tensor as loss."""
     meta = dataset.read_meta(data)
     V = meta["vocab_size"]
-    args = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 32, "vocab_size": V}
-    args |= {"bias": False, "dropout": 0.0}
+    args = {
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 32,
+        "block_size": 32,
+        "vocab_size": V,
+        "bias": False,
+        "dropout": 0.0,
+    }
     gpt = GPT(GPTConfig(**args, mlp="gelu_exact"))
     x = torch.randint(V, (1, 32))
     params = list(gpt.parameters())

@@ -204,7 +204,8 @@ def _files_in(folder):
     folder above it. Linked folders are read too, hidden files are not.
     """
     # Which kind of file has the most bytes?
-    paths = sorted(filter(os.path.isfile, glob.glob(glob.escape(folder) + "/**", recursive=True)))
+    everything = glob.glob(glob.escape(folder) + "/**", recursive=True)
+    paths = sorted(filter(os.path.isfile, everything))
     sizes = collections.Counter()
     for path in paths:
         sizes[_kind_of(path)] += os.path.getsize(path)

@@ -91,10 +91,9 @@ def load(path: str, verify: bool = True) -> dict:
     try:
         if verify and (record := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"its record {record} does not match its checksum")
-        # somebody may have taken all but the model out of it, to publish that
-        state = {"iter_num": 0, "best_val_loss": math.inf, "config": {}} | torch.load(
-            path, map_location="cpu", weights_only=True, mmap=True
-        )
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # to publish a model, somebody may have taken all else out of its checkpoint
+        state = {"iter_num": 0, "best_val_loss": math.inf, "config": {}} | state
 
         if "tokenizer" not in state:  # nanoGPT's, with buffers for masks
             weights = state["model"].items()

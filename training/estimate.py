@@ -85,7 +85,6 @@ def report(config: GPTConfig, settings: dict) -> str:
     rows = settings["batch_size"] * settings["gradient_accumulation_steps"]
     tokens = rows * config.block_size * settings["max_iters"]
     work = flops(model) * tokens
-    time = duration(work / (MFU * int(number) * GPUS[gpu]))
 
     return f"""\
 parameters: {n:,}, {num_params(model):,} without position (and untied token) embeddings; \
@@ -94,4 +93,5 @@ FLOPs: {flops(model):,} per token, forward and backward; {work:.3g} in all
 tokens: {tokens:,} in {settings["max_iters"]:,} steps of {rows} x {config.block_size}
 memory of a process: {held / 2**30:.2f} GiB for weights, gradients and AdamW; \
 activations come on top
-time in half precision, at {MFU:.0%} of the peak rate: {time} on {settings["gpus"]}"""
+time in half precision, at {MFU:.0%} of the peak rate: \
+{duration(work / (MFU * int(number) * GPUS[gpu]))} on {settings["gpus"]}"""

@@ -76,7 +76,9 @@ def config_of(name: str, changes: dict) -> tuple[GPTConfig, Callable]:
                 f"You can change {', '.join(FREE)}"
             )
 
-    source = run_in if checkpoint.checkpoints_in(name) else SOURCES.get(name, SOURCES.get("other"))
+    source = SOURCES.get(name) or SOURCES.get("other")
+    if checkpoint.checkpoints_in(name):
+        source = run_in
     if not source:
         raise UserError(
             f"{name!r} is not one of {', '.join(SOURCES)}, and no folder of a run "

@@ -325,7 +325,8 @@ def default_prompt(tok: Tokenizer) -> tuple[str, list[int]]:
 def print_sample(c: SimpleNamespace, model: GPT, meta: dict, amp: object, device: str) -> None:
     """Prints text from the trained model, after the default prompt."""
     tok = tokenizer(meta["tokenizer"])
-    idx = torch.tensor([default_prompt(tok)[1]], device=device)
+    _, prompt = default_prompt(tok)
+    idx = torch.tensor([prompt], device=device)
     with amp:
         ids = model.eval().generate(idx, c.sample_tokens, 0.8, vocab_size=tok.n_vocab, seed=c.seed)
     imports = (f"--import={module}" for module in imported())
