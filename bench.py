@@ -124,8 +124,7 @@ def medians(rows: list[dict]) -> tuple[dict, dict]:
     median = {}
     spread = {}
     for key in rows[0]:
-        column = [row[key] for row in rows]
-        low, median[key], high = np.quantile(column, (0.25, 0.5, 0.75)).tolist()
+        low, median[key], high = np.quantile([row[key] for row in rows], (0.25, 0.5, 0.75)).tolist()
         spread[key] = (high - low) / 2 / median[key]
     return median, spread
 

@@ -114,7 +114,7 @@ with user_errors():
     # a resumed run has its saved settings, changed by the flags on the command line
     config, saved, weights = run.settings_of(config, given)  # saved: of a resumed run, or None
     globals().update(config)
-    run.check_flags(config)
+    sharing = run.check_flags(config)  # processes that share each sequence
     if dry_run:
         run.print_estimates(config)
         sys.exit()
@@ -156,11 +156,7 @@ with user_errors():
             f"vocab_size={vocab_size} is less than the {meta['vocab_size']} tokens of {dataset}"
         )
     data = {split: Tokens(data_dir, split, config["block_size"]) for split in ("train", "val")}
-    sharing = 1  # processes that share each sequence
-    parts = None  # and their context
-    if parallel == "context" and world > 1:
-        sharing = context_processes or world
-        parts = context.Parts(sharing, model)
+    parts = context.Parts(sharing, model) if sharing > 1 else None
     place = {"rank": rank // sharing, "world": world // sharing}  # among those that share none
 c = SimpleNamespace(**config)  # the settings as they are saved
 made_by = origin(model.config)
@@ -191,7 +187,7 @@ def to_device(x: Tensor, y: Tensor) -> tuple:
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The mean loss of a micro-batch."""
-    with amp:
+    with user_errors(), amp:
         return model(x, y, parts)[1]
 
 

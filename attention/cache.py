@@ -104,8 +104,7 @@ class Cache(Context):
         # short heads: a view of the last tokens would keep the memory of all of them
         if name in kept:
             new = torch.cat((kept[name], new), dim=-2)  # (B, G, window + T, D)
-        start = max(0, new.shape[-2] - window)
-        kept[name] = new[:, :, start:].clone()
+        kept[name] = new[:, :, max(0, new.shape[-2] - window) :].clone()
         return new
 
     @contextlib.contextmanager

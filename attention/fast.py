@@ -199,8 +199,9 @@ def sdpa(q, k, v, window=None, scale=None, dropout=0.0):
     mask = None
     if window is not None or 1 < Tq < T:
         mask = visible(q, k, window)
-    causal = mask is None and Tq > 1
-    y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale)
+    y = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None and Tq > 1, scale=scale
+    )
     return y[..., :Dv]
 
 

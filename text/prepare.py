@@ -112,8 +112,9 @@ def run(
 
     # A tokenizer whose vocabulary is made from the text
     if tokenizer == "sentencepiece":
-        lines = _sample(splits["train"], longest, cleaning)
-        tok = tokenizers.train_sentencepiece(lines, vocab_size)
+        tok = tokenizers.train_sentencepiece(
+            _sample(splits["train"], longest, cleaning), vocab_size
+        )
     elif tokenizer == "char":
         vocab = set()
         for row in itertools.chain(*splits.values()):
@@ -173,8 +174,9 @@ def _read(source, column):
             for path in itertools.chain(*files.values()):
                 read_text(path)  # raises a sentence that names the file
         error = error.__cause__ or error  # of a DatasetGenerationError
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"cannot read {source} ({why})") from None
+        raise UserError(
+            f"cannot read {source} ({type(error).__name__}: {' '.join(str(error).split())})"
+        ) from None
 
     # The column with the text, under the name "text"
     splits = {}
@@ -327,8 +329,7 @@ def tokenised(
     parts = [[]]
     for document in documents:
         parts += [*map(tok.ids, pieces(document)), boundary]
-    dtype = np.min_scalar_type(tok.n_vocab - 1)
-    ids = np.concatenate(parts, dtype=dtype, casting="unsafe")
+    ids = np.concatenate(parts, dtype=np.min_scalar_type(tok.n_vocab - 1), casting="unsafe")
 
     text = " ".join(documents)
     return {

@@ -70,8 +70,7 @@ class CharTokenizer(Tokenizer):
         self._id = {character: i for i, character in enumerate(vocab)}
 
     def ids(self, text):
-        unknown = sorted(set(text) - self._id.keys())
-        if unknown:
+        if unknown := sorted(set(text) - self._id.keys()):
             raise UserError(
                 f"the text holds {', '.join(map(repr, unknown[:10]))}, which the "
                 f"{len(self.vocab)} characters of this vocabulary do not include"

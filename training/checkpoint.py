@@ -96,8 +96,9 @@ def load(path: str, verify: bool = True) -> dict:
         state = {"iter_num": 0, "best_val_loss": math.inf, "config": {}} | state
 
         if "tokenizer" not in state:  # nanoGPT's, with buffers for masks
-            weights = state["model"].items()
-            state["model"] = {name: x for name, x in weights if not name.endswith(".attn.bias")}
+            state["model"] = {
+                name: x for name, x in state["model"].items() if not name.endswith(".attn.bias")
+            }
             state["model_args"] = {"mlp": "gelu_exact"} | state["model_args"]
         fields = state["model_args"]
     except Exception as error:  # unpickling a damaged file can raise any error
@@ -301,8 +302,7 @@ def checkpoints_in(folder: str) -> list[str]:
 
     After the best one come those of evaluations with other windows (best-00000500.pt).
     """
-    files = glob.glob("*.pt", root_dir=folder)
-    return sorted(filter(NAME.fullmatch, files), reverse=True)
+    return sorted(filter(NAME.fullmatch, glob.glob("*.pt", root_dir=folder)), reverse=True)
 
 
 def path_of(out_dir: str, which: str) -> str:
@@ -313,8 +313,9 @@ def path_of(out_dir: str, which: str) -> str:
 
 def load_newest(out_dir: str) -> dict:
     """The checkpoint with the most steps, perhaps the best. Errors: see load."""
-    names = checkpoints_in(out_dir) or [LATEST]
-    states = [load(join(out_dir, name), verify=False) for name in names]
+    states = [
+        load(join(out_dir, name), verify=False) for name in checkpoints_in(out_dir) or [LATEST]
+    ]
     return load(max(states, key=lambda state: state["iter_num"])["path"])
 
 

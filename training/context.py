@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention.cache import Context
+from attention.cache import Context, heads_of
 from attention.fast import in_rows, recompute
 from attention.forms import Heads
+from attention.scores import plain_form
 from attention.sums import linear_attention
 from errors import UserError, refuse
 from model import GPT
@@ -50,6 +51,13 @@ def halves(x: Tensor) -> tuple:
     return x.chunk(2, -2)
 
 
+def is_row_local(definition) -> bool:
+    """Whether an attention gives all queries at once what it gives a few of them, on an example."""
+    x = torch.randn(1, 1, 64, 16)
+    attend = plain_form(definition)
+    return torch.allclose(attend(x, x, x), in_rows(attend, x, x, x, 16), atol=1e-4)
+
+
 class Parts(Context):
     """The context of one of n processes that share their sequences. parts: which ones it has.
 
@@ -65,18 +73,19 @@ class Parts(Context):
 
         config = model.config.resolved()
         self.c, rest = divmod(config.block_size, self.n_parts)
-        before = max(config.window or 0, config.conv - 1)
-        own = {type(b.attn).__name__ for b in model.transformer.h if not hasattr(b.attn, "heads")}
+        whole = {type(b.attn).__name__ for b in model.transformer.h if not hasattr(b.attn, "heads")}
+        whole |= {heads.name for heads in heads_of(model) if not is_row_local(heads.definition)}
         refuse([
             (rest,
              f"block_size={config.block_size} must be a multiple of {self.n_parts}, twice "
              "the processes"),
-            (before > self.c,
+            (max(config.window or 0, config.conv - 1) > self.c,
              f"a part of {self.c} tokens is shorter than a window: use fewer processes"),
             (config.attn_dropout,
              "--parallel=context drops no attention weights: --attn_dropout=0"),
-            (own, f"--parallel=context cannot cut {', '.join(own)}, a layer of its own"),
-            (GPT.forward.__module__ != "model", "--parallel=context cuts no packed documents"),
+            (whole,
+             f"--parallel=context cannot cut {', '.join(whole)}: a layer of its own, or not "
+             "row-local"),
         ])  # fmt: skip
 
     def mine(self, x: Tensor) -> Tensor:
@@ -133,11 +142,11 @@ class Parts(Context):
         """Each part's queries, with the keys up to its end."""
         k, v = (heads.expand(torch.cat(self.in_order(halves(x)), -2)) for x in (k, v))
         run = partial(recompute, heads.run, **settings)  # no masks
-        outputs = []
-        for i, q in zip(self.parts, qs, strict=True):
-            end = self.c * (i + 1)
-            outputs.append(in_rows(run, q, k[..., :end, :], v[..., :end, :], QUERIES))
-        return outputs
+        ends = [self.c * (i + 1) for i in self.parts]
+        return [
+            in_rows(run, q, k[..., :end, :], v[..., :end, :], QUERIES)
+            for q, end in zip(qs, ends, strict=True)
+        ]
 
     def short(self, heads, qs, k, v, settings) -> list[Tensor]:
         """Each part with the window before it, whose own outputs are left out."""
@@ -157,8 +166,12 @@ class Parts(Context):
         ks, vs = halves(heads.expand(k)), halves(heads.expand(v))
         # views would keep the memory of both parts, and be copied again
         parts = [[x.contiguous() for x in part] for part in zip(qs, ks, vs, strict=True)]
-        own = partial(recompute, run, **settings)  # no features are kept
-        of_all = self.in_order([own(q[..., :0, :], k, v)[1] for q, k, v in parts])
+        of_all = self.in_order(
+            [
+                recompute(run, q[..., :0, :], k, v, **settings)[1]  # no features are kept
+                for q, k, v in parts
+            ]
+        )
 
         # before the parts 0, 1, ...; sums fade over a part as over one token of another decay
         none = [torch.zeros_like(x[:, :, :1]) for x in parts[0]]

@@ -28,8 +28,11 @@ def duration(seconds: float) -> str:
 def num_params(model: GPT, non_embedding: bool = True) -> int:
     """The number of parameters; non_embedding: without embeddings that are not also the head."""
     embeddings = "transformer.wpe" if model.config.tied else "transformer.w"  # or wpe and wte
-    left_out = embeddings if non_embedding else ()
-    return sum(p.numel() for name, p in model.named_parameters() if not name.startswith(left_out))
+    return sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if not (non_embedding and name.startswith(embeddings))
+    )
 
 
 def flops(model: GPT) -> int:

@@ -100,9 +100,9 @@ class Log:
                     f"{self.origin['command']!a}"
                 )
         except Timeout:
-            by = open(path + ".txt").read()
             raise UserError(
-                f"{self.c.out_dir} is in use by another training{by}. Take another --out_dir="
+                f"{self.c.out_dir} is in use by another training{open(path + '.txt').read()}. "
+                "Take another --out_dir="
             ) from None
         except (OSError, NotImplementedError):  # a file system without locks
             pass

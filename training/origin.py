@@ -35,8 +35,7 @@ def fingerprints(config: GPTConfig) -> dict[str, str]:
     """
     code = {name: code_of(ATTENTION[name]) for name in attentions(config)}
     for module, source in imported().items():
-        text = ast.unparse(ast.parse(source))
-        code[module] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        code[module] = hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:16]
     return code
 
 
@@ -61,9 +60,8 @@ def origin(config: GPTConfig) -> dict:
 
 def note_changes(saved: dict, config: GPTConfig, path: str) -> None:
     """Says which code of a checkpoint's model is another now. saved: its origin, or {}."""
-    trained = saved.get("fingerprints", {})
     now = fingerprints(config).items()
-    changed = [name for name, code in now if trained.get(name, code) != code]
+    changed = [name for name, code in now if saved.get("fingerprints", {}).get(name, code) != code]
     if changed:
         note(
             f"{path}: the code of {', '.join(changed)} (or of attention/scores.py) is not what "

@@ -32,10 +32,9 @@ def gpt2(name: str) -> tuple[dict, Callable]:
 
     def read():
         transformers = optional("transformers", f"--init_from={name}")
-        theirs = transformers.GPT2LMHeadModel.from_pretrained(name)
         return {
             "path": name,
-            "model": gpt2_weights(theirs.state_dict()),
+            "model": gpt2_weights(transformers.GPT2LMHeadModel.from_pretrained(name).state_dict()),
             "tokenizer": {"kind": "gpt2"},
         }
 

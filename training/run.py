@@ -117,15 +117,18 @@ def merge_saved_settings(
     return settings
 
 
-def check_flags(config: dict) -> None:
-    """Raises UserError for settings that are wrong, alone or together."""
+def check_flags(config: dict) -> int:
+    """The number of processes that share a sequence.
+
+    Raises UserError for settings that are wrong, alone or together.
+    """
     c = SimpleNamespace(**config)
     at_least_one(**{name: config[name] for name in AT_LEAST_ONE})
 
     decays = c.decay_lr and c.schedule != "constant"
     rows = c.batch_size * c.gradient_accumulation_steps
     world = distributed.world
-    sharing = 1  # processes that share a sequence
+    sharing = 1
     if c.parallel == "context":
         sharing = c.context_processes or world
 
@@ -149,6 +152,7 @@ def check_flags(config: dict) -> None:
          f"the {rows} sequences of a step cannot be divided among {world // sharing} processes: "
          f"make --gradient_accumulation_steps a multiple of {world // sharing}"),
     ])  # fmt: skip
+    return sharing
 
 
 def print_estimates(config: dict) -> None:

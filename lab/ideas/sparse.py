@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.cache import Cache, Context
+from attention.cache import Cache
 from attention.scores import of_token, plain_form
 from errors import UserError
 from lab.ideas.scores import Long
@@ -126,9 +126,8 @@ class Selective(Long):
             heads.run = plain_form(heads.definition)
 
     def forward(self, x, context=None):
-        # where a text is cut, this raises: all rows are needed at once
-        before = (context or Context()).state.get(self, x[:, :0])
         if isinstance(context, Cache):
+            before = context.state.get(self, x[:, :0])
             context.state[self] = torch.cat((before, x), dim=1)
             return super().forward(context.state[self])[:, -x.shape[1] :]
         return super().forward(x, context)
