@@ -167,8 +167,7 @@ class GPTConfig:
     def layer_heads(self, layer: int) -> str:
         """The heads of one layer as they were written, a letter each, such as 'SSSL'."""
         layers = self.heads.split("/")
-        pattern = layers[layer % len(layers)]
-        return (pattern * self.n_head)[: self.n_head]
+        return (layers[layer % len(layers)] * self.n_head)[: self.n_head]
 
 
 class CausalSelfAttention(nn.Module):
@@ -350,8 +349,9 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
         # The last matrix of each attention and MLP begins with GPT-2's std, or with zero_init at 0.
         # If a norm follows the matrix (sandwich, olmo2), the norm begins at 0 instead.
-        zero = c.zero_init and not WHERE[c.where][1]
-        std = 0.0 if zero else 0.02 / math.sqrt(2 * c.n_layer)
+        std = 0.02 / math.sqrt(2 * c.n_layer)
+        if c.zero_init and not WHERE[c.where][1]:
+            std = 0.0
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(p, std=std)

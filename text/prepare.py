@@ -60,7 +60,16 @@ def run_with_flags(script: dict) -> None:
     """Prepare the text that the flags of data/*/prepare.py name. script: its globals()."""
     config, _ = configure(script)
     config["out_dir"] = config["out_dir"] or os.path.dirname(script["__file__"])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as by Ctrl-C
+    main = os.getpid()
+
+    # SIGTERM ends it as Ctrl-C does. Pools of processes end by SIGTERM too: there an error would be
+    # lost while Python frees an object, and the pool would wait forever
+    def end(number, frame):
+        if os.getpid() != main:
+            os._exit(1)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
     with user_errors():
         run(**config)
     print(f"train.py and eval.py take it as --dataset={config['out_dir']}")
@@ -206,8 +215,7 @@ def _files_in(folder):
     folder above it. Linked folders are read too, hidden files are not.
     """
     # Which kind of file has the most bytes?
-    everything = glob.glob(glob.escape(folder) + "/**", recursive=True)
-    paths = sorted(filter(os.path.isfile, everything))
+    paths = sorted(filter(os.path.isfile, glob.glob(glob.escape(folder) + "/**", recursive=True)))
     sizes = collections.Counter()
     for path in paths:
         sizes[_kind_of(path)] += os.path.getsize(path)
@@ -222,10 +230,11 @@ def _files_in(folder):
     # The last word for a split decides: a file's own name comes after its folders' names.
     files = collections.defaultdict(list)
     for path in paths:
-        words = SPLIT.finditer(os.path.relpath(path, folder))
-        splits = ["train", *(word.lastgroup for word in words)]
+        split = "train"
+        for word in SPLIT.finditer(os.path.relpath(path, folder)):
+            split = word.lastgroup
         if _kind_of(path) == kind:
-            files[splits[-1]].append(path)
+            files[split].append(path)
 
     counts = [f"{len(files[split])} for {split}" for split in files]
     print(
@@ -325,10 +334,9 @@ def tokenised(
     """
     # The ids of each document, and of the boundary after it
     documents = _documents(text, **cleaning)
-    boundary = [tok.eot] if end else []
     parts = [[]]
     for document in documents:
-        parts += [*map(tok.ids, pieces(document)), boundary]
+        parts += [*map(tok.ids, pieces(document)), [tok.eot] if end else []]
     ids = np.concatenate(parts, dtype=np.min_scalar_type(tok.n_vocab - 1), casting="unsafe")
 
     text = " ".join(documents)

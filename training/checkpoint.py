@@ -137,8 +137,9 @@ def foreign(path: str) -> str:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         kinds = [(type(name, (), EMPTY), name) for name in names]
         with contextlib.suppress(Exception), torch.serialization.safe_globals(kinds):
-            state = torch.load(path, weights_only=True, mmap=True)
-            for place, x in tree_flatten_with_path(state)[0]:
+            for place, x in tree_flatten_with_path(torch.load(path, mmap=True, weights_only=True))[
+                0
+            ]:
                 if type(x) in dict(kinds):
                     return f"{keystr(place) or 'it'} is a {type(x).__name__}"
         return f"it has a {max(names)}"  # the last in the alphabet comes after builtins

@@ -64,8 +64,10 @@ def settings_of(config: dict, given: dict) -> tuple[dict, dict | None, Callable 
         return pretrained(config, given)
 
     saved = checkpoint.load_newest(out_dir)
-    why = "started again by torchrun" if is_restart else "resume"
-    say(f"{why}: going on from {saved['path']}, step {saved['iter_num']}")
+    say(
+        f"{'started again by torchrun' if is_restart else 'resume'}: "
+        f"going on from {saved['path']}, step {saved['iter_num']}"
+    )
 
     fixed = {*DEFAULTS, "optimizer"} - {*TRAINING}  # what weights and optimizer depend on
     if saved["model_args"].get("position", "learned") != "learned":
