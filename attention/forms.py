@@ -173,8 +173,10 @@ class Heads:
 
         No slice where they are all heads: slicing copies in the backward pass.
         """
-        pairs = (q, self.queries), (k, self.keys), (v, self.keys)
-        return [x if part == slice(0, x.shape[1]) else x[:, part] for x, part in pairs]
+        return [
+            x if part == slice(0, x.shape[1]) else x[:, part]
+            for x, part in ((q, self.queries), (k, self.keys), (v, self.keys))
+        ]
 
     def expand(self, x: Tensor) -> Tensor:
         """A key or a value for each of their query heads, from those that `select` gave."""

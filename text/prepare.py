@@ -60,16 +60,17 @@ def run_with_flags(script: dict) -> None:
     """Prepare the text that the flags of data/*/prepare.py name. script: its globals()."""
     config, _ = configure(script)
     config["out_dir"] = config["out_dir"] or os.path.dirname(script["__file__"])
-    main = os.getpid()
 
-    # SIGTERM ends it as Ctrl-C does. Pools of processes end by SIGTERM too: there an error would be
-    # lost while Python frees an object, and the pool would wait forever
-    def end(number, frame):
-        if os.getpid() != main:
-            os._exit(1)
-        raise KeyboardInterrupt
+    # SIGTERM ends this process as Ctrl-C does. `datasets` ends its own processes by SIGTERM, where
+    # Python can lose a signal that it handles, and this process would wait forever.
+    def end_as_by_ctrl_c():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    signal.signal(signal.SIGTERM, end)
+    end_as_by_ctrl_c()
+    os.register_at_fork(
+        before=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+        after_in_parent=end_as_by_ctrl_c,
+    )
     with user_errors():
         run(**config)
     print(f"train.py and eval.py take it as --dataset={config['out_dir']}")
