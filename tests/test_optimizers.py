@@ -54,8 +54,7 @@ def check_groups(name: str, fields: dict) -> None:
 @parametrize("given, eps", [(None, 1e-8), (0.0, 0.0)])
 def test_epsilon(name, given, eps):
     """The flag's or, without it, the optimizer's own; Muon itself has none."""
-    settings = SimpleNamespace(**vars(SETTINGS) | {"adam_eps": given})
-    adam = OPTIMIZER[name](model(), settings)[-1]
+    adam = OPTIMIZER[name](model(), SimpleNamespace(**vars(SETTINGS) | {"adam_eps": given}))[-1]
     assert all(group["eps"] == eps for group in adam.param_groups)
 
 

@@ -72,8 +72,7 @@ def test_a_run_keeps_what_made_it(own, train, run, tmp_path):
     assert set(saved["sources"]) == {"own", module, "math"}
     assert not saved["sources"]["math"]  # it has none
     assert "def own_attention" in saved["sources"]["own"]
-    result = run("training.checkpoint", tmp_path / "out" / "ckpt.pt")
-    out = done(result, "def own_attention", module)
+    out = done(run("training.checkpoint", tmp_path / "out/ckpt.pt"), "def own_attention", module)
     assert f"--import={module}" in out
 
 

@@ -4,8 +4,10 @@ import gzip
 import inspect
 import itertools
 import json
+import multiprocessing
 import os
 import random
+import signal
 import sys
 import sysconfig
 from pathlib import Path
@@ -44,8 +46,7 @@ def write_files(folder, texts):
 
 def write_rows(path, texts, **columns):
     """Write each text as a row of a .parquet, .json (of lines) or .csv file; return its path."""
-    ids = [*range(len(texts))]
-    rows = datasets.Dataset.from_dict({"id": ids, "text": texts} | columns)
+    rows = datasets.Dataset.from_dict({"id": [*range(len(texts))], "text": texts} | columns)
     getattr(rows, f"to_{path.suffix[1:]}")(path, batch_size=2)
     return str(path)
 
@@ -147,8 +148,8 @@ def test_shakespeare_is_nanogpts(run, tmp_path, monkeypatch):
 @slow
 def test_the_source_of_pythons_library(run, tmp_path):
     done(run("data/python/prepare.py", f"--out_dir={tmp_path}"), "val has 800,", "vocab size: 256")
-    meta = dataset.read_meta(tmp_path)
-    assert f"/python-{sys.version.split()[0]}.txt" in meta["source"]["from"]
+    source = dataset.read_meta(tmp_path)["source"]["from"]
+    assert f"/python-{sys.version.split()[0]}.txt" in source
     first = Path(sysconfig.get_path("stdlib"), "__future__.py").read_bytes()
     assert Tokens(tmp_path, "train", 8).ids[: len(first)].tobytes() == first
 
@@ -254,11 +255,11 @@ def test_marks_between_documents(kind, tmp_path, capsys):
     assert f"\n{END} stands 15 times in this text, as plain text: with" in capsys.readouterr().out
     prepared(tmp_path / "out", str(path), split_documents=True, **settings)
     assert "plain text" not in capsys.readouterr().out
-    meta = dataset.read_meta(tmp_path / "out")
-    assert {file["documents"] for file in meta["files"].values()} == {15}
-    tok = tokenizer_of(tmp_path / "out")
-    ids = Tokens(tmp_path / "out", "train", 0).ids.tolist()
-    assert tok.decode(ids) == "".join(story + END for story in stories[:15])
+    files = dataset.read_meta(tmp_path / "out")["files"].values()
+    assert {file["documents"] for file in files} == {15}
+    ids = Tokens(tmp_path / "out", "train", 0).ids
+    text = "".join(story + END for story in stories[:15])
+    assert tokenizer_of(tmp_path / "out").decode(ids) == text
 
 
 def test_the_sources_own_splits(tmp_path):
@@ -357,6 +358,8 @@ def test_the_tokens_of_another_data_set(run, folder, tmp_path, monkeypatch):
     flags = "--source=zebras --out_dir=c --tokenizer=char/ --val_share=0.5".split()
     refused(run(SCRIPT, *flags, "--num_workers=2"), "the text holds 'Z', which the")
     assert [*tmp_path.glob("c/*")] == []
+    with multiprocessing.Pool(1) as pool:  # see run_with_flags
+        assert pool.apply(signal.getsignal, [signal.SIGTERM]) == signal.SIG_DFL
 
 
 # -----------------------------------------------------------------------------

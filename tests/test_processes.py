@@ -92,8 +92,7 @@ def test_a_sequence_over_several_processes(train, tmp_path, flags):
     """Two, four, and two groups of two have one process's losses and norms of the gradient."""
     cut = "--parallel=context"
     ways = [(1, ""), (2, cut), (4, cut), (4, f"{cut} --context_processes=2")]
-    steps = "--max_iters=6 --eval_interval=6 --block_size=64"
-    same_curve(train, tmp_path, ways, flags, steps)
+    same_curve(train, tmp_path, ways, flags, "--max_iters=6 --eval_interval=6 --block_size=64")
 
 
 @parametrize(
@@ -104,6 +103,7 @@ def test_a_sequence_over_several_processes(train, tmp_path, flags):
         ("--attn_dropout=0.1", "drops no attention weights"),
         ("--import=lab.ideas.gated_delta --attention=gated_delta --position=none", "GatedDelta"),
         ("--import=lab.ideas.sparse --attention=selective", "selective_scores: a layer of its own"),
+        ("--import=lab.ideas.fading --attention=wall --position=none", "this layer keeps a state"),
         ("--context_processes=3", "context_processes=3 does not divide 2 processes"),
     ],
 )
@@ -146,8 +146,7 @@ def test_each_process_drops_other_numbers(train, tmp_path):
     for dropout in (0.0, 0.5):
         for n in (1, 2):
             flags = f"--dropout={dropout} --batch_size=1 --max_iters=1"
-            steps = f"--gradient_accumulation_steps={n}"
-            train(n, flags, steps, before=same_rows)
+            train(n, flags, f"--gradient_accumulation_steps={n}", before=same_rows)
             first[dropout, n] = rows(tmp_path, "loss")[0]
     assert first[0.0, 2] == pytest.approx(first[0.0, 1], abs=1e-6)
     assert abs(first[0.5, 2] - first[0.5, 1]) > 1e-3
@@ -192,9 +191,8 @@ def after():
 @parametrize("parallel", ["ddp", "fsdp"])
 def test_all_stop_at_the_same_step(train, tmp_path, parallel):
     """A signal to one of them, while it computes its fifth step."""
-    plant = PLANT.format(plant="os.kill(os.getpid(), 15)")
     flags = f"--max_iters=100 --sample_tokens=9 --eval_interval=100 --parallel={parallel}"
-    out, err = train(2, flags, before=plant, code=143)
+    out, err = train(2, flags, before=PLANT.format(plant="os.kill(os.getpid(), 15)"), code=143)
     assert "stopped by signal after 5 steps" in out and "a sample" not in out, err
     assert state_of(tmp_path)["iter_num"] == len(rows(tmp_path, "loss")) == 5
 
@@ -247,8 +245,8 @@ def test_eval_in_shares(train, workers, data, tmp_path):
 
 def test_more_processes_than_rows_of_a_weight(train, tmp_path):
     """An empty shard of the embedding, which is also the head."""
-    tok = tokenizers.CharTokenizer("abc\n")  # in shares of 2, 2 and 0
-    write(tmp_path / "few", tok, {"train": "abc\n" * 100, "val": "abc\n" * 20}, {})
+    texts = {"train": "abc\n" * 100, "val": "abc\n" * 20}
+    write(tmp_path / "few", tokenizers.CharTokenizer("abc\n"), texts, {})  # shares of 2, 2 and 0
     flags = f"--parallel=fsdp --batch_size=3 --dataset={tmp_path / 'few'}"
     train(3, flags, "--max_iters=5")
     out, err = train(3, flags, "--init_from=resume --max_iters=7 --sample_tokens=9")

@@ -70,8 +70,7 @@ def test_eval_is_the_mean_over_all_tokens(train, run, data, tmp_path):
     assert printed["loss"] == pytest.approx(mean, abs=1e-4)
     assert printed["perplexity token"] == pytest.approx(math.exp(mean), abs=1e-2)
     assert printed["perplexity word"] == pytest.approx(math.exp(total / entry["words"]), rel=1e-3)
-    bits = total / math.log(2) / entry["bytes"]
-    assert printed["bits per byte"] == pytest.approx(bits, abs=1e-4)
+    assert printed["bits per byte"] == pytest.approx(total / math.log(2) / entry["bytes"], abs=1e-4)
 
 
 def test_a_text_without_a_line_end_or_a_space(train, run, tmp_path):

@@ -111,11 +111,10 @@ def test_the_globals_of_the_loop_are_the_models(train, run, tmp_path, data, monk
 
 def evaluated(state, data, n) -> float:
     """The mean loss of a checkpoint on n windows of the validation split, evenly spaced."""
-    gpt = checkpoint.model_of(state).eval()
     ids = torch.from_numpy(dataset.Tokens(data, "val", 32).ids.astype(int))
     places = np.linspace(0, len(ids) - 33, n).astype(int)
     x = torch.stack([ids[i : i + 33] for i in places])
-    return gpt(x[:, :-1], x[:, 1:])[1].item()
+    return checkpoint.model_of(state).eval()(x[:, :-1], x[:, 1:])[1].item()
 
 
 def test_evaluation_leaves_training_alone(train, tmp_path, data):

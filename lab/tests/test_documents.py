@@ -122,8 +122,7 @@ def validation_loss(state: dict, docs: str, packed: bool) -> float:
     total = 0.0
     for x, y in tokens.strided(16, 4):
         context = Documents(positions_in_documents(x, 255)) if packed else Context()
-        loss = gpt.predict(gpt.hidden(x, context), y)[1]
-        total += loss.item() * (y >= 0).sum().item()
+        total += gpt.predict(gpt.hidden(x, context), y)[1].item() * (y >= 0).sum().item()
     return total / (len(tokens) - 1)
 
 

@@ -65,8 +65,7 @@ def tables(out):
     """The tables in what a script printed: rows of cells, without the heads."""
     found = []
     for table in re.findall(r"^\|---.*\n((?:\| .*\n)+)", out, re.MULTILINE):
-        rows = table.splitlines()
-        found.append([row.strip("| ").split(" | ") for row in rows])
+        found.append([row.strip("| ").split(" | ") for row in table.splitlines()])
     return found
 
 

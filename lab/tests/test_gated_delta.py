@@ -16,8 +16,7 @@ DOCUMENTS = Documents(torch.arange(140).expand(2, -1) % 90)  # two in each row
 @pytest.fixture
 def layer():
     """A layer that remembers about 50 tokens."""
-    c = GPTConfig(n_head=2, n_embd=12, conv=3)
-    layer = randomised(GatedDelta(c.resolved(), 0))
+    layer = randomised(GatedDelta(GPTConfig(n_head=2, n_embd=12, conv=3).resolved(), 0))
     layer.log_A.data.fill_(-4.0)
     return layer.double()
 

@@ -43,8 +43,7 @@ def test_targets_are_the_answers_and_the_rest_has_none(task, n):
     x, y = drawn(task, n)
     for tokens, targets in zip(x.tolist(), y.tolist(), strict=True):
         answers = solved(task, tokens, n)
-        others = len(tokens) - len(answers)
-        assert targets == [-1] * others + answers
+        assert targets == [-1] * (len(tokens) - len(answers)) + answers
 
 
 def test_accuracy_counts_the_answers_alone():
