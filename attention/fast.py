@@ -92,9 +92,8 @@ def numbers_held(definition: Callable) -> tuple[float, float]:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             # the output is held, so that its graph frees nothing, and no address comes twice
             _ = plain_form(definition)(x, x, x)
-            per_channel = sum(n >= Dv for n in kept.values())
-            per_score = sum(n for n in kept.values() if 1 <= n < Dv)
-    return per_score, per_channel
+            counts = kept.values()
+            return sum(n for n in counts if 1 <= n < Dv), sum(n >= Dv for n in counts)
 
 
 # -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from attention.forms import Heads
 from attention.scores import plain_form
 from attention.sums import linear_attention
 from errors import UserError, refuse
-from model import GPT
+from model import GPT, CausalSelfAttention
 from training.distributed import rank
 
 QUERIES = 512  # of long heads at a time: a mask of all would take too much memory
@@ -73,7 +73,11 @@ class Parts(Context):
 
         config = model.config.resolved()
         self.c, rest = divmod(config.block_size, self.n_parts)
-        whole = {type(b.attn).__name__ for b in model.transformer.h if not hasattr(b.attn, "heads")}
+        whole = {
+            type(b.attn).__name__
+            for b in model.transformer.h
+            if type(b.attn).forward != CausalSelfAttention.forward
+        }
         whole |= {heads.name for heads in heads_of(model) if not is_row_local(heads.definition)}
         refuse([
             (rest,
@@ -84,8 +88,8 @@ class Parts(Context):
             (config.attn_dropout,
              "--parallel=context drops no attention weights: --attn_dropout=0"),
             (whole,
-             f"--parallel=context cannot cut {', '.join(whole)}: a layer of its own, or not "
-             "row-local"),
+             f"--parallel=context cannot cut {', '.join(sorted(whole))}: a layer of its own "
+             "(with another forward than CausalSelfAttention), or not row-local"),
         ])  # fmt: skip
 
     def mine(self, x: Tensor) -> Tensor:
