@@ -190,8 +190,8 @@ def _layer(fields, x, plain=False):
     if not (fields or plain):
         return sdpa
     torch.manual_seed(seed)  # both forms get the same weights of a position
-    n_embd = n_head * x.shape[-1]
-    T = x.shape[-2]
+    T, D = x.shape[-2:]
+    n_embd = n_head * D
     gpt = GPT(GPTConfig(T, vocab_size=1, n_layer=1, n_head=n_head, n_embd=n_embd, **fields))
     if plain:
         run_definitions(gpt)

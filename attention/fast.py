@@ -92,7 +92,7 @@ def numbers_held(definition: Callable) -> tuple[float, float]:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             # the output is held, so that its graph frees nothing, and no address comes twice
             _ = plain_form(definition)(x, x, x)
-            counts = kept.values()
+            counts = kept.values()  # those of each score, and of each channel as well
             return sum(n for n in counts if 1 <= n < Dv), sum(n >= Dv for n in counts)
 
 

@@ -4,7 +4,6 @@ import gzip
 import inspect
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -21,6 +20,7 @@ from text.dataset import Tokens
 from text.tokenizers import END
 
 datasets = pytest.importorskip("datasets")
+multiprocess = pytest.importorskip("multiprocess")
 
 SCRIPT = "data/text/prepare.py"
 
@@ -358,8 +358,11 @@ def test_the_tokens_of_another_data_set(run, folder, tmp_path, monkeypatch):
     flags = "--source=zebras --out_dir=c --tokenizer=char/ --val_share=0.5".split()
     refused(run(SCRIPT, *flags, "--num_workers=2"), "the text holds 'Z', which the")
     assert [*tmp_path.glob("c/*")] == []
-    with multiprocessing.Pool(1) as pool:  # see run_with_flags
-        assert pool.apply(signal.getsignal, [signal.SIGTERM]) == signal.SIG_DFL
+    process = multiprocess.Process(target=signal.pause)
+    process.start()
+    process.terminate()  # as a pool does
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 # -----------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_a_sequence_over_several_processes(train, tmp_path, flags):
         ("--heads=SL --window=9", "a part of 8 tokens is shorter than a window"),
         ("--attn_dropout=0.1", "drops no attention weights"),
         ("--import=lab.ideas.gated_delta --attention=gated_delta --position=none", "GatedDelta"),
-        ("--import=lab.ideas.sparse --attention=selective", "selective_scores: a layer"),
+        ("--import=lab.ideas.sparse --attention=selective", "selective_scores: a query"),
         ("--import=lab.ideas.fading --attention=wall --position=none", "this layer keeps a state"),
         ("--context_processes=3", "context_processes=3 does not divide 2 processes"),
     ],

@@ -60,17 +60,7 @@ def run_with_flags(script: dict) -> None:
     """Prepare the text that the flags of data/*/prepare.py name. script: its globals()."""
     config, _ = configure(script)
     config["out_dir"] = config["out_dir"] or os.path.dirname(script["__file__"])
-
-    # SIGTERM ends this process as Ctrl-C does. `datasets` ends its own processes by SIGTERM, where
-    # Python can lose a signal that it handles, and this process would wait forever.
-    def end_as_by_ctrl_c():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    end_as_by_ctrl_c()
-    os.register_at_fork(
-        before=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
-        after_in_parent=end_as_by_ctrl_c,
-    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as by Ctrl-C
     with user_errors():
         run(**config)
     print(f"train.py and eval.py take it as --dataset={config['out_dir']}")
@@ -335,9 +325,10 @@ def tokenised(
     """
     # The ids of each document, and of the boundary after it
     documents = _documents(text, **cleaning)
+    boundary = [tok.eot] * end
     parts = [[]]
     for document in documents:
-        parts += [*map(tok.ids, pieces(document)), [tok.eot] if end else []]
+        parts += [*map(tok.ids, pieces(document)), boundary]
     ids = np.concatenate(parts, dtype=np.min_scalar_type(tok.n_vocab - 1), casting="unsafe")
 
     text = " ".join(documents)
@@ -355,6 +346,12 @@ def _tokenised_rows(rows, options, num_workers):
     """Return `tokenised` of each row, in order."""
     if isinstance(rows, list):
         return (tokenised(row["text"], **options) for row in rows)
+
+    # A pool ends its processes by SIGTERM, and waits for them. A new process forgets a signal that
+    # Python handles, as run_with_flags makes it: the pool would wait forever. None forgets SIGKILL.
+    from multiprocess.process import BaseProcess  # of `datasets`
+
+    BaseProcess.terminate = BaseProcess.kill
     return rows.map(
         tokenised,
         input_columns="text",

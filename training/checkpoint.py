@@ -23,7 +23,7 @@ from os.path import exists, join
 from configurator import user_errors
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from errors import NotFinite, UserError, first_line
 from model import GPT, GPTConfig
@@ -137,9 +137,8 @@ def foreign(path: str) -> str:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         kinds = [(type(name, (), EMPTY), name) for name in names]
         with contextlib.suppress(Exception), torch.serialization.safe_globals(kinds):
-            for place, x in tree_flatten_with_path(torch.load(path, mmap=True, weights_only=True))[
-                0
-            ]:
+            state = torch.load(path, weights_only=True, mmap=True)
+            for place, x in tree_leaves_with_path(state):
                 if type(x) in dict(kinds):
                     return f"{keystr(place) or 'it'} is a {type(x).__name__}"
         return f"it has a {max(names)}"  # the last in the alphabet comes after builtins

@@ -60,8 +60,10 @@ def origin(config: GPTConfig) -> dict:
 
 def note_changes(saved: dict, config: GPTConfig, path: str) -> None:
     """Says which code of a checkpoint's model is another now. saved: its origin, or {}."""
-    now = fingerprints(config).items()
-    changed = [name for name, code in now if saved.get("fingerprints", {}).get(name, code) != code]
+    trained = saved.get("fingerprints", {})
+    changed = [
+        name for name, code in fingerprints(config).items() if trained.get(name, code) != code
+    ]
     if changed:
         note(
             f"{path}: the code of {', '.join(changed)} (or of attention/scores.py) is not what "

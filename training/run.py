@@ -120,9 +120,9 @@ def merge_saved_settings(
 
 
 def check_flags(config: dict) -> int:
-    """The number of processes that share a sequence.
+    """Checks settings, alone and together. Returns the number of processes that share a sequence.
 
-    Raises UserError for settings that are wrong, alone or together.
+    Raises UserError for wrong ones.
     """
     c = SimpleNamespace(**config)
     at_least_one(**{name: config[name] for name in AT_LEAST_ONE})
@@ -149,7 +149,8 @@ def check_flags(config: dict) -> int:
         # how many processes there are
         (c.context_processes and c.parallel != "context",
          f"context_processes={c.context_processes} needs --parallel=context"),
-        (world % sharing, f"context_processes={sharing} does not divide {count(world, 'process')}"),
+        (sharing < 1 or world % sharing,
+         f"context_processes={sharing} does not divide {count(world, 'process')}"),
         (rows * sharing % world,
          f"the {rows} sequences of a step cannot be divided among {world // sharing} processes: "
          f"make --gradient_accumulation_steps a multiple of {world // sharing}"),

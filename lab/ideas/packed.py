@@ -12,7 +12,6 @@ from lab.ideas.documents import Documents, positions_in_documents
 from model import GPT
 from text.dataset import Tokens
 from text.tokenizers import tokenizer
-from training.context import Parts
 
 forward = GPT.forward
 open_tokens = Tokens.__init__
@@ -32,9 +31,7 @@ def open_documents(self, folder: str, *args, **kwargs) -> None:
 
 
 def forward_in_documents(self, idx, targets=None, cache=None) -> tuple:
-    """GPT.forward. A cache holds one document. Raises UserError where sequences are cut."""
-    if isinstance(cache, Parts):
-        raise UserError("--parallel=context cuts no packed documents")
+    """GPT.forward. A cache holds one document."""
     if cache is not None or not boundaries:
         return forward(self, idx, targets, cache)
     context = Documents(positions_in_documents(idx, boundaries[-1]))
