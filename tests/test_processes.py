@@ -105,6 +105,7 @@ def test_a_sequence_over_several_processes(train, tmp_path, flags):
         ("--import=lab.ideas.sparse --attention=selective", "selective_scores: a query"),
         ("--import=lab.ideas.fading --attention=wall --position=none", "this layer keeps a state"),
         ("--context_processes=3", "context_processes=3 does not divide 2 processes"),
+        ("--context_processes=-1", "context_processes=-1 does not divide 2 processes"),
     ],
 )
 def test_what_cannot_be_cut(train, flags, says):
