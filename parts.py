@@ -269,10 +269,11 @@ DECAY = {
 
 def learned_scalars(layer_heads: list) -> nn.ParameterDict:
     """{name: (H,)} of the learned scalars of a layer, 0 in heads that do not ask for one."""
+    H = layer_heads[-1].queries.stop
     numbers = nn.ParameterDict()
     for heads in layer_heads:
         for name, start in heads.scalars.items():
-            number = numbers.setdefault(name, torch.zeros(layer_heads[-1].queries.stop))
+            number = numbers.setdefault(name, torch.zeros(H))
             number.data[heads.queries] = start
     return numbers
 

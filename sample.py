@@ -95,13 +95,14 @@ def main() -> None:
 
     # the prompt
     text, prompt = default_prompt(tok) if start == "\n" else prompt_of(start, tok)
+    ids = torch.tensor([prompt], device=dev)
 
     # the samples
     with amp:
         for i in range(num_samples):
             new = stream(
                 model,
-                torch.tensor([prompt], device=dev),
+                ids,
                 max_new_tokens,
                 temperature,
                 top_k,

@@ -114,7 +114,9 @@ with user_errors():
     # a resumed run has its saved settings, changed by the flags on the command line
     config, saved, weights = run.settings_of(config, given)  # saved: of a resumed run, or None
     globals().update(config)
-    sharing = run.check_flags(config)  # processes that share each sequence
+    # the number of processes that share each sequence
+    sharing = (context_processes or world) if parallel == "context" else 1
+    run.check_flags(config, sharing)
     if dry_run:
         run.print_estimates(config)
         sys.exit()
@@ -186,7 +188,7 @@ def to_device(x: Tensor, y: Tensor) -> tuple:
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The mean loss of a micro-batch."""
+    """The mean loss of a micro-batch. --parallel=context refuses here a layer that has a state."""
     with user_errors(), amp:
         return model(x, y, parts)[1]
 

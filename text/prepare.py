@@ -347,8 +347,9 @@ def _tokenised_rows(rows, options, num_workers):
     if isinstance(rows, list):
         return (tokenised(row["text"], **options) for row in rows)
 
-    # A pool ends its processes by SIGTERM, and waits for them. A new process forgets a signal that
-    # Python handles, as run_with_flags makes it: the pool would wait forever. None forgets SIGKILL.
+    # A pool of processes ends them by SIGTERM, and waits for them. Since run_with_flags, Python
+    # handles SIGTERM, and a process that has just begun may lose a signal that Python handles. Then
+    # the pool would wait forever. No process loses SIGKILL.
     from multiprocess.process import BaseProcess  # of `datasets`
 
     BaseProcess.terminate = BaseProcess.kill

@@ -313,10 +313,8 @@ def path_of(out_dir: str, which: str) -> str:
 
 def load_newest(out_dir: str) -> dict:
     """The checkpoint with the most steps, perhaps the best. Errors: see load."""
-    states = [
-        load(join(out_dir, name), verify=False) for name in checkpoints_in(out_dir) or [LATEST]
-    ]
-    return load(max(states, key=lambda state: state["iter_num"])["path"])
+    paths = [join(out_dir, name) for name in checkpoints_in(out_dir) or [LATEST]]
+    return load(max(paths, key=lambda path: load(path, verify=False)["iter_num"]))
 
 
 def steps_in(folder: str) -> float:

@@ -52,12 +52,15 @@ def halves(x: Tensor) -> tuple:
 
 
 def is_row_local(heads: Heads) -> bool:
-    """Whether few queries at a time get what all get at once, on random numbers."""
+    """Whether an attention gives a few queries at a time what it gives all queries at once.
+
+    Tried on random numbers.
+    """
     x = torch.randn(1, 1, 64, 16)
     attend = plain_form(heads.definition)
     try:
         return torch.allclose(attend(x, x, x), in_rows(attend, x, x, x, 7), atol=1e-4)
-    except Exception:  # it needs as many queries as keys
+    except Exception:  # an attention that needs as many queries as keys
         return False
 
 
@@ -73,15 +76,18 @@ class Parts(Context):
         self.n_parts = 2 * n
         p = rank % n
         self.parts = p, self.n_parts - 1 - p
-
         config = model.config.resolved()
         self.c, rest = divmod(config.block_size, self.n_parts)
-        whole = {heads.name for heads in heads_of(model) if not is_row_local(heads)}
+
+        # attentions whose rows depend on each other, and layers that may ignore their context
+        not_local = {heads.name for heads in heads_of(model) if not is_row_local(heads)}
         own = [
             b.attn
             for b in model.transformer.h
             if type(b.attn).forward != CausalSelfAttention.forward
         ]
+
+        # what cannot be cut
         refuse([
             (rest,
              f"block_size={config.block_size} must be a multiple of {self.n_parts}, twice "
@@ -90,9 +96,9 @@ class Parts(Context):
              f"a part of {self.c} tokens is shorter than a window: use fewer processes"),
             (config.attn_dropout,
              "--parallel=context drops no attention weights: --attn_dropout=0"),
-            (whole,
-             f"--parallel=context cannot cut {', '.join(whole)}: a query's output depends on other "
-             "queries, or on T (docs/attention.md, The one rule)"),
+            (not_local,
+             f"--parallel=context cannot cut {', '.join(not_local)}: a query's output depends on "
+             "other queries, or on T (docs/attention.md, The one rule)"),
             (own,
              f"--parallel=context cannot cut {', '.join({type(x).__name__ for x in own})}, "
              "a layer with a forward of its own"),
@@ -177,12 +183,9 @@ class Parts(Context):
         ks, vs = halves(heads.expand(k)), halves(heads.expand(v))
         # views would keep the memory of both parts, and be copied again
         parts = [[x.contiguous() for x in part] for part in zip(qs, ks, vs, strict=True)]
-        of_all = self.in_order(
-            [
-                recompute(run, q[..., :0, :], k, v, **settings)[1]  # no features are kept
-                for q, k, v in parts
-            ]
-        )
+        # no features are kept
+        own = [recompute(run, q[..., :0, :], k, v, **settings)[1] for q, k, v in parts]
+        of_all = self.in_order(own)
 
         # before the parts 0, 1, ...; sums fade over a part as over one token of another decay
         none = [torch.zeros_like(x[:, :, :1]) for x in parts[0]]

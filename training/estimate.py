@@ -61,11 +61,12 @@ def mfu(model: GPT, device: str, dtype: str) -> float | None:
 
     None if the GPU is not in GPUS, for other devices, and in float32.
     """
-    if not device.startswith("cuda") or dtype == "float32":
-        return None
-    name = f" {torch.cuda.get_device_name().replace('-', ' ')} "
-    peaks = [peak for known, peak in GPUS.items() if f" {known} " in name]
-    return flops(model) / peaks[0] if peaks else None
+    if device.startswith("cuda") and dtype != "float32":
+        name = f" {torch.cuda.get_device_name().replace('-', ' ')} "
+        for known, peak in GPUS.items():
+            if f" {known} " in name:
+                return flops(model) / peak
+    return None
 
 
 def report(config: GPTConfig, settings: dict) -> str:

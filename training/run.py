@@ -64,10 +64,8 @@ def settings_of(config: dict, given: dict) -> tuple[dict, dict | None, Callable 
         return pretrained(config, given)
 
     saved = checkpoint.load_newest(out_dir)
-    say(
-        f"{'started again by torchrun' if is_restart else 'resume'}: "
-        f"going on from {saved['path']}, step {saved['iter_num']}"
-    )
+    why = "started again by torchrun" if is_restart else "resume"
+    say(f"{why}: going on from {saved['path']}, step {saved['iter_num']}")
 
     fixed = {*DEFAULTS, "optimizer"} - {*TRAINING}  # what weights and optimizer depend on
     if saved["model_args"].get("position", "learned") != "learned":
@@ -119,10 +117,10 @@ def merge_saved_settings(
     return settings
 
 
-def check_flags(config: dict) -> int:
-    """Checks settings, alone and together. Returns the number of processes that share a sequence.
+def check_flags(config: dict, sharing: int) -> None:
+    """Raises UserError for settings that are wrong, alone or together.
 
-    Raises UserError for wrong ones.
+    sharing: the number of processes that share a sequence.
     """
     c = SimpleNamespace(**config)
     at_least_one(**{name: config[name] for name in AT_LEAST_ONE})
@@ -130,9 +128,6 @@ def check_flags(config: dict) -> int:
     decays = c.decay_lr and c.schedule != "constant"
     rows = c.batch_size * c.gradient_accumulation_steps
     world = distributed.world
-    sharing = 1
-    if c.parallel == "context":
-        sharing = c.context_processes or world
 
     # what does not go together
     refuse([
@@ -155,7 +150,6 @@ def check_flags(config: dict) -> int:
          f"the {rows} sequences of a step cannot be divided among {world // sharing} processes: "
          f"make --gradient_accumulation_steps a multiple of {world // sharing}"),
     ])  # fmt: skip
-    return sharing
 
 
 def print_estimates(config: dict) -> None:

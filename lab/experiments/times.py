@@ -67,7 +67,7 @@ def model_of(config_file: str, flags: dict, vocab_size: int) -> tuple[GPT, dict]
     settings = DEFAULTS | settings_of(config_file, flags)
     if settings["vocab_size"] is None:
         settings["vocab_size"] = vocab_size
-    check_flags(settings)
+    check_flags(settings, 1)
     gpt = GPT(GPTConfig(**model_args(settings)))
     return change(gpt, settings.get("variant", "")), settings
 
